@@ -1,0 +1,65 @@
+// What differs between torch 2.11 and 2.13: who owns an autograd node, and the names of two collectives.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace zcompile {
+
+using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+template <typename Ptr>
+struct NodeTraits;
+
+template <typename T>
+struct NodeTraits<std::shared_ptr<T>> {
+  using Weak = std::weak_ptr<T>;
+  template <typename Derived>
+  static std::shared_ptr<Derived> make() {
+    return std::make_shared<Derived>();
+  }
+  static Weak weak(const std::shared_ptr<T>& node) { return node; }
+};
+
+template <typename T>
+struct NodeTraits<c10::intrusive_ptr<T>> {
+  using Weak = c10::weak_intrusive_ptr<T>;
+  template <typename Derived>
+  static c10::intrusive_ptr<Derived> make() {
+    return c10::make_intrusive<Derived>();
+  }
+  static Weak weak(const c10::intrusive_ptr<T>& node) { return Weak(node); }
+};
+
+using WeakNode = NodeTraits<NodePtr>::Weak;
+
+// `received` gets every rank's `sent`, in rank order.
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> all_gather(Group& group, at::Tensor received, at::Tensor sent) {
+  if constexpr (requires { group.all_gather_single(received, sent); }) {
+    return group.all_gather_single(received, sent);
+  } else {
+    return group._allgather_base(received, sent);
+  }
+}
+
+// Rank r gets the r-th of the slices that `sent` splits into.
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> all_to_all(
+    Group& group, at::Tensor received, at::Tensor sent, std::vector<int64_t> received_splits,
+    std::vector<int64_t> sent_splits) {
+  if constexpr (requires { group.all_to_all_single(received, sent, received_splits, sent_splits); }) {
+    return group.all_to_all_single(received, sent, received_splits, sent_splits);
+  } else {
+    return group.alltoall_base(received, sent, received_splits, sent_splits);
+  }
+}
+
+}  // namespace zcompile

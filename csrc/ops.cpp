@@ -1,0 +1,216 @@
+// Every op: schema, device kernel, meta kernel, autograd.
+
+#include "runtime.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include <mutex>
+
+namespace zcompile {
+
+namespace {
+
+at::Tensor call_reduce(const at::Tensor& grad, const at::Tensor& shard) {
+  static auto op = c10::Dispatcher::singleton()
+                       .findSchemaOrThrow("zcompile::reduce", "")
+                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
+  return op.call(grad, shard);
+}
+
+at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  static auto op = c10::Dispatcher::singleton()
+                       .findSchemaOrThrow("zcompile::gather", "")
+                       .typed<at::Tensor(const at::Tensor&, at::IntArrayRef, at::ScalarType)>();
+  return op.call(shard, shape, dtype);
+}
+
+// --- kernels for real tensors ---------------------------------------------------------------------------------------
+
+at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  auto& parameter = find_parameter(shard);
+  TORCH_CHECK(
+      shape == at::IntArrayRef(parameter.shape), "zcompile::gather: '", parameter.name, "' has shape ",
+      at::IntArrayRef(parameter.shape), ", asked for ", shape);
+  return gather_start(parameter, dtype);
+}
+
+at::Tensor gather_wait_kernel(const at::Tensor& full) {
+  gather_wait(full);
+  return at::alias(full);
+}
+
+at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  auto full = gather_start_kernel(shard, shape, dtype);
+  gather_wait(full);
+  return full;
+}
+
+at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) {
+  return reduce_start(find_parameter(shard), grad);
+}
+
+at::Tensor reduce_wait_kernel(const at::Tensor& pending, const at::Tensor& /*grad*/) {
+  reduce_wait(pending);
+  return at::alias(pending);
+}
+
+at::Tensor reduce_kernel(const at::Tensor& grad, const at::Tensor& shard) {
+  auto out = reduce_start_kernel(grad, shard);
+  reduce_wait(out);
+  return out;
+}
+
+// --- shapes and dtypes only -----------------------------------------------------------------------------------------
+
+at::Tensor gather_meta(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  return at::empty(shape, shard.options().dtype(dtype).requires_grad(false));
+}
+
+at::Tensor gather_wait_meta(const at::Tensor& full) {
+  return at::alias(full);
+}
+
+at::Tensor reduce_meta(const at::Tensor& /*grad*/, const at::Tensor& shard) {
+  return at::empty_like(shard, shard.options().requires_grad(false), at::MemoryFormat::Contiguous);
+}
+
+at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*/) {
+  return at::alias(pending);
+}
+
+// --- autograd -------------------------------------------------------------------------------------------------------
+
+// The backward of gather. It remembers the shard only to name the parameter, so it saves no variable and checks no
+// version: an optimizer step between forward and backward does not matter to it.
+struct ReduceBackward : public torch::autograd::Node {
+  at::Tensor shard;
+
+  std::string name() const override { return "ReduceBackward"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    if (!grads[0].defined()) return {at::Tensor()};
+    return {call_reduce(grads[0], shard)};
+  }
+};
+
+NodePtr make_backward(const at::Tensor& shard) {
+  auto node = NodeTraits<NodePtr>::make<ReduceBackward>();
+  node->shard = shard;
+  node->set_next_edges(torch::autograd::collect_next_edges(shard));
+  return node;
+}
+
+bool is_real(const at::Tensor& tensor) {
+  return !tensor.unsafeGetTensorImpl()->key_set().has_any(
+             c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Meta})) &&
+      tensor.has_storage();
+}
+
+// [Note: one reduce per parameter]
+// A parameter that is read twice must be reduced once, after its gradients were summed: twice the bytes otherwise, and
+// another rounding than in the compiled graph. In eager, all gathers of a parameter that are alive share one backward
+// node; autograd sums what flows into it before it runs.
+void attach_shared_backward(Parameter& parameter, const at::Tensor& shard, const at::Tensor& full) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  const auto shared = parameter.backward.find(full.scalar_type());
+  if (shared != parameter.backward.end()) {
+    if (auto node = shared->second.lock()) {
+      torch::autograd::impl::set_gradient_edge(full, {std::move(node), 0});
+      return;
+    }
+  }
+  auto node = make_backward(shard);
+  torch::autograd::set_history(full, node);
+  parameter.backward.insert_or_assign(full.scalar_type(), NodeTraits<NodePtr>::weak(node));
+}
+
+// [Note: writes to a full parameter are lost]
+// A gathered parameter is a copy. An in-place write to it raises its version counter, which outlives it, so the next
+// gather can tell.
+void refuse_lost_writes(Parameter& parameter) {
+  TORCH_CHECK(
+      !parameter.version_of_full || parameter.version_of_full->current_version() == 0, "zcompile: parameter '",
+      parameter.name, "' was modified in place through its owning module on rank ", parameter.model->rank(),
+      ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), or "
+      "initialise before zcompile.shard().");
+}
+
+at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
+  Parameter* parameter = is_real(shard) ? &find_parameter(shard) : nullptr;
+  if (parameter) refuse_lost_writes(*parameter);
+  at::Tensor full;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    full = call_gather(shard, shape, dtype);
+  }
+  if (parameter && !full.is_inference()) {
+    parameter->version_of_full = full.unsafeGetTensorImpl()->version_counter();
+  }
+  if (!differentiable) return full;
+  if (parameter) {
+    attach_shared_backward(*parameter, shard, full);
+  } else {
+    torch::autograd::set_history(full, make_backward(shard));
+  }
+  return full;
+}
+
+at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard) {
+  TORCH_CHECK(
+      !(at::GradMode::is_enabled() && grad.requires_grad()),
+      "zcompile: a gradient of a gradient (create_graph=True) through a sharded parameter is not supported");
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_reduce(grad, shard);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(zcompile, library) {
+  // The full parameter, downcast on the way. A new tensor: aliases nothing.
+  library.def("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  // This rank's slice of the mean gradient. A new tensor: aliases nothing.
+  library.def("reduce(Tensor grad, Tensor shard) -> Tensor");
+  // A new tensor that is being filled: only gather_wait may read it.
+  library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  // The same memory, filled. It lives as long as its last reader, which the annotation tells Inductor.
+  library.def("gather_wait(Tensor(a) full) -> Tensor(a)");
+  // A new tensor that is being filled, while `grad` is being read.
+  library.def("reduce_start(Tensor grad, Tensor shard) -> Tensor");
+  // The same memory, filled. Takes `grad` because it is read until here: nobody may reuse it before.
+  library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
+}
+
+#define ZCOMPILE_KERNELS(key)                       \
+  TORCH_LIBRARY_IMPL(zcompile, key, library) {      \
+    library.impl("gather", gather_kernel);          \
+    library.impl("reduce", reduce_kernel);          \
+    library.impl("gather_start", gather_start_kernel); \
+    library.impl("gather_wait", gather_wait_kernel);   \
+    library.impl("reduce_start", reduce_start_kernel); \
+    library.impl("reduce_wait", reduce_wait_kernel);   \
+  }
+
+ZCOMPILE_KERNELS(CPU)
+ZCOMPILE_KERNELS(CUDA)
+
+TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
+  library.impl("gather", gather_meta);
+  library.impl("reduce", reduce_meta);
+  library.impl("gather_start", gather_meta);
+  library.impl("gather_wait", gather_wait_meta);
+  library.impl("reduce_start", reduce_meta);
+  library.impl("reduce_wait", reduce_wait_meta);
+}
+
+TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
+  library.impl("gather", gather_autograd);
+  library.impl("reduce", reduce_autograd);
+}
+
+}  // namespace zcompile

@@ -1,0 +1,64 @@
+// Python's view of the runtime: a model's table of shards, and what went over the wire.
+
+#include "runtime.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace zcompile {
+
+namespace {
+
+// Waits for its process groups on the host; Python threads must be able to run meanwhile.
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+py::dict as_dict(Model& model) {
+  const auto stats = model.stats();
+  py::dict result;
+  result["gathered_bytes"] = stats.gathered_bytes;
+  result["reduced_bytes"] = stats.reduced_bytes;
+  result["gathers"] = stats.gathers;
+  result["reduces"] = stats.reduces;
+  result["peak_full_bytes"] = stats.peak_full_bytes;
+  result["transport"] = model.transport().name();
+  return result;
+}
+
+int64_t add_parameter(
+    Model& model, std::string name, at::Tensor shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
+    std::optional<at::ScalarType> reduce_dtype) {
+  Parameter parameter;
+  parameter.name = std::move(name);
+  parameter.shard = std::move(shard);
+  parameter.shape = std::move(shape);
+  parameter.numel = c10::multiply_integers(parameter.shape);
+  parameter.chunk = chunk;
+  parameter.replicated = replicated;
+  parameter.reduce_dtype = reduce_dtype;
+  return model.add(std::move(parameter));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.attr("built_for_torch") = ZCOMPILE_TORCH_VERSION;
+  py::class_<Model>(module, "Model")
+      .def(
+          py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
+                      int64_t world) {
+            return std::make_unique<Model>(
+                Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)}, rank, world);
+          }),
+          py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"), py::arg("rank"),
+          py::arg("world"))
+      .def(
+          "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
+          py::arg("replicated"), py::arg("reduce_dtype"))
+      .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
+      .def("use_transport", &Model::use_transport, ReleaseGil(), py::arg("name"))
+      .def("stats", as_dict)
+      .def("reset_stats", &Model::reset_stats);
+}
+
+}  // namespace zcompile

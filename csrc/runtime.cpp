@@ -1,0 +1,236 @@
+#include "runtime.h"
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+namespace zcompile {
+
+namespace {
+
+using Storage = c10::StorageImpl*;
+
+std::string name_of(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
+
+Storage storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+// A transfer and the tensors it reads and writes, which must outlive it whatever the program does.
+struct InFlight {
+  std::unique_ptr<Transfer> transfer;
+  at::Tensor destination;
+  at::Tensor source;
+};
+
+// The two look-ups by storage. Process-wide, because an op has only a tensor to start from; it holds no settings.
+class Registry {
+ public:
+  static Registry& instance() {
+    static auto* registry = new Registry;  // never destroyed: tensors may outlive static destructors
+    return *registry;
+  }
+
+  void add(Parameter* parameter) {
+    std::lock_guard lock(mutex_);
+    parameters_[storage_of(parameter->shard)] = parameter;
+  }
+
+  void remove(const Parameter* parameter) {
+    std::lock_guard lock(mutex_);
+    auto found = parameters_.find(storage_of(parameter->shard));
+    if (found != parameters_.end() && found->second == parameter) parameters_.erase(found);
+  }
+
+  Parameter* find(const at::Tensor& shard) {
+    std::lock_guard lock(mutex_);
+    auto found = parameters_.find(storage_of(shard));
+    return found == parameters_.end() ? nullptr : found->second;
+  }
+
+  void start(InFlight in_flight) {
+    std::lock_guard lock(mutex_);
+    auto key = storage_of(in_flight.destination);
+    in_flight_[key] = std::move(in_flight);
+  }
+
+  std::optional<InFlight> finish(const at::Tensor& destination) {
+    std::lock_guard lock(mutex_);
+    auto found = in_flight_.find(storage_of(destination));
+    if (found == in_flight_.end()) return std::nullopt;
+    auto in_flight = std::move(found->second);
+    in_flight_.erase(found);
+    return in_flight;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<Storage, Parameter*> parameters_;
+  std::unordered_map<Storage, InFlight> in_flight_;
+};
+
+void wait_for(const at::Tensor& destination, const char* op) {
+  auto in_flight = Registry::instance().finish(destination);
+  TORCH_CHECK(in_flight, "zcompile::", op, ": this tensor is not in flight; it was waited for already or never started");
+  in_flight->transfer->wait();
+}
+
+}  // namespace
+
+int64_t Parameter::offset_of(int64_t rank) const {
+  return replicated ? 0 : std::min(rank * chunk, numel);
+}
+
+int64_t Parameter::length_of(int64_t rank) const {
+  return replicated ? numel : std::min((rank + 1) * chunk, numel) - offset_of(rank);
+}
+
+Model::Model(Groups groups, int64_t rank, int64_t world)
+    : groups_(std::move(groups)), rank_(rank), world_(world), transport_(make_c10d_transport(*this)) {}
+
+Model::~Model() {
+  for (auto& parameter : parameters_) Registry::instance().remove(parameter.get());
+}
+
+int64_t Model::add(Parameter parameter) {
+  parameter.model = this;
+  parameter.index = size();
+  parameters_.push_back(std::make_unique<Parameter>(std::move(parameter)));
+  Registry::instance().add(parameters_.back().get());
+  return size() - 1;
+}
+
+void Model::replace(int64_t index, at::Tensor shard) {
+  auto& old = parameter(index);
+  TORCH_CHECK(
+      shard.numel() == old.shard.numel(), "zcompile: the new shard of '", old.name, "' has ", shard.numel(),
+      " elements on rank ", rank_, ", the old one ", old.shard.numel());
+  Registry::instance().remove(&old);
+  old.shard = std::move(shard);
+  old.backward.clear();
+  old.version_of_full.reset();
+  Registry::instance().add(&old);
+}
+
+void Model::use_transport(const std::string& name) {
+  if (name == "c10d") {
+    transport_ = make_c10d_transport(*this);
+  } else if (name == "late") {
+    transport_ = make_late_transport(make_c10d_transport(*this));
+  } else if (name == "loopback") {
+    transport_ = make_loopback_transport();
+  } else {
+    TORCH_CHECK_VALUE(false, "zcompile: no transport named '", name, "'; there are c10d, late and loopback");
+  }
+}
+
+Stats Model::stats() {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void Model::reset_stats() {
+  std::lock_guard lock(mutex_);
+  stats_ = Stats();
+}
+
+int64_t Model::live_full_bytes() {
+  int64_t bytes = 0;
+  std::erase_if(fulls_, [&](const auto& full) {
+    if (full.first.expired()) return true;
+    bytes += full.second;
+    return false;
+  });
+  return bytes;
+}
+
+void Model::count_gather(const at::Tensor& full) {
+  std::lock_guard lock(mutex_);
+  const auto bytes = full.numel() * static_cast<int64_t>(full.element_size());
+  stats_.gathers += 1;
+  stats_.gathered_bytes[name_of(full.scalar_type())] += bytes;
+  fulls_.emplace_back(full.storage().getWeakStorageImpl(), bytes);
+  stats_.peak_full_bytes = std::max(stats_.peak_full_bytes, live_full_bytes());
+}
+
+void Model::count_reduce(const at::Tensor& wire) {
+  std::lock_guard lock(mutex_);
+  stats_.reduces += 1;
+  stats_.reduced_bytes[name_of(wire.scalar_type())] +=
+      wire.numel() * static_cast<int64_t>(wire.element_size());
+}
+
+void Model::note_backward() {
+  const int64_t id = torch::autograd::get_current_graph_task_id();
+  if (id == -1) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (backward_id_ == id) return;
+    backward_id_ = id;
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_backward(); });
+}
+
+void Model::finish_backward() {
+  transport_->finish_backward();
+  for (auto& parameter : parameters_) {
+    if (!parameter->unclaimed.defined()) continue;
+    auto gradient = std::exchange(parameter->unclaimed, at::Tensor());
+    if (!parameter->shard.requires_grad()) continue;
+    (*torch::autograd::impl::grad_accumulator(parameter->shard))({std::move(gradient)});
+  }
+}
+
+Parameter& find_parameter(const at::Tensor& shard) {
+  auto* parameter = Registry::instance().find(shard);
+  TORCH_CHECK(
+      parameter, "zcompile: a tensor of shape ", shard.sizes(),
+      " is gathered that no zcompile.shard() of this process made. Was the model copied, or a parameter's storage "
+      "replaced, after zcompile.shard()? Call zcompile.shard() on the final model.");
+  return *parameter;
+}
+
+at::Tensor gather_start(Parameter& parameter, at::ScalarType dtype) {
+  auto& model = *parameter.model;
+  model.note_backward();
+  const auto options = parameter.shard.options().dtype(dtype).requires_grad(false);
+  // Padded to equal pieces, so that one collective serves all sizes; the full parameter is the front of it.
+  const int64_t padded_numel = parameter.replicated ? parameter.numel : parameter.chunk * model.world();
+  auto padded = at::empty({padded_numel}, options);
+  auto full = padded.narrow(0, 0, parameter.numel).view(parameter.shape);
+  model.count_gather(full);
+  Registry::instance().start({model.transport().gather(parameter, padded), full, padded});
+  return full;
+}
+
+void gather_wait(const at::Tensor& full) {
+  wait_for(full, "gather_wait");
+}
+
+at::Tensor reduce_start(Parameter& parameter, const at::Tensor& grad) {
+  auto& model = *parameter.model;
+  model.note_backward();
+  TORCH_CHECK(
+      grad.sizes() == at::IntArrayRef(parameter.shape), "zcompile::reduce: the gradient of '", parameter.name,
+      "' has shape ", grad.sizes(), ", the parameter ", at::IntArrayRef(parameter.shape));
+  auto wire = grad;
+  if (parameter.reduce_dtype && c10::elementSize(*parameter.reduce_dtype) < static_cast<size_t>(grad.element_size())) {
+    wire = grad.to(*parameter.reduce_dtype);
+  }
+  wire = wire.contiguous();
+  model.count_reduce(wire);
+  auto out = at::empty_like(parameter.shard, at::MemoryFormat::Contiguous);
+  Registry::instance().start({model.transport().reduce(parameter, wire, out), out, wire});
+  return out;
+}
+
+void reduce_wait(const at::Tensor& pending) {
+  wait_for(pending, "reduce_wait");
+}
+
+}  // namespace zcompile

@@ -1,0 +1,120 @@
+// The parameter table and the gather state machine.
+//
+// [Note: finding a parameter by its storage]
+// Ops get a shard and nothing else, so that graphs are the same on every rank and for every equal block. A shard's
+// storage leads to everything that the graph must not know: its name, its full shape, its process groups.
+//
+// [Note: life of a full parameter]
+//   gather_start  allocates the full tensor, starts the transfer   -> in flight: nobody may read or free it
+//   gather_wait   waits, forgets the transfer                      -> full: plain tensor, owned by whoever holds it
+//   last reader   the compiled code drops the tensor               -> freed by reference count; the runtime has no say
+// A reduce is the mirror image: from start to wait the gradient must stay untouched, and after wait the shard gradient is
+// an ordinary tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "compat.h"
+#include "transport.h"
+
+namespace zcompile {
+
+// One sharded parameter. Rank r owns the flat elements [r * chunk, (r + 1) * chunk) of it, cut off at numel.
+struct Parameter {
+  Model* model = nullptr;
+  int64_t index = 0;
+  std::string name;
+  at::Tensor shard;  // this rank's piece, an autograd leaf in the dtype of the masters
+  std::vector<int64_t> shape;
+  int64_t numel = 0;
+  int64_t chunk = 0;
+  bool replicated = false;  // scalars: every rank has the whole parameter
+  std::optional<at::ScalarType> reduce_dtype;
+
+  // Eager only; see [Note: one reduce per parameter] in ops.cpp.
+  std::map<at::ScalarType, WeakNode> backward;
+  std::optional<c10::VariableVersion> version_of_full;
+
+  at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank has asked for
+
+  int64_t offset_of(int64_t rank) const;
+  int64_t length_of(int64_t rank) const;
+};
+
+struct Stats {
+  std::map<std::string, int64_t> gathered_bytes;  // dtype -> bytes of full tensors
+  std::map<std::string, int64_t> reduced_bytes;
+  int64_t gathers = 0;
+  int64_t reduces = 0;
+  int64_t peak_full_bytes = 0;  // most bytes of gathered storages alive at once
+};
+
+struct Groups {
+  std::string gather;     // the ranks that share the shards
+  std::string reduce;     // the same ranks, another communicator: gathers and reduces overlap only then
+  std::string replicate;  // ranks that hold the same shard; empty without replication
+  std::string control;    // all ranks of the mesh, on the host; empty where ranks must agree by construction
+};
+
+// The shards of one model and what happened to them. Two models never meet.
+class Model {
+ public:
+  // `rank` and `world` are those of the gather group.
+  Model(Groups groups, int64_t rank, int64_t world);
+  ~Model();
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  int64_t add(Parameter parameter);
+  void replace(int64_t index, at::Tensor shard);
+  void use_transport(const std::string& name);
+
+  Parameter& parameter(int64_t index) { return *parameters_.at(index); }
+  int64_t size() const { return static_cast<int64_t>(parameters_.size()); }
+  const Groups& groups() const { return groups_; }
+  int64_t rank() const { return rank_; }
+  int64_t world() const { return world_; }
+  Transport& transport() { return *transport_; }
+
+  Stats stats();
+  void reset_stats();
+  void count_gather(const at::Tensor& full);
+  void count_reduce(const at::Tensor& wire);
+
+  // Called by every gather and reduce: the first of a backward asks autograd to tell when that backward ends.
+  void note_backward();
+
+ private:
+  void finish_backward();
+  int64_t live_full_bytes();
+
+  Groups groups_;
+  int64_t rank_;
+  int64_t world_;
+  std::vector<std::unique_ptr<Parameter>> parameters_;
+  std::unique_ptr<Transport> transport_;
+  std::mutex mutex_;
+  Stats stats_;
+  std::deque<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> fulls_;
+  int64_t backward_id_ = -1;
+};
+
+// Finds the parameter of a shard; throws if `shard` is not one.
+Parameter& find_parameter(const at::Tensor& shard);
+
+at::Tensor gather_start(Parameter& parameter, at::ScalarType dtype);
+void gather_wait(const at::Tensor& full);
+at::Tensor reduce_start(Parameter& parameter, const at::Tensor& grad);
+void reduce_wait(const at::Tensor& pending);
+
+}  // namespace zcompile

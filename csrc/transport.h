@@ -1,0 +1,49 @@
+// The seam between the runtime and the wire: how bytes of full parameters and gradients move between ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+
+namespace zcompile {
+
+struct Parameter;
+class Model;
+
+// Bytes on their way. wait() returns when the destination may be read: on the host for CPU ranks, in the order of the
+// current stream for GPU ranks. Sources must stay untouched until then.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+  virtual void wait() = 0;
+};
+
+// A transport moves one parameter at a time and is told nothing of schedules. Every rank of a model uses the same one.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual std::string name() const = 0;
+
+  // Fills `padded` (flat, world * chunk elements of the wire's dtype) with every rank's piece, downcast, in rank order.
+  virtual std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) = 0;
+
+  // Fills `out` (shaped like the shard) with this rank's slice of the mean over ranks of `grad`: the fp32 sum, in rank
+  // order, of the gradients at the width at which they arrive, divided by the number of ranks.
+  virtual std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) = 0;
+
+  // All of this rank's reduces of one backward have been started.
+  virtual void finish_backward() {}
+};
+
+// Collectives of a c10d::ProcessGroup: gloo or NCCL.
+std::unique_ptr<Transport> make_c10d_transport(Model& model);
+
+// Wraps `inner`: a full parameter holds NaN until it is waited for, and a gradient is read as late as its wait. Code
+// that reads too early or reuses a buffer too soon gives NaN instead of a number that happens to be right.
+std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
+
+// Moves nothing: what is left is the host time of the runtime itself.
+std::unique_ptr<Transport> make_loopback_transport();
+
+}  // namespace zcompile

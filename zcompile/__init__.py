@@ -1,0 +1,15 @@
+"""ZeRO-3 training as a torch.compile backend: see README.md and docs/design.md."""
+
+import torch
+
+from zcompile import _C
+
+if _C.built_for_torch != torch.__version__:
+    raise ImportError(
+        f"zcompile was built for torch {_C.built_for_torch}, but torch {torch.__version__} is installed: "
+        "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
+    )
+
+from zcompile.sharding import reset_stats, shard, stats
+
+__all__ = ["reset_stats", "shard", "stats"]

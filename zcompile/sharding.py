@@ -1,0 +1,322 @@
+"""From a whole model to shards: who owns which piece, and how a module reads a parameter that it does not have.
+
+[Note: leaf and parameter]
+A parameter lives twice in Python, over one storage. `model.parameters()` yields a DTensor, which optimizers, clipping and
+checkpoints understand. The module's forward reads through a property, which gathers the *leaf*: a plain tensor over the
+same memory. DTensors that went through a compiled graph would cost about 90 us of host time per parameter and step; a
+plain tensor costs what any parameter costs. Autograd accumulates into the leaf, and a hook moves the result to the
+DTensor's `.grad`.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zcompile import _C
+from zcompile.checks import agree_on_model, check_mesh, check_model, signature
+from zcompile.materialize import materialize
+from zcompile.words import LEAF, STATE
+
+gather = torch.ops.zcompile.gather.default
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """One parameter of a sharded model and what its modules need to read it."""
+
+    name: str
+    index: int
+    parameter: nn.Parameter  # the DTensor that users see
+    leaf: nn.Parameter  # the plain local shard that graphs see
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def bind(self) -> None:
+        """Make the leaf what the owning modules read, and let gradients flow from it to the DTensor."""
+        self.leaf.register_post_accumulate_grad_hook(self.deliver)
+        for module, attribute in self.owners:
+            module.__dict__[LEAF + attribute] = self.leaf
+
+    def deliver(self, leaf: torch.Tensor) -> None:
+        """Move the leaf's gradient to the DTensor, adding to what is there, as autograd would."""
+        grad, leaf.grad = leaf.grad, None
+        parameter = self.parameter
+        module, attribute = self.owners[0]
+        if module._parameters.get(attribute) is not parameter:
+            raise RuntimeError(_replaced(self.name))
+        if not parameter.requires_grad:
+            return
+        if parameter.grad is None:
+            parameter.grad = DTensor(grad, parameter._spec, requires_grad=False)
+        else:
+            parameter.grad._local_tensor.add_(grad)
+
+
+class ShardedModel:
+    """The shards of one model; every module that owns one holds a reference."""
+
+    def __init__(self, mesh: DeviceMesh, runtime: _C.Model):
+        self.mesh = mesh
+        self.runtime = runtime
+        self.parameters: dict[str, ShardedParameter] = {}
+
+    def refresh(self, sharded: ShardedParameter) -> None:
+        """Follow a parameter whose storage was exchanged by `module.to()`, `load_state_dict(assign=True)` and the like."""
+        local = _local(sharded.parameter)
+        if local.untyped_storage().data_ptr() == sharded.leaf.untyped_storage().data_ptr() and local.numel() > 0:
+            return
+        sharded.leaf = nn.Parameter(local, requires_grad=sharded.parameter.requires_grad)
+        self.runtime.replace(sharded.index, sharded.leaf)
+        sharded.bind()
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("zcompile: a sharded model cannot be copied; copy it first, then call zcompile.shard on both.")
+
+    def __reduce__(self):
+        raise RuntimeError("zcompile: a sharded model cannot be pickled; save model.state_dict() instead.")
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> nn.Module:
+    """Shard every parameter of `model` over the ranks, in place (ZeRO-3, arXiv:1910.02054).
+
+    Afterwards each rank holds rows [r * ceil(n / W), (r + 1) * ceil(n / W)) of every parameter with n rows as a DTensor
+    with placement `Shard(0)`, as FSDP2 does; scalars stay whole (`Replicate()`), and so do buffers. Modules gather a
+    parameter when they read it, and its gradient is reduced to the mean over ranks. Works in eager; `torch.compile` with
+    `backend="zcompile"` plans it. Each rank keeps its slice of its own initial values, as FSDP2 does: seed all ranks
+    alike to start from one model.
+
+    Args:
+        model: any module, on the mesh's device, on CPU (moved piece by piece) or on the meta device (each module is made
+            by its `reset_parameters()`; a full copy of the model never exists on one rank).
+        mesh: 1-D (shard), or 2-D (replicate x shard). Default: all ranks of the default process group.
+        param_dtype: dtype on the wire and in compute; masters keep theirs. Floating-point inputs of `model` are cast to
+            it. Default: that of the masters, which `torch.autocast` narrows.
+        reduce_dtype: a narrower dtype for gradients on the wire. The sum is fp32 in any case (fp64 for fp64), in rank
+            order.
+        ignored_params: parameters that stay as they are.
+
+    Returns:
+        `model`, with parameters replaced. Build the optimizer afterwards.
+
+    Raises:
+        RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks disagree
+            on the model.
+        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices.
+        TypeError: a parameter or dtype that is not floating-point.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "zcompile.shard needs a process group: call torch.distributed.init_process_group() first "
+            "(under torchrun, or with one rank)."
+        )
+    check_mesh(mesh)
+    mesh = mesh or _default_mesh(model)
+    ignored = {id(parameter) for parameter in ignored_params}
+    error = check_model(model, mesh, ignored, param_dtype, reduce_dtype)
+    agree_on_model(mesh, error, [*signature(model, ignored), str((param_dtype, reduce_dtype))])
+
+    state = ShardedModel(mesh, _C.Model(**_groups(mesh)))
+    device = _device(mesh)
+    done: dict[int, ShardedParameter] = {}  # by id of the original parameter, which `originals` keeps taken
+    originals: list[nn.Parameter] = []
+    for path, module in list(model.named_modules()):
+        own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in ignored}
+        originals += own.values()
+        materialize(model, path, module, device, keep=ignored | done.keys())
+        _move_buffers(module, device)
+        for attribute, original in own.items():
+            if id(original) not in done:
+                name = f"{path}.{attribute}" if path else attribute
+                done[id(original)] = _shard_parameter(state, name, module._parameters[attribute], device, reduce_dtype)
+            done[id(original)].owners.append((module, attribute))
+            module._parameters[attribute] = done[id(original)].parameter
+    _install_readers(state, param_dtype)
+    if param_dtype is not None:
+        model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
+    return model
+
+
+def stats(model: nn.Module) -> dict:
+    """What went over the wire for `model` since it was sharded or `reset_stats` was called, counted by the runtime.
+
+    Returns:
+        `gathered_bytes` and `reduced_bytes`: dtype name -> bytes of full tensors moved on this rank; `gathers` and
+        `reduces`: calls; `peak_full_bytes`: most bytes of gathered tensors alive at once (memory that compiled code reuses
+        for activations counts until it is freed); `transport`: its name.
+    """
+    return _state(model).runtime.stats()
+
+
+def reset_stats(model: nn.Module) -> None:
+    """Set every counter of `stats(model)` to zero."""
+    _state(model).runtime.reset_stats()
+
+
+def _state(model: nn.Module) -> ShardedModel:
+    for module in model.modules():
+        if STATE in module.__dict__:
+            return module.__dict__[STATE]
+    raise RuntimeError("this model has no sharded parameter: call zcompile.shard(model) first.")
+
+
+def _default_mesh(model: nn.Module) -> DeviceMesh:
+    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
+    device_type = "cuda" if on_gpu or "cuda" in devices else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _groups(mesh: DeviceMesh) -> dict:
+    """Process groups of the runtime, by name; see `Groups` in csrc/runtime.h."""
+    shard_group = mesh.get_group(mesh.ndim - 1)
+    on_cpu = mesh.device_type == "cpu"
+    everyone = mesh.mesh.flatten().tolist()
+    new_group = functools.partial(dist.new_group, use_local_synchronization=True)
+    several = mesh.size() > 1
+    return {
+        "gather": shard_group.group_name,
+        "reduce": new_group(dist.get_process_group_ranks(shard_group)).group_name if several else shard_group.group_name,
+        "replicate": mesh.get_group(0).group_name if mesh.ndim == 2 else "",
+        "control": new_group(everyone, backend="gloo").group_name if on_cpu and several else "",
+        "rank": shard_group.rank(),
+        "world": shard_group.size(),
+    }
+
+
+@torch.no_grad()
+def _shard_parameter(state: ShardedModel, name: str, parameter: nn.Parameter, device, reduce_dtype) -> ShardedParameter:
+    mesh = state.mesh
+    world, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    full = parameter.detach()
+    replicated = full.ndim == 0
+    if replicated:
+        local = full.to(device, copy=True)
+        dist.broadcast(local, group=mesh.get_group(mesh.ndim - 1), group_src=0)
+    else:
+        rows = -(-full.shape[0] // world)
+        local = full[rank * rows : (rank + 1) * rows].to(device, copy=True).contiguous()
+    if mesh.ndim == 2:
+        dist.broadcast(local, group=mesh.get_group(0), group_src=0)
+    placements = [Replicate()] * (mesh.ndim - 1) + [Replicate() if replicated else Shard(0)]
+    stride = torch.empty(full.shape, device="meta").stride()
+    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
+    leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    numel = full.numel()
+    index = state.runtime.add(
+        name=name,
+        shard=leaf,
+        shape=list(full.shape),
+        chunk=numel if replicated else rows * (numel // max(full.shape[0], 1)),
+        replicated=replicated,
+        reduce_dtype=reduce_dtype,
+    )
+    sharded = ShardedParameter(name, index, nn.Parameter(dtensor, requires_grad=parameter.requires_grad), leaf)
+    sharded.parameter.__dict__.update(parameter.__dict__)  # what users hung on it: weight-decay flags and the like
+    state.parameters[name] = sharded
+    return sharded
+
+
+def _install_readers(state: ShardedModel, param_dtype: torch.dtype | None) -> None:
+    by_module: dict[nn.Module, list[str]] = {}
+    for sharded in state.parameters.values():
+        sharded.bind()
+        for module, attribute in sharded.owners:
+            by_module.setdefault(module, []).append(attribute)
+    alone = state.mesh.size() == 1
+    for module, attributes in by_module.items():
+        module.__dict__[STATE] = state
+        shapes = tuple((name, tuple(module._parameters[name].shape)) for name in attributes)
+        module.__class__ = _sharded_class(type(module), shapes, param_dtype, alone)
+
+
+@functools.cache
+def _sharded_class(base: type, shapes: tuple, param_dtype: torch.dtype | None, alone: bool) -> type:
+    """`base` with one property per sharded parameter. Cached, so that equal blocks have one class and share compiled code."""
+    namespace = {name: property(_reader(name, list(shape), param_dtype, alone)) for name, shape in shapes}
+    namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__module__": base.__module__}
+    return type(base.__name__, (base,), namespace)
+
+
+def _reader(name: str, shape: list[int], param_dtype: torch.dtype | None, alone: bool):
+    leaf_name = LEAF + name
+
+    def read_alone(self):
+        leaf = getattr(self, leaf_name)
+        return leaf if param_dtype is None else leaf.to(param_dtype)
+
+    def read(self):
+        leaf = getattr(self, leaf_name)
+        if not torch.compiler.is_compiling():
+            leaf.requires_grad_(self._parameters[name].requires_grad)
+        return gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype)
+
+    return read_alone if alone else read
+
+
+def _apply(self, fn, recurse=True):
+    super(type(self), self)._apply(fn, recurse)
+    state = self.__dict__[STATE]
+    for sharded in state.parameters.values():
+        if any(module is self for module, _ in sharded.owners):
+            state.refresh(sharded)
+    return self
+
+
+def _register_parameter(self, name, param):
+    state = self.__dict__[STATE]
+    sharded = next((s for s in state.parameters.values() if (self, name) in s.owners), None)
+    if sharded is None or param is sharded.parameter:
+        return super(type(self), self).register_parameter(name, param)
+    old = sharded.parameter
+    same = isinstance(param, DTensor) and (param.shape, param.placements, param.device_mesh) == (
+        old.shape,
+        old.placements,
+        old.device_mesh,
+    )
+    if not same:
+        raise RuntimeError(_replaced(sharded.name))
+    sharded.parameter = param
+    for module, attribute in sharded.owners:
+        module._parameters[attribute] = param
+    state.refresh(sharded)
+
+
+def _replaced(name: str) -> str:
+    return (
+        f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into the "
+        "DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before zcompile.shard."
+    )
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    with torch.no_grad():
+        return parameter.to_local()
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device != device:
+            module._buffers[name] = buffer.to(device)
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args, kwargs):
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return torch.utils._pytree.tree_map(cast, (args, kwargs))

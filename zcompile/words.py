@@ -1,0 +1,4 @@
+"""Names of attributes that zcompile puts on a user's modules."""
+
+LEAF = "_zcompile_leaf_"  # + parameter name: the plain local shard that the module's property gathers
+STATE = "_zcompile_state"  # the ShardedModel
