@@ -105,9 +105,8 @@ NodePtr make_backward(const at::Tensor& shard) {
 }
 
 bool is_real(const at::Tensor& tensor) {
-  return !tensor.unsafeGetTensorImpl()->key_set().has_any(
-             c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Meta})) &&
-      tensor.has_storage();
+  const auto keys = tensor.unsafeGetTensorImpl()->key_set();
+  return !keys.has(c10::DispatchKey::Python) && !keys.has(c10::DispatchKey::Functionalize) && !tensor.is_meta();
 }
 
 // [Note: one reduce per parameter]

@@ -1,0 +1,94 @@
+"""Rank processes that live for the whole test session, so that a test pays for what it runs and not for importing torch."""
+
+import datetime
+import importlib
+import os
+import socket
+import time
+import traceback
+
+import torch
+import torch.multiprocessing as mp
+
+TIMEOUT_SECONDS = 240
+
+
+class Ranks:
+    """`world` processes in one gloo process group. `run(function, ...)` calls a test module's function on all of them."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self._processes: list = []
+        self._pipes: list = []
+
+    def run(self, function, *args, timeout: float = TIMEOUT_SECONDS, allow_failure: bool = False):
+        """Call `function(rank, world, *args)` on every rank; the list of what they return.
+
+        With `allow_failure`, a rank that raises returns the exception as a string, and all ranks start anew afterwards.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        deadline = time.monotonic() + timeout
+        results, errors = [], []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                errors.append(f"rank {rank}: no answer within {timeout} s")
+                results.append(errors[-1])
+                continue
+            try:
+                ok, result = pipe.recv()
+            except EOFError:
+                ok, result = False, "the process died"
+            results.append(result)
+            if not ok:
+                errors.append(f"rank {rank}: {result}")
+        if errors:
+            self.stop()
+            if not allow_failure:
+                raise AssertionError("\n".join(errors))
+        return results
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = mp.get_context("spawn")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, port, theirs), daemon=False)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, world: int, port: int, pipe) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2)
+    )
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            return
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        try:
+            function = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            answer = True, function(rank, world, *args)
+        except BaseException as error:
+            answer = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        pipe.send(answer)

@@ -1,0 +1,164 @@
+"""`backend="zcompile"`: AOTAutograd, zcompile's passes, and Inductor. The only file that knows Inductor."""
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import list_mode_options
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch.fx import Graph, GraphModule
+
+from zcompile import passes
+from zcompile.config import Settings
+from zcompile.graph import GATHER, GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
+from zcompile.passes.verify import verify_partition
+
+
+def compile_graph(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph; what `torch.compile(model, backend="zcompile")` calls.
+
+    Args:
+        mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
+        options: see `zcompile.config.Settings`.
+
+    Raises:
+        ValueError: an unknown option.
+        RuntimeError: the model writes to a sharded parameter in forward.
+    """
+    settings = Settings.parse(options)
+    _refuse_writes(gm)
+    _warn_if_unsharded(gm)
+    compile_inner = _compile_aot_eager if settings.inner == "aot_eager" else _compile_inductor
+    return compile_inner(gm, example_inputs, settings, mode)
+
+
+def _refuse_writes(gm: GraphModule) -> None:
+    """A gathered parameter is a copy: a write to it would be lost. Dynamo's fake tensors count writes through any view."""
+    for node in calls(gm.graph, GATHER):
+        if node.meta["example_value"]._version > 0:
+            raise RuntimeError(
+                f"zcompile: forward modifies parameter {node.args[0].name} in place, at\n{node.meta.get('stack_trace', '')}\n"
+                "It is a gathered copy, so the change would be lost. Compute a new tensor instead, or update the DTensor in "
+                "model.parameters() outside of forward."
+            )
+
+
+def _warn_if_unsharded(gm: GraphModule) -> None:
+    if not (dist.is_initialized() and dist.get_world_size() > 1) or calls(gm.graph, GATHER):
+        return
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if any(isinstance(node.meta.get("example_value"), torch.nn.Parameter) for node in placeholders):
+        warnings.warn(
+            "zcompile: this graph reads parameters that are not sharded, so every rank keeps all of them and gradients are "
+            "not reduced. Call zcompile.shard(model) before compiling. It is compiled as Inductor would.",
+            stacklevel=2,
+        )
+
+
+def _compile_aot_eager(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None):
+    def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any):
+        passes.run(joint.graph, passes.JOINT)
+        return _partition(joint, joint_inputs, **kwargs)
+
+    def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool):
+        if joint:
+            passes.run(graph_module.graph, passes.JOINT)
+        passes.run(graph_module.graph, passes.SCHEDULE)
+        graph_module.recompile()
+        return make_boxed_func(graph_module.forward)
+
+    compile_aot = aot_autograd(
+        fw_compiler=functools.partial(schedule, joint=False),
+        bw_compiler=functools.partial(schedule, joint=False),
+        inference_compiler=functools.partial(schedule, joint=True),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return compile_aot(gm, example_inputs)
+
+
+def _compile_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None):
+    from torch._inductor.compile_fx import compile_fx
+
+    _register_lowerings()
+    patches = {
+        **(list_mode_options(mode) if mode else {}),
+        "joint_custom_pre_pass": _Passes("JOINT"),
+        "custom_partitioner_fn": _Partitioner(),
+        "post_grad_custom_post_pass": _Passes("SCHEDULE"),
+        "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
+        **settings.inductor,
+    }
+    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _partition(joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any):
+    forward, backward = min_cut_rematerialization_partition(
+        joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+    )
+    verify_partition(forward, num_fwd_outputs)
+    return forward, backward
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of everything that decides what the passes do; Inductor's caches are keyed by it."""
+    here = Path(__file__).parent
+    files = [here / "graph.py", here / "backend.py", *sorted(Path(passes.__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+class _Passes(CustomGraphPass):
+    def __init__(self, which: str):
+        self.which = which
+
+    def __call__(self, graph: Graph) -> None:
+        passes.run(graph, getattr(passes, self.which))
+
+    def uuid(self) -> str:
+        return f"{self.which} {_sources()}"
+
+
+class _Partitioner(CustomPartitionerFn):
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
+        return _partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return _sources()
+
+
+@functools.cache
+def _register_lowerings() -> None:
+    """Keep zcompile's ops in FX order: Inductor would order them by data dependence alone."""
+    from torch._inductor.lowering import fallback_handler, register_lowering
+
+    for op in (GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT):
+        register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, fallback_handler(op, False)))
+
+
+def _lower(fallback: Callable[..., Any], *args: Any) -> Any:
+    from torch._inductor.virtualized import V
+
+    graph = V.graph
+    before = len(graph.operations)
+    result = fallback(*args)
+    made = graph.operations[before:]
+    previous = getattr(graph, "zcompile_previous", None)
+    if previous is not None:
+        for operation in made:
+            graph.additional_buffer_deps[operation.get_operation_name()].add(previous)
+    graph.zcompile_previous = made[-1].get_name()
+    return result

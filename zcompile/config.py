@@ -1,0 +1,36 @@
+"""Settings of the backend: one frozen object per compile, each field with its reason."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `torch.compile(model, backend="zcompile", options={...})` takes."""
+
+    inner: str = "inductor"
+    """What runs the planned graphs: "inductor", or "aot_eager", which runs aten op by op and equals eager bit by bit."""
+
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    """Inductor settings for this model alone, as in `torch._inductor.config`."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> "Settings":
+        """Settings from a user's options.
+
+        Raises:
+            ValueError: an unknown option, or a value that an option cannot have; lists what is known.
+        """
+        known = [one.name for one in dataclasses.fields(cls)]
+        unknown = sorted(set(options or ()) - set(known))
+        if unknown:
+            raise ValueError(
+                f"zcompile: unknown option {', '.join(map(repr, unknown))}; known options are {', '.join(known)} "
+                "(Inductor's own go into 'inductor')."
+            )
+        settings = cls(**(options or {}))
+        if settings.inner not in ("inductor", "aot_eager"):
+            raise ValueError(f"zcompile: option 'inner' must be 'inductor' or 'aot_eager', not {settings.inner!r}.")
+        return settings

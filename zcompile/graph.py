@@ -1,0 +1,157 @@
+"""The vocabulary in which passes speak of FX graphs, and the only place that knows aten's names.
+
+A *chain* is a gather and what merely moves or casts its data: nothing in it computes, so any of it may be redone or moved.
+"""
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+aten = torch.ops.aten
+ops = torch.ops.zcompile
+
+GATHER = ops.gather.default
+REDUCE = ops.reduce.default
+GATHER_START = ops.gather_start.default
+GATHER_WAIT = ops.gather_wait.default
+REDUCE_START = ops.reduce_start.default
+REDUCE_WAIT = ops.reduce_wait.default
+
+# Ops whose output holds elements of their first argument, unchanged.
+MOVEMENT = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unbind.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    operator.getitem,
+}
+
+# Gradients of movement that scatter into zeros: they commute with a cast just as well.
+SCATTER = {aten.select_backward.default, aten.slice_backward.default}
+
+
+def calls(graph: Graph, *targets) -> list[Node]:
+    """All calls of `targets`, in graph order."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
+
+
+def value(node: Node) -> torch.Tensor:
+    """The fake tensor that stands for the node's result."""
+    return node.meta["val"]
+
+
+def is_movement(node: Node, source: Node) -> bool:
+    """Whether `node` only moves data of `source`."""
+    return node.op == "call_function" and node.target in MOVEMENT and node.args[0] is source
+
+
+def is_cast(node: Node) -> bool:
+    """Whether `node` changes nothing but the dtype."""
+    if node.op != "call_function":
+        return False
+    if node.target is torch.ops.prims.convert_element_type.default:
+        return True
+    if node.target is not aten._to_copy.default or node.kwargs.get("dtype") is None:
+        return False
+    before, after = value(node.args[0]), value(node)
+    return (before.device, before.layout, before.stride()) == (after.device, after.layout, after.stride())
+
+
+def is_narrowing(node: Node) -> bool:
+    """Whether `node` casts a floating-point tensor to fewer bytes."""
+    if not is_cast(node):
+        return False
+    before, after = value(node.args[0]).dtype, value(node).dtype
+    return before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize
+
+
+def is_widening(node: Node) -> bool:
+    """Whether `node` casts a floating-point tensor to more bytes."""
+    if not is_cast(node):
+        return False
+    before, after = value(node.args[0]).dtype, value(node).dtype
+    return before.is_floating_point and after.is_floating_point and after.itemsize > before.itemsize
+
+
+def moved(source: Node) -> Iterator[Node]:
+    """All nodes that only move data of `source`, directly or not, in topological order."""
+    for user in source.users:
+        if is_movement(user, source):
+            yield user
+            yield from moved(user)
+
+
+def chain(source: Node) -> list[Node]:
+    """`source` and everything made from it by moving and casting alone."""
+    nodes = [source]
+    for node in nodes:
+        nodes += [user for user in node.users if is_movement(user, node) or is_cast(user)]
+    return nodes
+
+
+def readers(source: Node, links: list[Node]) -> list[tuple[Node, Node]]:
+    """Pairs (link, reader): who reads `links`, which come from `source`, without being one of them."""
+    inside = set(links)
+    return [(link, user) for link in links for user in link.users if user not in inside]
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether `node` is a gradient that enters the joint graph; AOTAutograd tells by name alone."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def backward_nodes(graph: Graph) -> set[Node]:
+    """Nodes of a joint graph that depend on an incoming gradient."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def infer(node: Node) -> None:
+    """Set the node's fake value anew from its arguments."""
+    arguments = map_aggregate((node.args, node.kwargs), lambda x: x.meta["val"] if isinstance(x, Node) else x)
+    with torch._guards.detect_fake_mode([n.meta["val"] for n in node.all_input_nodes]):
+        node.meta["val"] = node.target(*arguments[0], **arguments[1])
+
+
+def insert(graph: Graph, before: Node, target, *args, like: Node) -> Node:
+    """A new call before `before`, with fake value and the stack trace of `like`."""
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args)
+    node.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+    infer(node)
+    return node
+
+
+def retype(source: Node) -> None:
+    """After the dtype of `source` changed: infer it and all that moves it."""
+    for node in [source, *moved(source)]:
+        infer(node)
+
+
+def forget(graph: Graph, node: Node, replacement: Node) -> None:
+    """Replace every use of `node` and erase it."""
+    node.replace_all_uses_with(replacement)
+    graph.erase_node(node)
