@@ -72,10 +72,12 @@ def hugging_face(name: str) -> nn.Module:
     if name == "qwen3":
         return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, **heads, **special))
     if name == "gpt2":
-        return hf.GPT2LMHeadModel(
+        model = hf.GPT2LMHeadModel(
             hf.GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0,
-                          embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM")  # fmt: skip
+                          embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)  # fmt: skip
         )
+        model.loss_type = "ForCausalLM"  # else it logs a warning in forward, which breaks any full graph
+        return model
     if name == "t5":
         config = hf.T5Config(vocab_size=VOCABULARY, d_model=24, d_kv=12, d_ff=40, num_layers=2, num_heads=2, dropout_rate=0.0,
                              decoder_start_token_id=0, pad_token_id=0, eos_token_id=2)  # fmt: skip

@@ -38,13 +38,23 @@ class ShardedParameter:
 
     def bind(self) -> None:
         """Make the leaf what the owning modules read, and let gradients flow from it to the DTensor."""
-        self.leaf.register_post_accumulate_grad_hook(self.deliver)
+        trains = self.parameter.requires_grad
+        self.leaf.requires_grad_(True).register_post_accumulate_grad_hook(self.deliver)  # refused by a frozen tensor
+        self.leaf.requires_grad_(trains)
+        self.parameter.requires_grad_ = self.require_grad
         for module, attribute in self.owners:
             module.__dict__[LEAF + attribute] = self.leaf
+
+    def require_grad(self, requires_grad: bool = True) -> nn.Parameter:
+        """Stands in for the DTensor's `requires_grad_`: compiled graphs guard on the leaf."""
+        self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
+        return self.parameter
 
     def deliver(self, leaf: torch.Tensor) -> None:
         """Move the leaf's gradient to the DTensor, adding to what is there, as autograd would."""
         grad, leaf.grad = leaf.grad, None
+        if grad is None:  # a compiled graph that found the parameter to have no effect
+            return
         parameter = self.parameter
         module, attribute = self.owners[0]
         if module._parameters.get(attribute) is not parameter:

@@ -1,0 +1,88 @@
+"""A sharded model beside the same model unsharded, in every rank process."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import zcompile
+from models import Transformer, batch, loss_of
+
+FP32 = 2e-5  # relative error of a gradient's norm: fp32 sums in another order, over a few steps
+
+Loss = Callable[[nn.Module, int, int], torch.Tensor]  # (model, step, rank) -> loss of that rank at that step
+
+
+def lm_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Language-model loss on the batch of `rank`."""
+    return loss_of(model, batch(step, rank))
+
+
+def compiled(model: nn.Module, *, inner: str = "aot_eager", fullgraph: bool = True, **how) -> nn.Module:
+    """Shard `model`, compile it in place."""
+    zcompile.shard(model, **how)
+    model.compile(backend="zcompile", options={"inner": inner}, fullgraph=fullgraph)
+    return model
+
+
+def full(tensor):
+    """A DTensor's whole value; any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, name: str) -> None:
+    """The error's norm is at most `tolerance` of the norm of what is right."""
+    ours, theirs = full(ours).detach().double(), theirs.detach().double()
+    error, norm = (ours - theirs).norm(), theirs.norm()
+    assert error <= tolerance * norm + 1e-8, f"{name}: relative error {error / norm}"
+
+
+def same_grads(model: nn.Module, reference: nn.Module, tolerance: float = FP32) -> None:
+    """Every gradient agrees, and is missing in one where it is missing in the other."""
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), f"gradient of {name}: {ours.grad} against {theirs.grad}"
+        if ours.grad is not None:
+            close(ours.grad, theirs.grad, tolerance, f"gradient of {name}")
+
+
+def same_parameters(model: nn.Module, reference: nn.Module, tolerance: float = FP32) -> None:
+    """Every parameter agrees."""
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        close(ours, theirs, tolerance, name)
+
+
+def train_beside(
+    rank: int,
+    world: int,
+    prepare: Callable[[nn.Module], nn.Module] = compiled,
+    *,
+    make: Callable[[], nn.Module] = Transformer,
+    loss: Loss = lm_loss,
+    steps: int = 4,
+    micro_steps: int = 1,
+    tolerance: float = FP32,
+    after_step: Callable[[nn.Module, nn.Module, int], None] = lambda model, reference, step: None,
+) -> nn.Module:
+    """Train `prepare(make())` and `make()` on the same batches; compare losses, gradients and parameters at every step.
+
+    The reference sees the batches of all ranks, one after the other. Returns the sharded model.
+    """
+    torch.manual_seed(0)
+    reference = make()
+    model = prepare(copy.deepcopy(reference))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (model, reference)]
+    for step in range(steps):
+        for micro in range(step * micro_steps, (step + 1) * micro_steps):
+            ours = loss(model, micro, rank)
+            ours.backward()
+            theirs = [loss(reference, micro, other) for other in range(world)]
+            (sum(theirs) / world).backward()
+            close(ours, theirs[rank], tolerance, "loss")
+        same_grads(model, reference, tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        after_step(model, reference, step)
+    same_parameters(model, reference, tolerance)
+    return model

@@ -1,0 +1,206 @@
+"""Bad input gets one clear error before any collective, on every rank, and nothing hangs."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcompile
+from models import Transformer
+from reference import compiled, lm_loss
+from zcompile.config import Settings
+
+
+def raises(error, pattern, call):
+    with pytest.raises(error, match=pattern):
+        call()
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        zcompile.shard(nn.Linear(2, 2))
+
+
+def test_unknown_option():
+    with pytest.raises(ValueError, match="unknown option 'iner'; known options are inner, inductor"):
+        Settings.parse({"iner": "aot_eager"})
+    with pytest.raises(ValueError, match="'inner' must be"):
+        Settings.parse({"inner": "fast"})
+
+
+def bad_models(rank, world):
+    model = zcompile.shard(Transformer())
+    raises(RuntimeError, f"sharded already .rank {rank}", lambda: zcompile.shard(model))
+
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    raises(RuntimeError, "AdamW built before holds parameter 'scale'", lambda: zcompile.shard(model))
+    del optimizer
+    zcompile.shard(model)
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    raises(ValueError, "'0.*' on cpu and '1.*' on meta", lambda: zcompile.shard(model))
+
+    model = nn.Linear(2, 2)
+    model.counts = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    raises(TypeError, "'counts' has dtype torch.int64", lambda: zcompile.shard(model))
+    zcompile.shard(model, ignored_params=[model.counts])
+
+    raises(RuntimeError, "second reference to parameter 'weight_ih_l0'", lambda: zcompile.shard(nn.LSTM(3, 3)))
+    mesh = dist.init_device_mesh("cpu", (world, 1, 1), mesh_dim_names=("a", "b", "c"))
+    raises(ValueError, "3 dimensions", lambda: zcompile.shard(nn.Linear(2, 2), mesh))
+    raises(TypeError, "must be a torch DeviceMesh", lambda: zcompile.shard(nn.Linear(2, 2), "cpu"))
+    raises(TypeError, "must be floating-point", lambda: zcompile.shard(nn.Linear(2, 2), param_dtype=torch.int8))
+    raises(RuntimeError, "no sharded parameter", lambda: zcompile.stats(nn.Linear(2, 2)))
+
+
+def test_bad_models(ranks):
+    ranks(2).run(bad_models)
+
+
+def disagreement(rank, world):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))
+    raises(RuntimeError, "rank 0 has '1.weight' .5, 4. .*, rank 1 has '1.weight' .6, 4.", lambda: zcompile.shard(model))
+    model = nn.Linear(3, 4)
+    model.extra = nn.Parameter(torch.zeros(2, dtype=torch.int32 if rank else torch.float32), requires_grad=False)
+    raises((RuntimeError, TypeError), "'extra' has dtype torch.int32", lambda: zcompile.shard(model))
+
+
+def test_ranks_that_disagree(ranks):
+    ranks(2).run(disagreement)
+
+
+def replaced(rank, world):
+    model = zcompile.shard(nn.Linear(3, 4))
+
+    def assign():
+        model.weight = nn.Parameter(torch.zeros(4, 3))
+
+    raises(RuntimeError, f"'weight' was replaced after zcompile.shard .rank {rank}", assign)
+    model(torch.ones(1, 3)).sum().backward()
+
+    model._parameters["weight"] = nn.Parameter(torch.zeros(4, 3))
+    with pytest.raises(RuntimeError, match="'weight' was replaced"):
+        model(torch.ones(1, 3)).sum().backward()
+
+    raises(RuntimeError, "cannot be copied", lambda: copy.deepcopy(zcompile.shard(nn.Linear(3, 4))))
+
+
+def test_replaced_parameter(ranks):
+    ranks(2).run(replaced)
+
+
+def lost_write(rank, world):
+    model = zcompile.shard(nn.Linear(3, 4))
+    with torch.no_grad():
+        model.weight.mul_(2)
+    raises(RuntimeError, f"'weight' was modified in place .* on rank {rank}", lambda: model(torch.ones(1, 3)))
+
+
+class Renormalised(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.view(-1).clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def compiled_write(rank, world):
+    model = compiled(Renormalised(3, 4))
+    raises(Exception, "modifies parameter .* in place", lambda: model(torch.ones(1, 3)))
+
+
+@pytest.mark.parametrize("job", [lost_write, compiled_write])
+def test_writes_that_would_be_lost(ranks, job):
+    ranks(2).run(job)
+
+
+def unsharded(rank, world):
+    model = torch.compile(nn.Linear(3, 4), backend="zcompile")
+    with pytest.warns(UserWarning, match="Call zcompile.shard"):
+        out = model(torch.ones(1, 3))
+    torch.testing.assert_close(out, model._orig_mod(torch.ones(1, 3)))
+
+
+def test_unsharded_model_is_warned_about(ranks):
+    ranks(2).run(unsharded)
+
+
+def followed(rank, world):
+    """What replaces a parameter's storage in ways that users may: the shard follows."""
+    model = zcompile.shard(nn.Linear(5, 3).double())
+    before = model.weight.detach().clone()
+    model.float()
+    torch.testing.assert_close(model.weight, before.float())
+    assert model.weight.dtype == torch.float32
+    other = zcompile.shard(nn.Linear(5, 3))
+    model.load_state_dict(other.state_dict(), assign=True)
+    torch.testing.assert_close(model.weight, other.weight)
+    model(torch.ones(1, 5)).sum().backward()
+    assert model._parameters["weight"].grad is not None
+
+
+def test_conversions_and_assigned_state_are_followed(ranks):
+    ranks(2).run(followed)
+
+
+def meta(rank, world):
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 9, bias=False))
+        model[3].in_features = 6
+        model[3].weight = nn.Parameter(torch.empty(9, 6))
+        model[3].weight = model[0].weight
+    zcompile.shard(model)
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.LayerNorm(5))
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+    assert model[3]._parameters["weight"] is model[0]._parameters["weight"]
+
+    class Nameless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.empty(3, device="meta"))
+
+    raises(RuntimeError, "'0' has meta tensor 'w' but no reset_parameters", lambda: zcompile.shard(nn.Sequential(Nameless())))
+
+
+def test_meta_device(ranks):
+    ranks(2).run(meta)
+
+
+def closed(rank, world):
+    model = zcompile.shard(Transformer())
+    lm_loss(model, 0, rank).backward()
+    dist.destroy_process_group()
+    lm_loss(model, 1, rank)
+
+
+def test_closed_process_group(ranks):
+    for message in ranks(2).run(closed, allow_failure=True):
+        assert "of this sharded model was closed" in message
+
+
+def dies(rank, world):
+    model = compiled(Transformer())
+    lm_loss(model, 0, rank).backward()
+    if rank == 1:
+        import os
+
+        os._exit(1)
+    lm_loss(model, 1, rank)
+
+
+def test_a_rank_that_dies_is_named_as_the_cause(ranks):
+    survivor, dead = ranks(2).run(dies, allow_failure=True)
+    assert "rank 0 wanted to gather 'embed.weight', but other ranks did not answer" in survivor
+    assert "died" in dead
+
+
+def test_backend_is_found_without_an_import():
+    code = "import torch; assert 'zcompile' in torch._dynamo.list_backends(), torch._dynamo.list_backends()"
+    subprocess.run([sys.executable, "-c", code], check=True)

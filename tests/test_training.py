@@ -1,0 +1,412 @@
+"""Every way to train that users have, on sharded and compiled models, against the unsharded single-process model."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import zcompile
+from models import HUGGING_FACE, Block, Transformer, batch, hugging_face, hugging_face_loss, loss_of
+from reference import close, compiled, full, lm_loss, same_grads, same_parameters, train_beside
+
+BF16 = 3e-2  # relative error of a gradient: two bf16 runs that sum in another order
+
+
+def eager(model):
+    return zcompile.shard(model)
+
+
+def fp32(rank, world, prepare):
+    train_beside(rank, world, prepare)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_fp32(ranks, world, prepare):
+    ranks(world).run(fp32, prepare)
+
+
+def autocast_loss(model, step, rank):
+    with torch.autocast("cpu", torch.bfloat16):
+        return lm_loss(model, step, rank)
+
+
+def autocast(rank, world):
+    model = train_beside(rank, world, loss=autocast_loss, tolerance=BF16)
+    seen = zcompile.stats(model)["gathered_bytes"]
+    # Linear weights and biases are read in bf16, once in forward and, for weights, once in backward. Autocast runs norms,
+    # the embedding and the scalars in fp32; the tied embedding is read both ways, so forward gathers it in fp32.
+    linears = [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    narrow = sum(2 * m.weight_numel * 2 + 2 * m.bias_numel for m in map(Sizes, linears)) + 2 * model.embed.num_embeddings * 18
+    assert seen["bfloat16"] == 4 * narrow, (seen, narrow)
+
+
+class Sizes:
+    def __init__(self, linear):
+        parameters = linear._parameters
+        self.weight_numel, self.bias_numel = parameters["weight"].numel(), parameters["bias"].numel()
+
+
+def test_autocast_gathers_two_bytes_per_element_and_use(ranks):
+    ranks(2).run(autocast)
+
+
+def to_bf16(model):
+    return compiled(model, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def param_dtype(rank, world):
+    torch.manual_seed(0)
+    reference = Transformer()
+    model = to_bf16(copy.deepcopy(reference))
+    wide = zcompile.shard(copy.deepcopy(reference))  # the same in eager, fp32
+    for step in range(3):
+        ours, theirs = lm_loss(model, step, rank), lm_loss(wide, step, rank)
+        ours.backward()
+        theirs.backward()
+        close(ours, theirs, 2e-2, "loss")
+        for (name, narrow), exact in zip(model.named_parameters(), wide.parameters()):
+            assert narrow.grad.dtype == torch.float32
+            close(narrow.grad, full(exact.grad), 0.05, name)
+    counted = zcompile.stats(model)
+    assert set(counted["gathered_bytes"]) == set(counted["reduced_bytes"]) == {"bfloat16"}
+
+
+def test_param_dtype(ranks):
+    ranks(2).run(param_dtype)
+
+
+class Checkpointed(Transformer):
+    """Recomputes every block, wholly or by a policy."""
+
+    context_fn = None
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        more = {} if self.context_fn is None else {"context_fn": self.context_fn}
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, **more)
+        return self.head(self.norm(x)) * self.scale * self.mix.sum()
+
+
+def save_products(context, op, *args, **kwargs):
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectivelyCheckpointed(Checkpointed):
+    context_fn = staticmethod(functools.partial(create_selective_checkpoint_contexts, save_products))
+
+
+def checkpointed(rank, world, make, prepare):
+    train_beside(rank, world, prepare, make=make)
+
+
+@pytest.mark.parametrize("make", [Checkpointed, SelectivelyCheckpointed])
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_activation_checkpointing(ranks, make, prepare):
+    ranks(2).run(checkpointed, make, prepare)
+
+
+def accumulation(rank, world, prepare):
+    train_beside(rank, world, prepare, micro_steps=3, steps=3)
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_gradient_accumulation(ranks, prepare):
+    ranks(2).run(accumulation, prepare)
+
+
+def evaluate_between(model, reference, step):
+    model.eval(), reference.eval()
+    with torch.no_grad():
+        close(model(batch(50 + step, 0)), reference(batch(50 + step, 0)), 2e-5, "no_grad")
+    with torch.inference_mode():
+        close(model(batch(60 + step, 0)), reference(batch(60 + step, 0)), 2e-5, "inference_mode")
+    model.train(), reference.train()
+
+
+def evaluation(rank, world, prepare):
+    train_beside(rank, world, prepare, after_step=evaluate_between)
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_evaluation_between_steps(ranks, prepare):
+    ranks(2).run(evaluation, prepare)
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a trained low-rank change."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3):
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) / 4)
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def low_rank_model():
+    model = Transformer()
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.qkv, block.up = LowRank(block.qkv), LowRank(block.up)
+    return model
+
+
+def frozen(rank, world, prepare):
+    model = train_beside(rank, world, prepare, make=low_rank_model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 8 and all(name.endswith((".a", ".b")) for name in trained)
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_frozen_and_low_rank(ranks, prepare):
+    ranks(2).run(frozen, prepare)
+
+
+def thaw_after_first(model, reference, step):
+    for one in (model, reference):
+        one.blocks.requires_grad_(step % 2 == 1)
+
+
+def thawed(rank, world, prepare):
+    train_beside(rank, world, prepare, after_step=thaw_after_first)
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_requires_grad_changed_between_steps(ranks, prepare):
+    ranks(2).run(thawed, prepare)
+
+
+class Sometimes(nn.Module):
+    """Uses `extra` only if told to, and `deaf` without any effect on the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.extra, self.b = nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, 5)
+        self.deaf, self.never = nn.Linear(9, 3), nn.Linear(3, 3)
+
+    def forward(self, x, use: bool):
+        h = self.a(x).relu()
+        if use:
+            h = h + self.extra(h)
+            self.deaf(h)
+        return self.b(h)
+
+
+def sometimes_loss(model, step, rank):
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x, (step + rank) % 2 == 0).square().mean()
+
+
+def unused(rank, world, prepare):
+    train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_parameter_unused_on_some_ranks(ranks, world, prepare):
+    ranks(world).run(unused, prepare)
+
+
+def lengths_loss(model, step, rank):
+    return loss_of(model, batch(step, rank, length=6 + (5 * step + 3 * rank) % 11))
+
+
+def lengths(rank, world, dynamic):
+    def prepare(model):
+        zcompile.shard(model)
+        model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True, dynamic=dynamic)
+        return model
+
+    train_beside(rank, world, prepare, loss=lengths_loss, steps=5)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_ranks_see_different_lengths(ranks, dynamic):
+    ranks(2).run(lengths, dynamic)
+
+
+class Broken(Transformer):
+    """Breaks the graph between blocks; one block runs outside of any graph."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            torch._dynamo.graph_break()
+            x = torch.compiler.disable(block)(x) if number == 0 else block(x)
+        return self.head(self.norm(x)) * self.scale * self.mix.sum()
+
+
+def broken(rank, world):
+    train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Broken)
+
+
+def test_graph_breaks_and_skipped_frames(ranks):
+    ranks(2).run(broken)
+
+
+class Rambling(nn.Module):
+    """Runs a data-dependent number of times over one block, with a graph break each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Block(6), nn.Linear(6, 2)
+
+    def forward(self, x, times: torch.Tensor):
+        for _ in range(times.item()):
+            torch._dynamo.graph_break()
+            x = self.block(x)
+        return self.head(x)
+
+
+def rambling_loss(model, step, rank):
+    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x, torch.tensor(1 + (step + rank) % 3)).square().mean()
+
+
+def rambling(rank, world):
+    train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Rambling, loss=rambling_loss, steps=3)
+
+
+def test_fragment_runs_a_different_number_of_times(ranks):
+    ranks(2).run(rambling)
+
+
+def per_block(model):
+    zcompile.shard(model)
+    for block in model.blocks:
+        block.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True)
+    return model
+
+
+def blocks(rank, world):
+    torch._dynamo.utils.counters.clear()
+    train_beside(rank, world, per_block, make=functools.partial(Transformer, blocks=4))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "equal blocks must share one compilation"
+
+
+def test_blocks_compiled_one_by_one_share_a_compilation(ranks):
+    ranks(2).run(blocks)
+
+
+def recompiled_loss(model, step, rank):
+    model.train(step % 2 == 0)
+    return loss_of(model, batch(step, rank, length=8 + step % 3)[: 1 + step % 2])
+
+
+def recompiles(rank, world):
+    train_beside(rank, world, loss=recompiled_loss, steps=6)
+
+
+def test_recompiles(ranks):
+    ranks(2).run(recompiles)
+
+
+def two_models(rank, world):
+    torch.manual_seed(0)
+    references = [Transformer(), Transformer()]
+    models = [compiled(copy.deepcopy(reference)) for reference in references]
+    for step in range(3):
+        losses = [lm_loss(model, step + at, rank) for at, model in enumerate(models)]
+        for loss in reversed(losses):
+            loss.backward()
+        for at, reference in enumerate(references):
+            (sum(lm_loss(reference, step + at, other) for other in range(world)) / world).backward()
+    for model, reference in zip(models, references):
+        same_grads(model, reference)
+    assert zcompile.stats(models[0]) == zcompile.stats(models[1])
+
+
+def test_two_models_in_one_process(ranks):
+    ranks(2).run(two_models)
+
+
+def clipping(rank, world):
+    torch.manual_seed(0)
+    reference = Transformer()
+    model = compiled(copy.deepcopy(reference))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
+    for step in range(4):
+        lm_loss(model, step, rank).backward()
+        (sum(lm_loss(reference, step, other) for other in range(world)) / world).backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, reference)]
+        close(norms[0], norms[1], 1e-5, "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_parameters(model, reference, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_clipping_and_fused_adamw(ranks, world):
+    ranks(world).run(clipping)
+
+
+def replicated(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = train_beside(rank, world, functools.partial(compiled, mesh=mesh))
+    shard = model.embed._parameters["weight"].to_local()
+    rows = [torch.empty_like(shard) for _ in range(2)]
+    dist.all_gather(rows, shard, group=mesh.get_group("replicate"))
+    assert torch.equal(rows[0], rows[1]), "replicas must stay bitwise equal"
+
+
+def test_replicated_shards(ranks):
+    ranks(4).run(replicated)
+
+
+def hf(rank, world, name):
+    make = functools.partial(hugging_face, name)
+    train_beside(rank, world, make=make, loss=functools.partial(hugging_face_loss, name), steps=2, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_whole_graph(ranks, name):
+    pytest.importorskip("transformers")
+    ranks(2).run(hf, name)
+
+
+def save(rank, world, path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    torch.manual_seed(0)
+    model = compiled(Transformer())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        sum(lm_loss(model, step, other) for other in range(4)).backward()
+        optimizer.step()
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=path)
+    return [lm_loss(model, step, 0).item() for step in range(3, 5)]
+
+
+def resume(rank, world, path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    torch.manual_seed(7)
+    model = compiled(Transformer())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    losses = [lm_loss(model, step, 0).item() for step in range(3, 5)]
+    moments = [s["exp_avg"].full_tensor().abs().sum().item() for s in optimizer.state.values()]
+    assert all(moment > 0 for moment in moments)
+    return losses
+
+
+def test_checkpoint_saved_on_four_ranks_resumes_on_two(ranks, tmp_path):
+    before = ranks(4).run(save, str(tmp_path))[0]
+    after = ranks(2).run(resume, str(tmp_path))[0]
+    assert after == pytest.approx(before, rel=1e-5)
