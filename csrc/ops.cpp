@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/alias_native.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
@@ -31,6 +32,7 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
 at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  at::AutoDispatchBelowADInplaceOrView below;
   auto& parameter = find_parameter(shard);
   TORCH_CHECK(
       shape == at::IntArrayRef(parameter.shape), "zcompile::gather: '", parameter.name, "' has shape ",
@@ -39,8 +41,9 @@ at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, a
 }
 
 at::Tensor gather_wait_kernel(const at::Tensor& full) {
+  at::AutoDispatchBelowADInplaceOrView below;
   gather_wait(full);
-  return at::alias(full);
+  return at::native::alias(full);
 }
 
 at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
@@ -50,12 +53,14 @@ at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::Sca
 }
 
 at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) {
+  at::AutoDispatchBelowADInplaceOrView below;
   return reduce_start(find_parameter(shard), grad);
 }
 
 at::Tensor reduce_wait_kernel(const at::Tensor& pending, const at::Tensor& /*grad*/) {
+  at::AutoDispatchBelowADInplaceOrView below;
   reduce_wait(pending);
-  return at::alias(pending);
+  return at::native::alias(pending);
 }
 
 at::Tensor reduce_kernel(const at::Tensor& grad, const at::Tensor& shard) {
@@ -210,6 +215,10 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
   library.impl("reduce", reduce_autograd);
+  // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several microseconds.
+  for (const auto* op : {"gather_start", "gather_wait", "reduce_start", "reduce_wait"}) {
+    library.impl(op, torch::CppFunction::makeFallthrough());
+  }
 }
 
 }  // namespace zcompile

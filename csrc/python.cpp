@@ -13,11 +13,20 @@ namespace {
 // Waits for its process groups on the host; Python threads must be able to run meanwhile.
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
+std::map<std::string, int64_t> by_name(const BytesByDtype& bytes) {
+  std::map<std::string, int64_t> result;
+  for (size_t dtype = 0; dtype < bytes.size(); ++dtype) {
+    if (bytes[dtype] == 0) continue;
+    result[std::string(c10::getDtypeNames(static_cast<at::ScalarType>(dtype)).first)] = bytes[dtype];
+  }
+  return result;
+}
+
 py::dict as_dict(Model& model) {
   const auto stats = model.stats();
   py::dict result;
-  result["gathered_bytes"] = stats.gathered_bytes;
-  result["reduced_bytes"] = stats.reduced_bytes;
+  result["gathered_bytes"] = by_name(stats.gathered_bytes);
+  result["reduced_bytes"] = by_name(stats.reduced_bytes);
   result["gathers"] = stats.gathers;
   result["reduces"] = stats.reduces;
   result["peak_full_bytes"] = stats.peak_full_bytes;

@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include <ATen/Functions.h>
+#include <ATen/ops/view_native.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -12,10 +13,6 @@ namespace zcompile {
 namespace {
 
 using Storage = c10::StorageImpl*;
-
-std::string name_of(at::ScalarType dtype) {
-  return std::string(c10::getDtypeNames(dtype).first);
-}
 
 Storage storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
@@ -55,23 +52,26 @@ class Registry {
 
   void start(InFlight in_flight) {
     std::lock_guard lock(mutex_);
-    auto key = storage_of(in_flight.destination);
-    in_flight_[key] = std::move(in_flight);
+    in_flight_.push_back(std::move(in_flight));
   }
 
   std::optional<InFlight> finish(const at::Tensor& destination) {
     std::lock_guard lock(mutex_);
-    auto found = in_flight_.find(storage_of(destination));
-    if (found == in_flight_.end()) return std::nullopt;
-    auto in_flight = std::move(found->second);
-    in_flight_.erase(found);
-    return in_flight;
+    const auto storage = storage_of(destination);
+    for (auto& candidate : in_flight_) {
+      if (storage_of(candidate.destination) != storage) continue;
+      auto in_flight = std::move(candidate);
+      candidate = std::move(in_flight_.back());
+      in_flight_.pop_back();
+      return in_flight;
+    }
+    return std::nullopt;
   }
 
  private:
   std::mutex mutex_;
   std::unordered_map<Storage, Parameter*> parameters_;
-  std::unordered_map<Storage, InFlight> in_flight_;
+  std::vector<InFlight> in_flight_;  // a handful: the prefetch window
 };
 
 void wait_for(const at::Tensor& destination, const char* op) {
@@ -153,7 +153,7 @@ void Model::count_gather(const at::Tensor& full) {
   std::lock_guard lock(mutex_);
   const auto bytes = full.numel() * static_cast<int64_t>(full.element_size());
   stats_.gathers += 1;
-  stats_.gathered_bytes[name_of(full.scalar_type())] += bytes;
+  stats_.gathered_bytes[static_cast<size_t>(full.scalar_type())] += bytes;
   fulls_.emplace_back(full.storage().getWeakStorageImpl(), bytes);
   stats_.peak_full_bytes = std::max(stats_.peak_full_bytes, live_full_bytes());
 }
@@ -161,7 +161,7 @@ void Model::count_gather(const at::Tensor& full) {
 void Model::count_reduce(const at::Tensor& wire) {
   std::lock_guard lock(mutex_);
   stats_.reduces += 1;
-  stats_.reduced_bytes[name_of(wire.scalar_type())] +=
+  stats_.reduced_bytes[static_cast<size_t>(wire.scalar_type())] +=
       wire.numel() * static_cast<int64_t>(wire.element_size());
 }
 
@@ -201,8 +201,14 @@ at::Tensor gather_start(Parameter& parameter, at::ScalarType dtype) {
   const auto options = parameter.shard.options().dtype(dtype).requires_grad(false);
   // Padded to equal pieces, so that one collective serves all sizes; the full parameter is the front of it.
   const int64_t padded_numel = parameter.replicated ? parameter.numel : parameter.chunk * model.world();
-  auto padded = at::empty({padded_numel}, options);
-  auto full = padded.narrow(0, 0, parameter.numel).view(parameter.shape);
+  at::Tensor full, padded;
+  if (padded_numel == parameter.numel) {
+    full = at::empty(parameter.shape, options);
+    padded = at::native::view(full, {-1});
+  } else {
+    padded = at::empty({padded_numel}, options);
+    full = padded.narrow(0, 0, parameter.numel).view(parameter.shape);
+  }
   model.count_gather(full);
   Registry::instance().start({model.transport().gather(parameter, padded), full, padded});
   return full;

@@ -15,7 +15,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
 
-#include <deque>
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -51,9 +51,11 @@ struct Parameter {
   int64_t length_of(int64_t rank) const;
 };
 
+using BytesByDtype = std::array<int64_t, c10::NumScalarTypes>;
+
 struct Stats {
-  std::map<std::string, int64_t> gathered_bytes;  // dtype -> bytes of full tensors
-  std::map<std::string, int64_t> reduced_bytes;
+  BytesByDtype gathered_bytes{};  // bytes of full tensors
+  BytesByDtype reduced_bytes{};
   int64_t gathers = 0;
   int64_t reduces = 0;
   int64_t peak_full_bytes = 0;  // most bytes of gathered storages alive at once
@@ -105,7 +107,7 @@ class Model {
   std::unique_ptr<Transport> transport_;
   std::mutex mutex_;
   Stats stats_;
-  std::deque<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> fulls_;
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> fulls_;
   int64_t backward_id_ = -1;
 };
 

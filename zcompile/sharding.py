@@ -61,10 +61,11 @@ class ShardedParameter:
             raise RuntimeError(_replaced(self.name))
         if not parameter.requires_grad:
             return
-        if parameter.grad is None:
+        before = parameter.grad
+        if before is None:
             parameter.grad = DTensor(grad, parameter._spec, requires_grad=False)
         else:
-            parameter.grad._local_tensor.add_(grad)
+            before._local_tensor.add_(grad)
 
 
 class ShardedModel:

@@ -1,0 +1,43 @@
+# make install | train | test | clean
+#
+# Python comes from the active virtual environment, else from .venv, made here. Whatever torch is there already is kept:
+# `pip` gets it as a constraint, and fails rather than exchange it.
+
+VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
+PYTHON := $(VENV)/bin/python
+STAMP := build/installed$(subst /,-,$(VENV))
+CONSTRAINTS := build/constraints.txt
+BUILD_INPUTS := setup.py pyproject.toml $(wildcard requirements-dev.txt csrc/*)
+PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+
+# Further flags of examples/train.py, as in `make train ARGS="--engine fsdp2 --steps 100"`.
+ARGS ?=
+
+.PHONY: install train test clean
+
+install: $(STAMP)
+
+$(CURDIR)/.venv/pyvenv.cfg:
+	if python3 -c 'import torch' 2>/dev/null; then share=--system-site-packages; fi; python3 -m venv $$share $(CURDIR)/.venv
+
+$(STAMP): $(BUILD_INPUTS) $(VENV)/pyvenv.cfg
+	mkdir -p build
+	$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) -r requirements-dev.txt
+	$(PYTHON) -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
+	grep -v '^torch *[=<>~! ]' requirements-dev.txt > build/requirements.txt
+	$(PIP) -c $(CONSTRAINTS) 'setuptools>=70' wheel ninja -r build/requirements.txt
+	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[train]'
+	touch $@
+
+# All GPUs, or two CPU ranks of one thread each: about three minutes on two cores.
+train: install
+	gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
+	ranks=$$((gpus ? gpus : 2)); \
+	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
+		examples/train.py --batch $$((gpus ? 16 * gpus : 16)) $(ARGS)
+
+test: install
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)
+
+clean:
+	rm -rf build out .pytest_cache *.egg-info zcompile/_C.*.so

@@ -1,0 +1,329 @@
+"""Train a byte-level language model on the Python standard library's source, sharded by zcompile or by FSDP2.
+
+    torchrun --standalone --nproc-per-node 2 examples/train.py --engine zcompile
+
+Runs on CPUs (gloo) and on GPUs (NCCL). A run is decided by its seed and `--batch`, the sequences per step over all ranks, and not
+by the engine or the number of ranks, so that loss curves can be laid over one another: each run writes OUT/ENGINE.json
+and draws all of OUT/*.json into OUT/loss.png.
+"""
+
+import argparse
+import json
+import math
+import os
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+from tqdm import tqdm
+
+import zcompile
+
+VOCABULARY = 256  # bytes
+VALIDATION_BATCHES = 16
+VALIDATION_SEED = 1 << 40  # far from `seed + step` of any training batch
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; defaults fit two CPU cores and about three minutes."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--engine", choices=["zcompile", "eager", "fsdp2"], default="zcompile", help="eager: zcompile.shard, uncompiled")
+    add("--inner", choices=["inductor", "aot_eager"], default="inductor", help="what zcompile hands its graphs to")
+    add("--steps", type=int, default=400)
+    add("--batch", type=int, default=16, help="sequences per step over all ranks; a multiple of their number")
+    add("--tokens", type=int, default=128, help="bytes per sequence")
+    add("--lr", type=float, default=3e-3, help="at the end of the warm-up")
+    add("--warmup", type=int, default=40, help="steps")
+    add("--dim", type=int, default=192)
+    add("--layers", type=int, default=4)
+    add("--heads", type=int, default=6)
+    add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help="torch.autocast")
+    add("--seed", type=int, default=0, help="of weights and batches")
+    add("--corpus-mb", type=float, default=8.0, help="cap on the corpus")
+    add("--log-every", type=int, default=10, help="steps")
+    add("--checkpoint-every", type=int, default=0, help="steps; 0: never. Written to OUT/ENGINE-step-N")
+    add("--resume", type=Path, help="a checkpoint directory, of any engine and number of ranks")
+    add("--stop-after", type=int, help="end at this step of the schedule, as an interrupted run would")
+    add("--out", type=Path, default=Path("out"))
+    return parser.parse_args()
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions (RoFormer, arXiv:2104.09864)."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, tokens, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, dim))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (x[i], x[i + d / 2]) by its position's angle; the dtype of x stays."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward (arXiv:2002.05202), 8/3 wide so that it costs what a plain one of width 4 does."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        hidden = -(-8 * dim // 3 // 64) * 64
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(dim), Attention(dim, heads)
+        self.mlp_norm, self.mlp = nn.RMSNorm(dim), SwiGLU(dim)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LanguageModel(nn.Module):
+    """Decoder-only transformer over bytes. Its forward returns the loss, so that compiled graphs hold that too."""
+
+    def __init__(self, dim: int, layers: int, heads: int, tokens: int):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        half = dim // heads // 2
+        angles = torch.outer(torch.arange(tokens), 10_000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy in nats per byte; both arguments are int64 of shape (sequences, tokens)."""
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def read_corpus(limit_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and validation bytes (uint8): Python's own library, which every machine has; the last 5 % validate."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    data = bytearray()
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" in path.parts or "dist-packages" in path.parts:  # what happens to be installed
+            continue
+        data += path.read_bytes()
+        if len(data) >= limit_bytes:
+            break
+    corpus = torch.frombuffer(data[:limit_bytes], dtype=torch.uint8)
+    split = len(corpus) * 95 // 100
+    return corpus[:split], corpus[split:]
+
+
+def draw_batch(corpus: torch.Tensor, seed: int, args: argparse.Namespace, device: torch.device):
+    """This rank's slice of the batch that `seed` stands for. No state, so a resumed run goes on where it was."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(corpus) - args.tokens, (args.batch,), generator=generator)
+    mine = starts.chunk(dist.get_world_size())[dist.get_rank()]
+    sequences = corpus[mine[:, None] + torch.arange(args.tokens + 1)].to(device, torch.int64)
+    return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+
+
+def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The sharded model. Every rank seeds alike: each keeps its slice of its own initial values."""
+    torch.manual_seed(args.seed)
+    model = LanguageModel(args.dim, args.layers, args.heads, args.tokens)
+    if args.engine == "fsdp2":
+        model.to(device)
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+    zcompile.shard(model)
+    if args.engine == "zcompile":
+        model.compile(backend="zcompile", options={"inner": args.inner})
+    return model
+
+
+def cosine(args: argparse.Namespace, step: int) -> float:
+    """Factor on the learning rate: a linear warm-up, then a cosine down to a tenth."""
+    if step < args.warmup:
+        return (step + 1) / args.warmup
+    done = (step - args.warmup) / max(args.steps - args.warmup, 1)
+    return 0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))
+
+
+class Training(Stateful):
+    """All that a checkpoint must hold. Parameters are DTensors, which `dcp` cuts anew for another number of ranks."""
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module):
+        self.args, self.model = args, model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: cosine(args, step))
+        self.step = 0
+        self.records: list[dict] = []
+
+    def state_dict(self) -> dict:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        scheduler = self.scheduler.state_dict()
+        return dict(
+            model=model, optimizer=optimizer, scheduler=scheduler, step=self.step, records=json.dumps(self.records)
+        )
+
+    def load_state_dict(self, state: dict) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step, self.records = state["step"], json.loads(state["records"])
+
+    def train_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.args.bf16):
+            loss = self.model(inputs, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.step += 1
+        return loss.detach()
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    value = value.clone()
+    dist.all_reduce(value)  # gloo has no mean
+    return value.item() / dist.get_world_size()
+
+
+def train(training: Training, corpus: torch.Tensor, device: torch.device) -> float:
+    """Run to the last step and return tokens per second over all ranks, leaving out the first step, which compiles."""
+    args = training.args
+    last = min(args.steps, args.stop_after or args.steps)
+    bar = tqdm(total=args.steps, initial=training.step, desc=args.engine, disable=dist.get_rank() > 0)
+    first = training.step
+    timed_from = logged_at = time.perf_counter()
+    logged_step = first
+    while training.step < last:
+        inputs, targets = draw_batch(corpus, args.seed + training.step, args, device)
+        loss = training.train_step(inputs, targets)
+        bar.update()
+        step = training.step
+        if step % args.log_every == 0 or step in (first + 1, last):
+            value = mean_over_ranks(loss)
+            now = time.perf_counter()
+            speed = (step - logged_step) * args.batch * args.tokens / (now - logged_at)
+            logged_at, logged_step = now, step
+            timed_from = now if step == first + 1 else timed_from
+            training.records.append({"step": step, "loss": value, "tokens_per_second": round(speed)})
+            bar.set_postfix(loss=f"{value:.3f}", tokens_per_s=f"{speed:.0f}")
+        if args.checkpoint_every and step % args.checkpoint_every == 0:
+            dcp.save({"training": training}, checkpoint_id=args.out / f"{args.engine}-step-{step}")
+    bar.close()
+    return (logged_step - first - 1) * args.batch * args.tokens / (logged_at - timed_from) if last > first + 1 else 0.0
+
+
+@torch.no_grad()
+def validate(training: Training, corpus: torch.Tensor, device: torch.device) -> float:
+    """Mean loss over the same held-out batches whatever the engine and the seed."""
+    training.model.eval()
+    total = torch.zeros((), device=device)
+    for index in range(VALIDATION_BATCHES):
+        inputs, targets = draw_batch(corpus, VALIDATION_SEED + index, training.args, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=training.args.bf16):
+            total += training.model(inputs, targets)
+    training.model.train()
+    return mean_over_ranks(total / VALIDATION_BATCHES)
+
+
+def draw_curves(out: Path) -> Path:
+    """Overlay the curves of every run in `out`. Later ones are thinner, so that one on top of another shows both."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for index, path in enumerate(sorted(out.glob("*.json"))):
+        records = json.loads(path.read_text())["records"]
+        steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
+        axes.plot(steps, losses, label=path.stem, linewidth=max(6 - 2 * index, 1.5), alpha=0.8)
+    axes.set(xlabel="step", ylabel="training loss (nats per byte)", title="Bytes of the Python standard library")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out / "loss.png", dpi=120, bbox_inches="tight")
+    return out / "loss.png"
+
+
+def report(training: Training, speed: float, validation: float) -> None:
+    """Write the run's JSON and the picture, and say how it went."""
+    args, records = training.args, training.records
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    run = {
+        "settings": settings | {"world": dist.get_world_size()},
+        "validation_loss": validation,
+        "tokens_per_second": round(speed),
+        "records": records,
+    }
+    (args.out / f"{args.engine}.json").write_text(json.dumps(run, indent=1))
+    first, final = records[0], records[-1]
+    print(f"training loss    {first['loss']:.4f} (step {first['step']}) -> {final['loss']:.4f} (step {final['step']})")
+    print(f"validation loss  {validation:.4f}")
+    print(f"tokens/s         {speed:.0f} on {dist.get_world_size()} ranks, without the first step")
+    if args.engine != "fsdp2":
+        for dtype, count in zcompile.stats(training.model)["gathered_bytes"].items():
+            print(f"gathered         {count / 1e6:.1f} MB of {dtype}")
+    print(f"loss curve       {draw_curves(args.out)}")
+
+
+def main() -> None:
+    args = arguments()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    if args.batch % dist.get_world_size():
+        raise SystemExit(f"--batch {args.batch} must be a multiple of the number of ranks, {dist.get_world_size()}")
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    training_bytes, validation_bytes = read_corpus(int(args.corpus_mb * 1e6))
+    model = build(args, device)
+    training = Training(args, model)
+    if dist.get_rank() == 0:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{size / 1e6:.2f} M parameters, {len(training_bytes) / 1e6:.1f} MB of text, {dist.get_world_size()} ranks")
+    if args.resume:
+        dcp.load({"training": training}, checkpoint_id=args.resume)
+    speed = train(training, training_bytes, device)
+    validation = validate(training, validation_bytes, device)
+    if dist.get_rank() == 0:
+        report(training, speed, validation)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
