@@ -7,7 +7,7 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 PYTHON := $(VENV)/bin/python
 STAMP := build/installed$(subst /,-,$(VENV))
 CONSTRAINTS := build/constraints.txt
-BUILD_INPUTS := setup.py pyproject.toml $(wildcard requirements-dev.txt csrc/*)
+BUILD_INPUTS := setup.py pyproject.toml requirements-dev.txt $(wildcard csrc/*)
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 
 # Further flags of examples/train.py, as in `make train ARGS="--engine fsdp2 --steps 100"`.
@@ -34,7 +34,7 @@ train: install
 	gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
 	ranks=$$((gpus ? gpus : 2)); \
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
-		examples/train.py --batch $$((gpus ? 16 * gpus : 16)) $(ARGS)
+		examples/train.py --batch $$((32 * (gpus ? gpus : 1))) $(ARGS)
 
 test: install
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)

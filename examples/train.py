@@ -38,8 +38,8 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--engine", choices=["zcompile", "eager", "fsdp2"], default="zcompile", help="eager: zcompile.shard, uncompiled")
     add("--inner", choices=["inductor", "aot_eager"], default="inductor", help="what zcompile hands its graphs to")
-    add("--steps", type=int, default=400)
-    add("--batch", type=int, default=16, help="sequences per step over all ranks; a multiple of their number")
+    add("--steps", type=int, default=350)
+    add("--batch", type=int, default=32, help="sequences per step over all ranks; a multiple of their number")
     add("--tokens", type=int, default=128, help="bytes per sequence")
     add("--lr", type=float, default=3e-3, help="at the end of the warm-up")
     add("--warmup", type=int, default=40, help="steps")

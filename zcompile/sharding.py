@@ -44,6 +44,8 @@ class ShardedParameter:
         self.parameter.requires_grad_ = self.require_grad
         for module, attribute in self.owners:
             module.__dict__[LEAF + attribute] = self.leaf
+        module, self.attribute = self.owners[0]
+        self.home = module._parameters
 
     def require_grad(self, requires_grad: bool = True) -> nn.Parameter:
         """Stands in for the DTensor's `requires_grad_`: compiled graphs guard on the leaf."""
@@ -56,8 +58,7 @@ class ShardedParameter:
         if grad is None:  # a compiled graph that found the parameter to have no effect
             return
         parameter = self.parameter
-        module, attribute = self.owners[0]
-        if module._parameters.get(attribute) is not parameter:
+        if self.home.get(self.attribute) is not parameter:
             raise RuntimeError(_replaced(self.name))
         if not parameter.requires_grad:
             return
