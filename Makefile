@@ -18,14 +18,15 @@ ARGS ?=
 install: $(STAMP)
 
 $(CURDIR)/.venv/pyvenv.cfg:
-	if python3 -c 'import torch' 2>/dev/null; then share=--system-site-packages; fi; python3 -m venv $$share $(CURDIR)/.venv
+	if python3 -c 'import torch' 2>/dev/null; then share=--system-site-packages; fi; \
+	python3 -m venv $$share $(CURDIR)/.venv
 
 $(STAMP): $(BUILD_INPUTS) $(VENV)/pyvenv.cfg
 	mkdir -p build
 	$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) -r requirements-dev.txt
 	$(PYTHON) -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
 	grep -v '^torch *[=<>~! ]' requirements-dev.txt > build/requirements.txt
-	$(PIP) -c $(CONSTRAINTS) 'setuptools>=70' wheel ninja -r build/requirements.txt
+	$(PIP) -c $(CONSTRAINTS) -r build/requirements.txt
 	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[train]'
 	touch $@
 

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train.py --engine zcompile
 
-Runs on CPUs (gloo) and on GPUs (NCCL). A run is decided by its seed and `--batch`, the sequences per step over all ranks, and not
-by the engine or the number of ranks, so that loss curves can be laid over one another: each run writes OUT/ENGINE.json
-and draws all of OUT/*.json into OUT/loss.png.
+Runs on CPUs (gloo) and on GPUs (NCCL). A run is decided by its seed and `--batch`, the sequences per step over all
+ranks, and not by the engine or the number of ranks, so that loss curves can be laid over one another: each run writes
+OUT/ENGINE.json and draws all of OUT/*.json into OUT/loss.png.
 """
 
 import argparse
@@ -36,9 +36,9 @@ def arguments() -> argparse.Namespace:
     """The command line; defaults fit two CPU cores and about three minutes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--engine", choices=["zcompile", "eager", "fsdp2"], default="zcompile", help="eager: zcompile.shard, uncompiled")
+    add("--engine", choices=["zcompile", "eager", "fsdp2"], default="zcompile", help="eager: sharded, uncompiled")
     add("--inner", choices=["inductor", "aot_eager"], default="inductor", help="what zcompile hands its graphs to")
-    add("--steps", type=int, default=350)
+    add("--steps", type=int, default=250)
     add("--batch", type=int, default=32, help="sequences per step over all ranks; a multiple of their number")
     add("--tokens", type=int, default=128, help="bytes per sequence")
     add("--lr", type=float, default=3e-3, help="at the end of the warm-up")
@@ -315,7 +315,8 @@ def main() -> None:
     training = Training(args, model)
     if dist.get_rank() == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{size / 1e6:.2f} M parameters, {len(training_bytes) / 1e6:.1f} MB of text, {dist.get_world_size()} ranks")
+        text = len(training_bytes)
+        print(f"{size / 1e6:.2f} M parameters, {text / 1e6:.1f} MB of text, {dist.get_world_size()} ranks")
     if args.resume:
         dcp.load({"training": training}, checkpoint_id=args.resume)
     speed = train(training, training_bytes, device)

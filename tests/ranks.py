@@ -14,10 +14,11 @@ TIMEOUT_SECONDS = 60
 
 
 class Ranks:
-    """`world` processes in one gloo process group. `run(function, ...)` calls a test module's function on all of them."""
+    """`world` processes in one process group, gloo on CPU or NCCL with a GPU each. `run(function, ...)` calls a test module's function on all of them."""
 
-    def __init__(self, world: int):
+    def __init__(self, world: int, backend: str = "gloo"):
         self.world = world
+        self.backend = backend
         self._processes: list = []
         self._pipes: list = []
 
@@ -64,18 +65,20 @@ class Ranks:
         context = mp.get_context("spawn")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, port, theirs), daemon=False)
+            process = context.Process(target=_serve, args=(rank, self.world, self.backend, port, theirs), daemon=False)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
 
-def _serve(rank: int, world: int, port: int, pipe) -> None:
+def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2)
+        backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2)
     )
     while True:
         try:

@@ -16,7 +16,7 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]  # (model, step, rank) -> l
 
 def lm_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """Language-model loss on the batch of `rank`."""
-    return loss_of(model, batch(step, rank))
+    return loss_of(model, batch(step, rank).to(next(model.parameters()).device))
 
 
 def compiled(model: nn.Module, *, inner: str = "aot_eager", fullgraph: bool = True, **how) -> nn.Module:

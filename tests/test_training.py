@@ -322,7 +322,10 @@ def two_models(rank, world):
             (sum(lm_loss(reference, step + at, other) for other in range(world)) / world).backward()
     for model, reference in zip(models, references):
         same_grads(model, reference)
-    assert zcompile.stats(models[0]) == zcompile.stats(models[1])
+    counts = [zcompile.stats(model) for model in models]
+    for count in counts:
+        count.pop("peak_full_bytes")  # of a moment: depends on when gloo's threads let go of a tensor
+    assert counts[0] == counts[1]
 
 
 def test_two_models_in_one_process(ranks):
