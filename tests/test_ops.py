@@ -1,0 +1,140 @@
+"""The ops by themselves: schemas, errors, and what a reduce means."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.library import opcheck
+from torch.testing._internal.optests import aot_autograd_check, generate_tests
+from torch.utils import _pytree as pytree
+
+import zcompile
+
+ops = torch.ops.zcompile
+
+
+def shards(world, *shapes, dtype=torch.float32):
+    """One module with a parameter of each shape, sharded; its shards as ops see them."""
+    module = nn.Module()
+    for at, shape in enumerate(shapes):
+        module.register_parameter(f"p{at}", nn.Parameter(torch.randn(shape, dtype=dtype)))
+    zcompile.shard(module)
+    return module, [module.__dict__[f"_zcompile_leaf_p{at}"] for at in range(len(shapes))]
+
+
+def check(op, make_args, *, values=True, gradients=False, alias=False):
+    """Every check of `torch.library.opcheck`, on the very tensors given: a copy of a shard is no shard.
+
+    `values=False` compares shapes alone where a result is in flight. An op whose output aliases an input cannot pass
+    AOTAutograd's functionalisation (`alias=True`); zcompile makes those after it.
+    """
+    with mock.patch.object(generate_tests, "deepcopy_tensors", lambda inputs: inputs):
+        for utility in ("test_schema", "test_autograd_registration", "test_faketensor"):
+            opcheck(op, make_args(), test_utils=utility)
+
+    def same(ours, theirs, **_):
+        for one, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+            assert one.shape == other.shape and one.dtype == other.dtype
+            assert not values or torch.equal(one, other)
+
+    for dynamic in () if alias else (False, True):
+        aot_autograd_check(op, make_args(), {}, dynamic, check_gradients=gradients, assert_equals_fn=same)
+
+
+def arriving(start, values):
+    """An in-flight tensor that holds its final values already: the schema check takes an arrival for a write of the wait."""
+    return start.copy_(values)
+
+
+def check_schemas(rank, world):
+    module, (leaf,) = shards(world, (5, 3))
+    grad = torch.randn(5, 3)
+    shard = leaf.detach()  # the same storage; starts and waits only ever run after autograd
+    for dtype in (torch.float32, torch.bfloat16):
+        check(ops.gather.default, lambda: (leaf, [5, 3], dtype), gradients=True)
+        check(ops.gather_start.default, lambda: (shard, [5, 3], dtype), values=False)
+        full = ops.gather(shard, [5, 3], dtype)
+        check(ops.gather_wait.default, lambda: (arriving(ops.gather_start(shard, [5, 3], dtype), full),), alias=True)
+    check(ops.reduce_start.default, lambda: (grad, shard), values=False)
+    mean = ops.reduce(grad, shard)
+    check(ops.reduce_wait.default, lambda: (arriving(ops.reduce_start(grad, shard), mean), grad), alias=True)
+    check(ops.reduce.default, lambda: (grad, shard))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_schemas(ranks, world):
+    ranks(world).run(check_schemas)
+
+
+def check_errors(rank, world):
+    module, (leaf,) = shards(world, (5, 3))
+    with pytest.raises(RuntimeError, match="not in flight"):
+        ops.gather_wait(torch.zeros(3))
+    full = ops.gather_start(leaf, [5, 3], torch.float32)
+    ops.gather_wait(full)
+    with pytest.raises(RuntimeError, match="waited for already"):
+        ops.gather_wait(full)
+    with pytest.raises(RuntimeError, match="no zcompile.shard.. of this process made"):
+        ops.gather(torch.zeros(3, 3), [5, 3], torch.float32)
+    with pytest.raises(RuntimeError, match="'p0' has shape .5, 3., asked for .3, 5."):
+        ops.gather(leaf, [3, 5], torch.float32)
+    with pytest.raises(RuntimeError, match="gradient of 'p0' has shape"):
+        ops.reduce(torch.zeros(4, 3), leaf)
+    out = module.p0.square().sum()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(out, leaf, create_graph=True)
+
+
+def test_errors(ranks):
+    ranks(2).run(check_errors)
+
+
+def reduces(rank, world):
+    shapes = [(7, 3), (8,), (1, 5), (2, 2, 2), (), (0, 4)]  # odd, even, fewer rows than ranks, scalar, empty
+    for dtype in (torch.float32, torch.bfloat16):
+        module, leaves = shards(world, *shapes)
+        for shape, leaf in zip(shapes, leaves):
+            generator = torch.Generator().manual_seed(rank)
+            grad = (torch.randn(shape, generator=generator) * 10.0 ** (3 * rank)).to(dtype)  # order matters in fp32
+            everyones = [torch.empty_like(grad) for _ in range(world)]
+            dist.all_gather(everyones, grad)
+            expected = everyones[0].float().clone()
+            for one in everyones[1:]:
+                expected += one.float()
+            expected /= world
+            if shape:
+                rows = -(-shape[0] // world)
+                expected = expected[rank * rows : (rank + 1) * rows]
+            for _ in range(3):
+                assert torch.equal(ops.reduce(grad, leaf), expected), (shape, dtype)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_reduce_is_the_fp32_sum_in_rank_order(ranks, world):
+    ranks(world).run(reduces)
+
+
+def gathers(rank, world):
+    torch.manual_seed(0)
+    shapes = [(7, 3), (8,), (1, 5), (), (0, 4)]
+    values = [torch.randn(shape) for shape in shapes]
+    module = nn.Module()
+    for at, value in enumerate(values):
+        module.register_parameter(f"p{at}", nn.Parameter(value.clone()))
+    zcompile.shard(module)
+    for at, value in enumerate(values):
+        assert torch.equal(getattr(module, f"p{at}"), value)
+        leaf = module.__dict__[f"_zcompile_leaf_p{at}"]
+        assert torch.equal(ops.gather(leaf, list(value.shape), torch.bfloat16), value.bfloat16())
+    # Two in flight at once, waited for in the other order.
+    leaves = [module.__dict__[f"_zcompile_leaf_p{at}"] for at in (0, 1)]
+    starts = [ops.gather_start(leaf, list(value.shape), torch.float32) for leaf, value in zip(leaves, values)]
+    for start, value in reversed(list(zip(starts, values))):
+        assert torch.equal(ops.gather_wait(start), value)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gather_is_the_whole_parameter(ranks, world):
+    ranks(world).run(gathers)
