@@ -10,7 +10,7 @@ import traceback
 import torch
 import torch.multiprocessing as mp
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 180
 
 
 class Ranks:
