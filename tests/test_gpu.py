@@ -42,23 +42,33 @@ def test_training(gpus, loss, tolerance, inner):
     gpus.run(training, loss, tolerance, inner)
 
 
-def bitwise(rank, world):
+def grads(model, rank, loss):
+    value = loss(model, 0, rank)
+    value.backward()
+    found = {name: p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for name, p in model.named_parameters()}
+    return value, found
+
+
+def bitwise(rank, world, loss):
+    """Bitwise, but for gradients that torch's own aot_eager does not reproduce on this GPU (atomics, other layouts)."""
     torch.manual_seed(0)
     model = on_gpu()
-    eager, planned = zcompile.shard(copy.deepcopy(model)), compiled(copy.deepcopy(model))
-    for step in range(5):
-        losses = [autocast_loss(one, step, rank) for one in (eager, planned)]
-        for loss in losses:
-            loss.backward()
-        assert torch.equal(*losses)
-        for (name, ours), theirs in zip(planned.named_parameters(), eager.parameters()):
-            # Embedding's backward adds with atomics on GPU; everything else is deterministic.
-            if "embed" not in name:
-                assert torch.equal(ours.grad.to_local(), theirs.grad.to_local()), name
+    plain = [copy.deepcopy(model) for _ in range(2)]
+    plain[1].compile(backend="aot_eager")
+    (_, once), (_, again) = (grads(one, rank, loss) for one in plain)
+    unstable = {name for name in once if not torch.equal(once[name], again[name])}
+    assert len(unstable) <= 2, unstable
+    (eager_loss, eager), (our_loss, ours) = (
+        grads(one, rank, loss) for one in (zcompile.shard(copy.deepcopy(model)), compiled(copy.deepcopy(model)))
+    )
+    assert torch.equal(eager_loss, our_loss)
+    differ = {name for name in eager if not torch.equal(eager[name], ours[name])}
+    assert differ <= unstable, (differ, unstable)
 
 
-def test_aot_eager_equals_eager_bitwise(gpus):
-    gpus.run(bitwise)
+@pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
+def test_aot_eager_equals_eager_bitwise(gpus, loss):
+    gpus.run(bitwise, loss)
 
 
 def late(rank, world):
