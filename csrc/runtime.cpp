@@ -228,9 +228,9 @@ at::Tensor reduce_start(Parameter& parameter, const at::Tensor& grad) {
   if (parameter.reduce_dtype && c10::elementSize(*parameter.reduce_dtype) < static_cast<size_t>(grad.element_size())) {
     wire = grad.to(*parameter.reduce_dtype);
   }
-  wire = wire.contiguous();
+  if (!wire.is_contiguous()) wire = wire.contiguous();
   model.count_reduce(wire);
-  auto out = at::empty_like(parameter.shard, at::MemoryFormat::Contiguous);
+  auto out = at::empty(parameter.shard.sizes(), parameter.shard.options().requires_grad(false));
   Registry::instance().start({model.transport().reduce(parameter, wire, out), out, wire});
   return out;
 }

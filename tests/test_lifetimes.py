@@ -83,7 +83,8 @@ X, W = torch.randn(16, 16), torch.randn(16, 16)
 
 def test_a_wait_that_lies_is_given_another_results_memory():
     expected = W @ X.cos() @ X
-    wrong, _ = run(product_after_another_buffer, waits_with(t.lying_wait.default), X, W)
+    with torch._functorch.config.patch(check_custom_op_aliasing=False):  # torch's own check for it, an error where CI is set
+        wrong, _ = run(product_after_another_buffer, waits_with(t.lying_wait.default), X, W)
     assert not torch.allclose(wrong, expected), "the hazard is gone: see the lifetime table"
 
 
