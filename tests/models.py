@@ -117,4 +117,4 @@ def hugging_face_loss(name: str, model: nn.Module, step: int, rank: int) -> torc
     if name == "vit":
         images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
         return model(pixel_values=images, labels=tokens[:, 0]).loss
-    return model(input_ids=tokens, labels=tokens, **({} if name == "t5" else {"use_cache": False})).loss
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
