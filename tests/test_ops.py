@@ -44,7 +44,7 @@ def check(op, make_args, *, values=True, gradients=False, alias=False):
 
 
 def arriving(start, values):
-    """An in-flight tensor that holds its final values already: the schema check takes an arrival for a write of the wait."""
+    """In flight, with its final values already: the schema check would take an arrival for a write of the wait."""
     return start.copy_(values)
 
 
@@ -68,16 +68,34 @@ def test_schemas(ranks, world):
     ranks(world).run(check_schemas)
 
 
+def lying_wait_fails(rank, world):
+    library = torch.library.Library("zcompile_test_ops", "DEF")
+    library.define("lying_wait(Tensor x) -> Tensor")
+    library.impl("lying_wait", lambda x: x, "CPU")
+    library.impl("lying_wait", torch.empty_like, "Meta")
+    with pytest.raises(Exception, match="not defined to alias output"):
+        check(torch.ops.zcompile_test_ops.lying_wait.default, lambda: (torch.randn(3),), alias=True)
+
+
+def test_the_checks_find_a_schema_that_lies(ranks):
+    """They were given the tensors themselves instead of copies: they must not have gone blind by that."""
+    ranks(1).run(lying_wait_fails)
+
+
 def check_errors(rank, world):
     module, (leaf,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="not in flight"):
         ops.gather_wait(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="zcompile::reduce_wait: this tensor is not in flight"):
+        ops.reduce_wait(torch.zeros(3), torch.zeros(5, 3))
     full = ops.gather_start(leaf, [5, 3], torch.float32)
     ops.gather_wait(full)
     with pytest.raises(RuntimeError, match="waited for already"):
         ops.gather_wait(full)
     with pytest.raises(RuntimeError, match="no zcompile.shard.. of this process made"):
         ops.gather(torch.zeros(3, 3), [5, 3], torch.float32)
+    with pytest.raises(RuntimeError, match="no zcompile.shard.. of this process made"):
+        ops.reduce(torch.zeros(5, 3), torch.zeros(3, 3))
     with pytest.raises(RuntimeError, match="'p0' has shape .5, 3., asked for .3, 5."):
         ops.gather(leaf, [3, 5], torch.float32)
     with pytest.raises(RuntimeError, match="gradient of 'p0' has shape"):
@@ -91,23 +109,32 @@ def test_errors(ranks):
     ranks(2).run(check_errors)
 
 
+def mean_in_order(grads, dtype=torch.float32):
+    """The mean of `grads`, added up in `dtype` from first to last."""
+    total = grads[0].to(dtype, copy=True)
+    for grad in grads[1:]:
+        total += grad.to(dtype)
+    return total / len(grads)
+
+
 def reduces(rank, world):
-    shapes = [(7, 3), (8,), (1, 5), (2, 2, 2), (), (0, 4)]  # odd, even, fewer rows than ranks, scalar, empty
+    shapes = [(13, 7), (8,), (1, 5), (2, 2, 2), (), (0, 4)]  # odd, even, fewer rows than ranks, scalar, empty
     for dtype in (torch.float32, torch.bfloat16):
         module, leaves = shards(world, *shapes)
         for shape, leaf in zip(shapes, leaves):
             generator = torch.Generator().manual_seed(rank)
-            grad = (torch.randn(shape, generator=generator) * 10.0 ** (3 * rank)).to(dtype)  # order matters in fp32
+            scale = 10.0 ** torch.randint(-4, 5, shape, generator=generator)  # fp32 sums of such numbers depend on the order
+            grad = (torch.randn(shape, generator=generator) * scale).to(dtype)
             everyones = [torch.empty_like(grad) for _ in range(world)]
             dist.all_gather(everyones, grad)
-            expected = everyones[0].float().clone()
-            for one in everyones[1:]:
-                expected += one.float()
-            expected /= world
+            expected = mean_in_order(everyones)
+            if shape == (13, 7):  # large enough that the comparison below tells the order and the width of the sum
+                assert world == 2 or not torch.equal(mean_in_order(everyones[::-1]), expected)
+                assert dtype == torch.float32 or not torch.equal(mean_in_order(everyones, dtype).float(), expected)
             if shape:
                 rows = -(-shape[0] // world)
                 expected = expected[rank * rows : (rank + 1) * rows]
-            for _ in range(3):
+            for _ in range(10):
                 assert torch.equal(ops.reduce(grad, leaf), expected), (shape, dtype)
 
 
