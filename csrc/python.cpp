@@ -31,6 +31,7 @@ py::dict as_dict(Model& model) {
   result["reduces"] = stats.reduces;
   result["peak_full_bytes"] = stats.peak_full_bytes;
   result["transport"] = model.transport().name();
+  result["transport_bytes"] = model.transport().bytes();
   return result;
 }
 
@@ -52,6 +53,11 @@ int64_t add_parameter(
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("built_for_torch") = ZCOMPILE_TORCH_VERSION;
+#ifdef ZCOMPILE_CUDA
+  module.attr("built_with_cuda") = true;
+#else
+  module.attr("built_with_cuda") = false;
+#endif
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
@@ -65,7 +71,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
           py::arg("replicated"), py::arg("reduce_dtype"))
       .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
-      .def("use_transport", &Model::use_transport, ReleaseGil(), py::arg("name"))
+      .def_property_readonly("world", &Model::world)
+      .def("watch", &Model::watch, py::arg("index"), py::arg("masters"))
+      .def(
+          "use_transport",
+          [](Model& model, const std::string& name, int64_t gather_streams, int64_t reduce_streams,
+             std::optional<int64_t> timeout_ms) {
+            P2pSettings settings{gather_streams, reduce_streams, std::nullopt};
+            if (timeout_ms) settings.timeout = std::chrono::milliseconds(*timeout_ms);
+            model.use_transport(name, settings);
+          },
+          ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
+          py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("stats", as_dict)
       .def("reset_stats", &Model::reset_stats);
 }

@@ -90,6 +90,12 @@ int64_t Parameter::length_of(int64_t rank) const {
   return replicated ? numel : std::min((rank + 1) * chunk, numel) - offset_of(rank);
 }
 
+uint64_t Parameter::master_version() const {
+  uint64_t version = 0;
+  for (const auto& master : masters) version += master.current_version();
+  return version;
+}
+
 Model::Model(Groups groups, int64_t rank, int64_t world)
     : groups_(std::move(groups)), rank_(rank), world_(world), transport_(make_c10d_transport(*this)) {}
 
@@ -117,16 +123,30 @@ void Model::replace(int64_t index, at::Tensor shard) {
   Registry::instance().add(&old);
 }
 
-void Model::use_transport(const std::string& name) {
-  if (name == "c10d") {
-    transport_ = make_c10d_transport(*this);
-  } else if (name == "late") {
-    transport_ = make_late_transport(make_c10d_transport(*this));
-  } else if (name == "loopback") {
-    transport_ = make_loopback_transport();
-  } else {
-    TORCH_CHECK_VALUE(false, "zcompile: no transport named '", name, "'; there are c10d, late and loopback");
+void Model::watch(int64_t index, const std::vector<at::Tensor>& masters) {
+  auto& watched = parameter(index);
+  watched.masters.clear();
+  for (const auto& master : masters) {
+    if (!master.is_inference()) watched.masters.push_back(master.unsafeGetTensorImpl()->version_counter());
   }
+}
+
+void Model::use_transport(const std::string& name, const P2pSettings& settings) {
+  transport_ = make_transport(name, settings);
+}
+
+std::unique_ptr<Transport> Model::make_transport(const std::string& name, const P2pSettings& settings) {
+  const auto rest = [&](const std::string& prefix) { return make_transport(name.substr(prefix.size()), settings); };
+  if (name == "c10d") return make_c10d_transport(*this);
+  if (name == "loopback") return make_loopback_transport();
+  if (name.starts_with("late ")) return make_late_transport(rest("late "));
+#ifdef ZCOMPILE_CUDA
+  if (name == "p2p") return make_p2p_transport(*this, settings);
+  if (name.starts_with("delayed ")) return make_delayed_transport(rest("delayed "), *this);
+#endif
+  TORCH_CHECK_VALUE(
+      false, "zcompile: no transport named '", name, "' in this build; there are c10d, loopback, late ..., and with CUDA p2p "
+      "and delayed ...");
 }
 
 Stats Model::stats() {

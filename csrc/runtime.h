@@ -40,6 +40,7 @@ struct Parameter {
   int64_t chunk = 0;
   bool replicated = false;  // scalars: every rank has the whole parameter
   std::optional<at::ScalarType> reduce_dtype;
+  std::vector<c10::VariableVersion> masters;  // counters of the tensors through which users may write to the shard
 
   // Eager only; see [Note: one reduce per parameter] in ops.cpp.
   std::map<at::ScalarType, WeakNode> backward;
@@ -49,6 +50,7 @@ struct Parameter {
 
   int64_t offset_of(int64_t rank) const;
   int64_t length_of(int64_t rank) const;
+  uint64_t master_version() const;  // moves with some writes to the shard; fused optimizers and .data move nothing
 };
 
 using BytesByDtype = std::array<int64_t, c10::NumScalarTypes>;
@@ -79,7 +81,10 @@ class Model {
 
   int64_t add(Parameter parameter);
   void replace(int64_t index, at::Tensor shard);
-  void use_transport(const std::string& name);
+  // The tensors besides the shard through which users may write to it.
+  void watch(int64_t index, const std::vector<at::Tensor>& masters);
+  // "c10d", "p2p" (all ranks together) or "loopback"; "late ..." and "delayed ..." wrap one of them.
+  void use_transport(const std::string& name, const P2pSettings& settings = {});
 
   Parameter& parameter(int64_t index) { return *parameters_.at(index); }
   int64_t size() const { return static_cast<int64_t>(parameters_.size()); }
@@ -97,6 +102,7 @@ class Model {
   void note_backward();
 
  private:
+  std::unique_ptr<Transport> make_transport(const std::string& name, const P2pSettings& settings);
   void finish_backward();
   int64_t live_full_bytes();
 

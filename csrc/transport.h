@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace zcompile {
@@ -24,6 +26,8 @@ class Transport {
  public:
   virtual ~Transport() = default;
   virtual std::string name() const = 0;
+  // Device memory that it keeps for itself.
+  virtual int64_t bytes() const { return 0; }
 
   // Fills `padded` (flat, world * chunk elements of the wire's dtype) with every rank's piece, downcast, in rank order.
   virtual std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) = 0;
@@ -39,9 +43,25 @@ class Transport {
 // Collectives of a c10d::ProcessGroup: gloo or NCCL.
 std::unique_ptr<Transport> make_c10d_transport(Model& model);
 
+// out = (the sum over the ranks that hold the same shard of `sum`, flat) / all ranks. Ends in the current stream's order.
+void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out);
+
+struct P2pSettings {
+  int64_t gather_streams = 4;
+  int64_t reduce_streams = 4;
+  std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
+};
+
+// Copy engines between GPUs that can map each other's memory; only in builds with CUDA. Made by all ranks together, when
+// the model has its parameters.
+std::unique_ptr<Transport> make_p2p_transport(Model& model, const P2pSettings& settings);
+
 // Wraps `inner`: a full parameter holds NaN until it is waited for, and a gradient is read as late as its wait. Code
 // that reads too early or reuses a buffer too soon gives NaN instead of a number that happens to be right.
 std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
+
+// Wraps `inner`: rank 1 is slow before and after everything it starts, which must not change a number.
+std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner, Model& model);
 
 // Moves nothing: what is left is the host time of the runtime itself.
 std::unique_ptr<Transport> make_loopback_transport();

@@ -10,6 +10,7 @@
 //
 // Without a control group (NCCL) every rank must gather and reduce the same parameters in the same order.
 
+#include "numerics.h"
 #include "runtime.h"
 
 #include <ATen/Functions.h>
@@ -45,15 +46,18 @@ at::Tensor as_bytes(const at::Tensor& flat) {
   return flat.view(at::kByte);  // one path for all dtypes, also those that a backend does not know
 }
 
-at::ScalarType sum_dtype(at::ScalarType wire) {
-  return wire == at::kDouble ? at::kDouble : at::kFloat;
+std::vector<at::Tensor> rows_of(const at::Tensor& matrix) {
+  return matrix.unbind(0);
 }
 
-// Adds up the rows in rank order, at fp32 or better.
-at::Tensor sum_in_rank_order(const at::Tensor& rows) {
-  auto sum = rows[0].to(sum_dtype(rows.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
-  for (int64_t rank = 1; rank < rows.size(0); ++rank) sum.add_(rows[rank]);
-  return sum;
+Group resolve(const std::string& group_name) {
+  try {
+    return c10d::resolve_process_group(group_name);
+  } catch (const std::exception&) {
+    TORCH_CHECK(
+        false, "zcompile: the process group '", group_name,
+        "' of this sharded model was closed. Keep it open (no destroy_process_group) for as long as the model is used.");
+  }
 }
 
 class C10dTransfer : public Transfer {
@@ -86,7 +90,7 @@ class C10dTransport : public Transport {
  public:
   explicit C10dTransport(Model& model) : model_(model) {}
 
-  std::string name() const override { return group(model_.groups().gather)->getBackendName(); }
+  std::string name() const override { return resolve(model_.groups().gather)->getBackendName(); }
 
   std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) override {
     if (parameter.replicated) {
@@ -104,42 +108,29 @@ class C10dTransport : public Transport {
 
   void finish_backward() override { meet({Kind::done}); }
 
-  // The sum over the ranks that hold the same shard, and the mean over all.
-  void finish_reduce(at::Tensor sum, const at::Tensor& out) {
-    auto ranks = model_.world();
-    if (!model_.groups().replicate.empty()) {
-      auto replicas = group(model_.groups().replicate);
-      auto rows = at::empty({replicas->getSize(), sum.numel()}, sum.options());
-      all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
-      sum = sum_in_rank_order(rows);
-      ranks *= replicas->getSize();
+  void finish_reduce(const at::Tensor& received, const at::Tensor& out) {
+    if (model_.groups().replicate.empty()) {
+      mean(rows_of(received), static_cast<double>(model_.world()), out);
+      return;
     }
-    out.copy_(sum.div_(ranks).view(out.sizes()));
+    auto sum = at::empty({received.size(1)}, received.options().dtype(sum_dtype(received.scalar_type())));
+    mean(rows_of(received), 1.0, sum);
+    mean_over_replicas(model_, sum, out);
   }
 
  private:
-  Group group(const std::string& group_name) const {
-    try {
-      return c10d::resolve_process_group(group_name);
-    } catch (const std::exception&) {
-      TORCH_CHECK(
-          false, "zcompile: the process group '", group_name,
-          "' of this sharded model was closed. Keep it open (no destroy_process_group) for as long as the model is used.");
-    }
-  }
-
   std::unique_ptr<Transfer> start_gather(const Parameter& parameter, const at::Tensor& padded) {
-    auto ranks = group(model_.groups().gather);
+    auto ranks = resolve(model_.groups().gather);
     const auto rank = model_.rank();
     auto slot = padded.narrow(0, rank * parameter.chunk, parameter.chunk);
-    slot.narrow(0, 0, parameter.length_of(rank)).copy_(parameter.shard.reshape({-1}));
+    cast({parameter.shard.reshape({-1})}, {slot.narrow(0, 0, parameter.length_of(rank))});
     if (model_.world() == 1) return std::make_unique<C10dTransfer>(nullptr);
     return std::make_unique<C10dTransfer>(all_gather(*ranks, as_bytes(padded), as_bytes(slot)));
   }
 
   std::unique_ptr<Transfer> start_reduce(const Parameter& parameter, const at::Tensor& grad, const at::Tensor& out) {
     const auto world = model_.world();
-    auto ranks = group(model_.groups().reduce);
+    auto ranks = resolve(model_.groups().reduce);
     auto received = at::empty({world, parameter.length_of(model_.rank())}, grad.options());
     auto received_bytes = as_bytes(received.view({-1}));
     auto sent_bytes = as_bytes(grad.view({-1}));
@@ -165,7 +156,7 @@ class C10dTransport : public Transport {
   }
 
   Want smallest_want(const Want& mine) {
-    auto ranks = group(model_.groups().control);
+    auto ranks = resolve(model_.groups().control);
     std::array<int64_t, want_size> sent_values{
         static_cast<int64_t>(mine.kind), mine.parameter, static_cast<int64_t>(mine.dtype)};
     std::vector<int64_t> received_values(ranks->getSize() * want_size);
@@ -208,10 +199,17 @@ class C10dTransport : public Transport {
 
 void C10dReduce::wait() {
   if (work_) work_->wait();
-  transport_.finish_reduce(sum_in_rank_order(received_), out_);
+  transport_.finish_reduce(received_, out_);
 }
 
 }  // namespace
+
+void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out) {
+  auto replicas = resolve(model.groups().replicate);
+  auto rows = at::empty({replicas->getSize(), sum.numel()}, sum.options());
+  all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
+  mean(rows_of(rows), static_cast<double>(model.world() * replicas->getSize()), out);
+}
 
 std::unique_ptr<Transport> make_c10d_transport(Model& model) {
   return std::make_unique<C10dTransport>(model);

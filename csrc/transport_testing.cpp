@@ -4,6 +4,10 @@
 
 #include <ATen/Functions.h>
 
+#ifdef ZCOMPILE_CUDA
+#include <ATen/cuda/Sleep.h>
+#endif
+
 #include <limits>
 
 namespace zcompile {
@@ -54,6 +58,42 @@ class LateTransport : public Transport {
   std::unique_ptr<Transport> inner_;
 };
 
+#ifdef ZCOMPILE_CUDA
+
+class DelayedTransport : public Transport {
+ public:
+  DelayedTransport(std::unique_ptr<Transport> inner, bool slow) : inner_(std::move(inner)), slow_(slow) {}
+  std::string name() const override { return "delayed " + inner_->name(); }
+  int64_t bytes() const override { return inner_->bytes(); }
+
+  std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) override {
+    delay();
+    auto transfer = inner_->gather(parameter, padded);
+    delay();
+    return transfer;
+  }
+
+  std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) override {
+    delay();
+    auto transfer = inner_->reduce(parameter, grad, out);
+    delay();
+    return transfer;
+  }
+
+  void finish_backward() override { inner_->finish_backward(); }
+
+ private:
+  void delay() const {
+    constexpr int64_t cycles = 2'000'000;  // a millisecond
+    if (slow_) at::cuda::sleep(cycles);
+  }
+
+  std::unique_ptr<Transport> inner_;
+  bool slow_;
+};
+
+#endif
+
 class NoTransfer : public Transfer {
  public:
   void wait() override {}
@@ -71,6 +111,12 @@ class LoopbackTransport : public Transport {
 std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner) {
   return std::make_unique<LateTransport>(std::move(inner));
 }
+
+#ifdef ZCOMPILE_CUDA
+std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner, Model& model) {
+  return std::make_unique<DelayedTransport>(std::move(inner), model.rank() == 1);
+}
+#endif
 
 std::unique_ptr<Transport> make_loopback_transport() {
   return std::make_unique<LoopbackTransport>();

@@ -1,16 +1,21 @@
-"""The same on GPUs over NCCL. Skipped where there are fewer than two."""
+"""On GPUs, peer to peer and over NCCL. Skipped where there are fewer than two."""
 
 import copy
 import functools
+import os
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import zcompile
 from models import Transformer
 from ranks import Ranks
 from reference import compiled, lm_loss, train_beside
 
+ops = torch.ops.zcompile
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -30,16 +35,33 @@ def autocast_loss(model, step, rank):
         return lm_loss(model, step, rank)
 
 
-def training(rank, world, loss, tolerance, inner):
-    model = train_beside(rank, world, functools.partial(compiled, inner=inner), make=on_gpu, loss=loss, tolerance=tolerance)
-    assert zcompile.stats(model)["transport"] == "nccl"
+def state_of(model):
+    return model.__dict__["_zcompile_state"]
+
+
+def on(transport, model, **options):
+    """Shard and compile `model` for `transport`, one of the runtime's names."""
+    compiled(model, **options)
+    state_of(model).runtime.use_transport(transport)
+    return model
+
+
+def training(rank, world, transport, loss, tolerance, inner):
+    prepare = functools.partial(on, transport, inner=inner)
+    model = train_beside(rank, world, prepare, make=on_gpu, loss=loss, tolerance=tolerance, micro_steps=2)
+    assert zcompile.stats(model)["transport"] == {"c10d": "nccl"}.get(transport, transport)
     assert ("bfloat16" in zcompile.stats(model)["gathered_bytes"]) == (loss is autocast_loss)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("transport, inner", [("c10d", "inductor"), ("p2p", "aot_eager"), ("p2p", "inductor")])
 @pytest.mark.parametrize("loss, tolerance", [(lm_loss, 1e-4), (autocast_loss, 3e-2)], ids=["fp32", "bf16"])
-def test_training(gpus, loss, tolerance, inner):
-    gpus.run(training, loss, tolerance, inner)
+def test_training(gpus, transport, loss, tolerance, inner):
+    gpus.run(training, transport, loss, tolerance, inner)
+
+
+@pytest.mark.parametrize("transport", ["late p2p", "late c10d", "delayed p2p", "delayed c10d"])
+def test_nothing_depends_on_when_it_arrives(gpus, transport):
+    gpus.run(training, transport, lm_loss, 1e-4, "inductor")
 
 
 def grads(model, rank, loss):
@@ -71,14 +93,126 @@ def test_aot_eager_equals_eager_bitwise(gpus, loss):
     gpus.run(bitwise, loss)
 
 
-def late(rank, world):
-    def prepare(model):
-        compiled(model, inner="inductor")
-        model.__dict__["_zcompile_state"].runtime.use_transport("late")
-        return model
-
-    train_beside(rank, world, prepare, make=on_gpu, tolerance=1e-4)
+SHAPES = [(5, 3), (2, 7), (1, 5), (333, 77), (), (0, 4), (3000, 4097)]  # odd, fewer rows than ranks, scalar, empty, in pieces
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def test_nothing_is_read_before_it_arrived(gpus):
-    gpus.run(late)
+class Parameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for at, shape in enumerate(SHAPES):
+            self.register_parameter(f"p{at}", nn.Parameter(torch.randn(shape, device="cuda")))
+
+    def leaves(self):
+        return [self.__dict__[f"_zcompile_leaf_p{at}"].detach() for at in range(len(SHAPES))]
+
+
+def gathers_see_every_edit(rank, world):
+    module = Parameters()
+    expected = [parameter.detach().clone() for parameter in module.parameters()]
+    zcompile.shard(module)
+    state_of(module).runtime.use_transport("p2p")
+    for _ in range(4):
+        for dtype in DTYPES:
+            for leaf, shape, value in zip(module.leaves(), SHAPES, expected, strict=True):
+                assert torch.equal(ops.gather(leaf, list(shape), dtype), value.to(dtype)), (shape, dtype)
+        for parameter, value in zip(module.parameters(), expected, strict=True):
+            parameter.data._local_tensor.mul_(1.5)  # moves no version counter
+            value.mul_(1.5)
+    assert zcompile.stats(module)["transport_bytes"] > 2 * sum(leaf.numel() for leaf in module.leaves())
+
+
+def test_gathers_peer_to_peer(gpus):
+    gpus.run(gathers_see_every_edit)
+
+
+def reduces_are_sums_in_rank_order(rank, world):
+    module = zcompile.shard(Parameters())
+    for transport in ("p2p", "c10d"):
+        state_of(module).runtime.use_transport(transport)
+        for dtype in DTYPES:
+            for leaf, shape in zip(module.leaves(), SHAPES, strict=True):
+                grad = torch.randn(shape, device="cuda").to(dtype)
+                everyones = [torch.empty_like(grad) for _ in range(world)]
+                dist.all_gather(everyones, grad)
+                expected = everyones[0].float()
+                for one in everyones[1:]:
+                    expected = expected + one.float()
+                expected = expected / torch.full((), world, device="cuda")
+                if shape:
+                    rows = -(-shape[0] // world)
+                    expected = expected[rank * rows : (rank + 1) * rows]
+                for _ in range(3):
+                    assert torch.equal(ops.reduce(grad, leaf), expected), (transport, shape, dtype)
+
+
+def test_reduces_on_both_transports(gpus):
+    gpus.run(reduces_are_sums_in_rank_order)
+
+
+def curve(transport, loss):
+    """Losses and final parameters of five steps under Inductor."""
+    torch.manual_seed(0)
+    model = on(transport, on_gpu(), inner="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    losses = []
+    for step in range(5):
+        value = loss(model, step, dist.get_rank())
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach())
+    return torch.stack(losses), [parameter.to_local().detach() for parameter in model.parameters()]
+
+
+def transports_agree(rank, world, loss):
+    torch.use_deterministic_algorithms(True)
+    try:
+        (p2p, p2p_parameters), (nccl, nccl_parameters) = curve("p2p", loss), curve("c10d", loss)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(p2p, nccl)
+    for one, other in zip(p2p_parameters, nccl_parameters, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
+def test_transports_agree_bitwise(gpus, loss):
+    gpus.run(transports_agree, loss)
+
+
+def chosen_by_option(rank, world):
+    model = zcompile.shard(on_gpu())
+    assert zcompile.stats(model)["transport"] in ("p2p", "nccl") and "us" in zcompile.stats(model)["transport_reason"]
+    for transport in ("nccl", "p2p"):
+        torch._dynamo.reset()
+        lm_loss(torch.compile(model, backend="zcompile", options={"inner": "aot_eager", "transport": transport}), 0, rank)
+        assert zcompile.stats(model)["transport"] == transport
+        assert zcompile.stats(model)["transport_reason"] == "asked for"
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="the model is on cuda"):
+        torch.compile(model, backend="zcompile", options={"transport": "gloo"})(torch.zeros(1, 4, dtype=torch.int64, device="cuda"))
+
+
+def test_transport_option(gpus):
+    gpus.run(chosen_by_option)
+
+
+def peer_stops(rank, world):
+    model = zcompile.shard(on_gpu())
+    state_of(model).runtime.use_transport("p2p", timeout_ms=3000)
+    for step in range(2):
+        lm_loss(model, step, rank).backward()
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(1)
+    lm_loss(model, 2, rank).backward()
+    torch.cuda.synchronize()
+
+
+def test_a_rank_that_stops_gives_an_error_on_the_others():
+    pool = Ranks(2, "nccl")
+    begin = time.monotonic()
+    survivor, _ = pool.run(peer_stops, allow_failure=True)
+    assert time.monotonic() - begin < 60
+    assert "zcompile: rank 0 waited for other ranks" in survivor or "CUDA error" in survivor

@@ -265,7 +265,7 @@ def late_step(rank, world, sabotage=None):
     torch.manual_seed(0)
     reference = ThreeLayers()
     model = zcompile.shard(copy.deepcopy(reference))
-    model.layers[0].__dict__["_zcompile_state"].runtime.use_transport("late")
+    model.layers[0].__dict__["_zcompile_state"].runtime.use_transport("late c10d")
     batches = torch.randn(world, WIDTH, WIDTH)
     planned = []
 

@@ -50,7 +50,7 @@ def beside_unsharded(rank, world, narrow, late):
     reference = Transformer()
     model = compiled(copy.deepcopy(reference), inner="inductor")
     if late:
-        model.__dict__["_zcompile_state"].runtime.use_transport("late")
+        model.__dict__["_zcompile_state"].runtime.use_transport("late c10d")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
     worst = 0.0
     for step in range(20):

@@ -19,6 +19,7 @@ from zcompile import passes
 from zcompile.config import Settings
 from zcompile.graph import GATHER, GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
 from zcompile.passes.verify import verify_partition
+from zcompile.sharding import model_of
 
 
 def compile_graph(
@@ -42,7 +43,24 @@ def compile_graph(
     _refuse_writes(gm)
     _warn_if_unsharded(gm)
     compile_inner = _compile_aot_eager if settings.inner == "aot_eager" else _compile_inductor
-    return compile_inner(gm, example_inputs, settings, mode)
+    compiled = compile_inner(gm, example_inputs, settings, mode)
+    return compiled if settings.transport == "auto" else _over(settings.transport, compiled)
+
+
+def _over(transport: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, which puts its model on `transport` when it is first called."""
+    done = False
+
+    def run(*args: Any) -> Any:
+        nonlocal done
+        if not done:
+            models = {id(model): model for arg in args if (model := model_of(arg)) is not None}
+            for model in models.values():
+                model.use_transport(transport)
+            done = True
+        return compiled(*args)
+
+    return run
 
 
 def _refuse_writes(gm: GraphModule) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zcompile.transport import TRANSPORTS
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -15,6 +17,10 @@ class Settings:
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor settings for this model alone, as in `torch._inductor.config`."""
+
+    transport: str = "auto"
+    """The wire: "p2p" (copy engines between GPUs of one NVLink domain), "nccl", "gloo", or "auto", which takes what was
+    measured to be faster on this machine. `zcompile.stats(model)` tells what it is and why."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> "Settings":
@@ -33,4 +39,8 @@ class Settings:
         settings = cls(**(options or {}))
         if settings.inner not in ("inductor", "aot_eager"):
             raise ValueError(f"zcompile: option 'inner' must be 'inductor' or 'aot_eager', not {settings.inner!r}.")
+        if settings.transport not in TRANSPORTS:
+            raise ValueError(
+                f"zcompile: option 'transport' must be one of {', '.join(TRANSPORTS)}, not {settings.transport!r}."
+            )
         return settings

@@ -9,6 +9,7 @@ DTensor's `.grad`.
 """
 
 import functools
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from zcompile import _C
 from zcompile.checks import agree_on_model, check_mesh, check_model, signature
 from zcompile.materialize import materialize
-from zcompile.words import LEAF, STATE
+from zcompile.transport import Choice, choose, log
+from zcompile.words import LEAF, MODEL, STATE
 
 gather = torch.ops.zcompile.gather.default
 
@@ -72,10 +74,31 @@ class ShardedParameter:
 class ShardedModel:
     """The shards of one model; every module that owns one holds a reference."""
 
-    def __init__(self, mesh: DeviceMesh, runtime: _C.Model):
+    def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
-        self.runtime = runtime
+        self.groups = _groups(mesh)
+        self.runtime = _C.Model(**self.groups)
         self.parameters: dict[str, ShardedParameter] = {}
+        self.transport = Choice("", "")
+
+    def use_transport(self, wanted: str) -> None:
+        """Change the wire to `wanted`, one of `zcompile.transport.TRANSPORTS`; all ranks together.
+
+        Raises:
+            ValueError: not known, or not possible here.
+        """
+        if self.transport.transport == wanted:
+            return
+        choice = choose(wanted, self.mesh, lambda: _C.Model(**self.groups))
+        if choice.transport != self.transport.transport:
+            self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
+        self.transport = choice
+        log.info("zcompile: transport %s: %s", *choice)
+
+    def bind(self, sharded: ShardedParameter) -> None:
+        """Let modules read the leaf, and the runtime see writes to the parameter."""
+        sharded.bind()
+        self.runtime.watch(sharded.index, [sharded.parameter, _local(sharded.parameter)])
 
     def refresh(self, sharded: ShardedParameter) -> None:
         """Follow a parameter whose storage was exchanged by `module.to()`, `load_state_dict(assign=True)` and the like."""
@@ -83,8 +106,9 @@ class ShardedModel:
         if local.untyped_storage().data_ptr() == sharded.leaf.untyped_storage().data_ptr() and local.numel() > 0:
             return
         sharded.leaf = nn.Parameter(local, requires_grad=sharded.parameter.requires_grad)
+        setattr(sharded.leaf, MODEL, weakref.ref(self))
         self.runtime.replace(sharded.index, sharded.leaf)
-        sharded.bind()
+        self.bind(sharded)
 
     def __deepcopy__(self, memo):
         raise RuntimeError("zcompile: a sharded model cannot be copied; copy it first, then call zcompile.shard on both.")
@@ -139,7 +163,7 @@ def shard(
     error = check_model(model, mesh, ignored, param_dtype, reduce_dtype)
     agree_on_model(mesh, error, [*signature(model, ignored), str((param_dtype, reduce_dtype))])
 
-    state = ShardedModel(mesh, _C.Model(**_groups(mesh)))
+    state = ShardedModel(mesh)
     device = _device(mesh)
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter, which `originals` keeps taken
     originals: list[nn.Parameter] = []
@@ -155,6 +179,7 @@ def shard(
             done[id(original)].owners.append((module, attribute))
             module._parameters[attribute] = done[id(original)].parameter
     _install_readers(state, param_dtype)
+    state.use_transport("auto")
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
     return model
@@ -166,14 +191,22 @@ def stats(model: nn.Module) -> dict:
     Returns:
         `gathered_bytes` and `reduced_bytes`: dtype name -> bytes of full tensors moved on this rank; `gathers` and
         `reduces`: calls; `peak_full_bytes`: most bytes of gathered tensors alive at once (memory that compiled code reuses
-        for activations counts until it is freed); `transport`: its name.
+        for activations counts until it is freed); `transport`: its name; `transport_reason`: why it was taken;
+        `transport_bytes`: device memory that it keeps, which torch's allocator does not count.
     """
-    return _state(model).runtime.stats()
+    state = _state(model)
+    return state.runtime.stats() | {"transport_reason": state.transport.reason}
 
 
 def reset_stats(model: nn.Module) -> None:
     """Set every counter of `stats(model)` to zero."""
     _state(model).runtime.reset_stats()
+
+
+def model_of(leaf: object) -> ShardedModel | None:
+    """The sharded model that `leaf`, an input of a compiled graph, is a shard of; None if it is something else."""
+    reference = getattr(leaf, MODEL, None)
+    return None if reference is None else reference()
 
 
 def _state(model: nn.Module) -> ShardedModel:
@@ -229,6 +262,7 @@ def _shard_parameter(state: ShardedModel, name: str, parameter: nn.Parameter, de
     stride = torch.empty(full.shape, device="meta").stride()
     dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
     leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    setattr(leaf, MODEL, weakref.ref(state))
     numel = full.numel()
     index = state.runtime.add(
         name=name,
@@ -247,7 +281,7 @@ def _shard_parameter(state: ShardedModel, name: str, parameter: nn.Parameter, de
 def _install_readers(state: ShardedModel, param_dtype: torch.dtype | None) -> None:
     by_module: dict[nn.Module, list[str]] = {}
     for sharded in state.parameters.values():
-        sharded.bind()
+        state.bind(sharded)
         for module, attribute in sharded.owners:
             by_module.setdefault(module, []).append(attribute)
     alone = state.mesh.size() == 1
@@ -304,6 +338,7 @@ def _register_parameter(self, name, param):
     if not same:
         raise RuntimeError(_replaced(sharded.name))
     sharded.parameter = param
+    state.runtime.watch(sharded.index, [param, _local(param)])
     for module, attribute in sharded.owners:
         module._parameters[attribute] = param
     state.refresh(sharded)

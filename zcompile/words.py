@@ -2,3 +2,6 @@
 
 LEAF = "_zcompile_leaf_"  # + parameter name: the plain local shard that the module's property gathers
 STATE = "_zcompile_state"  # the ShardedModel
+
+MODEL = "_zcompile_model"
+"""The attribute of a leaf that refers, weakly, to the `ShardedModel` that it belongs to."""

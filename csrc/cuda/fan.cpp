@@ -1,0 +1,100 @@
+#include "fan.h"
+
+#include <numeric>
+
+namespace zcompile::cuda {
+
+using c10::cuda::CUDAEvent;
+using c10::cuda::CUDAStream;
+
+namespace {
+
+constexpr size_t small_bytes = 1 << 20;  // below, another stream costs more time than it saves
+constexpr size_t grain_bytes = 4096;     // copies are cut at multiples of this
+
+// Cuts every copy into as many parts as there are streams; part q of each goes to stream q.
+std::vector<std::vector<Copy>> spread(const std::vector<Copy>& copies, size_t streams) {
+  std::vector<std::vector<Copy>> parts(streams);
+  for (const auto& one : copies) {
+    const size_t part_bytes = ((one.bytes + streams - 1) / streams + grain_bytes - 1) / grain_bytes * grain_bytes;
+    for (size_t part = 0, begin = 0; begin < one.bytes; ++part, begin += part_bytes) {
+      parts[part].push_back({static_cast<char*>(one.to) + begin, static_cast<const char*>(one.from) + begin,
+                             std::min(part_bytes, one.bytes - begin)});
+    }
+  }
+  return parts;
+}
+
+}  // namespace
+
+CUDAEvent Events::take() {
+  std::lock_guard lock(mutex_);
+  if (free_.empty()) return CUDAEvent();
+  auto event = std::move(free_.back());
+  free_.pop_back();
+  return event;
+}
+
+void Events::give(CUDAEvent event) {
+  std::lock_guard lock(mutex_);
+  free_.push_back(std::move(event));
+}
+
+EventTransfer::EventTransfer(std::shared_ptr<Events> pool, std::vector<CUDAEvent> events)
+    : pool_(std::move(pool)), events_(std::move(events)) {}
+
+void EventTransfer::wait() {
+  const auto current = c10::cuda::getCurrentCUDAStream();
+  for (auto& event : events_) {
+    event.block(current);
+    pool_->give(std::move(event));
+  }
+  events_.clear();
+}
+
+Fan::Fan(int64_t streams, std::shared_ptr<Events> pool) : pool_(std::move(pool)) {
+  for (int64_t stream = 1; stream < streams; ++stream) {
+    others_.push_back(c10::cuda::getStreamFromPool(/*isHighPriority=*/true));
+  }
+}
+
+void Fan::wait(CUDAEvent& event) {
+  event.block(lane_.stream());
+  for (const auto& stream : others_) event.block(stream);
+}
+
+void Fan::fork() {
+  auto event = pool_->take();
+  event.record(lane_.stream());
+  for (const auto& stream : others_) event.block(stream);
+  pool_->give(std::move(event));
+}
+
+void Fan::join(const CUDAStream& stream) {
+  auto event = pool_->take();
+  event.record(lane_.stream());
+  event.block(stream);
+  for (const auto& other : others_) {
+    event.record(other);
+    event.block(stream);
+  }
+  pool_->give(std::move(event));
+}
+
+std::vector<CUDAEvent> Fan::copy(const std::vector<Copy>& copies) {
+  size_t bytes = 0;
+  for (const auto& one : copies) bytes += one.bytes;
+  const auto parts = spread(copies, bytes <= small_bytes ? 1 : others_.size() + 1);
+  std::vector<CUDAEvent> events;
+  for (size_t part = 0; part < parts.size(); ++part) {
+    if (part > 0 && parts[part].empty()) continue;
+    const auto& stream = part == 0 ? lane_.stream() : others_[part - 1];
+    cuda::copy(parts[part], stream.stream());
+    auto event = pool_->take();
+    event.record(stream);
+    events.push_back(std::move(event));
+  }
+  return events;
+}
+
+}  // namespace zcompile::cuda

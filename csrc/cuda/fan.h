@@ -1,0 +1,55 @@
+// Streams over which copies are spread: one copy engine does not fill NVLink.
+#pragma once
+
+#include <c10/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../transport.h"
+#include "peers.h"
+
+namespace zcompile::cuda {
+
+// Events are made once and used again; shared with transfers that may outlive the transport.
+class Events {
+ public:
+  c10::cuda::CUDAEvent take();
+  void give(c10::cuda::CUDAEvent event);
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::cuda::CUDAEvent> free_;
+};
+
+// Done when all of its events are.
+class EventTransfer : public Transfer {
+ public:
+  EventTransfer(std::shared_ptr<Events> pool, std::vector<c10::cuda::CUDAEvent> events);
+  void wait() override;
+
+ private:
+  std::shared_ptr<Events> pool_;
+  std::vector<c10::cuda::CUDAEvent> events_;
+};
+
+class Fan {
+ public:
+  Fan(int64_t streams, std::shared_ptr<Events> pool);
+
+  Lane& lane() { return lane_; }  // the first of the streams, on which ranks also meet
+  void wait(c10::cuda::CUDAEvent& event);  // all streams
+  void fork();                             // all other streams wait for the lane
+  void join(const c10::cuda::CUDAStream& stream);  // `stream` waits for all
+  // Starts the copies and returns an event for each stream that they are on. Small ones stay on the lane.
+  std::vector<c10::cuda::CUDAEvent> copy(const std::vector<Copy>& copies);
+
+ private:
+  Lane lane_;
+  std::vector<c10::cuda::CUDAStream> others_;
+  std::shared_ptr<Events> pool_;
+};
+
+}  // namespace zcompile::cuda

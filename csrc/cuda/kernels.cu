@@ -1,0 +1,250 @@
+// Width on the way: the multi-tensor downcast and the fp32 sum of slices. Both are bound by memory: 16 bytes per access,
+// 32 elements per thread in flight.
+
+#include "kernels.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+namespace zcompile::cuda {
+
+namespace {
+
+constexpr int threads = 256;
+constexpr int vector = 8;  // elements of one access group: 16 bytes of a 2-byte type, twice 16 of a 4-byte type
+constexpr int unroll = 4;
+constexpr int tile = threads * vector * unroll;
+constexpr int entries = 256;
+
+__device__ float widen(float x) { return x; }
+__device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ float widen(__half x) { return __half2float(x); }
+
+template <typename T>
+__device__ T narrow(float x);
+template <>
+__device__ float narrow<float>(float x) { return x; }
+template <>
+__device__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ __half narrow<__half>(float x) { return __float2half_rn(x); }
+
+template <typename T>
+struct alignas(16) Pack {
+  T values[vector];
+};
+
+template <typename T>
+__device__ Pack<T> load(const T* from) {
+  Pack<T> pack;
+  constexpr int words = sizeof(Pack<T>) / 16;
+#pragma unroll
+  for (int word = 0; word < words; ++word) {
+    reinterpret_cast<uint4*>(&pack)[word] = __ldcs(reinterpret_cast<const uint4*>(from) + word);
+  }
+  return pack;
+}
+
+template <typename T>
+__device__ void store(T* to, const Pack<T>& pack) {
+  constexpr int words = sizeof(Pack<T>) / 16;
+#pragma unroll
+  for (int word = 0; word < words; ++word) {
+    reinterpret_cast<uint4*>(to)[word] = reinterpret_cast<const uint4*>(&pack)[word];
+  }
+}
+
+__host__ __device__ bool aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+struct CastBatch {
+  Cast casts[entries];
+  int first_tile[entries + 1];
+  int count;
+};
+
+template <typename From, typename To>
+__device__ void cast_tile(const Cast& entry, int64_t begin) {
+  const auto* from = static_cast<const From*>(entry.from) + begin;
+  auto* to = static_cast<To*>(entry.to) + begin;
+  const auto numel = min(static_cast<int64_t>(tile), entry.numel - begin);
+  if (numel == tile && aligned(from) && aligned(to)) {
+    Pack<From> read[unroll];
+#pragma unroll
+    for (int step = 0; step < unroll; ++step) read[step] = load(from + (step * threads + threadIdx.x) * vector);
+#pragma unroll
+    for (int step = 0; step < unroll; ++step) {
+      Pack<To> written;
+#pragma unroll
+      for (int at = 0; at < vector; ++at) written.values[at] = narrow<To>(widen(read[step].values[at]));
+      store(to + (step * threads + threadIdx.x) * vector, written);
+    }
+    return;
+  }
+  for (int at = threadIdx.x; at < numel; at += threads) to[at] = narrow<To>(widen(from[at]));
+}
+
+template <typename From, typename To>
+__global__ void __launch_bounds__(threads) cast_kernel(const __grid_constant__ CastBatch batch) {
+  for (int at = blockIdx.x; at < batch.first_tile[batch.count]; at += gridDim.x) {
+    int low = 0, high = batch.count - 1;  // the last entry that begins at or before this tile
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (batch.first_tile[middle] <= at) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    cast_tile<From, To>(batch.casts[low], static_cast<int64_t>(at - batch.first_tile[low]) * tile);
+  }
+}
+
+struct Rows {
+  const void* rows[max_ranks];
+  int count;
+};
+
+template <typename In, typename Out>
+__global__ void __launch_bounds__(threads)
+    mean_kernel(const __grid_constant__ Rows rows, Out* out, int64_t numel, float divisor, bool all_aligned) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * threads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t packs = all_aligned ? numel / vector : 0;
+  for (int64_t at = first; at < packs; at += stride) {
+    float sum[vector];
+    const auto head = load(static_cast<const In*>(rows.rows[0]) + at * vector);
+#pragma unroll
+    for (int lane = 0; lane < vector; ++lane) sum[lane] = widen(head.values[lane]);
+#pragma unroll 4
+    for (int row = 1; row < rows.count; ++row) {
+      const auto next = load(static_cast<const In*>(rows.rows[row]) + at * vector);
+#pragma unroll
+      for (int lane = 0; lane < vector; ++lane) sum[lane] += widen(next.values[lane]);
+    }
+    Pack<Out> written;
+#pragma unroll
+    for (int lane = 0; lane < vector; ++lane) written.values[lane] = narrow<Out>(__fdiv_rn(sum[lane], divisor));
+    store(out + at * vector, written);
+  }
+  for (int64_t at = packs * vector + first; at < numel; at += stride) {
+    float sum = widen(static_cast<const In*>(rows.rows[0])[at]);
+    for (int row = 1; row < rows.count; ++row) sum += widen(static_cast<const In*>(rows.rows[row])[at]);
+    out[at] = narrow<Out>(__fdiv_rn(sum, divisor));
+  }
+}
+
+struct CopyBatch {
+  Copy copies[entries];
+  int first_tile[entries + 1];
+  int count;
+};
+
+constexpr int64_t copy_tile = threads * 16 * unroll;
+
+__global__ void __launch_bounds__(threads) pull_kernel(const __grid_constant__ CopyBatch batch) {
+  for (int at = blockIdx.x; at < batch.first_tile[batch.count]; at += gridDim.x) {
+    int entry = 0;
+    while (batch.first_tile[entry + 1] <= at) ++entry;
+    const auto& copy = batch.copies[entry];
+    const int64_t begin = static_cast<int64_t>(at - batch.first_tile[entry]) * copy_tile;
+    const auto* from = static_cast<const char*>(copy.from) + begin;
+    auto* to = static_cast<char*>(copy.to) + begin;
+    const int64_t bytes = min(copy_tile, static_cast<int64_t>(copy.bytes) - begin);
+    int64_t done = 0;
+    if (aligned(from) && aligned(to)) {
+      for (int64_t word = threadIdx.x; word < bytes / 16; word += threads) {
+        reinterpret_cast<uint4*>(to)[word] = reinterpret_cast<const uint4*>(from)[word];
+      }
+      done = bytes / 16 * 16;
+    }
+    for (int64_t byte = done + threadIdx.x; byte < bytes; byte += threads) to[byte] = from[byte];
+  }
+}
+
+__global__ void trap_kernel() {
+  __trap();
+}
+
+int blocks_for(int64_t tiles) {
+  constexpr int64_t most = 132 * 8;  // as many as an H200 runs at once; more would only wait
+  return static_cast<int>(std::min(tiles, most));
+}
+
+// Calls `launch(batch, tiles)` for every `entries` of the `count` items, of `size_of(item)` units each.
+template <typename Batch, typename Item, typename SizeOf, typename Launch>
+cudaError_t in_batches(const Item* items, int count, int64_t per_tile, Item (Batch::*member)[entries], SizeOf size_of,
+                       Launch launch) {
+  for (int begin = 0; begin < count; begin += entries) {
+    Batch batch{};
+    batch.count = std::min(entries, count - begin);
+    for (int at = 0; at < batch.count; ++at) {
+      (batch.*member)[at] = items[begin + at];
+      const auto tiles = (static_cast<int64_t>(size_of(items[begin + at])) + per_tile - 1) / per_tile;
+      batch.first_tile[at + 1] = batch.first_tile[at] + static_cast<int>(tiles);
+    }
+    const int tiles = batch.first_tile[batch.count];
+    if (tiles > 0) launch(batch, blocks_for(tiles));
+    const auto error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// Calls `run.operator()<T>()` with the C++ type of `type`.
+template <typename Run>
+void with_type(Type type, Run run) {
+  switch (type) {
+    case Type::f32: return run.template operator()<float>();
+    case Type::bf16: return run.template operator()<__nv_bfloat16>();
+    case Type::f16: return run.template operator()<__half>();
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_cast(Type from, Type to, const Cast* casts, int count, cudaStream_t stream) {
+  return in_batches<CastBatch>(
+      casts, count, tile, &CastBatch::casts, [](const Cast& entry) { return entry.numel; },
+      [&](const CastBatch& batch, int blocks) {
+        with_type(from, [&]<typename From>() {
+          with_type(to, [&]<typename To>() { cast_kernel<From, To><<<blocks, threads, 0, stream>>>(batch); });
+        });
+      });
+}
+
+cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, void* result, int64_t numel, float divisor,
+                        cudaStream_t stream) {
+  if (count < 1 || count > max_ranks) return cudaErrorInvalidValue;
+  if (numel == 0) return cudaSuccess;
+  Rows all{};
+  all.count = count;
+  bool all_aligned = aligned(result);
+  for (int row = 0; row < count; ++row) {
+    all.rows[row] = rows[row];
+    all_aligned = all_aligned && aligned(rows[row]);
+  }
+  const int blocks = blocks_for((numel + threads * vector - 1) / (threads * vector));
+  with_type(in, [&]<typename In>() {
+    with_type(out, [&]<typename Out>() {
+      mean_kernel<In, Out><<<blocks, threads, 0, stream>>>(all, static_cast<Out*>(result), numel, divisor, all_aligned);
+    });
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream) {
+  return in_batches<CopyBatch>(
+      copies, count, copy_tile, &CopyBatch::copies, [](const Copy& copy) { return copy.bytes; },
+      [&](const CopyBatch& batch, int blocks) { pull_kernel<<<blocks, threads, 0, stream>>>(batch); });
+}
+
+cudaError_t launch_trap(cudaStream_t stream) {
+  trap_kernel<<<1, 1, 0, stream>>>();
+  return cudaGetLastError();
+}
+
+}  // namespace zcompile::cuda

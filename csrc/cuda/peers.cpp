@@ -1,0 +1,158 @@
+#include "peers.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <numeric>
+
+namespace zcompile::cuda {
+
+namespace {
+
+namespace symmetric = c10d::symmetric_memory;
+
+// Symmetric memory would also bind a multicast object where it can; zcompile does not use it, and on a shared host a
+// process that dies with one can put the NVLink domain out of service.
+class WithoutMulticast {
+ public:
+  WithoutMulticast() : was_set_(std::getenv(name) != nullptr) { setenv(name, "1", /*overwrite=*/0); }
+  ~WithoutMulticast() {
+    if (!was_set_) unsetenv(name);
+  }
+
+ private:
+  static constexpr const char* name = "TORCH_SYMM_MEM_DISABLE_MULTICAST";
+  bool was_set_;
+};
+
+using BatchMemOp = CUresult (*)(CUstream, unsigned int, CUstreamBatchMemOpParams*, unsigned int);
+
+BatchMemOp find_batch_mem_op() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000, cudaEnableDefault, &found));
+  TORCH_CHECK(function && found == cudaDriverEntryPointSuccess, "zcompile: this driver has no cuStreamBatchMemOp");
+  return reinterpret_cast<BatchMemOp>(function);
+}
+
+CUdeviceptr address(const void* pointer) {
+  return reinterpret_cast<CUdeviceptr>(pointer);
+}
+
+CUstreamBatchMemOpParams write(CUdeviceptr to, uint32_t value) {
+  CUstreamBatchMemOpParams operation{};
+  operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+  operation.writeValue.address = to;
+  operation.writeValue.value = value;
+  operation.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // after everything before it in the stream, on any device
+  return operation;
+}
+
+CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value) {
+  CUstreamBatchMemOpParams operation{};
+  operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+  operation.waitValue.address = on;
+  operation.waitValue.value = value;
+  operation.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;  // by the sign of the difference, so that numbers may wrap
+  return operation;
+}
+
+bool driver_has_batched_copies() {
+  static const bool has = [] {
+    int version = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&version));
+    return version >= 12080;
+  }();
+  return has;
+}
+
+}  // namespace
+
+Arena::Arena(const std::string& group, c10::Device device, int64_t bytes) {
+  const WithoutMulticast guard;
+  local_ = symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, device, group, std::nullopt);
+  local_.zero_();
+  C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+  handle_ = symmetric::rendezvous(local_, group);  // ends with a barrier: from here on, all ranks' memory is zero
+  for (auto* base : handle_->get_buffer_ptrs()) {
+    TORCH_CHECK(base, "zcompile: a peer's memory could not be mapped");
+    bases_.push_back(static_cast<char*>(base) + handle_->get_offset());
+  }
+}
+
+Meetings::Meetings(const std::string& group, c10::Device device, int64_t rank, int64_t world)
+    : words_(group, device, signals * world * static_cast<int64_t>(sizeof(uint32_t))), rank_(rank), world_(world) {}
+
+void Meetings::post(Signal signal, uint32_t number, cudaStream_t stream) {
+  append_posts(signal, number);
+  run(stream);
+}
+
+void Meetings::await(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
+  append_waits(signal, number, lane, waiting);
+  run(lane.stream().stream());
+}
+
+void Meetings::post_and_await(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
+  append_posts(signal, number);
+  append_waits(signal, number, lane, waiting);
+  run(lane.stream().stream());
+}
+
+void Meetings::append_posts(Signal signal, uint32_t number) {
+  const auto word = (static_cast<int64_t>(signal) * world_ + rank_) * static_cast<int64_t>(sizeof(uint32_t));
+  for (int64_t step = 1; step < world_; ++step) {
+    operations_.push_back(write(address(words_.at((rank_ + step) % world_, word)), number));
+  }
+}
+
+void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
+  for (int64_t step = 1; step < world_; ++step) {
+    const auto peer = (rank_ + step) % world_;
+    const auto word = (static_cast<int64_t>(signal) * world_ + peer) * static_cast<int64_t>(sizeof(uint32_t));
+    operations_.push_back(wait(address(words_.at(rank_, word)), number));
+  }
+  operations_.push_back(write(address(lane.reached_word()), lane.expect(waiting)));
+}
+
+void Meetings::run(cudaStream_t stream) {
+  static const BatchMemOp batch_mem_op = find_batch_mem_op();
+  constexpr size_t most = 256;  // per call, by the driver's manual
+  for (size_t begin = 0; begin < operations_.size(); begin += most) {
+    const auto count = static_cast<unsigned int>(std::min(most, operations_.size() - begin));
+    const auto result = batch_mem_op(stream, count, operations_.data() + begin, 0);
+    TORCH_CHECK(result == CUDA_SUCCESS, "zcompile: cuStreamBatchMemOp failed with driver error ", static_cast<int>(result));
+  }
+  operations_.clear();
+}
+
+void copy(const std::vector<Copy>& copies, cudaStream_t stream) {
+  if (copies.empty()) return;
+#if CUDART_VERSION >= 12080
+  if (driver_has_batched_copies()) {
+    std::vector<void*> to;
+    std::vector<const void*> from;
+    std::vector<size_t> bytes;
+    for (const auto& one : copies) {
+      to.push_back(one.to);
+      from.push_back(one.from);
+      bytes.push_back(one.bytes);
+    }
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    size_t first = 0;
+#if CUDART_VERSION >= 13000
+    C10_CUDA_CHECK(cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), copies.size(), &attributes, &first, 1, stream));
+#else
+    C10_CUDA_CHECK(cudaMemcpyBatchAsync(
+        to.data(), const_cast<void**>(from.data()), bytes.data(), copies.size(), &attributes, &first, 1, nullptr, stream));
+#endif
+    return;
+  }
+#endif
+  C10_CUDA_CHECK(launch_pull(copies.data(), static_cast<int>(copies.size()), stream));
+}
+
+}  // namespace zcompile::cuda

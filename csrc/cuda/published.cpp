@@ -1,0 +1,151 @@
+#include "published.h"
+
+#include <ATen/Functions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "../numerics.h"
+
+namespace zcompile::cuda {
+
+namespace {
+
+constexpr int64_t alignment = 512;  // of a published shard: whole lines for the copy engines
+constexpr uint32_t groups = 8;      // gathers may read a renewal as it proceeds, an eighth at a time
+
+int64_t round_up(int64_t value) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+bool in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
+
+}  // namespace
+
+Published::Published(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool)
+    : model_(model), meetings_(meetings), pool_(pool), fan_(streams, std::move(pool)), casts_(groups) {}
+
+int64_t Published::bytes() const {
+  int64_t bytes = 0;
+  for (const auto& arena : arenas_) bytes += arena->bytes();
+  return bytes;
+}
+
+std::unique_ptr<Transfer> Published::gather(const Parameter& parameter, const at::Tensor& padded) {
+  if (parameter.replicated || parameter.numel == 0) return nullptr;
+  const auto [found, is_new] = shards_.try_emplace({parameter.index, padded.scalar_type()}, Shard{&parameter, padded.scalar_type()});
+  auto& shard = found->second;
+  if (is_new) order_.push_back(&shard);
+  if (must_renew(shard)) renew();
+  if (!in_backward()) {
+    shard.gathers += 1;
+    shard.gathers_of_renewal += 1;
+  }
+  if (!shard.arena) return nullptr;
+
+  await(shard.group);
+  auto ready = pool_->take();
+  ready.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of `padded` before is done
+  fan_.wait(ready);
+  pool_->give(std::move(ready));
+
+  auto* to = static_cast<char*>(padded.mutable_data_ptr());
+  std::vector<Copy> copies;
+  for (int64_t step = 1; step <= model_.world(); ++step) {  // rotated, so that ranks do not queue at one peer; own last
+    const auto rank = (model_.rank() + step) % model_.world();
+    const auto bytes = static_cast<size_t>(parameter.length_of(rank) * shard.width());
+    if (bytes > 0) copies.push_back({to + rank * shard.bytes(), shard.arena->at(rank, shard.offset), bytes});
+  }
+  return std::make_unique<EventTransfer>(pool_, fan_.copy(copies));
+}
+
+void Published::finish_backward() {
+  old_ = true;
+  for (auto* shard : order_) {
+    if (shard->gathers == 0) continue;
+    shard->gathers_of_forward = std::min(shard->gathers, shard->gathers_of_forward.value_or(shard->gathers));
+    shard->gathers = 0;
+  }
+  // An optimizer may follow, which must not write to masters that are still being read.
+  if (renewals_ > 0) casts_.back().block(c10::cuda::getCurrentCUDAStream());
+}
+
+bool Published::must_renew(const Shard& shard) const {
+  if (old_) return true;
+  if (!in_backward() && shard.gathers_of_renewal >= shard.gathers_of_forward.value_or(1)) return true;
+  return shard.arena && shard.version != shard.parameter->master_version();
+}
+
+void Published::renew() {
+  place();
+  old_ = false;
+  if (arenas_.empty()) return;
+  renewals_ += 1;
+  arrived_ = 0;
+  auto event = pool_->take();
+  event.record(c10::cuda::getCurrentCUDAStream());  // masters are final
+  event.block(renewal_.stream());
+  pool_->give(std::move(event));
+  fan_.join(renewal_.stream());  // what this rank gathered has arrived
+  meetings_.post_and_await(Signal::done_reading, renewals_, renewal_, {"to have read the shards of the step before"});
+  for (uint32_t group = 0; group < groups; ++group) publish(group);
+}
+
+void Published::place() {
+  int64_t bytes = 0;
+  std::vector<Shard*> placed;
+  for (auto* shard : order_) {
+    if (shard->arena) continue;
+    shard->offset = bytes;
+    bytes += round_up(shard->bytes());
+    placed.push_back(shard);
+  }
+  if (bytes == 0) return;
+  const at::Device device = placed.front()->parameter->shard.device();
+  arenas_.push_back(std::make_unique<Arena>(model_.groups().gather, device, bytes));
+  for (auto* shard : placed) shard->arena = arenas_.back().get();
+  form_groups();
+}
+
+void Published::form_groups() {
+  int64_t total = 0, before = 0;
+  for (const auto* shard : order_) total += shard->bytes();
+  for (auto* shard : order_) {
+    shard->group = static_cast<uint32_t>(before * groups / std::max<int64_t>(total, 1));
+    before += shard->bytes();
+  }
+}
+
+void Published::publish(uint32_t group) {
+  std::vector<at::Tensor> from, to;
+  for (auto* shard : order_) {
+    if (!shard->arena || shard->group != group) continue;
+    shard->gathers_of_renewal = 0;
+    shard->version = shard->parameter->master_version();
+    const auto& master = shard->parameter->shard;
+    if (master.numel() == 0) continue;
+    from.push_back(master.reshape({-1}));
+    to.push_back(shard->arena->local().narrow(0, shard->offset, master.numel() * shard->width()).view(shard->dtype));
+  }
+  const c10::cuda::CUDAStreamGuard guard(renewal_.stream());
+  cast(from, to);
+  casts_[group].record(renewal_.stream());
+  meetings_.post(Signal::published, number_of(group), renewal_.stream().stream());
+}
+
+void Published::await(uint32_t group) {
+  if (group < arrived_) return;
+  meetings_.await(Signal::published, number_of(group), fan_.lane(), {"to publish its shards"});
+  casts_[group].block(fan_.lane().stream());  // this rank's own copies are read as well
+  fan_.fork();
+  arrived_ = group + 1;
+}
+
+uint32_t Published::number_of(uint32_t group) const {
+  return renewals_ * groups + group + 1;
+}
+
+}  // namespace zcompile::cuda

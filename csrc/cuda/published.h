@@ -1,0 +1,77 @@
+// Compute-width copies of the shards, where peers can read them.
+//
+// [Note: published copies]
+// Every rank keeps, in memory that its peers can read, a copy of its shards in each width in which they are gathered. A
+// gather is then a batch of peer-to-peer copies into the full parameter's final place, and other ranks take no part in it.
+// Ranks meet twice when the copies are renewed: before, because peers may still be reading the old ones, and after.
+//
+// All copies are renewed when a gather finds that they may be old:
+//   - a backward has ended since the last renewal;
+//   - outside of backward, the parameter was gathered as often since as one forward does (which is learned from steps, and
+//     once until then), so this is another forward;
+//   - a version counter of the parameter's master has moved.
+// So whatever changes masters between two forwards is seen: an optimizer, whose fused kernels move no version counter, or
+// an edit through .data.
+// What is gathered is known after one step. Until then, and for a parameter or a width that turns up later, gathers go
+// over c10d; the next renewal makes room for them.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "../runtime.h"
+#include "fan.h"
+
+namespace zcompile::cuda {
+
+class Published {
+ public:
+  Published(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool);
+
+  // Fills `padded` from all ranks' copies; nothing if the parameter is not published in this dtype (yet).
+  std::unique_ptr<Transfer> gather(const Parameter& parameter, const at::Tensor& padded);
+  void finish_backward();
+  int64_t bytes() const;
+  std::vector<Lane*> lanes() { return {&renewal_, &fan_.lane()}; }
+
+ private:
+  struct Shard {
+    const Parameter* parameter;
+    at::ScalarType dtype;
+    const Arena* arena = nullptr;  // none: not placed yet
+    int64_t offset = 0;
+    uint32_t group = 0;
+    int64_t gathers = 0;  // outside of backward, since a backward ended
+    int64_t gathers_of_renewal = 0;  // outside of backward, since the last renewal
+    std::optional<int64_t> gathers_of_forward;  // fewest between two backwards
+    uint64_t version = 0;  // of the master when it was published
+
+    int64_t width() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
+    int64_t bytes() const { return parameter->chunk * width(); }
+  };
+
+  bool must_renew(const Shard& shard) const;
+  void renew();
+  void place();
+  void form_groups();
+  void publish(uint32_t group);
+  void await(uint32_t group);
+  uint32_t number_of(uint32_t group) const;
+
+  Model& model_;
+  Meetings& meetings_;
+  std::shared_ptr<Events> pool_;
+  Lane renewal_;
+  Fan fan_;
+  std::vector<std::unique_ptr<Arena>> arenas_;
+  std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;
+  std::vector<Shard*> order_;  // of first gathers, in which renewals publish
+  std::vector<c10::cuda::CUDAEvent> casts_;  // by group: this rank has published it
+  bool old_ = false;
+  uint32_t renewals_ = 0;
+  uint32_t arrived_ = 0;  // groups of this renewal that the gather streams have waited for
+};
+
+}  // namespace zcompile::cuda

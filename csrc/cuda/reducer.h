@@ -1,0 +1,52 @@
+// Peer-to-peer reduce: slices of gradients are pushed to their owner, who adds them up.
+//
+// [Note: reduces in pieces]
+// Rank s pushes slice d of its gradient into slot s of rank d's staging, which is cut into regions that are used in turn.
+// Piece n of all reduces, counted alike on every rank:
+//   push lane: wait until all have drained what was in the region; copy to every peer; post "pushed n"
+//   sum lane:  wait for everybody's "pushed n"; add up in rank order, the own slice from where it is; post "drained n"
+// A large gradient takes several pieces, so staging does not grow with it.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../runtime.h"
+#include "fan.h"
+
+namespace zcompile::cuda {
+
+class Reducer {
+ public:
+  Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool);
+
+  std::unique_ptr<Transfer> reduce(const Parameter& parameter, const at::Tensor& grad, const at::Tensor& out);
+  int64_t bytes() const { return staging_.bytes(); }
+  std::vector<Lane*> lanes() { return {&fan_.lane(), &sum_}; }
+
+ private:
+  struct Piece {
+    const Parameter& parameter;
+    at::Tensor grad;  // flat
+    at::Tensor sum;   // flat, this rank's slice
+    double divisor;
+    int64_t begin;  // of every slice, in elements
+    int64_t most;   // elements
+  };
+
+  void push(const Piece& piece);
+  void add_up(const Piece& piece);
+  int64_t length_of(const Piece& piece, int64_t rank) const;
+  int64_t slot_of(const Piece& piece, int64_t source, int64_t owner) const;
+
+  Model& model_;
+  Meetings& meetings_;
+  std::shared_ptr<Events> pool_;
+  int64_t region_bytes_;
+  Arena staging_;
+  Fan fan_;
+  Lane sum_;
+  uint32_t pieces_ = 0;
+};
+
+}  // namespace zcompile::cuda

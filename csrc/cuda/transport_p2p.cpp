@@ -1,0 +1,92 @@
+// Peer to peer inside one NVLink domain: copy engines move the bytes, and no SM is taken from compute but for the casts
+// and the sums. What is not published (yet) goes over c10d.
+
+#include <ATen/Functions.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <mutex>
+
+#include "../runtime.h"
+#include "published.h"
+#include "reducer.h"
+
+namespace zcompile {
+
+namespace cuda {
+
+namespace {
+
+std::chrono::milliseconds timeout_of(const std::string& group) {
+  return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CUDA)->getBackendOptions()->timeout;
+}
+
+class P2pTransport : public Transport {
+ public:
+  P2pTransport(Model& model, const P2pSettings& settings)
+      : model_(model),
+        c10d_(make_c10d_transport(model)),
+        pool_(std::make_shared<Events>()),
+        meetings_(
+            model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world()),
+        published_(model, meetings_, settings.gather_streams, pool_),
+        reducer_(model, meetings_, settings.reduce_streams, pool_),
+        watchdog_(lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)), [this](const Waiting& waiting) { return describe(waiting); }) {}
+
+  std::string name() const override { return "p2p"; }
+  int64_t bytes() const override { return published_.bytes() + reducer_.bytes(); }
+
+  std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) override {
+    watchdog_.check();
+    {
+      std::lock_guard lock(mutex_);
+      if (auto transfer = published_.gather(parameter, padded)) return transfer;
+    }
+    return c10d_->gather(parameter, padded);
+  }
+
+  std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) override {
+    watchdog_.check();
+    std::lock_guard lock(mutex_);
+    return reducer_.reduce(parameter, grad, out);
+  }
+
+  void finish_backward() override {
+    std::lock_guard lock(mutex_);
+    published_.finish_backward();
+  }
+
+ private:
+  std::vector<Lane*> lanes() {
+    auto lanes = published_.lanes();
+    for (auto* lane : reducer_.lanes()) lanes.push_back(lane);
+    return lanes;
+  }
+
+  std::string describe(const Waiting& waiting) {
+    const auto name = waiting.parameter < 0 ? "" : " '" + model_.parameter(waiting.parameter).name + "'";
+    return "zcompile: rank " + std::to_string(model_.rank()) + " waited for other ranks " + waiting.what + name +
+        " until the process group's timeout: a rank stopped, left the training loop early, or gathers or reduces other "
+        "parameters than this one. This process's use of the GPU ends here.";
+  }
+
+  Model& model_;
+  std::unique_ptr<Transport> c10d_;
+  std::shared_ptr<Events> pool_;
+  Meetings meetings_;
+  Published published_;
+  Reducer reducer_;
+  std::mutex mutex_;
+  Watchdog watchdog_;  // last, so that its thread ends first
+};
+
+}  // namespace
+
+}  // namespace cuda
+
+std::unique_ptr<Transport> make_p2p_transport(Model& model, const P2pSettings& settings) {
+  return std::make_unique<cuda::P2pTransport>(model, settings);
+}
+
+}  // namespace zcompile

@@ -1,0 +1,88 @@
+#include "watchdog.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/util/Exception.h>
+
+#include <cstdio>
+
+#include "kernels.h"
+
+namespace zcompile::cuda {
+
+using Clock = std::chrono::steady_clock;
+
+Lane::Lane() : stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true)) {
+  C10_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&reached_), sizeof(uint32_t), cudaHostAllocMapped));
+  *reached_ = 0;
+}
+
+Lane::~Lane() {
+  cudaStreamSynchronize(stream_.stream());  // it may yet write to `reached`; errors were reported where they arose
+  cudaFreeHost(reached_);
+}
+
+uint32_t Lane::expect(Waiting waiting) {
+  std::lock_guard lock(mutex_);
+  entries_.push_back({++issued_, waiting, Clock::now()});
+  return issued_;
+}
+
+std::optional<Lane::Overdue> Lane::oldest() {
+  std::lock_guard lock(mutex_);
+  const uint32_t reached = *const_cast<volatile uint32_t*>(reached_);
+  const auto now = Clock::now();
+  while (!entries_.empty() && static_cast<int32_t>(reached - entries_.front().number) >= 0) {
+    entries_.pop_front();
+    last_end_ = now;
+  }
+  if (entries_.empty()) return std::nullopt;
+  const auto& entry = entries_.front();
+  return Overdue{entry.waiting, now - std::max(entry.issued, last_end_)};
+}
+
+Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe)
+    : lanes_(std::move(lanes)),
+      timeout_(timeout),
+      describe_(std::move(describe)),
+      device_(c10::cuda::current_device()),
+      thread_([this] { watch(); }) {}
+
+Watchdog::~Watchdog() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+}
+
+void Watchdog::check() const {
+  TORCH_CHECK(!failed_, message_);
+}
+
+void Watchdog::watch() {
+  constexpr auto interval = std::chrono::milliseconds(200);
+  std::unique_lock lock(mutex_);
+  while (!wake_.wait_for(lock, interval, [this] { return stop_; })) {
+    for (auto* lane : lanes_) {
+      const auto oldest = lane->oldest();
+      if (oldest && oldest->since > timeout_) {
+        fail(oldest->waiting);
+        return;
+      }
+    }
+  }
+}
+
+// The waiting stream cannot be told, and its program may be blocked on it. Ending the context makes every call on this
+// device return an error, in this process alone; the peers' watchdogs find this rank missing.
+void Watchdog::fail(const Waiting& waiting) {
+  message_ = describe_(waiting);
+  failed_ = true;
+  std::fprintf(stderr, "%s\n", message_.c_str());
+  c10::cuda::set_device(device_);
+  launch_trap(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device_).stream());
+}
+
+}  // namespace zcompile::cuda

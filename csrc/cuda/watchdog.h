@@ -1,0 +1,85 @@
+// Finds a stream that waits for a peer which does not come, and turns the hang into an error.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace zcompile::cuda {
+
+// What a stream waits for, kept as numbers: most waits are never talked about.
+struct Waiting {
+  const char* what = "";
+  int64_t parameter = -1;
+};
+
+// A stream on which ranks wait for each other. Behind each wait the stream writes the wait's number into `reached`.
+class Lane {
+ public:
+  Lane();
+  ~Lane();
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  const c10::cuda::CUDAStream& stream() const { return stream_; }
+  uint32_t expect(Waiting waiting);  // the number of the wait that is about to be issued
+  void* reached_word() const { return reached_; }
+
+  struct Overdue {
+    Waiting waiting;
+    std::chrono::steady_clock::duration since;
+  };
+  // The oldest wait that has not ended, with how long it has been the oldest; nothing if there is none.
+  std::optional<Overdue> oldest();
+
+ private:
+  struct Entry {
+    uint32_t number;
+    Waiting waiting;
+    std::chrono::steady_clock::time_point issued;
+  };
+
+  c10::cuda::CUDAStream stream_;
+  uint32_t* reached_;  // in host memory that the device writes
+  std::mutex mutex_;
+  std::deque<Entry> entries_;
+  uint32_t issued_ = 0;
+  std::chrono::steady_clock::time_point last_end_;
+};
+
+class Watchdog {
+ public:
+  using Describe = std::function<std::string(const Waiting&)>;
+
+  // Looks at `lanes`, which must outlive it, from a thread of its own.
+  Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe);
+  ~Watchdog();
+  void check() const;  // throws if a wait has failed
+
+ private:
+  void watch();
+  void fail(const Waiting& waiting);
+
+  std::vector<Lane*> lanes_;
+  std::chrono::milliseconds timeout_;
+  Describe describe_;
+  c10::DeviceIndex device_;
+  std::atomic<bool> failed_{false};
+  std::string message_;  // written once, before failed_
+  bool stop_ = false;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::thread thread_;
+};
+
+}  // namespace zcompile::cuda

@@ -1,0 +1,136 @@
+"""Which wire a sharded model uses: peer-to-peer copy engines, or the collectives of its process group."""
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcompile import _C
+
+log = logging.getLogger("zcompile")
+
+TRANSPORTS = ("auto", "p2p", "nccl", "gloo")
+
+
+class Choice(NamedTuple):
+    """A transport, and why it was taken."""
+
+    transport: str
+    reason: str
+
+
+def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
+    """The transport for `wanted`, one of TRANSPORTS; all ranks of the mesh's last dimension call it together.
+
+    Args:
+        make_runtime: makes an empty model over the same process groups, on which "auto" measures.
+
+    Raises:
+        ValueError: `wanted` is not known, or is not possible for this mesh; the reason is in the text.
+    """
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"zcompile: transport must be one of {', '.join(TRANSPORTS)}, not {wanted!r}.")
+    group = mesh.get_group(mesh.ndim - 1)
+    collectives = "nccl" if mesh.device_type == "cuda" else "gloo"
+    if wanted == collectives:
+        return Choice(wanted, "asked for")
+    obstacle = _obstacle_to_p2p(mesh)
+    if wanted == "auto":
+        return Choice(collectives, obstacle) if obstacle else _faster(group, make_runtime)
+    if wanted == "p2p" and not obstacle:
+        return Choice("p2p", "asked for")
+    raise ValueError(
+        f"zcompile: transport {wanted!r} is not possible here: {obstacle if wanted == 'p2p' else f'the model is on {mesh.device_type}'}."
+        f" Use 'auto' or '{collectives}'."
+    )
+
+
+def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
+    """Why ranks of the last dimension cannot copy from each other's memory; empty if they can. The same on all ranks."""
+    group = mesh.get_group(mesh.ndim - 1)
+    if mesh.device_type != "cuda":
+        return f"the model is on {mesh.device_type}"
+    if group.size() == 1:
+        return "there is one rank"
+    if not _C.built_with_cuda:
+        return "zcompile was built without CUDA (no nvcc was found)"
+    device, visible = torch.cuda.current_device(), torch.cuda.device_count()
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), device)
+    ranks = _all_gather(group, mine)
+    if len({host for host, _, _ in ranks}) > 1:
+        return "the ranks are on several hosts"
+    if len({uuid for _, uuid, _ in ranks}) < len(ranks):
+        return "ranks share a GPU"
+    others = [other for _, _, other in ranks if other != device]
+    unreachable = [other for other in others if other < visible and not torch.cuda.can_device_access_peer(device, other)]
+    for rank, found in enumerate(_all_gather(group, unreachable)):
+        if found:
+            return f"the GPU of rank {rank} cannot access GPU {found[0]}"
+    return ""
+
+
+def _faster(group: dist.ProcessGroup, make_runtime: Callable[[], _C.Model]) -> Choice:
+    """What was faster on this machine, from its cache or measured now."""
+    key = f"{torch.cuda.get_device_name()} x{group.size()}, torch {torch.__version__}, cuda {torch.version.cuda}"
+    times = _all_gather(group, _read_cache().get(key))[0]
+    measured = times is None
+    if measured:
+        times = _all_gather(group, _measure(make_runtime))[0]
+        if group.rank() == 0:
+            _write_cache(key, times)
+    better = min(times, key=times.get)
+    figures = ", ".join(f"{name} {time_us:.0f} us" for name, time_us in times.items())
+    return Choice(better, f"for a 64 MiB parameter: {figures} ({'measured now' if measured else 'measured earlier'})")
+
+
+def _measure(make_runtime: Callable[[], _C.Model]) -> dict[str, float]:
+    """Median microseconds of a gather of 64 MiB in bf16 from fp32 shards, cast included, by transport."""
+    runtime, rows, columns = make_runtime(), 4096, 8192
+    chunk = -(-rows // runtime.world) * columns
+    shard = torch.randn(chunk, device="cuda")
+    runtime.add(name="measured", shard=shard, shape=[runtime.world, chunk], chunk=chunk, replicated=False, reduce_dtype=None)
+    times = {}
+    for transport, name in (("c10d", "nccl"), ("p2p", "p2p")):
+        runtime.use_transport(transport)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
+        for event in events:
+            torch.ops.zcompile.gather(shard, [runtime.world, chunk], torch.bfloat16)
+            event.record()
+        torch.cuda.synchronize()
+        times[name] = median(1e3 * one.elapsed_time(other) for one, other in zip(events[2:-1], events[3:], strict=True))
+    return times
+
+
+def _cache_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zcompile" / "transport.json"
+
+
+def _read_cache() -> dict:
+    try:
+        return json.loads(_cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_cache(key: str, times: dict[str, float]) -> None:
+    file = _cache_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.with_suffix(f".{os.getpid()}").write_text(json.dumps(_read_cache() | {key: times}, indent=1))
+        file.with_suffix(f".{os.getpid()}").replace(file)
+    except OSError as error:
+        log.warning("zcompile: the measured transports could not be kept in %s: %s", file, error)
+
+
+def _all_gather(group: dist.ProcessGroup, item) -> list:
+    items = [None] * group.size()
+    dist.all_gather_object(items, item, group=group)
+    return items
