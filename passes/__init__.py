@@ -1,6 +1,7 @@
 """The passes, in the order in which they run. Each is a function of a graph; the runner knows nothing of any of them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch.fx import Graph
 
@@ -16,8 +17,13 @@ Pass = Callable[[Graph], None]
 
 # On the joint graph, before it is split into forward and backward.
 JOINT: tuple[Pass, ...] = (unify, sum_reduces, downcast, narrow_reduces, recompute)
-# On each of the graphs that come of it. Downcast again: a parameter that forward reads in fp32 too may be bf16 in backward.
-SCHEDULE: tuple[Pass, ...] = (downcast, sink, overlap)
+
+def schedule(in_flight_bytes: int) -> tuple[Pass, ...]:
+    """Passes on each of the graphs that come of it.
+
+    Downcast again: a parameter that forward reads in fp32 too may be bf16 in backward.
+    """
+    return downcast, sink, partial(overlap, in_flight_bytes=in_flight_bytes)
 
 
 def run(graph: Graph, passes: Sequence[Pass]) -> None:
@@ -28,6 +34,6 @@ def run(graph: Graph, passes: Sequence[Pass]) -> None:
     """
     for one in passes:
         one(graph)
-        verify(graph, after=one.__name__)
+        verify(graph, after=getattr(one, "func", one).__name__)
     verify_widths(graph)
     graph.lint()

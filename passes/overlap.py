@@ -1,6 +1,8 @@
 """Gathers and reduces are split in two, so that the wire works while the device computes."""
 
-from torch.fx import Graph
+from collections import deque
+
+from torch.fx import Graph, Node
 
 from zcompile.graph import (
     GATHER,
@@ -12,31 +14,54 @@ from zcompile.graph import (
     calls,
     forget,
     insert,
+    value,
 )
 
 
-def overlap(graph: Graph) -> None:
-    """Start each gather one gather ahead of its wait; wait for each reduce when the next has started.
+def overlap(graph: Graph, in_flight_bytes: int) -> None:
+    """Start gathers ahead of their waits and wait for reduces later, with at most `in_flight_bytes` of each on the way.
 
-    At most two full parameters are alive besides those that are read together, and at most two gradients wait.
+    One is on the way at least: the next gather starts before the full parameter before it is read, and a gradient is
+    waited for when the next has started.
     """
+    _split_gathers(graph, in_flight_bytes)
+    _split_reduces(graph, in_flight_bytes)
+
+
+def _split_gathers(graph: Graph, in_flight_bytes: int) -> None:
     gathers = calls(graph, GATHER)
     starts = []
+    ahead_of, on_the_way = -1, 0  # gathers after `ahead_of` start where that one is waited for
     for at, gather in enumerate(gathers):
-        place = gathers[at - 1] if at else gather
-        starts.append(insert(graph, place, GATHER_START, *gather.args, like=gather))
-    for gather, start in zip(gathers, starts):
+        on_the_way += _bytes(gather)
+        while on_the_way > in_flight_bytes and ahead_of < at - 1:
+            ahead_of += 1
+            on_the_way -= _bytes(gathers[ahead_of])
+        starts.append(insert(graph, gathers[max(ahead_of, 0)], GATHER_START, *gather.args, like=gather))
+    for gather, start in zip(gathers, starts, strict=True):
         forget(graph, gather, insert(graph, gather, GATHER_WAIT, start, like=gather))
 
-    waiting = None
+
+def _split_reduces(graph: Graph, in_flight_bytes: int) -> None:
+    waits: deque[Node] = deque()
+    on_the_way = 0
     for reduce in calls(graph, REDUCE):
         grad, shard = reduce.args
-        start = insert(graph, reduce, REDUCE_START, grad, shard, like=reduce)
+        place = start = insert(graph, reduce, REDUCE_START, grad, shard, like=reduce)
         wait = insert(graph, reduce, REDUCE_WAIT, start, grad, like=reduce)
         only_returned = all(user.op == "output" for user in reduce.users)
         forget(graph, reduce, wait)
-        if waiting is not None:
-            start.append(waiting)
-        waiting = wait if only_returned else None
-    if waiting is not None:
-        graph.output_node().prepend(waiting)
+        if not only_returned:
+            continue
+        waits.append(wait)
+        on_the_way += _bytes(grad)
+        while on_the_way > in_flight_bytes and len(waits) > 1:
+            on_the_way -= _bytes(waits[0].args[1])
+            place.append(waits[0])
+            place = waits.popleft()
+    for wait in waits:
+        graph.output_node().prepend(wait)
+
+
+def _bytes(node: Node) -> int:
+    return value(node).numel() * value(node).dtype.itemsize

@@ -19,10 +19,12 @@ def lm_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss_of(model, batch(step, rank).to(next(model.parameters()).device))
 
 
-def compiled(model: nn.Module, *, inner: str = "aot_eager", fullgraph: bool = True, **how) -> nn.Module:
+def compiled(
+    model: nn.Module, *, inner: str = "aot_eager", fullgraph: bool = True, options: dict | None = None, **how
+) -> nn.Module:
     """Shard `model`, compile it in place."""
     zcompile.shard(model, **how)
-    model.compile(backend="zcompile", options={"inner": inner}, fullgraph=fullgraph)
+    model.compile(backend="zcompile", options={"inner": inner, **(options or {})}, fullgraph=fullgraph)
     return model
 
 

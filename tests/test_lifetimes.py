@@ -270,7 +270,7 @@ def late_step(rank, world, sabotage=None):
     planned = []
 
     def schedule(graph):
-        passes.run(graph, passes.SCHEDULE)
+        passes.run(graph, passes.schedule(in_flight_bytes=0))
         if sabotage is not None:
             sabotage(graph)
         planned.append(fx_order(graph))

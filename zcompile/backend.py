@@ -94,7 +94,7 @@ def _compile_aot_eager(gm: GraphModule, example_inputs: Sequence[Any], settings:
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool):
         if joint:
             passes.run(graph_module.graph, passes.JOINT)
-        passes.run(graph_module.graph, passes.SCHEDULE)
+        passes.run(graph_module.graph, passes.schedule(settings.in_flight_bytes))
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
@@ -114,9 +114,9 @@ def _compile_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: 
     _register_lowerings()
     patches = {
         **(list_mode_options(mode) if mode else {}),
-        "joint_custom_pre_pass": _Passes("JOINT"),
+        "joint_custom_pre_pass": _Passes(passes.JOINT),
         "custom_partitioner_fn": _Partitioner(),
-        "post_grad_custom_post_pass": _Passes("SCHEDULE"),
+        "post_grad_custom_post_pass": _Passes(passes.schedule(settings.in_flight_bytes), settings.in_flight_bytes),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
         **settings.inductor,
     }
@@ -140,14 +140,16 @@ def _sources() -> str:
 
 
 class _Passes(CustomGraphPass):
-    def __init__(self, which: str):
+    def __init__(self, which: Sequence[passes.Pass], *settings: Any):
         self.which = which
+        self.settings = settings  # what the passes were configured with
 
     def __call__(self, graph: Graph) -> None:
-        passes.run(graph, getattr(passes, self.which))
+        passes.run(graph, self.which)
 
     def uuid(self) -> str:
-        return f"{self.which} {_sources()}"
+        names = [getattr(one, "func", one).__name__ for one in self.which]
+        return f"{names} {self.settings} {_sources()}"
 
 
 class _Partitioner(CustomPartitionerFn):

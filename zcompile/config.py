@@ -22,6 +22,10 @@ class Settings:
     """The wire: "p2p" (copy engines between GPUs of one NVLink domain), "nccl", "gloo", or "auto", which takes what was
     measured to be faster on this machine. `zcompile.stats(model)` tells what it is and why."""
 
+    in_flight_bytes: int = 256 << 20
+    """Most bytes of full parameters that may be on their way ahead of their readers, and of gradients whose reduce has not
+    been waited for: two of the largest matrices of a 7 B model in bf16. One of each is always on its way."""
+
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> "Settings":
         """Settings from a user's options.
@@ -43,4 +47,6 @@ class Settings:
             raise ValueError(
                 f"zcompile: option 'transport' must be one of {', '.join(TRANSPORTS)}, not {settings.transport!r}."
             )
+        if not isinstance(settings.in_flight_bytes, int) or settings.in_flight_bytes < 0:
+            raise ValueError(f"zcompile: option 'in_flight_bytes' must be at least 0, not {settings.in_flight_bytes!r}.")
         return settings
