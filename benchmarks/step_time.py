@@ -1,17 +1,20 @@
 """Step time, peak memory and losses of one model under several engines, in the same run.
 
-Run: torchrun --standalone --nproc-per-node 2 benchmarks/step_time.py --layers 8 --engines limit,zcompile,fsdp2
+Run: python benchmarks/step_time.py --ranks 2 --layers 8 --engines limit,zcompile,fsdp2
 
-fp32 masters, bf16 compute, AdamW (fused), one sequence of 2048 tokens per GPU. "limit" is the model compiled whole with
+Each engine runs in processes of its own, one after the other. fp32 masters, bf16 compute, AdamW (fused), one sequence of 2048 tokens per GPU. "limit" is the model compiled whole with
 bf16 weights in place, no communication, and Adam on 1/W of the state. "fsdp2" is FSDP2 with each block compiled. Peak
-memory is that of torch's allocator and, for zcompile, what the transport keeps outside of it. Random tokens from a few
-batches, so that losses fall and can be compared.
+memory is that of torch's allocator and, for zcompile, what the transport keeps outside of it. Tokens are drawn anew for
+each step from a skewed distribution, which the model learns within a few dozen steps.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,7 +26,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zcompile
 
 GIB = 1 << 30
-BATCHES = 8
 LEARNING_RATE = 1e-4
 
 
@@ -95,43 +97,51 @@ ENGINES = {
 }
 
 
-def batches() -> list[torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(1 + dist.get_rank())
-    return [torch.randint(VOCABULARY, (1, TOKENS + 1), device="cuda", generator=generator) for _ in range(BATCHES)]
+class Tokens:
+    """This rank's sequences, [1, TOKENS + 1] each, the same for every engine."""
+
+    def __init__(self):
+        self.generator = torch.Generator("cuda").manual_seed(1 + dist.get_rank())
+
+    def draw(self) -> torch.Tensor:
+        uniform = torch.rand(1, TOKENS + 1, device="cuda", generator=self.generator)
+        return (VOCABULARY * uniform**4).long()
 
 
-def run(name: str, layers: int, steps: int, warmup: int, trace: Path | None) -> dict:
+def run(name: str, arguments: argparse.Namespace) -> dict:
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
     with torch.device("cuda"):
-        engine = ENGINES[name](layers)
-    data = batches()
+        engine = ENGINES[name](arguments.layers)
+    tokens = Tokens()
     begin = time.perf_counter()
-    losses = [engine.step(data[0])]
+    losses = [engine.step(tokens.draw())]
     torch.cuda.synchronize()
     first_s = time.perf_counter() - begin
-    losses += [engine.step(data[at % BATCHES]) for at in range(1, warmup)]
+    losses += [engine.step(tokens.draw()) for _ in range(1, arguments.warmup)]
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.reset_peak_memory_stats()
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
     events[0].record()
-    host = time.perf_counter()
-    for at in range(steps):
-        losses.append(engine.step(data[(warmup + at) % BATCHES]))
+    held = []
+    for at in range(arguments.steps):
+        losses.append(engine.step(tokens.draw()))
         events[at + 1].record()
-    host_ms = (time.perf_counter() - host) / steps * 1e3
+        if at in (0, arguments.steps - 1):
+            held.append(torch.cuda.memory_allocated() + engine.extra_bytes())
     torch.cuda.synchronize()
     times = [one.elapsed_time(other) for one, other in zip(events, events[1:])]
-    if trace:
-        profile(engine, data, trace / f"{name}-{dist.get_rank()}.json")
+    peak_bytes = torch.cuda.max_memory_allocated() + engine.extra_bytes()
+    host_ms = host_time_ms(engine, tokens)
+    if arguments.trace:
+        profile(engine, tokens, arguments.trace / f"{name}-{dist.get_rank()}.json")
     low, middle, high = statistics.quantiles(times, n=4)
     return {
         "step_ms": {"median": middle, "quartiles": [low, high], "worst": max(times)},
-        "peak_bytes": torch.cuda.max_memory_allocated() + engine.extra_bytes(),
+        "peak_bytes": peak_bytes,
         "outside_allocator_bytes": engine.extra_bytes(),
+        "held_bytes": held,
         "first_step_s": first_s,
         "host_ms": host_ms,
         "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"] - retries,
@@ -139,16 +149,68 @@ def run(name: str, layers: int, steps: int, warmup: int, trace: Path | None) -> 
     }
 
 
-def profile(engine, data, file: Path) -> None:
+def host_time_ms(engine, tokens) -> float:
+    """Until the host has issued one step to an idle device."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    engine.step(tokens.draw())
+    issued_ms = (time.perf_counter() - begin) * 1e3
+    torch.cuda.synchronize()
+    return issued_ms
+
+
+def profile(engine, tokens, file: Path) -> None:
     with torch.profiler.profile() as profiler:
-        for at in range(2):
-            engine.step(data[at])
+        for _ in range(2):
+            engine.step(tokens.draw())
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(file))
 
 
+def worker(arguments: argparse.Namespace) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    result = run(arguments.engines, arguments)
+    result["about"] = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    if dist.get_rank() == 0:
+        arguments.output.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(name: str, arguments: argparse.Namespace) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        command += [__file__, "--engines", name, "--layers", str(arguments.layers), "--steps", str(arguments.steps)]
+        command += ["--warmup", str(arguments.warmup), "--output", str(file)]
+        command += ["--trace", str(arguments.trace)] if arguments.trace else []
+        subprocess.run(command, check=True)
+        return json.loads(file.read_text())
+
+
+def show(name: str, one: dict) -> None:
+    low, high = one["step_ms"]["quartiles"]
+    print(
+        f"{name:14s} {one['step_ms']['median']:7.2f} ms ({low:.2f} to {high:.2f}, worst {one['step_ms']['worst']:.1f})"
+        f"  peak {one['peak_bytes'] / GIB:6.2f} GiB ({one['outside_allocator_bytes'] / GIB:.2f} of it the transport's)"
+        f"  first step {one['first_step_s']:5.1f} s  host {one['host_ms']:5.1f} ms  retries {one['allocator_retries']}"
+        f"  loss {one['losses'][0]:.4f} to {one['losses'][-1]:.4f}",
+        flush=True,
+    )
+
+
+def show_losses(results: dict[str, dict]) -> None:
+    first, *others = [name for name in results if name != "limit"]
+    for other in others:
+        pairs = zip(results[first]["losses"], results[other]["losses"], strict=True)
+        worst = max(abs(one - two) / abs(two) for one, two in pairs)
+        print(f"losses of {first} against {other}: largest relative difference {worst:.2e}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--engines", default="limit,zcompile,fsdp2", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
@@ -156,35 +218,16 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a folder for one Chrome trace per engine and rank")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    if "LOCAL_RANK" in os.environ:
+        worker(arguments)
+        return
     results = {}
     for name in arguments.engines.split(","):
-        one = results[name] = run(name, arguments.layers, arguments.steps, arguments.warmup, arguments.trace)
-        if dist.get_rank() == 0:
-            low, high = one["step_ms"]["quartiles"]
-            print(
-                f"{name:14s} {one['step_ms']['median']:7.2f} ms ({low:.2f} to {high:.2f}, worst {one['step_ms']['worst']:.1f})"
-                f"  peak {one['peak_bytes'] / GIB:6.2f} GiB ({one['outside_allocator_bytes'] / GIB:.2f} of it the transport's)"
-                f"  first step {one['first_step_s']:5.1f} s  host {one['host_ms']:5.1f} ms"
-                f"  retries {one['allocator_retries']}  loss {one['losses'][0]:.4f} to {one['losses'][-1]:.4f}",
-                flush=True,
-            )
-    if dist.get_rank() == 0:
-        compare_losses(results)
-        if arguments.output:
-            about = {"gpu": torch.cuda.get_device_name(), "world": dist.get_world_size(), "torch": torch.__version__}
-            arguments.output.write_text(json.dumps(about | {"engines": results}, indent=1))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def compare_losses(results: dict[str, dict]) -> None:
-    names = [name for name in results if name != "limit"]
-    for name in names[1:]:
-        pairs = zip(results[names[0]]["losses"], results[name]["losses"], strict=True)
-        worst = max(abs(one - other) / abs(other) for one, other in pairs)
-        print(f"losses of {names[0]} against {name}: largest relative difference {worst:.2e}", flush=True)
+        results[name] = launch(name, arguments)
+        show(name, results[name])
+    show_losses(results)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -90,6 +90,10 @@ int64_t Parameter::length_of(int64_t rank) const {
   return replicated ? numel : std::min((rank + 1) * chunk, numel) - offset_of(rank);
 }
 
+at::Tensor Transport::make_gradient(const Parameter& parameter) {
+  return at::empty(parameter.shard.sizes(), parameter.shard.options().requires_grad(false));
+}
+
 uint64_t Parameter::master_version() const {
   uint64_t version = 0;
   for (const auto& master : masters) version += master.current_version();
@@ -250,7 +254,7 @@ at::Tensor reduce_start(Parameter& parameter, const at::Tensor& grad) {
   }
   if (!wire.is_contiguous()) wire = wire.contiguous();
   model.count_reduce(wire);
-  auto out = at::empty(parameter.shard.sizes(), parameter.shard.options().requires_grad(false));
+  auto out = model.transport().make_gradient(parameter);
   Registry::instance().start({model.transport().reduce(parameter, wire, out), out, wire});
   return out;
 }

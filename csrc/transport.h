@@ -32,6 +32,9 @@ class Transport {
   // Fills `padded` (flat, world * chunk elements of the wire's dtype) with every rank's piece, downcast, in rank order.
   virtual std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) = 0;
 
+  // An uninitialised gradient, shaped like the shard, for the next call of reduce.
+  virtual at::Tensor make_gradient(const Parameter& parameter);
+
   // Fills `out` (shaped like the shard) with this rank's slice of the mean over ranks of `grad`: the fp32 sum, in rank
   // order, of the gradients at the width at which they arrive, divided by the number of ranks.
   virtual std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) = 0;
@@ -48,7 +51,7 @@ void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out);
 
 struct P2pSettings {
   int64_t gather_streams = 4;
-  int64_t reduce_streams = 4;
+  int64_t reduce_streams = 2;
   std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
 };
 

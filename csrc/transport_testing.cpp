@@ -81,6 +81,7 @@ class DelayedTransport : public Transport {
   }
 
   void finish_backward() override { inner_->finish_backward(); }
+  at::Tensor make_gradient(const Parameter& parameter) override { return inner_->make_gradient(parameter); }
 
  private:
   void delay() const {

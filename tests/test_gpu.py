@@ -54,7 +54,7 @@ def training(rank, world, transport, loss, tolerance, inner):
 
 
 @pytest.mark.parametrize("transport, inner", [("c10d", "inductor"), ("p2p", "aot_eager"), ("p2p", "inductor")])
-@pytest.mark.parametrize("loss, tolerance", [(lm_loss, 1e-4), (autocast_loss, 3e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("loss, tolerance", [(lm_loss, 1e-4), (autocast_loss, 6e-2)], ids=["fp32", "bf16"])
 def test_training(gpus, transport, loss, tolerance, inner):
     gpus.run(training, transport, loss, tolerance, inner)
 
@@ -179,6 +179,36 @@ def transports_agree(rank, world, loss):
 @pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
 def test_transports_agree_bitwise(gpus, loss):
     gpus.run(transports_agree, loss)
+
+
+def gradients_outlive_renewals(rank, world):
+    """A gradient that is kept over the next forwards keeps its values: its place among the shards is needed again."""
+    torch.manual_seed(0)
+    model = on("p2p", nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"in_flight_bytes": 0})
+    x = torch.randn(64, 512, device="cuda")
+    kept = []
+    for _ in range(5):
+        model(x).square().mean().backward()
+        grads = [parameter.grad.to_local() for parameter in model.parameters()]
+        kept.append((grads, [grad.clone() for grad in grads]))
+        model.zero_grad()
+    for grads, copies in kept:
+        for grad, copied in zip(grads, copies, strict=True):
+            assert torch.equal(grad, copied)
+    for grads, _ in kept[1:]:
+        for one, other in zip(grads, kept[0][0], strict=True):
+            assert torch.equal(one, other)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    own = sum(parameter.grad.to_local().nbytes for parameter in model.parameters())
+    assert torch.cuda.memory_allocated() - before < 0.75 * own, "no gradient took the place of a shard"
+
+
+def test_gradients_take_the_place_of_shards(gpus):
+    gpus.run(gradients_outlive_renewals)
 
 
 def chosen_by_option(rank, world):

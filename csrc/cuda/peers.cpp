@@ -1,5 +1,6 @@
 #include "peers.h"
 
+#include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 
@@ -125,6 +126,10 @@ void Meetings::run(cudaStream_t stream) {
     TORCH_CHECK(result == CUDA_SUCCESS, "zcompile: cuStreamBatchMemOp failed with driver error ", static_cast<int>(result));
   }
   operations_.clear();
+}
+
+at::Tensor over(void* memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::for_blob(memory, sizes).options(options).target_device(options.device()).make_tensor();
 }
 
 void copy(const std::vector<Copy>& copies, cudaStream_t stream) {

@@ -60,6 +60,9 @@ class Meetings {
   std::vector<CUstreamBatchMemOpParams> operations_;  // of the call that is being put together
 };
 
+// A tensor over memory that something else owns.
+at::Tensor over(void* memory, at::IntArrayRef sizes, const at::TensorOptions& options);
+
 // Copies, on copy engines where the driver can be asked for them.
 void copy(const std::vector<Copy>& copies, cudaStream_t stream);
 

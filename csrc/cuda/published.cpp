@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "../numerics.h"
 
@@ -25,8 +26,26 @@ bool in_backward() {
 
 }  // namespace
 
-Published::Published(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool)
-    : model_(model), meetings_(meetings), pool_(pool), fan_(streams, std::move(pool)), casts_(groups) {}
+class Published::Gather : public EventTransfer {
+ public:
+  Gather(Published& published, Shard& shard, std::vector<c10::cuda::CUDAEvent> events)
+      : EventTransfer(published.pool_, std::move(events)), published_(published), shard_(shard) {
+    shard_.in_flight += 1;
+  }
+  void wait() override {
+    EventTransfer::wait();
+    shard_.in_flight -= 1;
+    if (in_backward()) shard_.last_wait = published_.reduces_;
+  }
+
+ private:
+  Published& published_;
+  Shard& shard_;
+};
+
+Published::Published(
+    Model& model, Meetings& meetings, Reducer& reducer, int64_t streams, std::shared_ptr<Events> pool)
+    : model_(model), meetings_(meetings), reducer_(reducer), pool_(pool), fan_(streams, std::move(pool)), casts_(groups) {}
 
 int64_t Published::bytes() const {
   int64_t bytes = 0;
@@ -45,6 +64,10 @@ std::unique_ptr<Transfer> Published::gather(const Parameter& parameter, const at
     shard.gathers_of_renewal += 1;
   }
   if (!shard.arena) return nullptr;
+  if (is_lent(shard)) {
+    shard.last_wait = std::numeric_limits<int64_t>::max();  // not dead when it was thought to be: not lent the next time
+    return nullptr;
+  }
 
   await(shard.group);
   auto ready = pool_->take();
@@ -59,12 +82,50 @@ std::unique_ptr<Transfer> Published::gather(const Parameter& parameter, const at
     const auto bytes = static_cast<size_t>(parameter.length_of(rank) * shard.width());
     if (bytes > 0) copies.push_back({to + rank * shard.bytes(), shard.arena->at(rank, shard.offset), bytes});
   }
-  return std::make_unique<EventTransfer>(pool_, fan_.copy(copies));
+  return std::make_unique<Gather>(*this, shard, fan_.copy(copies));
+}
+
+bool Published::is_lent(const Shard& shard) const {
+  return shard.arena == arenas_.front().get() && shard.offset + shard.bytes() > lent_from_;
+}
+
+at::Tensor Published::lend(const Parameter& parameter) {
+  if (arenas_.empty() || old_ || !in_backward()) return {};
+  auto dead = [&](const Shard& shard) { return shard.dead_from && *shard.dead_from <= reduces_ && shard.in_flight == 0; };
+  while (alive_ > 0 && dead(*order_[alive_ - 1])) alive_ -= 1;
+  const auto free_from = alive_ == 0 ? 0 : order_[alive_ - 1]->offset + round_up(order_[alive_ - 1]->bytes());
+  const auto bytes = round_up(parameter.shard.numel() * static_cast<int64_t>(parameter.shard.element_size()));
+  if (bytes == 0 || lent_from_ - free_from < bytes) return {};
+  lent_from_ -= bytes;
+  auto gradient = over(
+      arenas_.front()->at(model_.rank(), lent_from_), parameter.shard.sizes(),
+      parameter.shard.options().requires_grad(false));
+  lent_.push_back({gradient.storage().getWeakStorageImpl(), bytes});
+  return gradient;
+}
+
+void Published::move_gradients_out() {
+  reducer_.finish(c10::cuda::getCurrentCUDAStream());  // what is still being written is written
+  for (const auto& lent : lent_) {
+    auto gradient = lent.gradient.lock();
+    if (!gradient) continue;
+    const auto options = at::TensorOptions().device(gradient->device()).dtype(at::kByte);
+    const auto bytes = static_cast<int64_t>(gradient->nbytes());
+    auto own = at::empty({bytes}, options);
+    own.copy_(over(gradient->mutable_data(), {bytes}, options));
+    auto* impl = own.storage().unsafeGetStorageImpl();
+    auto memory = impl->set_data_ptr(at::DataPtr(nullptr, own.device()));
+    impl->set_nbytes(0);
+    gradient->set_data_ptr_noswap(std::move(memory));  // every tensor over this storage follows
+  }
+  lent_.clear();
 }
 
 void Published::finish_backward() {
   old_ = true;
+  reduces_ = 0;
   for (auto* shard : order_) {
+    shard->dead_from = std::exchange(shard->last_wait, 0);
     if (shard->gathers == 0) continue;
     shard->gathers_of_forward = std::min(shard->gathers, shard->gathers_of_forward.value_or(shard->gathers));
     shard->gathers = 0;
@@ -83,6 +144,9 @@ void Published::renew() {
   place();
   old_ = false;
   if (arenas_.empty()) return;
+  if (!lent_.empty()) move_gradients_out();
+  lent_from_ = arenas_.front()->bytes();
+  alive_ = in_first_arena_;
   renewals_ += 1;
   arrived_ = 0;
   auto event = pool_->take();
@@ -107,6 +171,7 @@ void Published::place() {
   const at::Device device = placed.front()->parameter->shard.device();
   arenas_.push_back(std::make_unique<Arena>(model_.groups().gather, device, bytes));
   for (auto* shard : placed) shard->arena = arenas_.back().get();
+  if (arenas_.size() == 1) in_first_arena_ = order_.size();
   form_groups();
 }
 

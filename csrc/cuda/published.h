@@ -14,6 +14,15 @@
 // an edit through .data.
 // What is gathered is known after one step. Until then, and for a parameter or a width that turns up later, gathers go
 // over c10d; the next renewal makes room for them.
+//
+// [Note: gradients in the place of shards]
+// A published shard is dead from its last gather of a backward to the next renewal, and gradients live from then to the
+// optimizer: so gradients take the place of dead shards, and the copies cost no memory at the peak. Shards lie in the
+// order of first gathers, so backward frees them from the end: gradients are placed from the end downwards.
+//   - Which gather is a shard's last is known from the backward before. Should another one come, it goes over c10d.
+//   - A peer's reduce n says that the peer has waited for what its program waited for before it, so that the owner may
+//     overwrite, in reduce n, a shard whose last gather was waited for before reduce n on every rank.
+//   - A renewal finds gradients that are still alive (accumulation) and moves them to memory of their own.
 #pragma once
 
 #include <map>
@@ -23,15 +32,19 @@
 
 #include "../runtime.h"
 #include "fan.h"
+#include "reducer.h"
 
 namespace zcompile::cuda {
 
 class Published {
  public:
-  Published(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool);
+  Published(Model& model, Meetings& meetings, Reducer& reducer, int64_t streams, std::shared_ptr<Events> pool);
 
   // Fills `padded` from all ranks' copies; nothing if the parameter is not published in this dtype (yet).
   std::unique_ptr<Transfer> gather(const Parameter& parameter, const at::Tensor& padded);
+  // Memory for the gradient of `parameter` in the place of dead shards; undefined if there is not enough.
+  at::Tensor lend(const Parameter& parameter);
+  void count_reduce() { reduces_ += 1; }
   void finish_backward();
   int64_t bytes() const;
   std::vector<Lane*> lanes() { return {&renewal_, &fan_.lane()}; }
@@ -47,14 +60,26 @@ class Published {
     int64_t gathers_of_renewal = 0;  // outside of backward, since the last renewal
     std::optional<int64_t> gathers_of_forward;  // fewest between two backwards
     uint64_t version = 0;  // of the master when it was published
+    int64_t in_flight = 0;  // gathers that have not been waited for
+    int64_t last_wait = 0;  // reduces of this backward when a gather was last waited for
+    std::optional<int64_t> dead_from;  // the reduce before which the last gather of the backward before was waited for
 
     int64_t width() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
     int64_t bytes() const { return parameter->chunk * width(); }
   };
 
+  class Gather;
+
+  struct Lent {
+    c10::weak_intrusive_ptr<c10::StorageImpl> gradient;
+    int64_t bytes;
+  };
+
   bool must_renew(const Shard& shard) const;
   void renew();
   void place();
+  void move_gradients_out();
+  bool is_lent(const Shard& shard) const;
   void form_groups();
   void publish(uint32_t group);
   void await(uint32_t group);
@@ -62,12 +87,18 @@ class Published {
 
   Model& model_;
   Meetings& meetings_;
+  Reducer& reducer_;
   std::shared_ptr<Events> pool_;
   Lane renewal_;
   Fan fan_;
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;
   std::vector<Shard*> order_;  // of first gathers, in which renewals publish
+  std::vector<Lent> lent_;
+  size_t in_first_arena_ = 0;
+  size_t alive_ = 0;  // shards at the front of the first arena that may be gathered yet in this backward
+  int64_t lent_from_ = 0;  // offset in the first arena
+  int64_t reduces_ = 0;  // of this backward
   std::vector<c10::cuda::CUDAEvent> casts_;  // by group: this rank has published it
   bool old_ = false;
   uint32_t renewals_ = 0;

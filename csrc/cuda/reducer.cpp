@@ -72,6 +72,13 @@ std::unique_ptr<Transfer> Reducer::reduce(const Parameter& parameter, const at::
   return std::make_unique<EventTransfer>(pool_, std::move(events));
 }
 
+void Reducer::finish(const c10::cuda::CUDAStream& stream) {
+  auto done = pool_->take();
+  done.record(sum_.stream());
+  done.block(stream);
+  pool_->give(std::move(done));
+}
+
 void Reducer::push(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
   if (pieces_ > regions) {
@@ -103,7 +110,7 @@ void Reducer::add_up(const Piece& piece) {
   for (int64_t source = 0; source < world; ++source) {
     rows.push_back(
         source == rank ? piece.grad.narrow(0, piece.parameter.offset_of(rank) + piece.begin, length)
-                       : at::from_blob(staging_.at(rank, slot_of(piece, source, rank)), {length}, piece.grad.options()));
+                       : over(staging_.at(rank, slot_of(piece, source, rank)), {length}, piece.grad.options()));
   }
   if (length > 0) mean(rows, piece.divisor, piece.sum.narrow(0, piece.begin, length));
   meetings_.post(Signal::drained, pieces_, sum_.stream().stream());

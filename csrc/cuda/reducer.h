@@ -21,6 +21,7 @@ class Reducer {
   Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool);
 
   std::unique_ptr<Transfer> reduce(const Parameter& parameter, const at::Tensor& grad, const at::Tensor& out);
+  void finish(const c10::cuda::CUDAStream& stream);  // `stream` waits for all reduces that have been started
   int64_t bytes() const { return staging_.bytes(); }
   std::vector<Lane*> lanes() { return {&fan_.lane(), &sum_}; }
 

@@ -30,8 +30,8 @@ class P2pTransport : public Transport {
         pool_(std::make_shared<Events>()),
         meetings_(
             model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world()),
-        published_(model, meetings_, settings.gather_streams, pool_),
         reducer_(model, meetings_, settings.reduce_streams, pool_),
+        published_(model, meetings_, reducer_, settings.gather_streams, pool_),
         watchdog_(lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)), [this](const Waiting& waiting) { return describe(waiting); }) {}
 
   std::string name() const override { return "p2p"; }
@@ -46,9 +46,16 @@ class P2pTransport : public Transport {
     return c10d_->gather(parameter, padded);
   }
 
+  at::Tensor make_gradient(const Parameter& parameter) override {
+    std::lock_guard lock(mutex_);
+    auto lent = published_.lend(parameter);
+    return lent.defined() ? lent : Transport::make_gradient(parameter);
+  }
+
   std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) override {
     watchdog_.check();
     std::lock_guard lock(mutex_);
+    published_.count_reduce();
     return reducer_.reduce(parameter, grad, out);
   }
 
@@ -75,8 +82,8 @@ class P2pTransport : public Transport {
   std::unique_ptr<Transport> c10d_;
   std::shared_ptr<Events> pool_;
   Meetings meetings_;
-  Published published_;
   Reducer reducer_;
+  Published published_;
   std::mutex mutex_;
   Watchdog watchdog_;  // last, so that its thread ends first
 };
