@@ -1,5 +1,6 @@
 // Python's view of the runtime: a model's table of shards, and what went over the wire.
 
+#include "numerics.h"
 #include "runtime.h"
 
 #include <torch/csrc/utils/pybind.h>
@@ -58,6 +59,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #else
   module.attr("built_with_cuda") = false;
 #endif
+  module.def("cast", &cast, ReleaseGil(), py::arg("sources"), py::arg("destinations"));
+  module.def("mean", &mean, ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"));
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,

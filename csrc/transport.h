@@ -50,7 +50,8 @@ std::unique_ptr<Transport> make_c10d_transport(Model& model);
 void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out);
 
 struct P2pSettings {
-  int64_t gather_streams = 4;
+  // Streams over which copies are spread; 0: two for one peer, four for more, which is what NVLink took best.
+  int64_t gather_streams = 0;
   int64_t reduce_streams = 2;
   std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
 };

@@ -9,8 +9,7 @@ using c10::cuda::CUDAStream;
 
 namespace {
 
-constexpr size_t small_bytes = 1 << 20;  // below, another stream costs more time than it saves
-constexpr size_t grain_bytes = 4096;     // copies are cut at multiples of this
+constexpr size_t grain_bytes = 4096;  // copies are cut at multiples of this
 
 // Cuts every copy into as many parts as there are streams; part q of each goes to stream q.
 std::vector<std::vector<Copy>> spread(const std::vector<Copy>& copies, size_t streams) {
@@ -40,16 +39,12 @@ void Events::give(CUDAEvent event) {
   free_.push_back(std::move(event));
 }
 
-EventTransfer::EventTransfer(std::shared_ptr<Events> pool, std::vector<CUDAEvent> events)
-    : pool_(std::move(pool)), events_(std::move(events)) {}
+EventTransfer::EventTransfer(std::shared_ptr<Events> pool, CUDAEvent event)
+    : pool_(std::move(pool)), event_(std::move(event)) {}
 
 void EventTransfer::wait() {
-  const auto current = c10::cuda::getCurrentCUDAStream();
-  for (auto& event : events_) {
-    event.block(current);
-    pool_->give(std::move(event));
-  }
-  events_.clear();
+  event_.block(c10::cuda::getCurrentCUDAStream());
+  pool_->give(std::move(event_));
 }
 
 Fan::Fan(int64_t streams, std::shared_ptr<Events> pool) : pool_(std::move(pool)) {
@@ -81,10 +76,15 @@ void Fan::join(const CUDAStream& stream) {
   pool_->give(std::move(event));
 }
 
+bool Fan::is_small(size_t bytes) {
+  constexpr size_t small_bytes = 1 << 20;  // below, another stream costs more time than it saves
+  return bytes <= small_bytes;
+}
+
 std::vector<CUDAEvent> Fan::copy(const std::vector<Copy>& copies) {
   size_t bytes = 0;
   for (const auto& one : copies) bytes += one.bytes;
-  const auto parts = spread(copies, bytes <= small_bytes ? 1 : others_.size() + 1);
+  const auto parts = spread(copies, is_small(bytes) ? 1 : others_.size() + 1);
   std::vector<CUDAEvent> events;
   for (size_t part = 0; part < parts.size(); ++part) {
     if (part > 0 && parts[part].empty()) continue;

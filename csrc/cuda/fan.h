@@ -24,15 +24,15 @@ class Events {
   std::vector<c10::cuda::CUDAEvent> free_;
 };
 
-// Done when all of its events are.
+// Done when its event is.
 class EventTransfer : public Transfer {
  public:
-  EventTransfer(std::shared_ptr<Events> pool, std::vector<c10::cuda::CUDAEvent> events);
+  EventTransfer(std::shared_ptr<Events> pool, c10::cuda::CUDAEvent event);
   void wait() override;
 
  private:
   std::shared_ptr<Events> pool_;
-  std::vector<c10::cuda::CUDAEvent> events_;
+  c10::cuda::CUDAEvent event_;
 };
 
 class Fan {
@@ -43,7 +43,9 @@ class Fan {
   void wait(c10::cuda::CUDAEvent& event);  // all streams
   void fork();                             // all other streams wait for the lane
   void join(const c10::cuda::CUDAStream& stream);  // `stream` waits for all
-  // Starts the copies and returns an event for each stream that they are on. Small ones stay on the lane.
+  // Whether copies of so many bytes stay on the lane.
+  static bool is_small(size_t bytes);
+  // Starts the copies and returns an event for each stream that they are on.
   std::vector<c10::cuda::CUDAEvent> copy(const std::vector<Copy>& copies);
 
  private:

@@ -1,5 +1,6 @@
-// Width on the way: the multi-tensor downcast and the fp32 sum of slices. Both are bound by memory: 16 bytes per access,
-// 32 elements per thread in flight.
+// Width on the way: the multi-tensor downcast and the fp32 sum of slices. Both are bound by memory. A thread reads four
+// neighbouring elements at a time, so that a warp reads and writes whole lines in every width, and has several such
+// reads in flight.
 
 #include "kernels.h"
 
@@ -7,14 +8,15 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 namespace zcompile::cuda {
 
 namespace {
 
 constexpr int threads = 256;
-constexpr int vector = 8;  // elements of one access group: 16 bytes of a 2-byte type, twice 16 of a 4-byte type
-constexpr int unroll = 4;
+constexpr int vector = 4;  // elements of one access: 16 bytes of a 4-byte type, 8 of a 2-byte type
+constexpr int unroll = 8;  // accesses of one cast in flight
 constexpr int tile = threads * vector * unroll;
 constexpr int entries = 256;
 
@@ -32,28 +34,21 @@ template <>
 __device__ __half narrow<__half>(float x) { return __float2half_rn(x); }
 
 template <typename T>
-struct alignas(16) Pack {
+struct alignas(vector * sizeof(T)) Pack {
   T values[vector];
 };
 
 template <typename T>
 __device__ Pack<T> load(const T* from) {
+  using Word = std::conditional_t<sizeof(Pack<T>) == 16, uint4, uint2>;
   Pack<T> pack;
-  constexpr int words = sizeof(Pack<T>) / 16;
-#pragma unroll
-  for (int word = 0; word < words; ++word) {
-    reinterpret_cast<uint4*>(&pack)[word] = __ldcs(reinterpret_cast<const uint4*>(from) + word);
-  }
+  *reinterpret_cast<Word*>(&pack) = __ldcs(reinterpret_cast<const Word*>(from));  // read once
   return pack;
 }
 
 template <typename T>
 __device__ void store(T* to, const Pack<T>& pack) {
-  constexpr int words = sizeof(Pack<T>) / 16;
-#pragma unroll
-  for (int word = 0; word < words; ++word) {
-    reinterpret_cast<uint4*>(to)[word] = reinterpret_cast<const uint4*>(&pack)[word];
-  }
+  *reinterpret_cast<Pack<T>*>(to) = pack;
 }
 
 __host__ __device__ bool aligned(const void* pointer) {
@@ -111,26 +106,35 @@ struct Rows {
 template <typename In, typename Out>
 __global__ void __launch_bounds__(threads)
     mean_kernel(const __grid_constant__ Rows rows, Out* out, int64_t numel, float divisor, bool all_aligned) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * threads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
-  const int64_t packs = all_aligned ? numel / vector : 0;
-  for (int64_t at = first; at < packs; at += stride) {
-    float sum[vector];
-    const auto head = load(static_cast<const In*>(rows.rows[0]) + at * vector);
+  constexpr int steps = 4;  // per thread, so that reads of several rows are in flight
+  const int64_t packs = all_aligned ? numel / (threads * vector * steps) * threads * steps : 0;
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * threads * steps; begin < packs; begin += static_cast<int64_t>(gridDim.x) * threads * steps) {
+    float sum[steps][vector];
 #pragma unroll
-    for (int lane = 0; lane < vector; ++lane) sum[lane] = widen(head.values[lane]);
-#pragma unroll 4
-    for (int row = 1; row < rows.count; ++row) {
-      const auto next = load(static_cast<const In*>(rows.rows[row]) + at * vector);
+    for (int step = 0; step < steps; ++step) {
+      const auto head = load(static_cast<const In*>(rows.rows[0]) + (begin + step * threads + threadIdx.x) * vector);
 #pragma unroll
-      for (int lane = 0; lane < vector; ++lane) sum[lane] += widen(next.values[lane]);
+      for (int lane = 0; lane < vector; ++lane) sum[step][lane] = widen(head.values[lane]);
     }
-    Pack<Out> written;
+#pragma unroll 2
+    for (int row = 1; row < rows.count; ++row) {
 #pragma unroll
-    for (int lane = 0; lane < vector; ++lane) written.values[lane] = narrow<Out>(__fdiv_rn(sum[lane], divisor));
-    store(out + at * vector, written);
+      for (int step = 0; step < steps; ++step) {
+        const auto next = load(static_cast<const In*>(rows.rows[row]) + (begin + step * threads + threadIdx.x) * vector);
+#pragma unroll
+        for (int lane = 0; lane < vector; ++lane) sum[step][lane] += widen(next.values[lane]);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      Pack<Out> written;
+#pragma unroll
+      for (int lane = 0; lane < vector; ++lane) written.values[lane] = narrow<Out>(__fdiv_rn(sum[step][lane], divisor));
+      store(out + (begin + step * threads + threadIdx.x) * vector, written);
+    }
   }
-  for (int64_t at = packs * vector + first; at < numel; at += stride) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * threads;
+  for (int64_t at = packs * vector + static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; at < numel; at += stride) {
     float sum = widen(static_cast<const In*>(rows.rows[0])[at]);
     for (int row = 1; row < rows.count; ++row) sum += widen(static_cast<const In*>(rows.rows[row])[at]);
     out[at] = narrow<Out>(__fdiv_rn(sum, divisor));
@@ -143,7 +147,7 @@ struct CopyBatch {
   int count;
 };
 
-constexpr int64_t copy_tile = threads * 16 * unroll;
+constexpr int64_t copy_tile = threads * 16 * 4;
 
 __global__ void __launch_bounds__(threads) pull_kernel(const __grid_constant__ CopyBatch batch) {
   for (int at = blockIdx.x; at < batch.first_tile[batch.count]; at += gridDim.x) {
@@ -227,7 +231,7 @@ cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, v
     all.rows[row] = rows[row];
     all_aligned = all_aligned && aligned(rows[row]);
   }
-  const int blocks = blocks_for((numel + threads * vector - 1) / (threads * vector));
+  const int blocks = blocks_for((numel + threads * vector * 4 - 1) / (threads * vector * 4));
   with_type(in, [&]<typename In>() {
     with_type(out, [&]<typename Out>() {
       mean_kernel<In, Out><<<blocks, threads, 0, stream>>>(all, static_cast<Out*>(result), numel, divisor, all_aligned);

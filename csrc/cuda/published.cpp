@@ -28,8 +28,8 @@ bool in_backward() {
 
 class Published::Gather : public EventTransfer {
  public:
-  Gather(Published& published, Shard& shard, std::vector<c10::cuda::CUDAEvent> events)
-      : EventTransfer(published.pool_, std::move(events)), published_(published), shard_(shard) {
+  Gather(Published& published, Shard& shard, c10::cuda::CUDAEvent event)
+      : EventTransfer(published.pool_, std::move(event)), published_(published), shard_(shard) {
     shard_.in_flight += 1;
   }
   void wait() override {
@@ -45,7 +45,8 @@ class Published::Gather : public EventTransfer {
 
 Published::Published(
     Model& model, Meetings& meetings, Reducer& reducer, int64_t streams, std::shared_ptr<Events> pool)
-    : model_(model), meetings_(meetings), reducer_(reducer), pool_(pool), fan_(streams, std::move(pool)), casts_(groups) {}
+    : model_(model), meetings_(meetings), reducer_(reducer), pool_(pool),
+      fan_(streams, std::move(pool)), own_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true)), casts_(groups) {}
 
 int64_t Published::bytes() const {
   int64_t bytes = 0;
@@ -70,19 +71,43 @@ std::unique_ptr<Transfer> Published::gather(const Parameter& parameter, const at
   }
 
   await(shard.group);
-  auto ready = pool_->take();
-  ready.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of `padded` before is done
-  fan_.wait(ready);
-  pool_->give(std::move(ready));
+  return std::make_unique<Gather>(*this, shard, pull(shard, padded));
+}
 
+c10::cuda::CUDAEvent Published::pull(const Shard& shard, const at::Tensor& padded) {
+  const auto world = model_.world(), rank = model_.rank();
   auto* to = static_cast<char*>(padded.mutable_data_ptr());
+  auto piece_of = [&](int64_t owner) {
+    const auto bytes = static_cast<size_t>(shard.parameter->length_of(owner) * shard.width());
+    return Copy{to + owner * shard.bytes(), shard.arena->at(owner, shard.offset), bytes};
+  };
+  size_t bytes = 0;
   std::vector<Copy> copies;
-  for (int64_t step = 1; step <= model_.world(); ++step) {  // rotated, so that ranks do not queue at one peer; own last
-    const auto rank = (model_.rank() + step) % model_.world();
-    const auto bytes = static_cast<size_t>(parameter.length_of(rank) * shard.width());
-    if (bytes > 0) copies.push_back({to + rank * shard.bytes(), shard.arena->at(rank, shard.offset), bytes});
+  for (int64_t step = 1; step <= world; ++step) {  // rotated, so that ranks do not queue at one peer; own last
+    const auto piece = piece_of((rank + step) % world);
+    if (piece.bytes > 0) copies.push_back(piece);
+    bytes += piece.bytes;
   }
-  return std::make_unique<Gather>(*this, shard, fan_.copy(copies));
+  auto event = pool_->take();
+  event.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of `padded` before is done
+  if (Fan::is_small(bytes)) {
+    event.block(fan_.lane().stream());
+    copy(copies, fan_.lane().stream().stream());
+    event.record(fan_.lane().stream());
+    return event;
+  }
+  fan_.wait(event);
+  event.block(own_);
+  if (const auto own = piece_of(rank); own.bytes > 0) {
+    copies.pop_back();
+    copy({own}, own_.stream());
+  }
+  for (auto& pulled : fan_.copy(copies)) {
+    pulled.block(own_);
+    pool_->give(std::move(pulled));
+  }
+  event.record(own_);
+  return event;
 }
 
 bool Published::is_lent(const Shard& shard) const {
@@ -152,6 +177,8 @@ void Published::renew() {
   auto event = pool_->take();
   event.record(c10::cuda::getCurrentCUDAStream());  // masters are final
   event.block(renewal_.stream());
+  event.record(own_);
+  event.block(renewal_.stream());
   pool_->give(std::move(event));
   fan_.join(renewal_.stream());  // what this rank gathered has arrived
   meetings_.post_and_await(Signal::done_reading, renewals_, renewal_, {"to have read the shards of the step before"});
@@ -204,7 +231,8 @@ void Published::publish(uint32_t group) {
 void Published::await(uint32_t group) {
   if (group < arrived_) return;
   meetings_.await(Signal::published, number_of(group), fan_.lane(), {"to publish its shards"});
-  casts_[group].block(fan_.lane().stream());  // this rank's own copies are read as well
+  casts_[group].block(own_);
+  casts_[group].block(fan_.lane().stream());  // of small parameters, own pieces too
   fan_.fork();
   arrived_ = group + 1;
 }

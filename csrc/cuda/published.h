@@ -83,6 +83,7 @@ class Published {
   void form_groups();
   void publish(uint32_t group);
   void await(uint32_t group);
+  c10::cuda::CUDAEvent pull(const Shard& shard, const at::Tensor& padded);
   uint32_t number_of(uint32_t group) const;
 
   Model& model_;
@@ -90,7 +91,8 @@ class Published {
   Reducer& reducer_;
   std::shared_ptr<Events> pool_;
   Lane renewal_;
-  Fan fan_;
+  Fan fan_;                     // pulls from peers
+  c10::cuda::CUDAStream own_;  // copies of this rank's own pieces, which would hold up pulls behind them; joins them
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;
   std::vector<Shard*> order_;  // of first gathers, in which renewals publish

@@ -67,9 +67,7 @@ std::unique_ptr<Transfer> Reducer::reduce(const Parameter& parameter, const at::
   }
   auto done = pool_->take();
   done.record(sum_.stream());
-  std::vector<c10::cuda::CUDAEvent> events;
-  events.push_back(std::move(done));
-  return std::make_unique<EventTransfer>(pool_, std::move(events));
+  return std::make_unique<EventTransfer>(pool_, std::move(done));
 }
 
 void Reducer::finish(const c10::cuda::CUDAStream& stream) {

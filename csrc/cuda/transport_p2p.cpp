@@ -22,6 +22,11 @@ std::chrono::milliseconds timeout_of(const std::string& group) {
   return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CUDA)->getBackendOptions()->timeout;
 }
 
+int64_t gather_streams(const Model& model, const P2pSettings& settings) {
+  if (settings.gather_streams > 0) return settings.gather_streams;
+  return model.world() == 2 ? 2 : 4;
+}
+
 class P2pTransport : public Transport {
  public:
   P2pTransport(Model& model, const P2pSettings& settings)
@@ -31,7 +36,7 @@ class P2pTransport : public Transport {
         meetings_(
             model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world()),
         reducer_(model, meetings_, settings.reduce_streams, pool_),
-        published_(model, meetings_, reducer_, settings.gather_streams, pool_),
+        published_(model, meetings_, reducer_, gather_streams(model, settings), pool_),
         watchdog_(lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)), [this](const Waiting& waiting) { return describe(waiting); }) {}
 
   std::string name() const override { return "p2p"; }
