@@ -7,7 +7,7 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 PYTHON := $(VENV)/bin/python
 STAMP := build/installed$(subst /,-,$(VENV))
 CONSTRAINTS := build/constraints.txt
-BUILD_INPUTS := setup.py pyproject.toml requirements-dev.txt $(wildcard csrc/*)
+BUILD_INPUTS := setup.py pyproject.toml requirements-dev.txt $(wildcard csrc/* csrc/cuda/*)
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 
 # Further flags of examples/train.py, as in `make train ARGS="--engine fsdp2 --steps 100"`.

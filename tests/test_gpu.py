@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from models import Transformer
+from models import Transformer, batch, loss_of
 from ranks import Ranks
 from reference import compiled, lm_loss, train_beside
 
@@ -209,6 +209,29 @@ def gradients_outlive_renewals(rank, world):
 
 def test_gradients_take_the_place_of_shards(gpus):
     gpus.run(gradients_outlive_renewals)
+
+
+def never_waits_on_the_host(rank, world):
+    model = on("p2p", on_gpu(), inner="inductor")
+    for step in range(3):
+        lm_loss(model, step, rank).backward()
+    tokens = batch(3, rank).cuda()
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profiler:
+        torch.cuda.set_sync_debug_mode("error")  # what torch itself would wait for
+        try:
+            loss_of(model, tokens).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    calls = {event.key for event in profiler.key_averages()}
+    assert "zcompile::gather_start" in calls and "zcompile::reduce_wait" in calls
+    assert not [name for name in calls if name.startswith("cu") and "Synchronize" in name and name != "cudaDeviceSynchronize"]
+    return [event.name for event in profiler.events() if "cudaDeviceSynchronize" in event.name]
+
+
+def test_no_host_synchronisation_in_forward_and_backward(gpus):
+    for waits in gpus.run(never_waits_on_the_host):
+        assert len(waits) <= 1  # the profiler's own, when it stops
 
 
 def chosen_by_option(rank, world):

@@ -251,4 +251,9 @@ cudaError_t launch_trap(cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+cudaError_t load_trap() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, trap_kernel);
+}
+
 }  // namespace zcompile::cuda

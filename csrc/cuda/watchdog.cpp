@@ -45,8 +45,10 @@ Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, 
     : lanes_(std::move(lanes)),
       timeout_(timeout),
       describe_(std::move(describe)),
-      device_(c10::cuda::current_device()),
-      thread_([this] { watch(); }) {}
+      device_(c10::cuda::current_device()) {
+  C10_CUDA_CHECK(load_trap());
+  thread_ = std::thread([this] { watch(); });
+}
 
 Watchdog::~Watchdog() {
   {

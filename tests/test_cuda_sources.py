@@ -1,0 +1,39 @@
+"""Sources that only a build with CUDA takes still compile. Skipped without nvcc; nothing is run."""
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+NVCC = shutil.which("nvcc")
+SOURCES = Path(__file__).parent.parent / "csrc" / "cuda"
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+
+
+def compile_with(command):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cu")), ids=lambda path: path.name)
+def test_kernels(source, tmp_path):
+    compile_with([NVCC, "-std=c++20", "-arch=sm_90", "-Werror", "all-warnings", "-c", source, "-o", tmp_path / "kernels.o"])
+
+
+def test_runtime(tmp_path):
+    """Syntax and types. A CPU build of torch has the CUDA headers but for one that says how libraries are linked."""
+    includes = [*cpp_extension.include_paths(), Path(NVCC).resolve().parent.parent / "include", "/usr/local/cuda/include"]
+    if torch.version.cuda is None:
+        generated = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+        generated.parent.mkdir(parents=True)
+        generated.write_text("#pragma once\n")
+        includes.append(tmp_path)
+    flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wno-interference-size", "-DUSE_DISTRIBUTED", "-DZCOMPILE_CUDA"]
+    flags += [part for path in includes for part in ("-isystem", path)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda source: compile_with(["g++", *flags, source]), sorted(SOURCES.glob("*.cpp"))))
