@@ -50,9 +50,10 @@ std::unique_ptr<Transport> make_c10d_transport(Model& model);
 void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out);
 
 struct P2pSettings {
-  // Streams over which copies are spread; 0: two for one peer, four for more, which is what NVLink took best.
-  int64_t gather_streams = 0;
-  int64_t reduce_streams = 2;
+  // Streams over which copies are spread. One engine fills the link to a single peer, and serves two streams one after
+  // the other, which only delays what is needed first.
+  int64_t gather_streams = 0;  // 0: one for a single peer, else four
+  int64_t reduce_streams = 0;  // 0: one for a single peer, else two
   std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
 };
 

@@ -36,7 +36,7 @@ def autocast_loss(model, step, rank):
 
 
 def state_of(model):
-    return model.__dict__["_zcompile_state"]
+    return zcompile.sharding._state(model)
 
 
 def on(transport, model, **options):

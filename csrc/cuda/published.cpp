@@ -14,7 +14,7 @@ namespace zcompile::cuda {
 namespace {
 
 constexpr int64_t alignment = 512;  // of a published shard: whole lines for the copy engines
-constexpr uint32_t groups = 8;      // gathers may read a renewal as it proceeds, an eighth at a time
+constexpr uint32_t groups = 16;     // gathers may read a renewal as it proceeds, a sixteenth at a time
 
 int64_t round_up(int64_t value) {
   return (value + alignment - 1) / alignment * alignment;
@@ -46,6 +46,7 @@ class Published::Gather : public EventTransfer {
 Published::Published(
     Model& model, Meetings& meetings, Reducer& reducer, int64_t streams, std::shared_ptr<Events> pool)
     : model_(model), meetings_(meetings), reducer_(reducer), pool_(pool),
+      renewal_(/*high_priority=*/false),  // only the first casts are urgent, and nothing else runs then
       fan_(streams, std::move(pool)), own_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true)), casts_(groups) {}
 
 int64_t Published::bytes() const {

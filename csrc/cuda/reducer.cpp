@@ -12,7 +12,8 @@ namespace zcompile::cuda {
 namespace {
 
 constexpr int64_t regions = 3;  // one is pushed to while another is added up; the third takes up the slack
-constexpr int64_t most_region_bytes = 32 << 20;
+// The sum of a piece gets SMs only when a product ends, so fewer and larger pieces are through sooner.
+constexpr int64_t most_region_bytes = 64 << 20;
 constexpr int64_t alignment = 512;
 
 // Room for the largest gradient at the width of its master, but not more than a piece of a large one needs.

@@ -12,7 +12,7 @@ namespace zcompile::cuda {
 
 using Clock = std::chrono::steady_clock;
 
-Lane::Lane() : stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true)) {
+Lane::Lane(bool high_priority) : stream_(c10::cuda::getStreamFromPool(high_priority)) {
   C10_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&reached_), sizeof(uint32_t), cudaHostAllocMapped));
   *reached_ = 0;
 }
