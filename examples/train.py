@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--engine", choices=["zcompile", "eager", "fsdp2"], default="zcompile", help="eager: sharded, uncompiled")
     add("--inner", choices=["inductor", "aot_eager"], default="inductor", help="what zcompile hands its graphs to")
+    add("--transport", choices=["auto", "p2p", "nccl", "gloo"], default="auto", help="zcompile's wire")
     add("--steps", type=int, default=250)
     add("--batch", type=int, default=32, help="sequences per step over all ranks; a multiple of their number")
     add("--tokens", type=int, default=128, help="bytes per sequence")
@@ -165,7 +166,7 @@ def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
         return fully_shard(model)
     zcompile.shard(model)
     if args.engine == "zcompile":
-        model.compile(backend="zcompile", options={"inner": args.inner})
+        model.compile(backend="zcompile", options={"inner": args.inner, "transport": args.transport})
     return model
 
 

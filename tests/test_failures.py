@@ -32,6 +32,26 @@ def test_unknown_option():
         Settings.parse({"inner": "fast"})
 
 
+def transports(rank, world):
+    model = compiled(Transformer(), options={"transport": "gloo"})
+    assert "the model is on cpu" in zcompile.stats(model)["transport_reason"]
+    lm_loss(model, 0, rank).backward()
+    stats = zcompile.stats(model)
+    assert (stats["transport"], stats["transport_reason"], stats["transport_bytes"]) == ("gloo", "asked for", 0)
+    for wrong in ("p2p", "nccl"):
+        torch._dynamo.reset()
+        model = compiled(Transformer(), options={"transport": wrong})
+        raises(ValueError, f"'{wrong}' is not possible here: the model is on cpu. Use 'auto' or 'gloo'", lambda: lm_loss(model, 0, rank))
+
+
+def test_transport_option(ranks):
+    with pytest.raises(ValueError, match="'transport' must be one of auto, p2p, nccl, gloo, not 'rdma'"):
+        Settings.parse({"transport": "rdma"})
+    with pytest.raises(ValueError, match="'in_flight_bytes' must be at least 0"):
+        Settings.parse({"in_flight_bytes": -1})
+    ranks(2).run(transports)
+
+
 def bad_models(rank, world):
     model = zcompile.shard(Transformer())
     raises(RuntimeError, f"sharded already .rank {rank}", lambda: zcompile.shard(model))

@@ -79,7 +79,7 @@ class ShardedModel:
         self.groups = _groups(mesh)
         self.runtime = _C.Model(**self.groups)
         self.parameters: dict[str, ShardedParameter] = {}
-        self.transport = Choice("", "")
+        self.wanted_transport, self.transport = "", Choice("", "")
 
     def use_transport(self, wanted: str) -> None:
         """Change the wire to `wanted`, one of `zcompile.transport.TRANSPORTS`; all ranks together.
@@ -87,12 +87,12 @@ class ShardedModel:
         Raises:
             ValueError: not known, or not possible here.
         """
-        if self.transport.transport == wanted:
+        if wanted == self.wanted_transport:
             return
         choice = choose(wanted, self.mesh, lambda: _C.Model(**self.groups))
         if choice.transport != self.transport.transport:
             self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
-        self.transport = choice
+        self.wanted_transport, self.transport = wanted, choice
         log.info("zcompile: transport %s: %s", *choice)
 
     def bind(self, sharded: ShardedParameter) -> None:
