@@ -31,13 +31,37 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
-  at::AutoDispatchBelowADInplaceOrView below;
+Parameter* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
   auto& parameter = find_parameter(shard);
   TORCH_CHECK(
       shape == at::IntArrayRef(parameter.shape), "zcompile::gather: '", parameter.name, "' has shape ",
       at::IntArrayRef(parameter.shape), ", asked for ", shape);
-  return gather_start(parameter, dtype);
+  return &parameter;
+}
+
+// Shapes of several tensors travel through a schema as one list: the sizes, and how many of them each tensor has.
+std::vector<at::IntArrayRef> split_sizes(at::IntArrayRef sizes, at::IntArrayRef dims) {
+  std::vector<at::IntArrayRef> shapes;
+  size_t begin = 0;
+  for (const auto count : dims) {
+    shapes.push_back(sizes.slice(begin, count));
+    begin += count;
+  }
+  return shapes;
+}
+
+at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  return std::move(gather_start(find_to_gather(shard, shape), dtype).front());
+}
+
+std::vector<at::Tensor> gather_group_start_kernel(
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto shapes = split_sizes(sizes, dims);
+  std::vector<Parameter*> parameters;
+  for (size_t at = 0; at < shards.size(); ++at) parameters.push_back(find_to_gather(shards[at], shapes[at]));
+  return gather_start(parameters, dtype);
 }
 
 at::Tensor gather_wait_kernel(const at::Tensor& full) {
@@ -54,7 +78,14 @@ at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::Sca
 
 at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return reduce_start(find_parameter(shard), grad);
+  return std::move(reduce_start(&find_parameter(shard), grad).front());
+}
+
+std::vector<at::Tensor> reduce_group_start_kernel(at::TensorList grads, at::TensorList shards) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  std::vector<Parameter*> parameters;
+  for (const auto& shard : shards) parameters.push_back(&find_parameter(shard));
+  return reduce_start(parameters, grads);
 }
 
 at::Tensor reduce_wait_kernel(const at::Tensor& pending, const at::Tensor& /*grad*/) {
@@ -75,12 +106,26 @@ at::Tensor gather_meta(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
   return at::empty(shape, shard.options().dtype(dtype).requires_grad(false));
 }
 
+std::vector<at::Tensor> gather_group_meta(
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+  const auto shapes = split_sizes(sizes, dims);
+  std::vector<at::Tensor> fulls;
+  for (size_t at = 0; at < shards.size(); ++at) fulls.push_back(gather_meta(shards[at], shapes[at], dtype));
+  return fulls;
+}
+
 at::Tensor gather_wait_meta(const at::Tensor& full) {
   return at::alias(full);
 }
 
 at::Tensor reduce_meta(const at::Tensor& /*grad*/, const at::Tensor& shard) {
   return at::empty_like(shard, shard.options().requires_grad(false), at::MemoryFormat::Contiguous);
+}
+
+std::vector<at::Tensor> reduce_group_meta(at::TensorList grads, at::TensorList shards) {
+  std::vector<at::Tensor> outs;
+  for (size_t at = 0; at < shards.size(); ++at) outs.push_back(reduce_meta(grads[at], shards[at]));
+  return outs;
 }
 
 at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*/) {
@@ -182,10 +227,14 @@ TORCH_LIBRARY(zcompile, library) {
   library.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   // A new tensor that is being filled: only gather_wait may read it.
   library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  // New tensors that are being filled together. `sizes` are those of all, `dims` says how many each has.
+  library.def("gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype) -> Tensor[]");
   // The same memory, filled. It lives as long as its last reader, which the annotation tells Inductor.
   library.def("gather_wait(Tensor(a) full) -> Tensor(a)");
   // A new tensor that is being filled, while `grad` is being read.
   library.def("reduce_start(Tensor grad, Tensor shard) -> Tensor");
+  // New tensors that are being filled together, while `grads` are being read.
+  library.def("reduce_group_start(Tensor[] grads, Tensor[] shards) -> Tensor[]");
   // The same memory, filled. Takes `grad` because it is read until here: nobody may reuse it before.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }
@@ -198,6 +247,8 @@ TORCH_LIBRARY(zcompile, library) {
     library.impl("gather_wait", gather_wait_kernel);   \
     library.impl("reduce_start", reduce_start_kernel); \
     library.impl("reduce_wait", reduce_wait_kernel);   \
+    library.impl("gather_group_start", gather_group_start_kernel); \
+    library.impl("reduce_group_start", reduce_group_start_kernel); \
   }
 
 ZCOMPILE_KERNELS(CPU)
@@ -210,13 +261,15 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
   library.impl("gather_wait", gather_wait_meta);
   library.impl("reduce_start", reduce_meta);
   library.impl("reduce_wait", reduce_wait_meta);
+  library.impl("gather_group_start", gather_group_meta);
+  library.impl("reduce_group_start", reduce_group_meta);
 }
 
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
   library.impl("reduce", reduce_autograd);
   // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several microseconds.
-  for (const auto* op : {"gather_start", "gather_wait", "reduce_start", "reduce_wait"}) {
+  for (const auto* op : {"gather_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start", "reduce_group_start"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
 }

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/ops/view_native.h>
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -18,9 +19,25 @@ Storage storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
+// A transfer that several tensors may wait for; the first wait is for all.
+class Shared {
+ public:
+  explicit Shared(std::unique_ptr<Transfer> transfer) : transfer_(std::move(transfer)) {}
+  void wait() {
+    std::call_once(waited_, [this] {
+      transfer_->wait();
+      transfer_.reset();  // it may hold the tensors of all
+    });
+  }
+
+ private:
+  std::unique_ptr<Transfer> transfer_;
+  std::once_flag waited_;
+};
+
 // A transfer and the tensors it reads and writes, which must outlive it whatever the program does.
 struct InFlight {
-  std::unique_ptr<Transfer> transfer;
+  std::shared_ptr<Shared> transfer;
   at::Tensor destination;
   at::Tensor source;
 };
@@ -219,44 +236,73 @@ Parameter& find_parameter(const at::Tensor& shard) {
   return *parameter;
 }
 
-at::Tensor gather_start(Parameter& parameter, at::ScalarType dtype) {
-  auto& model = *parameter.model;
-  model.note_backward();
-  const auto options = parameter.shard.options().dtype(dtype).requires_grad(false);
-  // Padded to equal pieces, so that one collective serves all sizes; the full parameter is the front of it.
-  const int64_t padded_numel = parameter.replicated ? parameter.numel : parameter.chunk * model.world();
-  at::Tensor full, padded;
-  if (padded_numel == parameter.numel) {
-    full = at::empty(parameter.shape, options);
-    padded = at::native::view(full, {-1});
-  } else {
-    padded = at::empty({padded_numel}, options);
-    full = padded.narrow(0, 0, parameter.numel).view(parameter.shape);
+namespace {
+
+Model& model_of(c10::ArrayRef<Parameter*> parameters) {
+  auto& model = *parameters.front()->model;
+  for (const auto* parameter : parameters) {
+    TORCH_CHECK(parameter->model == &model, "zcompile: parameters of several sharded models are moved together");
   }
-  model.count_gather(full);
-  Registry::instance().start({model.transport().gather(parameter, padded), full, padded});
-  return full;
+  model.note_backward();
+  return model;
+}
+
+// The full parameter, and all of its storage: padded to equal pieces, so that one collective serves all sizes.
+std::pair<at::Tensor, at::Tensor> make_full(const Parameter& parameter, at::ScalarType dtype) {
+  const auto options = parameter.shard.options().dtype(dtype).requires_grad(false);
+  const int64_t padded_numel = parameter.replicated ? parameter.numel : parameter.chunk * parameter.model->world();
+  if (padded_numel == parameter.numel) {
+    auto full = at::empty(parameter.shape, options);
+    return {full, at::native::view(full, {-1})};
+  }
+  auto padded = at::empty({padded_numel}, options);
+  return {padded.narrow(0, 0, parameter.numel).view(parameter.shape), padded};
+}
+
+at::Tensor as_wire(const Parameter& parameter, const at::Tensor& grad) {
+  TORCH_CHECK(
+      grad.sizes() == at::IntArrayRef(parameter.shape), "zcompile::reduce: the gradient of '", parameter.name,
+      "' has shape ", grad.sizes(), ", the parameter ", at::IntArrayRef(parameter.shape));
+  const auto narrower = parameter.reduce_dtype &&
+      c10::elementSize(*parameter.reduce_dtype) < static_cast<size_t>(grad.element_size());
+  const auto wire = narrower ? grad.to(*parameter.reduce_dtype) : grad;
+  return wire.is_contiguous() ? wire : wire.contiguous();
+}
+
+}  // namespace
+
+std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype) {
+  auto& model = model_of(parameters);
+  std::vector<at::Tensor> fulls;
+  c10::SmallVector<GatherRequest, 1> requests;
+  for (const auto* parameter : parameters) {
+    auto [full, padded] = make_full(*parameter, dtype);
+    model.count_gather(full);
+    fulls.push_back(std::move(full));
+    requests.push_back({parameter, std::move(padded)});
+  }
+  const auto transfer = std::make_shared<Shared>(model.transport().gather(requests));
+  for (size_t at = 0; at < fulls.size(); ++at) Registry::instance().start({transfer, fulls[at], requests[at].padded});
+  return fulls;
 }
 
 void gather_wait(const at::Tensor& full) {
   wait_for(full, "gather_wait");
 }
 
-at::Tensor reduce_start(Parameter& parameter, const at::Tensor& grad) {
-  auto& model = *parameter.model;
-  model.note_backward();
-  TORCH_CHECK(
-      grad.sizes() == at::IntArrayRef(parameter.shape), "zcompile::reduce: the gradient of '", parameter.name,
-      "' has shape ", grad.sizes(), ", the parameter ", at::IntArrayRef(parameter.shape));
-  auto wire = grad;
-  if (parameter.reduce_dtype && c10::elementSize(*parameter.reduce_dtype) < static_cast<size_t>(grad.element_size())) {
-    wire = grad.to(*parameter.reduce_dtype);
+std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads) {
+  auto& model = model_of(parameters);
+  std::vector<at::Tensor> outs;
+  c10::SmallVector<ReduceRequest, 1> requests;
+  for (size_t at = 0; at < parameters.size(); ++at) {
+    auto wire = as_wire(*parameters[at], grads[at]);
+    model.count_reduce(wire);
+    outs.push_back(model.transport().make_gradient(*parameters[at]));
+    requests.push_back({parameters[at], std::move(wire), outs.back()});
   }
-  if (!wire.is_contiguous()) wire = wire.contiguous();
-  model.count_reduce(wire);
-  auto out = model.transport().make_gradient(parameter);
-  Registry::instance().start({model.transport().reduce(parameter, wire, out), out, wire});
-  return out;
+  const auto transfer = std::make_shared<Shared>(model.transport().reduce(requests));
+  for (size_t at = 0; at < outs.size(); ++at) Registry::instance().start({transfer, outs[at], requests[at].grad});
+  return outs;
 }
 
 void reduce_wait(const at::Tensor& pending) {

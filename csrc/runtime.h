@@ -120,9 +120,10 @@ class Model {
 // Finds the parameter of a shard; throws if `shard` is not one.
 Parameter& find_parameter(const at::Tensor& shard);
 
-at::Tensor gather_start(Parameter& parameter, at::ScalarType dtype);
+// Parameters that start together are of one model.
+std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype);
 void gather_wait(const at::Tensor& full);
-at::Tensor reduce_start(Parameter& parameter, const at::Tensor& grad);
+std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads);
 void reduce_wait(const at::Tensor& pending);
 
 }  // namespace zcompile

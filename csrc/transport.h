@@ -2,11 +2,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace zcompile {
 
@@ -21,23 +23,45 @@ class Transfer {
   virtual void wait() = 0;
 };
 
-// A transport moves one parameter at a time and is told nothing of schedules. Every rank of a model uses the same one.
+// Fills `padded` (flat, world * chunk elements of the wire's dtype) with every rank's piece, downcast, in rank order.
+struct GatherRequest {
+  const Parameter* parameter;
+  at::Tensor padded;
+};
+
+// Fills `out` (shaped like the shard) with this rank's slice of the mean over ranks of `grad`: the fp32 sum, in rank
+// order, of the gradients at the width at which they arrive, divided by the number of ranks.
+struct ReduceRequest {
+  Parameter* parameter;
+  at::Tensor grad;
+  at::Tensor out;
+};
+
+// Several transfers as one.
+class Transfers : public Transfer {
+ public:
+  void add(std::unique_ptr<Transfer> transfer) { transfers_.push_back(std::move(transfer)); }
+  void wait() override {
+    for (auto& transfer : transfers_) transfer->wait();
+  }
+
+ private:
+  std::vector<std::unique_ptr<Transfer>> transfers_;
+};
+
+// A transport is told what to move together, and nothing of schedules. Every rank of a model uses the same one.
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual std::string name() const = 0;
   // Device memory that it keeps for itself.
   virtual int64_t bytes() const { return 0; }
-
-  // Fills `padded` (flat, world * chunk elements of the wire's dtype) with every rank's piece, downcast, in rank order.
-  virtual std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) = 0;
-
   // An uninitialised gradient, shaped like the shard, for the next call of reduce.
   virtual at::Tensor make_gradient(const Parameter& parameter);
 
-  // Fills `out` (shaped like the shard) with this rank's slice of the mean over ranks of `grad`: the fp32 sum, in rank
-  // order, of the gradients at the width at which they arrive, divided by the number of ranks.
-  virtual std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) = 0;
+  // One transfer for all requests, which are at least one.
+  virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;
+  virtual std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) = 0;
 
   // All of this rank's reduces of one backward have been started.
   virtual void finish_backward() {}

@@ -5,6 +5,7 @@
 // fewer than the next. Where the model has a control group (on CPU), ranks therefore agree before each collective: each
 // says what it wants, the smallest want is done by all, and a rank that wanted something else takes part with its shard
 // (gather) or with zeros (reduce) and asks again. If all want the same, which is the rule, this is one small all-gather.
+// Parameters that start together are one want; unless all ranks have that very want, it falls into single ones.
 // A backward ends when all ranks say so; until then a rank that is through serves the others. What a rank's own backward
 // did not ask for is kept in Parameter::unclaimed and delivered then.
 //
@@ -15,9 +16,11 @@
 
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
+#include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <array>
 #include <tuple>
 
@@ -32,22 +35,38 @@ enum class Kind : int64_t { gather, reduce, done };
 
 struct Want {
   Kind kind = Kind::done;
-  int64_t parameter = 0;
+  int64_t what = 0;  // a parameter's index; of several parameters, a hash
   at::ScalarType dtype = at::kByte;
+  int64_t count = 1;
 
-  auto key() const { return std::tuple(kind, parameter, dtype); }
+  auto key() const { return std::tuple(kind, what, dtype, count); }
   bool operator==(const Want& other) const { return key() == other.key(); }
   bool operator<(const Want& other) const { return key() < other.key(); }
 };
 
-constexpr int64_t want_size = 3;
+constexpr int64_t want_size = 4;
+
+Want want_of(const GatherRequest& request) {
+  return {Kind::gather, request.parameter->index, request.padded.scalar_type()};
+}
+
+Want want_of(const ReduceRequest& request) {
+  return {Kind::reduce, request.parameter->index, request.grad.scalar_type()};
+}
+
+template <typename Request>
+Want want_of_all(c10::ArrayRef<Request> requests) {
+  auto want = want_of(requests.front());
+  for (const auto& request : requests.slice(1)) {
+    const auto next = want_of(request);
+    want.what = static_cast<int64_t>(c10::get_hash(want.what, next.what, static_cast<int64_t>(next.dtype)));
+  }
+  want.count = static_cast<int64_t>(requests.size());
+  return want;
+}
 
 at::Tensor as_bytes(const at::Tensor& flat) {
   return flat.view(at::kByte);  // one path for all dtypes, also those that a backend does not know
-}
-
-std::vector<at::Tensor> rows_of(const at::Tensor& matrix) {
-  return matrix.unbind(0);
 }
 
 Group resolve(const std::string& group_name) {
@@ -60,30 +79,66 @@ Group resolve(const std::string& group_name) {
   }
 }
 
-class C10dTransfer : public Transfer {
+// The works of several collectives; with NCCL they are one group, launched together. Other backends know no groups.
+class Works {
  public:
-  explicit C10dTransfer(Work work) : work_(std::move(work)) {}
-  void wait() override {
-    if (work_) work_->wait();
+  Works(Group group, c10::Device device, size_t count) : group_(std::move(group)), device_(device.type()) {
+    coalesced_ = count > 1 && device.is_cuda();
+    if (coalesced_) group_->startCoalescing(device_);
+  }
+  c10d::ProcessGroup& group() { return *group_; }
+  void add(Work work) {
+    if (!coalesced_ && work) works_.push_back(std::move(work));
+  }
+  std::vector<Work> end() {
+    if (coalesced_) works_.push_back(group_->endCoalescing(device_));
+    return std::move(works_);
   }
 
  private:
-  Work work_;
+  Group group_;
+  c10::DeviceType device_;
+  bool coalesced_;
+  std::vector<Work> works_;
 };
 
-class C10dTransport;
-
-class C10dReduce : public Transfer {
+class C10dTransfer : public Transfer {
  public:
-  C10dReduce(C10dTransport& transport, Work work, at::Tensor received, at::Tensor out)
-      : transport_(transport), work_(std::move(work)), received_(std::move(received)), out_(std::move(out)) {}
-  void wait() override;
+  explicit C10dTransfer(std::vector<Work> works) : works_(std::move(works)) {}
+  void wait() override {
+    for (auto& work : works_) work->wait();
+  }
 
  private:
-  C10dTransport& transport_;
-  Work work_;
-  at::Tensor received_;  // one row per rank
-  at::Tensor out_;
+  std::vector<Work> works_;
+};
+
+class C10dReduce : public C10dTransfer {
+ public:
+  struct Sum {
+    at::Tensor received;  // one row per rank
+    at::Tensor out;
+  };
+
+  C10dReduce(Model& model, std::vector<Work> works, std::vector<Sum> sums)
+      : C10dTransfer(std::move(works)), model_(model), sums_(std::move(sums)) {}
+
+  void wait() override {
+    C10dTransfer::wait();
+    for (const auto& [received, out] : sums_) {
+      if (model_.groups().replicate.empty()) {
+        mean(received.unbind(0), static_cast<double>(model_.world()), out);
+        continue;
+      }
+      auto sum = at::empty({received.size(1)}, received.options().dtype(sum_dtype(received.scalar_type())));
+      mean(received.unbind(0), 1.0, sum);
+      mean_over_replicas(model_, sum, out);
+    }
+  }
+
+ private:
+  Model& model_;
+  std::vector<Sum> sums_;
 };
 
 class C10dTransport : public Transport {
@@ -92,73 +147,97 @@ class C10dTransport : public Transport {
 
   std::string name() const override { return resolve(model_.groups().gather)->getBackendName(); }
 
-  std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) override {
-    if (parameter.replicated) {
-      padded.copy_(parameter.shard.reshape({-1}));
-      return std::make_unique<C10dTransfer>(nullptr);
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
+    std::vector<GatherRequest> sharded;
+    for (const auto& request : requests) {
+      if (request.parameter->replicated) {
+        cast({request.parameter->shard.reshape({-1})}, {request.padded});
+      } else {
+        sharded.push_back(request);
+      }
     }
-    meet({Kind::gather, parameter.index, padded.scalar_type()});
-    return start_gather(parameter, padded);
+    if (sharded.empty()) return std::make_unique<C10dTransfer>(std::vector<Work>());
+    return agree_and<GatherRequest>(sharded, [this](auto agreed) { return start_gather(agreed); });
   }
 
-  std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) override {
-    meet({Kind::reduce, parameter.index, grad.scalar_type()});
-    return start_reduce(parameter, grad, out);
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
+    return agree_and<ReduceRequest>(requests, [this](auto agreed) { return start_reduce(agreed); });
   }
 
-  void finish_backward() override { meet({Kind::done}); }
-
-  void finish_reduce(const at::Tensor& received, const at::Tensor& out) {
-    if (model_.groups().replicate.empty()) {
-      mean(rows_of(received), static_cast<double>(model_.world()), out);
-      return;
-    }
-    auto sum = at::empty({received.size(1)}, received.options().dtype(sum_dtype(received.scalar_type())));
-    mean(rows_of(received), 1.0, sum);
-    mean_over_replicas(model_, sum, out);
-  }
+  void finish_backward() override { agree({}, ""); }
 
  private:
-  std::unique_ptr<Transfer> start_gather(const Parameter& parameter, const at::Tensor& padded) {
-    auto ranks = resolve(model_.groups().gather);
+  std::unique_ptr<Transfer> start_gather(c10::ArrayRef<GatherRequest> requests) {
     const auto rank = model_.rank();
-    auto slot = padded.narrow(0, rank * parameter.chunk, parameter.chunk);
-    cast({parameter.shard.reshape({-1})}, {slot.narrow(0, 0, parameter.length_of(rank))});
-    if (model_.world() == 1) return std::make_unique<C10dTransfer>(nullptr);
-    return std::make_unique<C10dTransfer>(all_gather(*ranks, as_bytes(padded), as_bytes(slot)));
+    std::vector<at::Tensor> shards, places, slots;
+    for (const auto& [parameter, padded] : requests) {
+      shards.push_back(parameter->shard.reshape({-1}));
+      slots.push_back(padded.narrow(0, rank * parameter->chunk, parameter->chunk));
+      places.push_back(slots.back().narrow(0, 0, parameter->length_of(rank)));
+    }
+    cast(shards, places);
+    if (model_.world() == 1) return std::make_unique<C10dTransfer>(std::vector<Work>());
+    Works works(resolve(model_.groups().gather), slots.front().device(), requests.size());
+    for (size_t at = 0; at < requests.size(); ++at) {
+      works.add(all_gather(works.group(), as_bytes(requests[at].padded), as_bytes(slots[at])));
+    }
+    return std::make_unique<C10dTransfer>(works.end());
   }
 
-  std::unique_ptr<Transfer> start_reduce(const Parameter& parameter, const at::Tensor& grad, const at::Tensor& out) {
+  std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
+    Works works(resolve(model_.groups().reduce), requests.front().grad.device(), requests.size());
+    std::vector<C10dReduce::Sum> sums;
+    for (const auto& [parameter, grad, out] : requests) {
+      auto received = at::empty({model_.world(), parameter->length_of(model_.rank())}, grad.options());
+      works.add(exchange(works.group(), *parameter, as_bytes(received.view({-1})), as_bytes(grad.view({-1}))));
+      sums.push_back({std::move(received), out});
+    }
+    return std::make_unique<C10dReduce>(model_, works.end(), std::move(sums));
+  }
+
+  // Sends every rank its slice; receives this rank's slices of all.
+  Work exchange(c10d::ProcessGroup& ranks, const Parameter& parameter, at::Tensor received, at::Tensor sent) {
+    if (parameter.replicated) return all_gather(ranks, received, sent);
     const auto world = model_.world();
-    auto ranks = resolve(model_.groups().reduce);
-    auto received = at::empty({world, parameter.length_of(model_.rank())}, grad.options());
-    auto received_bytes = as_bytes(received.view({-1}));
-    auto sent_bytes = as_bytes(grad.view({-1}));
-    if (parameter.replicated) {
-      return std::make_unique<C10dReduce>(*this, all_gather(*ranks, received_bytes, sent_bytes), received, out);
-    }
-    std::vector<int64_t> sent_splits, received_splits(world, received_bytes.numel() / world);
-    for (int64_t rank = 0; rank < world; ++rank) {
-      sent_splits.push_back(parameter.length_of(rank) * static_cast<int64_t>(grad.element_size()));
-    }
-    auto work = all_to_all(*ranks, received_bytes, sent_bytes, received_splits, sent_splits);
-    return std::make_unique<C10dReduce>(*this, std::move(work), received, out);
+    const auto width = sent.numel() / std::max<int64_t>(parameter.numel, 1);
+    std::vector<int64_t> sent_splits, received_splits(world, received.numel() / world);
+    for (int64_t rank = 0; rank < world; ++rank) sent_splits.push_back(parameter.length_of(rank) * width);
+    return all_to_all(ranks, received, sent, received_splits, sent_splits);
   }
 
-  // Returns when all ranks are about to do `mine`; takes part in what others want first.
-  void meet(const Want& mine) {
-    if (model_.groups().control.empty()) return;
+  // Starts `requests` when all ranks are about to: together if all have the very same, else one by one.
+  template <typename Request, typename Start>
+  std::unique_ptr<Transfer> agree_and(c10::ArrayRef<Request> requests, Start start) {
+    if (model_.groups().control.empty() || agree(want_of_all(requests), requests.front().parameter->name)) {
+      return start(requests);
+    }
+    auto transfers = std::make_unique<Transfers>();
+    for (const auto& request : requests) {
+      agree(want_of(request), request.parameter->name);
+      transfers->add(start(c10::ArrayRef<Request>(request)));
+    }
+    return transfers;
+  }
+
+  // Returns true when all ranks are about to do `mine`, having taken part in what others wanted first; false if `mine` is
+  // of several parameters and another rank wants something else.
+  bool agree(const Want& mine, const std::string& name) {
+    if (model_.groups().control.empty()) return true;
     for (;;) {
-      const auto next = smallest_want(mine);
-      if (next == mine) return;
+      const auto wants = all_wants(mine, name);
+      if (std::all_of(wants.begin(), wants.end(), [&](const Want& want) { return want == mine; })) return true;
+      if (mine.count > 1) return false;
+      if (std::any_of(wants.begin(), wants.end(), [](const Want& want) { return want.count > 1; })) continue;
+      const auto next = *std::min_element(wants.begin(), wants.end());
+      if (next == mine) return true;
       serve(next);
     }
   }
 
-  Want smallest_want(const Want& mine) {
+  std::vector<Want> all_wants(const Want& mine, const std::string& name) {
     auto ranks = resolve(model_.groups().control);
     std::array<int64_t, want_size> sent_values{
-        static_cast<int64_t>(mine.kind), mine.parameter, static_cast<int64_t>(mine.dtype)};
+        static_cast<int64_t>(mine.kind), mine.what, static_cast<int64_t>(mine.dtype), mine.count};
     std::vector<int64_t> received_values(ranks->getSize() * want_size);
     auto sent = at::from_blob(sent_values.data(), {want_size}, at::kLong);
     auto received = at::from_blob(received_values.data(), {ranks->getSize() * want_size}, at::kLong);
@@ -167,40 +246,33 @@ class C10dTransport : public Transport {
     } catch (const std::exception& error) {
       const auto what = mine.kind == Kind::done ? "finish a backward pass" : mine.kind == Kind::gather ? "gather" : "reduce";
       TORCH_CHECK(
-          false, "zcompile: rank ", ranks->getRank(), " wanted to ", what,
-          mine.kind == Kind::done ? "" : " '" + model_.parameter(mine.parameter).name + "'",
+          false, "zcompile: rank ", ranks->getRank(), " wanted to ", what, name.empty() ? "" : " '" + name + "'",
           ", but other ranks did not answer: a rank stopped, or left the training loop early. ", error.what());
     }
-    Want smallest = mine;
+    std::vector<Want> wants;
     for (size_t at = 0; at < received_values.size(); at += want_size) {
-      const Want want{
-          static_cast<Kind>(received_values[at]), received_values[at + 1],
-          static_cast<at::ScalarType>(received_values[at + 2])};
-      if (want < smallest) smallest = want;
+      wants.push_back(
+          {static_cast<Kind>(received_values[at]), received_values[at + 1],
+           static_cast<at::ScalarType>(received_values[at + 2]), received_values[at + 3]});
     }
-    return smallest;
+    return wants;
   }
 
   void serve(const Want& want) {
-    auto& parameter = model_.parameter(want.parameter);
+    auto& parameter = model_.parameter(want.what);
     const auto options = parameter.shard.options().dtype(want.dtype).requires_grad(false);
     if (want.kind == Kind::gather) {
-      auto padded = at::empty({parameter.chunk * model_.world()}, options);
-      start_gather(parameter, padded)->wait();
+      const GatherRequest request{&parameter, at::empty({parameter.chunk * model_.world()}, options)};
+      start_gather(request)->wait();
       return;
     }
-    auto out = at::empty_like(parameter.shard, parameter.shard.options().requires_grad(false));
-    start_reduce(parameter, at::zeros(parameter.shape, options), out)->wait();
+    auto out = make_gradient(parameter);
+    start_reduce(ReduceRequest{&parameter, at::zeros(parameter.shape, options), out})->wait();
     parameter.unclaimed = parameter.unclaimed.defined() ? parameter.unclaimed.add_(out) : out;
   }
 
   Model& model_;
 };
-
-void C10dReduce::wait() {
-  if (work_) work_->wait();
-  transport_.finish_reduce(received_, out_);
-}
 
 }  // namespace
 
@@ -208,7 +280,7 @@ void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out) {
   auto replicas = resolve(model.groups().replicate);
   auto rows = at::empty({replicas->getSize(), sum.numel()}, sum.options());
   all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
-  mean(rows_of(rows), static_cast<double>(model.world() * replicas->getSize()), out);
+  mean(rows.unbind(0), static_cast<double>(model.world() * replicas->getSize()), out);
 }
 
 std::unique_ptr<Transport> make_c10d_transport(Model& model) {

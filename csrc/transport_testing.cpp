@@ -16,45 +16,55 @@ namespace {
 
 class LateGather : public Transfer {
  public:
-  LateGather(at::Tensor arrived, at::Tensor padded) : arrived_(std::move(arrived)), padded_(std::move(padded)) {}
-  void wait() override { padded_.copy_(arrived_); }
+  LateGather(std::vector<at::Tensor> arrived, c10::ArrayRef<GatherRequest> requests)
+      : arrived_(std::move(arrived)), requests_(requests.vec()) {}
+  void wait() override {
+    for (size_t at = 0; at < arrived_.size(); ++at) requests_[at].padded.copy_(arrived_[at]);
+  }
 
  private:
-  at::Tensor arrived_, padded_;
+  std::vector<at::Tensor> arrived_;
+  std::vector<GatherRequest> requests_;
 };
 
 class LateReduce : public Transfer {
  public:
-  LateReduce(Transport& inner, Parameter& parameter, at::Tensor grad, at::Tensor out)
-      : inner_(inner), parameter_(parameter), grad_(std::move(grad)), out_(std::move(out)) {}
-  void wait() override { inner_.reduce(parameter_, grad_, out_)->wait(); }
+  LateReduce(Transport& inner, c10::ArrayRef<ReduceRequest> requests) : inner_(inner), requests_(requests.vec()) {}
+  void wait() override { inner_.reduce(requests_)->wait(); }
 
  private:
   Transport& inner_;
-  Parameter& parameter_;
-  at::Tensor grad_, out_;
+  std::vector<ReduceRequest> requests_;
 };
 
 class LateTransport : public Transport {
  public:
   explicit LateTransport(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}
   std::string name() const override { return "late " + inner_->name(); }
+  int64_t bytes() const override { return inner_->bytes(); }
 
-  std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) override {
-    auto arrived = at::empty_like(padded);
-    inner_->gather(parameter, arrived)->wait();
-    padded.fill_(std::numeric_limits<double>::quiet_NaN());
-    return std::make_unique<LateGather>(arrived, padded);
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
+    std::vector<at::Tensor> arrived;
+    std::vector<GatherRequest> elsewhere;
+    for (const auto& request : requests) {
+      arrived.push_back(at::empty_like(request.padded));
+      elsewhere.push_back({request.parameter, arrived.back()});
+    }
+    inner_->gather(elsewhere)->wait();
+    for (auto request : requests) request.padded.fill_(nan);
+    return std::make_unique<LateGather>(std::move(arrived), requests);
   }
 
-  std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) override {
-    out.fill_(std::numeric_limits<double>::quiet_NaN());
-    return std::make_unique<LateReduce>(*inner_, parameter, grad, out);
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
+    for (auto request : requests) request.out.fill_(nan);
+    return std::make_unique<LateReduce>(*inner_, requests);
   }
 
   void finish_backward() override { inner_->finish_backward(); }
 
  private:
+  static constexpr auto nan = std::numeric_limits<double>::quiet_NaN();
+
   std::unique_ptr<Transport> inner_;
 };
 
@@ -66,16 +76,16 @@ class DelayedTransport : public Transport {
   std::string name() const override { return "delayed " + inner_->name(); }
   int64_t bytes() const override { return inner_->bytes(); }
 
-  std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) override {
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
     delay();
-    auto transfer = inner_->gather(parameter, padded);
+    auto transfer = inner_->gather(requests);
     delay();
     return transfer;
   }
 
-  std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) override {
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
     delay();
-    auto transfer = inner_->reduce(parameter, grad, out);
+    auto transfer = inner_->reduce(requests);
     delay();
     return transfer;
   }
@@ -103,8 +113,8 @@ class NoTransfer : public Transfer {
 class LoopbackTransport : public Transport {
  public:
   std::string name() const override { return "loopback"; }
-  std::unique_ptr<Transfer> gather(const Parameter&, at::Tensor) override { return std::make_unique<NoTransfer>(); }
-  std::unique_ptr<Transfer> reduce(Parameter&, at::Tensor, at::Tensor) override { return std::make_unique<NoTransfer>(); }
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest>) override { return std::make_unique<NoTransfer>(); }
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest>) override { return std::make_unique<NoTransfer>(); }
 };
 
 }  // namespace

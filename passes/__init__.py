@@ -5,6 +5,7 @@ from functools import partial
 
 from torch.fx import Graph
 
+from zcompile.passes.bucket import bucket
 from zcompile.passes.downcast import downcast
 from zcompile.passes.overlap import overlap
 from zcompile.passes.recompute import recompute
@@ -18,12 +19,17 @@ Pass = Callable[[Graph], None]
 # On the joint graph, before it is split into forward and backward.
 JOINT: tuple[Pass, ...] = (unify, sum_reduces, downcast, narrow_reduces, recompute)
 
-def schedule(in_flight_bytes: int) -> tuple[Pass, ...]:
+def schedule(in_flight_bytes: int, bucket_bytes: int) -> tuple[Pass, ...]:
     """Passes on each of the graphs that come of it.
 
     Downcast again: a parameter that forward reads in fp32 too may be bf16 in backward.
     """
-    return downcast, sink, partial(overlap, in_flight_bytes=in_flight_bytes)
+    return (
+        downcast,
+        sink,
+        partial(overlap, in_flight_bytes=in_flight_bytes),
+        partial(bucket, bucket_bytes=bucket_bytes),
+    )
 
 
 def run(graph: Graph, passes: Sequence[Pass]) -> None:

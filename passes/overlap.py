@@ -14,7 +14,7 @@ from zcompile.graph import (
     calls,
     forget,
     insert,
-    value,
+    nbytes,
 )
 
 
@@ -33,10 +33,10 @@ def _split_gathers(graph: Graph, in_flight_bytes: int) -> None:
     starts = []
     ahead_of, on_the_way = -1, 0  # gathers after `ahead_of` start where that one is waited for
     for at, gather in enumerate(gathers):
-        on_the_way += _bytes(gather)
+        on_the_way += nbytes(gather)
         while on_the_way > in_flight_bytes and ahead_of < at - 1:
             ahead_of += 1
-            on_the_way -= _bytes(gathers[ahead_of])
+            on_the_way -= nbytes(gathers[ahead_of])
         starts.append(insert(graph, gathers[max(ahead_of, 0)], GATHER_START, *gather.args, like=gather))
     for gather, start in zip(gathers, starts, strict=True):
         forget(graph, gather, insert(graph, gather, GATHER_WAIT, start, like=gather))
@@ -54,14 +54,11 @@ def _split_reduces(graph: Graph, in_flight_bytes: int) -> None:
         if not only_returned:
             continue
         waits.append(wait)
-        on_the_way += _bytes(grad)
+        on_the_way += nbytes(grad)
         while on_the_way > in_flight_bytes and len(waits) > 1:
-            on_the_way -= _bytes(waits[0].args[1])
+            on_the_way -= nbytes(waits[0].args[1])
             place.append(waits[0])
             place = waits.popleft()
     for wait in waits:
         graph.output_node().prepend(wait)
 
-
-def _bytes(node: Node) -> int:
-    return value(node).numel() * value(node).dtype.itemsize

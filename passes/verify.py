@@ -4,9 +4,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from zcompile.graph import (
     GATHER,
+    GATHER_GROUP_START,
     GATHER_START,
     GATHER_WAIT,
     REDUCE,
+    REDUCE_GROUP_START,
     REDUCE_START,
     REDUCE_WAIT,
     calls,
@@ -14,6 +16,7 @@ from zcompile.graph import (
     is_narrowing,
     moved,
     readers,
+    started,
 )
 
 
@@ -27,19 +30,30 @@ def verify(graph: Graph, after: str) -> None:
     Raises:
         VerificationError: names the pass and the first offending node.
     """
-    _require_unique(after, "gathers a parameter again", *_keys(graph, GATHER, 0, 2), *_keys(graph, GATHER_START, 0, 2))
-    for node in calls(graph, GATHER_START):
-        _require(_only_user_is(node, GATHER_WAIT), after, node, "must have one user, its wait")
+    gathers = [(node, (node.args[0], node.args[2])) for node in calls(graph, GATHER)]
+    gathering = {}
+    for start in calls(graph, GATHER_START, GATHER_GROUP_START):
+        shards = start.args[0] if start.target is GATHER_GROUP_START else [start.args[0]]
+        for tensor, shard in zip(_waited_once(start, after, len(shards), GATHER_WAIT), shards, strict=True):
+            gathering[tensor] = start
+            gathers.append((start, (shard, start.args[-1])))
     for node in calls(graph, GATHER_WAIT):
-        _require(node.args[0].target is GATHER_START, after, node, "waits for something that is no gather")
-    for node in calls(graph, REDUCE_START):
-        _require(_only_user_is(node, REDUCE_WAIT), after, node, "must have one user, its wait")
+        _require(node.args[0] in gathering, after, node, "waits for something that is no gather")
+    _require_unique(after, "gathers a parameter again", gathers)
+
+    reduces = [(node, node.args[1]) for node in calls(graph, REDUCE)]
+    reducing = {}
+    for start in calls(graph, REDUCE_START, REDUCE_GROUP_START):
+        grads, shards = start.args if start.target is REDUCE_GROUP_START else ([arg] for arg in start.args)
+        for tensor, grad, shard in zip(_waited_once(start, after, len(shards), REDUCE_WAIT), grads, shards, strict=True):
+            reducing[tensor] = grad
+            reduces.append((start, shard))
     for node in calls(graph, REDUCE_WAIT):
-        start, grad = node.args
-        _require(start.target is REDUCE_START, after, node, "waits for something that is no reduce")
-        _require(start.args[0] is grad, after, node, "must hold the gradient that its start reads")
+        pending, grad = node.args
+        _require(pending in reducing, after, node, "waits for something that is no reduce")
+        _require(reducing[pending] is grad, after, node, "must hold the gradient that its start reads")
     if after != "unify":  # sums come next
-        _require_unique(after, "reduces a parameter again", *_keys(graph, REDUCE, 1), *_keys(graph, REDUCE_START, 1))
+        _require_unique(after, "reduces a parameter again", reduces)
 
 
 def verify_widths(graph: Graph) -> None:
@@ -70,15 +84,16 @@ def verify_partition(forward: GraphModule, num_outputs: int) -> None:
         _require(node not in full or node in returned, "partition", node, "is saved for backward and pins a full parameter")
 
 
-def _only_user_is(node: Node, target) -> bool:
-    return [user.target for user in node.users] == [target]
+def _waited_once(start: Node, after: str, count: int, wait) -> list[Node]:
+    """What `start` fills, `count` tensors in order, each of which has one user, its wait."""
+    tensors = started(start)
+    _require(len(tensors) == count, after, start, f"must start {count} tensors")
+    for tensor in tensors:
+        _require([user.target for user in tensor.users] == [wait], after, tensor, "must have one user, its wait")
+    return tensors
 
 
-def _keys(graph: Graph, target, *positions: int) -> list[tuple[Node, tuple]]:
-    return [(node, tuple(node.args[position] for position in positions)) for node in calls(graph, target)]
-
-
-def _require_unique(after: str, what: str, *keyed: tuple[Node, tuple]) -> None:
+def _require_unique(after: str, what: str, keyed: list[tuple[Node, object]]) -> None:
     seen = set()
     for node, key in keyed:
         _require(key not in seen, after, node, what)

@@ -233,7 +233,7 @@ def fx_order(graph):
     order = []
     for node in graph.nodes:
         if node.target in short:
-            order.append(f"{short[node.target]} {number[node if node in number else node.args[0]]}")
+            order.append(f"{short[node.target]} {number.get(node if node in number else node.args[0])}")
         elif node.target is torch.ops.aten.mm.default:
             order.append("mm")
     return order
@@ -249,7 +249,7 @@ def code_order(code):
             if what == "start":
                 number[name] = count[kind]
                 count[kind] += 1
-            order.append(f"{kind}_{what} {number[name if what == 'start' else argument]}")
+            order.append(f"{kind}_{what} {number.get(name if what == 'start' else argument)}")
         elif alias := re.match(r"\s+(\w+) = (\w+)\s*(;|#|$)", line):
             number[alias[1]] = number.get(alias[2])
         elif "extern_kernels.mm(" in line:
@@ -257,10 +257,11 @@ def code_order(code):
     return order
 
 
-def late_step(rank, world, sabotage=None):
+def late_step(rank, world, sabotage=None, in_flight_bytes=0, bucket_bytes=0):
     """One step on Inductor beside the unsharded model, on a transport that is late: NaN until the wait.
 
-    Returns the worst `error` of loss and gradients; the order of forward and of backward in FX; and in generated code.
+    Returns the worst `error` of loss and gradients; the order of forward and of backward in FX, and in generated code; and
+    that code.
     """
     torch.manual_seed(0)
     reference = ThreeLayers()
@@ -270,7 +271,7 @@ def late_step(rank, world, sabotage=None):
     planned = []
 
     def schedule(graph):
-        passes.run(graph, passes.schedule(in_flight_bytes=0))
+        passes.run(graph, passes.schedule(in_flight_bytes, bucket_bytes))
         if sabotage is not None:
             sabotage(graph)
         planned.append(fx_order(graph))
@@ -289,13 +290,13 @@ def late_step(rank, world, sabotage=None):
     pairs = [(loss, expected[rank].detach())]
     grads = zip(model.parameters(), reference.parameters(), strict=True)
     pairs += [(ours.grad.full_tensor(), theirs.grad) for ours, theirs in grads]
-    return max(error(*pair) for pair in pairs), planned, [code_order(code) for code in codes]
+    return max(error(*pair) for pair in pairs), planned, [code_order(code) for code in codes], codes
 
 
 def test_prefetch_of_one_survives_inductor(ranks):
     """Generated code has our ops and the products in the planned order, and is right however late data comes."""
     forward = "gather_start 0, gather_start 1, gather_wait 0, mm, gather_start 2, gather_wait 1, mm, gather_wait 2, mm"
-    for worst, planned, generated in ranks(2).run(late_step):
+    for worst, planned, generated, _ in ranks(2).run(late_step):
         assert worst < RIGHT
         assert len(generated) == 2 and generated == planned
         assert generated[0] == forward.split(", ")
@@ -310,4 +311,23 @@ def test_prefetch_of_one_survives_inductor(ranks):
 @pytest.mark.parametrize("sabotage", [reads_before_waiting, forgets_the_gradient])
 def test_what_is_in_flight_is_read_or_reused_unless_the_waits_forbid_it(ranks, sabotage):
     """Why the numbers above are right. In the second, Inductor writes another result over a gradient in flight."""
-    assert max(worst for worst, _, _ in ranks(2).run(late_step, sabotage)) > WRONG
+    assert max(worst for worst, *_ in ranks(2).run(late_step, sabotage)) > WRONG
+
+
+def test_groups_are_waited_for_one_by_one_and_freed_one_by_one(ranks):
+    """What starts together has a wait of its own each, and the list that the group came in lets go at once."""
+    for worst, _, _, (forward, backward) in ranks(2).run(late_step, None, 1 << 20, 1 << 20):
+        assert worst < RIGHT
+        for code, kind, count in ((forward, "gather", 3), (backward, "gather", 2), (backward, "reduce", 3)):
+            name, tensors = re.search(rf"(\w+) = torch\.ops\.zcompile\.{kind}_group_start\.default\(\[(.*?)\]", code).groups()
+            assert len(tensors.split(",")) == count
+            assert len(re.findall(rf"\w+ = {name}\[\d\]", code)) == count
+            rest = code[code.index(f"{name} = torch") :]
+            assert rest.index(f"del {name}\n") < rest.index(f"zcompile.{kind}_wait")
+            assert rest.count(f"zcompile.{kind}_wait.default(") == count
+
+
+def test_groups_keep_to_their_bytes(ranks):
+    matrix_bytes = 4 * WIDTH**2
+    for _, _, _, (forward, _) in ranks(2).run(late_step, None, 1 << 20, 2 * matrix_bytes):
+        assert forward.count("zcompile.gather_group_start.default(") == 1 == forward.count("zcompile.gather_start.default(")

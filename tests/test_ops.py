@@ -62,6 +62,12 @@ def check_schemas(rank, world):
     check(ops.reduce_wait.default, lambda: (arriving(ops.reduce_start(grad, shard), mean), grad), alias=True)
     check(ops.reduce.default, lambda: (grad, shard))
 
+    module, leaves = shards(world, (5, 3), (), (7,))
+    some = [leaf.detach() for leaf in leaves]
+    grads = [torch.randn(5, 3), torch.randn(()), torch.randn(7)]
+    check(ops.gather_group_start.default, lambda: (some, [5, 3, 7], [2, 0, 1], torch.bfloat16), values=False)
+    check(ops.reduce_group_start.default, lambda: (grads, some), values=False)
+
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_schemas(ranks, world):
@@ -82,6 +88,32 @@ def test_the_checks_find_a_schema_that_lies(ranks):
     ranks(1).run(lying_wait_fails)
 
 
+def groups_equal_singles(rank, world):
+    shapes = [(13, 7), (), (1, 5), (0, 4), (8,)]
+    sizes, dims = [size for shape in shapes for size in shape], [len(shape) for shape in shapes]
+    module, leaves = shards(world, *shapes)
+    some = [leaf.detach() for leaf in leaves]
+    grads = [torch.randn(shape) for shape in shapes]
+    fulls = ops.gather_group_start(some, sizes, dims, torch.bfloat16)
+    for full, shard, shape in reversed(list(zip(fulls, some, shapes, strict=True))):  # waits come in any order
+        assert torch.equal(ops.gather_wait(full), ops.gather(shard, list(shape), torch.bfloat16))
+    outs = ops.reduce_group_start(grads, some)
+    for out, grad, shard in reversed(list(zip(outs, grads, some, strict=True))):
+        assert torch.equal(ops.reduce_wait(out, grad), ops.reduce(grad, shard))
+    if rank == 0:  # the same groups, cut differently on each rank
+        fulls = ops.gather_group_start(some, sizes, dims, torch.float32)
+    else:
+        fulls = [ops.gather_start(some[0], [13, 7], torch.float32)]
+        fulls += ops.gather_group_start(some[1:], sizes[2:], dims[1:], torch.float32)
+    for full, shard, shape in zip(fulls, some, shapes, strict=True):
+        assert torch.equal(ops.gather_wait(full), ops.gather(shard, list(shape), torch.float32))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_groups_equal_singles(ranks, world):
+    ranks(world).run(groups_equal_singles)
+
+
 def check_errors(rank, world):
     module, (leaf,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="not in flight"):
@@ -98,6 +130,9 @@ def check_errors(rank, world):
         ops.reduce(torch.zeros(5, 3), torch.zeros(3, 3))
     with pytest.raises(RuntimeError, match="'p0' has shape .5, 3., asked for .3, 5."):
         ops.gather(leaf, [3, 5], torch.float32)
+    other, (foreign,) = shards(world, (5, 3))
+    with pytest.raises(RuntimeError, match="several sharded models are moved together"):
+        ops.gather_group_start([leaf.detach(), foreign.detach()], [5, 3, 5, 3], [2, 2], torch.float32)
     with pytest.raises(RuntimeError, match="gradient of 'p0' has shape"):
         ops.reduce(torch.zeros(4, 3), leaf)
     out = module.p0.square().sum()

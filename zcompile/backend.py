@@ -17,7 +17,16 @@ from torch.fx import Graph, GraphModule
 
 from zcompile import passes
 from zcompile.config import Settings
-from zcompile.graph import GATHER, GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
+from zcompile.graph import (
+    GATHER,
+    GATHER_GROUP_START,
+    GATHER_START,
+    GATHER_WAIT,
+    REDUCE_GROUP_START,
+    REDUCE_START,
+    REDUCE_WAIT,
+    calls,
+)
 from zcompile.passes.verify import verify_partition
 from zcompile.sharding import model_of
 
@@ -94,7 +103,7 @@ def _compile_aot_eager(gm: GraphModule, example_inputs: Sequence[Any], settings:
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool):
         if joint:
             passes.run(graph_module.graph, passes.JOINT)
-        passes.run(graph_module.graph, passes.schedule(settings.in_flight_bytes))
+        passes.run(graph_module.graph, passes.schedule(settings.in_flight_bytes, settings.bucket_bytes))
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
@@ -116,7 +125,9 @@ def _compile_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: 
         **(list_mode_options(mode) if mode else {}),
         "joint_custom_pre_pass": _Passes(passes.JOINT),
         "custom_partitioner_fn": _Partitioner(),
-        "post_grad_custom_post_pass": _Passes(passes.schedule(settings.in_flight_bytes), settings.in_flight_bytes),
+        "post_grad_custom_post_pass": _Passes(
+            passes.schedule(settings.in_flight_bytes, settings.bucket_bytes), settings.in_flight_bytes, settings.bucket_bytes
+        ),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
         **settings.inductor,
     }
@@ -165,7 +176,8 @@ def _register_lowerings() -> None:
     """Keep zcompile's ops in FX order: Inductor would order them by data dependence alone."""
     from torch._inductor.lowering import fallback_handler, register_lowering
 
-    for op in (GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT):
+    ours = (GATHER_START, GATHER_GROUP_START, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT)
+    for op in ours:
         register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, fallback_handler(op, False)))
 
 

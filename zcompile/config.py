@@ -26,6 +26,10 @@ class Settings:
     """Most bytes of full parameters that may be on their way ahead of their readers, and of gradients whose reduce has not
     been waited for: two of the largest matrices of a 7 B model in bf16. One of each is always on its way."""
 
+    bucket_bytes: int = 8 << 20
+    """Most bytes of full parameters, or of gradients, that travel as one transfer: what NVLink moves in about the time that
+    starting a transfer takes. 0: each travels alone."""
+
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> "Settings":
         """Settings from a user's options.
@@ -47,6 +51,7 @@ class Settings:
             raise ValueError(
                 f"zcompile: option 'transport' must be one of {', '.join(TRANSPORTS)}, not {settings.transport!r}."
             )
-        if not isinstance(settings.in_flight_bytes, int) or settings.in_flight_bytes < 0:
-            raise ValueError(f"zcompile: option 'in_flight_bytes' must be at least 0, not {settings.in_flight_bytes!r}.")
+        for name in ("in_flight_bytes", "bucket_bytes"):
+            if not isinstance(getattr(settings, name), int) or getattr(settings, name) < 0:
+                raise ValueError(f"zcompile: option {name!r} must be at least 0, not {getattr(settings, name)!r}.")
         return settings

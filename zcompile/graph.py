@@ -16,8 +16,10 @@ ops = torch.ops.zcompile
 GATHER = ops.gather.default
 REDUCE = ops.reduce.default
 GATHER_START = ops.gather_start.default
+GATHER_GROUP_START = ops.gather_group_start.default
 GATHER_WAIT = ops.gather_wait.default
 REDUCE_START = ops.reduce_start.default
+REDUCE_GROUP_START = ops.reduce_group_start.default
 REDUCE_WAIT = ops.reduce_wait.default
 
 # Ops whose output holds elements of their first argument, unchanged.
@@ -58,6 +60,11 @@ def calls(graph: Graph, *targets) -> list[Node]:
 def value(node: Node) -> torch.Tensor:
     """The fake tensor that stands for the node's result."""
     return node.meta["val"]
+
+
+def nbytes(node: Node) -> int:
+    """Bytes of the node's result, a tensor of static size."""
+    return value(node).numel() * value(node).dtype.itemsize
 
 
 def is_movement(node: Node, source: Node) -> bool:
@@ -143,6 +150,21 @@ def insert(graph: Graph, before: Node, target, *args, like: Node) -> Node:
     node.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
     infer(node)
     return node
+
+
+def insert_items(graph: Graph, node: Node, count: int) -> list[Node]:
+    """The `count` tensors of which the result of `node` consists, directly after it."""
+    items: list[Node] = []
+    for at in range(count):
+        with graph.inserting_after(items[-1] if items else node):
+            items.append(graph.call_function(operator.getitem, (node, at)))
+        items[-1].meta = {"val": node.meta["val"][at]}
+    return items
+
+
+def started(start: Node) -> list[Node]:
+    """The nodes that stand for each tensor that `start`, of one or of a group, fills."""
+    return list(start.users) if start.target in (GATHER_GROUP_START, REDUCE_GROUP_START) else [start]
 
 
 def retype(source: Node) -> None:

@@ -28,19 +28,21 @@ bool in_backward() {
 
 class Published::Gather : public EventTransfer {
  public:
-  Gather(Published& published, Shard& shard, c10::cuda::CUDAEvent event)
-      : EventTransfer(published.pool_, std::move(event)), published_(published), shard_(shard) {
-    shard_.in_flight += 1;
+  Gather(Published& published, std::vector<Pull> pulls, c10::cuda::CUDAEvent event)
+      : EventTransfer(published.pool_, std::move(event)), published_(published), pulls_(std::move(pulls)) {
+    for (auto& pull : pulls_) pull.shard->in_flight += 1;
   }
   void wait() override {
     EventTransfer::wait();
-    shard_.in_flight -= 1;
-    if (in_backward()) shard_.last_wait = published_.reduces_;
+    for (auto& pull : pulls_) {
+      pull.shard->in_flight -= 1;
+      if (in_backward()) pull.shard->last_wait = published_.reduces_;
+    }
   }
 
  private:
   Published& published_;
-  Shard& shard_;
+  std::vector<Pull> pulls_;
 };
 
 Published::Published(
@@ -55,9 +57,26 @@ int64_t Published::bytes() const {
   return bytes;
 }
 
-std::unique_ptr<Transfer> Published::gather(const Parameter& parameter, const at::Tensor& padded) {
+std::unique_ptr<Transfer> Published::gather(
+    c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& unpublished) {
+  std::vector<Pull> pulls;
+  for (const auto& request : requests) {
+    if (auto* shard = find(request)) {
+      pulls.push_back({shard, request.padded});
+    } else {
+      unpublished.push_back(request);
+    }
+  }
+  if (pulls.empty()) return nullptr;
+  auto event = pull(pulls);
+  return std::make_unique<Gather>(*this, std::move(pulls), std::move(event));
+}
+
+Published::Shard* Published::find(const GatherRequest& request) {
+  const auto& parameter = *request.parameter;
+  const auto dtype = request.padded.scalar_type();
   if (parameter.replicated || parameter.numel == 0) return nullptr;
-  const auto [found, is_new] = shards_.try_emplace({parameter.index, padded.scalar_type()}, Shard{&parameter, padded.scalar_type()});
+  const auto [found, is_new] = shards_.try_emplace({parameter.index, dtype}, Shard{&parameter, dtype});
   auto& shard = found->second;
   if (is_new) order_.push_back(&shard);
   if (must_renew(shard)) renew();
@@ -70,39 +89,36 @@ std::unique_ptr<Transfer> Published::gather(const Parameter& parameter, const at
     shard.last_wait = std::numeric_limits<int64_t>::max();  // not dead when it was thought to be: not lent the next time
     return nullptr;
   }
-
-  await(shard.group);
-  return std::make_unique<Gather>(*this, shard, pull(shard, padded));
+  return &shard;
 }
 
-c10::cuda::CUDAEvent Published::pull(const Shard& shard, const at::Tensor& padded) {
+c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
   const auto world = model_.world(), rank = model_.rank();
-  auto* to = static_cast<char*>(padded.mutable_data_ptr());
-  auto piece_of = [&](int64_t owner) {
-    const auto bytes = static_cast<size_t>(shard.parameter->length_of(owner) * shard.width());
-    return Copy{to + owner * shard.bytes(), shard.arena->at(owner, shard.offset), bytes};
-  };
   size_t bytes = 0;
-  std::vector<Copy> copies;
-  for (int64_t step = 1; step <= world; ++step) {  // rotated, so that ranks do not queue at one peer; own last
-    const auto piece = piece_of((rank + step) % world);
-    if (piece.bytes > 0) copies.push_back(piece);
-    bytes += piece.bytes;
+  std::vector<Copy> copies, own;
+  for (const auto& [shard, padded] : pulls) {
+    await(shard->group);
+    auto* to = static_cast<char*>(padded.mutable_data_ptr());
+    for (int64_t step = 1; step <= world; ++step) {  // rotated, so that ranks do not queue at one peer
+      const auto owner = (rank + step) % world;
+      const auto length = static_cast<size_t>(shard->parameter->length_of(owner) * shard->width());
+      const Copy piece{to + owner * shard->bytes(), shard->arena->at(owner, shard->offset), length};
+      if (length > 0) (owner == rank ? own : copies).push_back(piece);
+      bytes += length;
+    }
   }
   auto event = pool_->take();
-  event.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of `padded` before is done
+  event.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of the full parameters before is done
   if (Fan::is_small(bytes)) {
     event.block(fan_.lane().stream());
+    copies.insert(copies.end(), own.begin(), own.end());
     copy(copies, fan_.lane().stream().stream());
     event.record(fan_.lane().stream());
     return event;
   }
   fan_.wait(event);
   event.block(own_);
-  if (const auto own = piece_of(rank); own.bytes > 0) {
-    copies.pop_back();
-    copy({own}, own_.stream());
-  }
+  copy(own, own_.stream());
   for (auto& pulled : fan_.copy(copies)) {
     pulled.block(own_);
     pool_->give(std::move(pulled));

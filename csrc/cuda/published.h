@@ -40,11 +40,12 @@ class Published {
  public:
   Published(Model& model, Meetings& meetings, Reducer& reducer, int64_t streams, std::shared_ptr<Events> pool);
 
-  // Fills `padded` from all ranks' copies; nothing if the parameter is not published in this dtype (yet).
-  std::unique_ptr<Transfer> gather(const Parameter& parameter, const at::Tensor& padded);
+  // Fills what is published from all ranks' copies, in one transfer (none if nothing is), and appends the other requests
+  // to `unpublished`.
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& unpublished);
   // Memory for the gradient of `parameter` in the place of dead shards; undefined if there is not enough.
   at::Tensor lend(const Parameter& parameter);
-  void count_reduce() { reduces_ += 1; }
+  void count_reduces(int64_t count) { reduces_ += count; }
   void finish_backward();
   int64_t bytes() const;
   std::vector<Lane*> lanes() { return {&renewal_, &fan_.lane()}; }
@@ -69,12 +70,17 @@ class Published {
   };
 
   class Gather;
+  struct Pull {
+    Shard* shard;
+    at::Tensor padded;
+  };
 
   struct Lent {
     c10::weak_intrusive_ptr<c10::StorageImpl> gradient;
     int64_t bytes;
   };
 
+  Shard* find(const GatherRequest& request);  // none if it is not published
   bool must_renew(const Shard& shard) const;
   void renew();
   void place();
@@ -83,7 +89,7 @@ class Published {
   void form_groups();
   void publish(uint32_t group);
   void await(uint32_t group);
-  c10::cuda::CUDAEvent pull(const Shard& shard, const at::Tensor& padded);
+  c10::cuda::CUDAEvent pull(const std::vector<Pull>& pulls);
   uint32_t number_of(uint32_t group) const;
 
   Model& model_;

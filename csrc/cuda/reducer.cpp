@@ -12,19 +12,23 @@ namespace zcompile::cuda {
 namespace {
 
 constexpr int64_t regions = 3;  // one is pushed to while another is added up; the third takes up the slack
+constexpr int64_t alignment = 512;
 // The sum of a piece gets SMs only when a product ends, so fewer and larger pieces are through sooner.
 constexpr int64_t most_region_bytes = 64 << 20;
-constexpr int64_t alignment = 512;
 
-// Room for the largest gradient at the width of its master, but not more than a piece of a large one needs.
-int64_t bytes_of_region(Model& model) {
+int64_t round_up(int64_t bytes) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+// What one rank may push to one other at a time: the largest slice at the width of its master, if that is not too much.
+int64_t bytes_of_slot(Model& model) {
   int64_t bytes = alignment;
   for (int64_t index = 0; index < model.size(); ++index) {
     const auto& parameter = model.parameter(index);
-    const auto slot = (parameter.chunk * static_cast<int64_t>(parameter.shard.element_size()) + alignment - 1) / alignment * alignment;
-    bytes = std::max(bytes, slot * (model.world() - 1));
+    bytes = std::max(bytes, round_up(parameter.chunk * static_cast<int64_t>(parameter.shard.element_size())));
   }
-  return std::min(bytes, most_region_bytes);
+  const auto most = most_region_bytes / (model.world() - 1) / alignment * alignment;
+  return std::min(bytes, std::max(most, alignment));
 }
 
 at::Device current_device() {
@@ -37,38 +41,52 @@ Reducer::Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_
     : model_(model),
       meetings_(meetings),
       pool_(pool),
-      region_bytes_(bytes_of_region(model)),
-      staging_(model.groups().gather, current_device(), regions * region_bytes_),
+      slot_bytes_(bytes_of_slot(model)),
+      staging_(model.groups().gather, current_device(), regions * (model.world() - 1) * slot_bytes_),
       fan_(streams, std::move(pool)) {}
 
-std::unique_ptr<Transfer> Reducer::reduce(const Parameter& parameter, const at::Tensor& grad, const at::Tensor& out) {
-  auto ready = pool_->take();
-  ready.record(c10::cuda::getCurrentCUDAStream());  // the gradient is there, and the memory of `out` is free
-  ready.block(fan_.lane().stream());
-  ready.block(sum_.stream());
-  pool_->give(std::move(ready));
+std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests) {
+  auto event = pool_->take();
+  event.record(c10::cuda::getCurrentCUDAStream());  // the gradients are there, and the memory of the results is free
+  event.block(fan_.lane().stream());
+  event.block(sum_.stream());
 
+  const c10::cuda::CUDAStreamGuard guard(sum_.stream());
   const bool replicas = !model_.groups().replicate.empty();
-  auto sum = out.view({-1});
-  if (replicas) {
-    const c10::cuda::CUDAStreamGuard guard(sum_.stream());
-    sum = at::empty({sum.numel()}, out.options().dtype(sum_dtype(grad.scalar_type())));
+  std::vector<at::Tensor> sums;
+  for (const auto& [parameter, grad, out] : requests) {
+    sums.push_back(
+        replicas ? at::empty({out.numel()}, out.options().dtype(sum_dtype(grad.scalar_type()))) : out.view({-1}));
   }
-  const auto width = static_cast<int64_t>(grad.element_size());
-  const auto most = region_bytes_ / (model_.world() - 1) / alignment * alignment / width;
-  for (int64_t begin = 0; begin < parameter.chunk; begin += most) {
-    const Piece piece{parameter, grad.view({-1}), sum, replicas ? 1.0 : static_cast<double>(model_.world()), begin, most};
+  for (const auto& piece : cut(requests, sums)) {
     pieces_ += 1;
     push(piece);
     add_up(piece);
   }
-  if (replicas) {
-    const c10::cuda::CUDAStreamGuard guard(sum_.stream());
-    mean_over_replicas(model_, sum, out);
+  for (size_t at = 0; replicas && at < requests.size(); ++at) mean_over_replicas(model_, sums[at], requests[at].out);
+  event.record(sum_.stream());
+  return std::make_unique<EventTransfer>(pool_, std::move(event));
+}
+
+// By sizes that all ranks share, so that they cut alike.
+std::vector<Reducer::Piece> Reducer::cut(
+    c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const {
+  std::vector<Piece> pieces;
+  int64_t used = slot_bytes_;
+  for (size_t at = 0; at < requests.size(); ++at) {
+    const auto width = static_cast<int64_t>(requests[at].grad.element_size());
+    const auto chunk = requests[at].parameter->chunk;
+    for (int64_t begin = 0, most = 0; begin < chunk; begin += most) {
+      most = std::min(chunk - begin, slot_bytes_ / width);
+      if (used + most * width > slot_bytes_) {
+        pieces.emplace_back();
+        used = 0;
+      }
+      pieces.back().push_back({&requests[at], sums[at], begin, most, used});
+      used = round_up(used + most * width);
+    }
   }
-  auto done = pool_->take();
-  done.record(sum_.stream());
-  return std::make_unique<EventTransfer>(pool_, std::move(done));
+  return pieces;
 }
 
 void Reducer::finish(const c10::cuda::CUDAStream& stream) {
@@ -81,17 +99,17 @@ void Reducer::finish(const c10::cuda::CUDAStream& stream) {
 void Reducer::push(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
   if (pieces_ > regions) {
-    meetings_.await(Signal::drained, pieces_ - regions, fan_.lane(), {"to add up", piece.parameter.index});
+    meetings_.await(
+        Signal::drained, pieces_ - regions, fan_.lane(), {"to add up before", piece.front().request->parameter->index});
   }
   fan_.fork();
-  const auto* grad = static_cast<const char*>(piece.grad.const_data_ptr());
-  const auto width = static_cast<int64_t>(piece.grad.element_size());
   std::vector<Copy> copies;
   for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
     const auto owner = (rank + step) % world;
-    const auto bytes = static_cast<size_t>(length_of(piece, owner) * width);
-    const auto* from = grad + (piece.parameter.offset_of(owner) + piece.begin) * width;
-    if (bytes > 0) copies.push_back({staging_.at(owner, slot_of(piece, rank, owner)), from, bytes});
+    for (const auto& part : piece) {
+      const auto slice = part.slice_of(owner);
+      if (slice.numel() > 0) copies.push_back({place_of(part, rank, owner), slice.const_data_ptr(), slice.nbytes()});
+    }
   }
   for (auto& pushed : fan_.copy(copies)) {
     pushed.block(fan_.lane().stream());
@@ -102,27 +120,37 @@ void Reducer::push(const Piece& piece) {
 
 void Reducer::add_up(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
-  meetings_.await(Signal::pushed, pieces_, sum_, {"to reduce", piece.parameter.index});
-  const auto length = length_of(piece, rank);
-  const c10::cuda::CUDAStreamGuard guard(sum_.stream());
-  std::vector<at::Tensor> rows;
-  for (int64_t source = 0; source < world; ++source) {
-    rows.push_back(
-        source == rank ? piece.grad.narrow(0, piece.parameter.offset_of(rank) + piece.begin, length)
-                       : over(staging_.at(rank, slot_of(piece, source, rank)), {length}, piece.grad.options()));
+  meetings_.await(Signal::pushed, pieces_, sum_, {"to reduce", piece.front().request->parameter->index});
+  for (const auto& part : piece) {
+    const auto own = part.slice_of(rank);
+    if (own.numel() == 0) continue;
+    std::vector<at::Tensor> rows;
+    for (int64_t source = 0; source < world; ++source) {
+      rows.push_back(source == rank ? own : over(place_of(part, source, rank), own.sizes(), own.options()));
+    }
+    mean(rows, divisor(), part.sum.narrow(0, part.begin, own.numel()));
   }
-  if (length > 0) mean(rows, piece.divisor, piece.sum.narrow(0, piece.begin, length));
   meetings_.post(Signal::drained, pieces_, sum_.stream().stream());
 }
 
-int64_t Reducer::length_of(const Piece& piece, int64_t rank) const {
-  return std::clamp<int64_t>(piece.parameter.length_of(rank) - piece.begin, 0, piece.most);
+// With replicas, the mean is taken when their sums are added.
+double Reducer::divisor() const {
+  return model_.groups().replicate.empty() ? static_cast<double>(model_.world()) : 1.0;
+}
+
+int64_t Reducer::Part::length_of(int64_t rank) const {
+  return std::clamp<int64_t>(request->parameter->length_of(rank) - begin, 0, most);
+}
+
+at::Tensor Reducer::Part::slice_of(int64_t rank) const {
+  return request->grad.view({-1}).narrow(0, request->parameter->offset_of(rank) + std::min(begin, request->parameter->length_of(rank)), length_of(rank));
 }
 
 // Where `owner` finds what `source` pushed; an owner has no slot for itself.
-int64_t Reducer::slot_of(const Piece& piece, int64_t source, int64_t owner) const {
+char* Reducer::place_of(const Part& part, int64_t source, int64_t owner) const {
   const auto slot = source < owner ? source : source - 1;
-  return (pieces_ % regions) * region_bytes_ + slot * piece.most * static_cast<int64_t>(piece.grad.element_size());
+  const auto region = static_cast<int64_t>(pieces_ % regions) * (model_.world() - 1);
+  return staging_.at(owner, (region + slot) * slot_bytes_ + part.offset);
 }
 
 }  // namespace zcompile::cuda

@@ -5,7 +5,7 @@
 // Piece n of all reduces, counted alike on every rank:
 //   push lane: wait until all have drained what was in the region; copy to every peer; post "pushed n"
 //   sum lane:  wait for everybody's "pushed n"; add up in rank order, the own slice from where it is; post "drained n"
-// A large gradient takes several pieces, so staging does not grow with it.
+// A large gradient takes several pieces, so staging does not grow with it; small ones that start together share one.
 #pragma once
 
 #include <memory>
@@ -20,30 +20,36 @@ class Reducer {
  public:
   Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool);
 
-  std::unique_ptr<Transfer> reduce(const Parameter& parameter, const at::Tensor& grad, const at::Tensor& out);
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
   void finish(const c10::cuda::CUDAStream& stream);  // `stream` waits for all reduces that have been started
   int64_t bytes() const { return staging_.bytes(); }
   std::vector<Lane*> lanes() { return {&fan_.lane(), &sum_}; }
 
  private:
-  struct Piece {
-    const Parameter& parameter;
-    at::Tensor grad;  // flat
-    at::Tensor sum;   // flat, this rank's slice
-    double divisor;
-    int64_t begin;  // of every slice, in elements
-    int64_t most;   // elements
-  };
+  // Elements [begin, begin + most) of every rank's slice of one gradient.
+  struct Part {
+    const ReduceRequest* request;
+    at::Tensor sum;  // flat, this rank's slice
+    int64_t begin;
+    int64_t most;
+    int64_t offset;  // bytes, in a slot
 
+    int64_t width() const { return static_cast<int64_t>(request->grad.element_size()); }
+    int64_t length_of(int64_t rank) const;
+    at::Tensor slice_of(int64_t rank) const;  // of this rank's own gradient
+  };
+  using Piece = std::vector<Part>;
+
+  std::vector<Piece> cut(c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const;
   void push(const Piece& piece);
   void add_up(const Piece& piece);
-  int64_t length_of(const Piece& piece, int64_t rank) const;
-  int64_t slot_of(const Piece& piece, int64_t source, int64_t owner) const;
+  double divisor() const;
+  char* place_of(const Part& part, int64_t source, int64_t owner) const;
 
   Model& model_;
   Meetings& meetings_;
   std::shared_ptr<Events> pool_;
-  int64_t region_bytes_;
+  int64_t slot_bytes_;
   Arena staging_;
   Fan fan_;
   Lane sum_;

@@ -42,13 +42,20 @@ class P2pTransport : public Transport {
   std::string name() const override { return "p2p"; }
   int64_t bytes() const override { return published_.bytes() + reducer_.bytes(); }
 
-  std::unique_ptr<Transfer> gather(const Parameter& parameter, at::Tensor padded) override {
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
     watchdog_.check();
+    std::vector<GatherRequest> unpublished;
+    std::unique_ptr<Transfer> published;
     {
       std::lock_guard lock(mutex_);
-      if (auto transfer = published_.gather(parameter, padded)) return transfer;
+      published = published_.gather(requests, unpublished);
     }
-    return c10d_->gather(parameter, padded);
+    if (unpublished.empty()) return published;
+    if (!published) return c10d_->gather(unpublished);
+    auto both = std::make_unique<Transfers>();
+    both->add(std::move(published));
+    both->add(c10d_->gather(unpublished));
+    return both;
   }
 
   at::Tensor make_gradient(const Parameter& parameter) override {
@@ -57,11 +64,11 @@ class P2pTransport : public Transport {
     return lent.defined() ? lent : Transport::make_gradient(parameter);
   }
 
-  std::unique_ptr<Transfer> reduce(Parameter& parameter, at::Tensor grad, at::Tensor out) override {
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
     watchdog_.check();
     std::lock_guard lock(mutex_);
-    published_.count_reduce();
-    return reducer_.reduce(parameter, grad, out);
+    published_.count_reduces(static_cast<int64_t>(requests.size()));
+    return reducer_.reduce(requests);
   }
 
   void finish_backward() override {
