@@ -263,6 +263,48 @@ def peer_stops(rank, world):
     torch.cuda.synchronize()
 
 
+def replicated(rank, world):
+    mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    train_beside(rank, world, functools.partial(on, "p2p", mesh=mesh), make=on_gpu, tolerance=1e-4)
+
+
+def four_ranks(rank, world):
+    train_beside(rank, world, functools.partial(on, "p2p", inner="inductor"), make=on_gpu, tolerance=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_four_gpus_and_a_part_of_them():
+    pool = Ranks(4, "nccl")
+    try:
+        for what in (reduces_are_sums_in_rank_order, gathers_see_every_edit, four_ranks, replicated):
+            pool.run(what)
+    finally:
+        pool.stop()
+
+
+def groups_equal_singles(rank, world):
+    module = Parameters()
+    expected = [parameter.detach().clone() for parameter in module.parameters()]
+    zcompile.shard(module)
+    sizes, dims = [size for shape in SHAPES for size in shape], [len(shape) for shape in SHAPES]
+    for transport in ("p2p", "c10d"):
+        state_of(module).runtime.use_transport(transport)
+        leaves = module.leaves()
+        for dtype in DTYPES * 2:
+            fulls = ops.gather_group_start(leaves, sizes, dims, dtype)
+            for full, value in reversed(list(zip(fulls, expected, strict=True))):
+                assert torch.equal(ops.gather_wait(full), value.to(dtype)), (transport, dtype)
+            grads = [torch.randn(shape, device="cuda").to(dtype) for shape in SHAPES]
+            singly = [ops.reduce(grad, leaf) for grad, leaf in zip(grads, leaves, strict=True)]
+            outs = ops.reduce_group_start(grads, leaves)
+            for out, grad, one in reversed(list(zip(outs, grads, singly, strict=True))):
+                assert torch.equal(ops.reduce_wait(out, grad), one), (transport, dtype)
+
+
+def test_groups_equal_singles(gpus):
+    gpus.run(groups_equal_singles)
+
+
 def test_a_rank_that_stops_gives_an_error_on_the_others():
     pool = Ranks(2, "nccl")
     begin = time.monotonic()
