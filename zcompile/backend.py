@@ -188,8 +188,9 @@ def _lower(fallback: Callable[..., Any], *args: Any) -> Any:
     before = len(graph.operations)
     result = fallback(*args)
     made = graph.operations[before:]
-    for operation in made:  # the runtime checks shapes itself; in Python that is 2 us per parameter and step
+    for operation in made:  # the runtime checks shapes and aligns; in Python that is 2 us per parameter and step
         operation.codegen_size_asserts = lambda wrapper: None
+        operation.codegen_alignment_asserts = lambda wrapper: None
     previous = getattr(graph, "zcompile_previous", None)
     if previous is not None:
         for operation in made:

@@ -78,7 +78,10 @@ Published::Shard* Published::find(const GatherRequest& request) {
   if (parameter.replicated || parameter.numel == 0) return nullptr;
   const auto [found, is_new] = shards_.try_emplace({parameter.index, dtype}, Shard{&parameter, dtype});
   auto& shard = found->second;
-  if (is_new) order_.push_back(&shard);
+  if (is_new) {
+    shard.position = order_.size();
+    order_.push_back(&shard);
+  }
   if (must_renew(shard)) renew();
   if (!in_backward()) {
     shard.gathers += 1;
@@ -89,6 +92,7 @@ Published::Shard* Published::find(const GatherRequest& request) {
     shard.last_wait = std::numeric_limits<int64_t>::max();  // not dead when it was thought to be: not lent the next time
     return nullptr;
   }
+  if (shard.position < in_first_arena_) alive_ = std::max(alive_, shard.position + 1);
   return &shard;
 }
 
@@ -136,7 +140,8 @@ at::Tensor Published::lend(const Parameter& parameter) {
   auto dead = [&](const Shard& shard) { return shard.dead_from && *shard.dead_from <= reduces_ && shard.in_flight == 0; };
   while (alive_ > 0 && dead(*order_[alive_ - 1])) alive_ -= 1;
   const auto free_from = alive_ == 0 ? 0 : order_[alive_ - 1]->offset + round_up(order_[alive_ - 1]->bytes());
-  const auto bytes = round_up(parameter.shard.numel() * static_cast<int64_t>(parameter.shard.element_size()));
+  // Of a whole piece, also where this rank's is shorter: all ranks must lend the same places.
+  const auto bytes = round_up(parameter.chunk * static_cast<int64_t>(parameter.shard.element_size()));
   if (bytes == 0 || lent_from_ - free_from < bytes) return {};
   lent_from_ -= bytes;
   auto gradient = over(

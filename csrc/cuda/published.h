@@ -54,6 +54,7 @@ class Published {
   struct Shard {
     const Parameter* parameter;
     at::ScalarType dtype;
+    size_t position = 0;  // in order_
     const Arena* arena = nullptr;  // none: not placed yet
     int64_t offset = 0;
     uint32_t group = 0;

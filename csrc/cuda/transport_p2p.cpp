@@ -39,6 +39,8 @@ class P2pTransport : public Transport {
         published_(model, meetings_, reducer_, streams_or(settings.gather_streams, model, 4), pool_),
         watchdog_(lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)), [this](const Waiting& waiting) { return describe(waiting); }) {}
 
+  ~P2pTransport() override { watchdog_.drain(); }
+
   std::string name() const override { return "p2p"; }
   int64_t bytes() const override { return published_.bytes() + reducer_.bytes(); }
 

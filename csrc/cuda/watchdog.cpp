@@ -63,6 +63,15 @@ void Watchdog::check() const {
   TORCH_CHECK(!failed_, message_);
 }
 
+void Watchdog::drain() {
+  for (auto* lane : lanes_) {
+    while (!failed_ && cudaStreamQuery(lane->stream().stream()) == cudaErrorNotReady) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  (void)cudaGetLastError();  // "not ready" is no error to anybody else
+}
+
 void Watchdog::watch() {
   constexpr auto interval = std::chrono::milliseconds(200);
   std::unique_lock lock(mutex_);

@@ -65,6 +65,8 @@ class Watchdog {
   Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe);
   ~Watchdog();
   void check() const;  // throws if a wait has failed
+  // Returns when no lane waits any more, or one has failed: then freeing what they use cannot hang.
+  void drain();
 
  private:
   void watch();
