@@ -234,6 +234,7 @@ void Published::form_groups() {
 }
 
 void Published::publish(uint32_t group) {
+  const c10::cuda::CUDAStreamGuard guard(renewal_.stream());  // also for copies of masters that are not contiguous
   std::vector<at::Tensor> from, to;
   for (auto* shard : order_) {
     if (!shard->arena || shard->group != group) continue;
@@ -244,7 +245,6 @@ void Published::publish(uint32_t group) {
     from.push_back(master.reshape({-1}));
     to.push_back(shard->arena->local().narrow(0, shard->offset, master.numel() * shard->width()).view(shard->dtype));
   }
-  const c10::cuda::CUDAStreamGuard guard(renewal_.stream());
   cast(from, to);
   casts_[group].record(renewal_.stream());
   meetings_.post(Signal::published, number_of(group), renewal_.stream().stream());

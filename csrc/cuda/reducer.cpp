@@ -64,6 +64,9 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
     add_up(piece);
   }
   for (size_t at = 0; replicas && at < requests.size(); ++at) mean_over_replicas(model_, sums[at], requests[at].out);
+  // A sum waits for what peers pushed, not for this rank's own pushes: they too must have read the gradients by then.
+  event.record(fan_.lane().stream());
+  event.block(sum_.stream());
   event.record(sum_.stream());
   return std::make_unique<EventTransfer>(pool_, std::move(event));
 }
