@@ -31,8 +31,8 @@ py::dict as_dict(Model& model) {
   result["gathers"] = stats.gathers;
   result["reduces"] = stats.reduces;
   result["peak_full_bytes"] = stats.peak_full_bytes;
-  result["transport"] = model.transport().name();
-  result["transport_bytes"] = model.transport().bytes();
+  result["transport"] = model.transport()->name();
+  result["transport_bytes"] = model.transport()->bytes();
   return result;
 }
 

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <iterator>
 
 namespace zcompile {
 
@@ -19,10 +20,12 @@ Storage storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-// A transfer that several tensors may wait for; the first wait is for all.
+// A transfer that several tensors may wait for. The first wait is for all, and on GPU orders the stream that is current
+// then: compiled code, which alone starts transfers together, has one.
 class Shared {
  public:
-  explicit Shared(std::unique_ptr<Transfer> transfer) : transfer_(std::move(transfer)) {}
+  Shared(std::shared_ptr<Transport> transport, std::unique_ptr<Transfer> transfer)
+      : transport_(std::move(transport)), transfer_(std::move(transfer)) {}
   void wait() {
     std::call_once(waited_, [this] {
       transfer_->wait();
@@ -31,12 +34,14 @@ class Shared {
   }
 
  private:
+  std::shared_ptr<Transport> transport_;
   std::unique_ptr<Transfer> transfer_;
   std::once_flag waited_;
 };
 
 // A transfer and the tensors it reads and writes, which must outlive it whatever the program does.
 struct InFlight {
+  const Model* model;
   std::shared_ptr<Shared> transfer;
   at::Tensor destination;
   at::Tensor source;
@@ -85,6 +90,23 @@ class Registry {
     return std::nullopt;
   }
 
+  // Ends what nobody waited for, because a step failed half-way.
+  void abandon(const Model& model) {
+    std::vector<InFlight> abandoned;
+    {
+      std::lock_guard lock(mutex_);
+      const auto of_model = [&](const InFlight& one) { return one.model == &model; };
+      std::copy_if(in_flight_.begin(), in_flight_.end(), std::back_inserter(abandoned), of_model);
+      std::erase_if(in_flight_, of_model);
+    }
+    for (auto& one : abandoned) {
+      try {
+        one.transfer->wait();
+      } catch (const std::exception&) {  // whoever waited for the same rank was told
+      }
+    }
+  }
+
  private:
   std::mutex mutex_;
   std::unordered_map<Storage, Parameter*> parameters_;
@@ -121,6 +143,7 @@ Model::Model(Groups groups, int64_t rank, int64_t world)
     : groups_(std::move(groups)), rank_(rank), world_(world), transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
+  Registry::instance().abandon(*this);
   for (auto& parameter : parameters_) Registry::instance().remove(parameter.get());
 }
 
@@ -281,8 +304,11 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::S
     fulls.push_back(std::move(full));
     requests.push_back({parameter, std::move(padded)});
   }
-  const auto transfer = std::make_shared<Shared>(model.transport().gather(requests));
-  for (size_t at = 0; at < fulls.size(); ++at) Registry::instance().start({transfer, fulls[at], requests[at].padded});
+  const auto transport = model.transport();
+  const auto transfer = std::make_shared<Shared>(transport, transport->gather(requests));
+  for (size_t at = 0; at < fulls.size(); ++at) {
+    Registry::instance().start({&model, transfer, fulls[at], requests[at].padded});
+  }
   return fulls;
 }
 
@@ -292,16 +318,19 @@ void gather_wait(const at::Tensor& full) {
 
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads) {
   auto& model = model_of(parameters);
+  const auto transport = model.transport();
   std::vector<at::Tensor> outs;
   c10::SmallVector<ReduceRequest, 1> requests;
   for (size_t at = 0; at < parameters.size(); ++at) {
     auto wire = as_wire(*parameters[at], grads[at]);
     model.count_reduce(wire);
-    outs.push_back(model.transport().make_gradient(*parameters[at]));
+    outs.push_back(transport->make_gradient(*parameters[at]));
     requests.push_back({parameters[at], std::move(wire), outs.back()});
   }
-  const auto transfer = std::make_shared<Shared>(model.transport().reduce(requests));
-  for (size_t at = 0; at < outs.size(); ++at) Registry::instance().start({transfer, outs[at], requests[at].grad});
+  const auto transfer = std::make_shared<Shared>(transport, transport->reduce(requests));
+  for (size_t at = 0; at < outs.size(); ++at) {
+    Registry::instance().start({&model, transfer, outs[at], requests[at].grad});
+  }
   return outs;
 }
 

@@ -91,7 +91,7 @@ class Model {
   const Groups& groups() const { return groups_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
-  Transport& transport() { return *transport_; }
+  const std::shared_ptr<Transport>& transport() const { return transport_; }
 
   Stats stats();
   void reset_stats();
@@ -110,7 +110,7 @@ class Model {
   int64_t rank_;
   int64_t world_;
   std::vector<std::unique_ptr<Parameter>> parameters_;
-  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Transport> transport_;  // transfers keep the one that they began on
   std::mutex mutex_;
   Stats stats_;
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> fulls_;

@@ -80,18 +80,30 @@ Group resolve(const std::string& group_name) {
 }
 
 // The works of several collectives; with NCCL they are one group, launched together. Other backends know no groups.
+// Between the first and end() nothing but collectives may run, so that nothing else can fail inside a group.
 class Works {
  public:
   Works(Group group, c10::Device device, size_t count) : group_(std::move(group)), device_(device.type()) {
-    coalesced_ = count > 1 && device.is_cuda();
+    open_ = coalesced_ = count > 1 && device.is_cuda();
     if (coalesced_) group_->startCoalescing(device_);
   }
+  ~Works() {
+    if (!open_) return;
+    try {
+      group_->endCoalescing(device_);  // a group left open would swallow the collectives that follow
+    } catch (const std::exception&) {  // the first error is on its way already
+    }
+  }
+  Works(const Works&) = delete;
+  Works& operator=(const Works&) = delete;
   c10d::ProcessGroup& group() { return *group_; }
   void add(Work work) {
     if (!coalesced_ && work) works_.push_back(std::move(work));
   }
   std::vector<Work> end() {
-    if (coalesced_) works_.push_back(group_->endCoalescing(device_));
+    if (!coalesced_) return std::move(works_);
+    open_ = false;
+    if (auto work = group_->endCoalescing(device_)) works_.push_back(std::move(work));
     return std::move(works_);
   }
 
@@ -99,6 +111,7 @@ class Works {
   Group group_;
   c10::DeviceType device_;
   bool coalesced_;
+  bool open_;
   std::vector<Work> works_;
 };
 
@@ -185,12 +198,14 @@ class C10dTransport : public Transport {
   }
 
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
-    Works works(resolve(model_.groups().reduce), requests.front().grad.device(), requests.size());
     std::vector<C10dReduce::Sum> sums;
     for (const auto& [parameter, grad, out] : requests) {
-      auto received = at::empty({model_.world(), parameter->length_of(model_.rank())}, grad.options());
-      works.add(exchange(works.group(), *parameter, as_bytes(received.view({-1})), as_bytes(grad.view({-1}))));
-      sums.push_back({std::move(received), out});
+      sums.push_back({at::empty({model_.world(), parameter->length_of(model_.rank())}, grad.options()), out});
+    }
+    Works works(resolve(model_.groups().reduce), requests.front().grad.device(), requests.size());
+    for (size_t at = 0; at < requests.size(); ++at) {
+      const auto& [parameter, grad, out] = requests[at];
+      works.add(exchange(works.group(), *parameter, as_bytes(sums[at].received.view({-1})), as_bytes(grad.view({-1}))));
     }
     return std::make_unique<C10dReduce>(model_, works.end(), std::move(sums));
   }

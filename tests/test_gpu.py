@@ -150,6 +150,50 @@ def test_reduces_on_both_transports(gpus):
     gpus.run(reduces_are_sums_in_rank_order)
 
 
+def gradient_is_free_after_its_wait(rank, world):
+    """Rank 0 adds up late, its SMs being taken, so rank 1 pushes the last of four pieces long after its own sums."""
+    rows = 16384
+    module = nn.Linear(rows, rows, bias=False, device="cuda", dtype=torch.bfloat16)
+    zcompile.shard(module)
+    state_of(module).runtime.use_transport("p2p")
+    leaf = module.__dict__["_zcompile_leaf_weight"].detach()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for step in range(4):
+        grad = torch.full((rows, rows), float(step + rank), device="cuda", dtype=torch.bfloat16)
+        pending = ops.reduce_start(grad, leaf)
+        for _ in range(8 if rank == 0 else 0):
+            torch.mm(a, a)
+        reduced = ops.reduce_wait(pending, grad)
+        grad.fill_(float("nan"))
+        assert bool((reduced == step + 0.5).all())
+
+
+def test_a_gradient_is_free_after_its_wait(gpus):
+    gpus.run(gradient_is_free_after_its_wait)
+
+
+def gradients_outlive_their_transport(rank, world):
+    torch.manual_seed(0)
+    model = on("p2p", nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"in_flight_bytes": 0})
+    x = torch.randn(64, 512, device="cuda")
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    grads = [parameter.grad.to_local() for parameter in model.parameters()]
+    copies = [grad.clone() for grad in grads]
+    state_of(model).runtime.use_transport("c10d")
+    del model
+    torch.cuda.synchronize()
+    filler = torch.full((64 << 20,), float("nan"), device="cuda")
+    for grad, copied in zip(grads, copies, strict=True):
+        assert torch.equal(grad, copied)
+    del filler
+
+
+def test_gradients_outlive_their_transport(gpus):
+    gpus.run(gradients_outlive_their_transport)
+
+
 def curve(transport, loss):
     """Losses and final parameters of five steps under Inductor."""
     torch.manual_seed(0)
@@ -261,6 +305,24 @@ def peer_stops(rank, world):
         os._exit(1)
     lm_loss(model, 2, rank).backward()
     torch.cuda.synchronize()
+
+
+def reduces_differ(rank, world):
+    """Equal shapes in another order: without a check, gradients of two parameters would be added up."""
+    module = zcompile.shard(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).cuda())
+    state_of(module).runtime.use_transport("p2p", timeout_ms=2000)
+    leaves = [layer.__dict__["_zcompile_leaf_weight"].detach() for layer in module]
+    for leaf in leaves if rank == 0 else reversed(leaves):
+        ops.reduce(torch.ones(64, 64, device="cuda"), leaf)
+    torch.cuda.synchronize()
+
+
+def test_ranks_that_reduce_different_parameters_give_errors():
+    pool = Ranks(2, "nccl")
+    begin = time.monotonic()
+    for answer in pool.run(reduces_differ, allow_failure=True):
+        assert "waited for other ranks to reduce" in answer or "CUDA error" in answer
+    assert time.monotonic() - begin < 60
 
 
 def replicated(rank, world):

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 
 
 def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
-    """The transport for `wanted`, one of TRANSPORTS; all ranks of the mesh's last dimension call it together.
+    """The transport for `wanted`, one of TRANSPORTS: the same on all ranks of the mesh, which call it together.
 
     Args:
         make_runtime: makes an empty model over the same process groups, on which "auto" measures.
@@ -41,13 +41,12 @@ def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) 
     """
     if wanted not in TRANSPORTS:
         raise ValueError(f"zcompile: transport must be one of {', '.join(TRANSPORTS)}, not {wanted!r}.")
-    group = mesh.get_group(mesh.ndim - 1)
     collectives = "nccl" if mesh.device_type == "cuda" else "gloo"
     if wanted == collectives:
         return Choice(wanted, "asked for")
     obstacle = _obstacle_to_p2p(mesh)
     if wanted == "auto":
-        return Choice(collectives, obstacle) if obstacle else _faster(group, make_runtime)
+        return Choice(collectives, obstacle) if obstacle else _faster(mesh, make_runtime)
     if wanted == "p2p" and not obstacle:
         return Choice("p2p", "asked for")
     raise ValueError(
@@ -57,8 +56,8 @@ def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) 
 
 
 def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
-    """Why ranks of the last dimension cannot copy from each other's memory; empty if they can. The same on all ranks."""
-    group = mesh.get_group(mesh.ndim - 1)
+    """Why ranks of the last dimension cannot copy from each other's memory; empty if they can. The same on all ranks of the mesh."""
+    group = _shard_group(mesh)
     if mesh.device_type != "cuda":
         return f"the model is on {mesh.device_type}"
     if group.size() == 1:
@@ -68,20 +67,21 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
     device, visible = torch.cuda.current_device(), torch.cuda.device_count()
     mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), device)
     ranks = _all_gather(group, mine)
-    if len({host for host, _, _ in ranks}) > 1:
-        return "the ranks are on several hosts"
-    if len({uuid for _, uuid, _ in ranks}) < len(ranks):
-        return "ranks share a GPU"
     others = [other for _, _, other in ranks if other != device]
     unreachable = [other for other in others if other < visible and not torch.cuda.can_device_access_peer(device, other)]
-    for rank, found in enumerate(_all_gather(group, unreachable)):
-        if found:
-            return f"the GPU of rank {rank} cannot access GPU {found[0]}"
-    return ""
+    obstacle = ""
+    if len({host for host, _, _ in ranks}) > 1:
+        obstacle = "the ranks are on several hosts"
+    elif len({uuid for _, uuid, _ in ranks}) < len(ranks):
+        obstacle = "ranks share a GPU"
+    elif unreachable:
+        obstacle = f"the GPU of rank {dist.get_rank()} cannot access GPU {unreachable[0]}"
+    return next(filter(None, _of_all(mesh, obstacle)), "")
 
 
-def _faster(group: dist.ProcessGroup, make_runtime: Callable[[], _C.Model]) -> Choice:
+def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
     """What was faster on this machine, from its cache or measured now."""
+    group = _shard_group(mesh)
     key = f"{torch.cuda.get_device_name()} x{group.size()}, torch {torch.__version__}, cuda {torch.version.cuda}"
     times = _all_gather(group, _read_cache().get(key))[0]
     measured = times is None
@@ -89,6 +89,7 @@ def _faster(group: dist.ProcessGroup, make_runtime: Callable[[], _C.Model]) -> C
         times = _all_gather(group, _measure(make_runtime))[0]
         if group.rank() == 0:
             _write_cache(key, times)
+    times = _of_all(mesh, times)[0]
     better = min(times, key=times.get)
     figures = ", ".join(f"{name} {time_us:.0f} us" for name, time_us in times.items())
     when = "measured now" if measured else "measured earlier"
@@ -142,6 +143,18 @@ def _write_cache(key: str, times: dict[str, float]) -> None:
         file.with_suffix(f".{os.getpid()}").replace(file)
     except OSError as error:
         log.warning("zcompile: the measured transports could not be kept in %s: %s", file, error)
+
+
+def _shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def _of_all(mesh: DeviceMesh, item) -> list:
+    """Every rank's `item`, in the same order on all ranks of the mesh."""
+    items = [item]
+    for group in reversed(mesh.get_all_groups()):
+        items = [one for part in _all_gather(group, items) for one in part]
+    return items
 
 
 def _all_gather(group: dist.ProcessGroup, item) -> list:

@@ -42,8 +42,17 @@ void Events::give(CUDAEvent event) {
 EventTransfer::EventTransfer(std::shared_ptr<Events> pool, CUDAEvent event)
     : pool_(std::move(pool)), event_(std::move(event)) {}
 
+EventTransfer::~EventTransfer() {
+  if (waited_) return;
+  try {
+    event_.block(c10::cuda::getCurrentCUDAStream());
+  } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
+  }
+}
+
 void EventTransfer::wait() {
   event_.block(c10::cuda::getCurrentCUDAStream());
+  waited_ = true;
   pool_->give(std::move(event_));
 }
 

@@ -24,15 +24,17 @@ class Events {
   std::vector<c10::cuda::CUDAEvent> free_;
 };
 
-// Done when its event is.
+// Done when its event is. One that is dropped is waited for too: torch would reuse memory that is still being copied.
 class EventTransfer : public Transfer {
  public:
   EventTransfer(std::shared_ptr<Events> pool, c10::cuda::CUDAEvent event);
+  ~EventTransfer() override;
   void wait() override;
 
  private:
   std::shared_ptr<Events> pool_;
   c10::cuda::CUDAEvent event_;
+  bool waited_ = false;
 };
 
 class Fan {

@@ -5,7 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdlib>
-#include <numeric>
+#include <utility>
 
 namespace zcompile::cuda {
 
@@ -50,12 +50,14 @@ CUstreamBatchMemOpParams write(CUdeviceptr to, uint32_t value) {
   return operation;
 }
 
-CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value) {
+CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value, Until until) {
   CUstreamBatchMemOpParams operation{};
   operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   operation.waitValue.address = on;
   operation.waitValue.value = value;
-  operation.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;  // by the sign of the difference, so that numbers may wrap
+  operation.waitValue.flags = until == Until::equal
+      ? CU_STREAM_WAIT_VALUE_EQ
+      : CU_STREAM_WAIT_VALUE_GEQ;  // by the sign of the difference, so that numbers may wrap
   return operation;
 }
 
@@ -90,14 +92,14 @@ void Meetings::post(Signal signal, uint32_t number, cudaStream_t stream) {
   run(stream);
 }
 
-void Meetings::await(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
-  append_waits(signal, number, lane, waiting);
+void Meetings::await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting) {
+  append_waits(signal, number, until, lane, waiting);
   run(lane.stream().stream());
 }
 
-void Meetings::post_and_await(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
+void Meetings::post_and_await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting) {
   append_posts(signal, number);
-  append_waits(signal, number, lane, waiting);
+  append_waits(signal, number, until, lane, waiting);
   run(lane.stream().stream());
 }
 
@@ -108,11 +110,11 @@ void Meetings::append_posts(Signal signal, uint32_t number) {
   }
 }
 
-void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
+void Meetings::append_waits(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting) {
   for (int64_t step = 1; step < world_; ++step) {
     const auto peer = (rank_ + step) % world_;
     const auto word = (static_cast<int64_t>(signal) * world_ + peer) * static_cast<int64_t>(sizeof(uint32_t));
-    operations_.push_back(wait(address(words_.at(rank_, word)), number));
+    operations_.push_back(wait(address(words_.at(rank_, word)), number, until));
   }
   operations_.push_back(write(address(lane.reached_word()), lane.expect(waiting)));
 }
@@ -120,16 +122,20 @@ void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting 
 void Meetings::run(cudaStream_t stream) {
   static const BatchMemOp batch_mem_op = find_batch_mem_op();
   constexpr size_t most = 256;  // per call, by the driver's manual
-  for (size_t begin = 0; begin < operations_.size(); begin += most) {
-    const auto count = static_cast<unsigned int>(std::min(most, operations_.size() - begin));
-    const auto result = batch_mem_op(stream, count, operations_.data() + begin, 0);
+  auto operations = std::exchange(operations_, {});
+  for (size_t begin = 0; begin < operations.size(); begin += most) {
+    const auto count = static_cast<unsigned int>(std::min(most, operations.size() - begin));
+    const auto result = batch_mem_op(stream, count, operations.data() + begin, 0);
     TORCH_CHECK(result == CUDA_SUCCESS, "zcompile: cuStreamBatchMemOp failed with driver error ", static_cast<int>(result));
   }
-  operations_.clear();
 }
 
-at::Tensor over(void* memory, at::IntArrayRef sizes, const at::TensorOptions& options) {
-  return at::for_blob(memory, sizes).options(options).target_device(options.device()).make_tensor();
+at::Tensor over(
+    void* memory, at::IntArrayRef sizes, const at::TensorOptions& options, std::shared_ptr<const Arena> owner) {
+  auto blob = at::for_blob(memory, sizes);
+  blob.options(options).target_device(options.device());
+  if (owner) blob.deleter([owner = std::move(owner)](void*) {});
+  return blob.make_tensor();
 }
 
 void copy(const std::vector<Copy>& copies, cudaStream_t stream) {

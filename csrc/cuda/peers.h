@@ -13,6 +13,7 @@
 
 #include <cuda.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -35,23 +36,35 @@ class Arena {
   std::vector<char*> bases_;  // of every rank's memory, as this rank maps it
 };
 
-enum class Signal : int { done_reading, published, pushed, drained };
-constexpr int signals = 4;
+// Which word of a rank: its own number for each kind of meeting, and for each region of staging (reducer.h).
+using Signal = int;
+constexpr Signal done_reading = 0, published = 1, drained = 2, pushed = 3;
+constexpr int regions = 3;  // one is pushed to while another is added up; the third takes up the slack
+constexpr int signals = pushed + regions;
 
-// The words, one per signal and rank. A number only grows; it may wrap around.
+// What ends a wait: the number or a later one, where it only grows (it may wrap around); or that very number.
+enum class Until { reached, equal };
+
+// A number for Until::equal that ranks share only if they also mean the same thing: what they move, hashed. Ranks whose
+// programs differ then wait until the watchdog says so, and never add up gradients of different parameters.
+constexpr uint32_t tag(uint32_t number, size_t what) {
+  return number << 16 | ((what ^ what >> 16 ^ what >> 32 ^ what >> 48) & 0xffff);
+}
+
+// The words, one per signal and rank.
 class Meetings {
  public:
   Meetings(const std::string& group, c10::Device device, int64_t rank, int64_t world);
 
   // Peers may go on with what waits for `number`, once `stream` gets here.
   void post(Signal signal, uint32_t number, cudaStream_t stream);
-  // `lane` goes on once all peers have posted `number` or a later one.
-  void await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
-  void post_and_await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
+  // `lane` goes on once all peers have posted `number`.
+  void await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
+  void post_and_await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
 
  private:
   void append_posts(Signal signal, uint32_t number);
-  void append_waits(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
+  void append_waits(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
   void run(cudaStream_t stream);
 
   Arena words_;
@@ -60,8 +73,9 @@ class Meetings {
   std::vector<CUstreamBatchMemOpParams> operations_;  // of the call that is being put together
 };
 
-// A tensor over memory that something else owns.
-at::Tensor over(void* memory, at::IntArrayRef sizes, const at::TensorOptions& options);
+// A tensor over memory that something else owns; it keeps `owner`, if there is one.
+at::Tensor over(
+    void* memory, at::IntArrayRef sizes, const at::TensorOptions& options, std::shared_ptr<const Arena> owner = nullptr);
 
 // Copies, on copy engines where the driver can be asked for them.
 void copy(const std::vector<Copy>& copies, cudaStream_t stream);

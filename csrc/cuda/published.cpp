@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/hash.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -32,15 +33,20 @@ class Published::Gather : public EventTransfer {
       : EventTransfer(published.pool_, std::move(event)), published_(published), pulls_(std::move(pulls)) {
     for (auto& pull : pulls_) pull.shard->in_flight += 1;
   }
+  ~Gather() override { land(); }
   void wait() override {
     EventTransfer::wait();
-    for (auto& pull : pulls_) {
+    land();
+  }
+
+ private:
+  void land() {
+    for (auto& pull : std::exchange(pulls_, {})) {
       pull.shard->in_flight -= 1;
       if (in_backward()) pull.shard->last_wait = published_.reduces_;
     }
   }
 
- private:
   Published& published_;
   std::vector<Pull> pulls_;
 };
@@ -146,7 +152,7 @@ at::Tensor Published::lend(const Parameter& parameter) {
   lent_from_ -= bytes;
   auto gradient = over(
       arenas_.front()->at(model_.rank(), lent_from_), parameter.shard.sizes(),
-      parameter.shard.options().requires_grad(false));
+      parameter.shard.options().requires_grad(false), arenas_.front());
   lent_.push_back({gradient.storage().getWeakStorageImpl(), bytes});
   return gradient;
 }
@@ -203,7 +209,8 @@ void Published::renew() {
   event.block(renewal_.stream());
   pool_->give(std::move(event));
   fan_.join(renewal_.stream());  // what this rank gathered has arrived
-  meetings_.post_and_await(Signal::done_reading, renewals_, renewal_, {"to have read the shards of the step before"});
+  meetings_.post_and_await(
+      done_reading, tag(renewals_, layout_), Until::equal, renewal_, {"to have read the shards of the step before"});
   for (uint32_t group = 0; group < groups; ++group) publish(group);
 }
 
@@ -218,7 +225,7 @@ void Published::place() {
   }
   if (bytes == 0) return;
   const at::Device device = placed.front()->parameter->shard.device();
-  arenas_.push_back(std::make_unique<Arena>(model_.groups().gather, device, bytes));
+  arenas_.push_back(std::make_shared<const Arena>(model_.groups().gather, device, bytes));
   for (auto* shard : placed) shard->arena = arenas_.back().get();
   if (arenas_.size() == 1) in_first_arena_ = order_.size();
   form_groups();
@@ -227,9 +234,11 @@ void Published::place() {
 void Published::form_groups() {
   int64_t total = 0, before = 0;
   for (const auto* shard : order_) total += shard->bytes();
+  layout_ = 0;
   for (auto* shard : order_) {
     shard->group = static_cast<uint32_t>(before * groups / std::max<int64_t>(total, 1));
     before += shard->bytes();
+    layout_ = c10::get_hash(layout_, shard->parameter->index, static_cast<int>(shard->dtype));
   }
 }
 
@@ -247,12 +256,12 @@ void Published::publish(uint32_t group) {
   }
   cast(from, to);
   casts_[group].record(renewal_.stream());
-  meetings_.post(Signal::published, number_of(group), renewal_.stream().stream());
+  meetings_.post(published, number_of(group), renewal_.stream().stream());
 }
 
 void Published::await(uint32_t group) {
   if (group < arrived_) return;
-  meetings_.await(Signal::published, number_of(group), fan_.lane(), {"to publish its shards"});
+  meetings_.await(published, number_of(group), Until::reached, fan_.lane(), {"to publish its shards"});
   casts_[group].block(own_);
   casts_[group].block(fan_.lane().stream());  // of small parameters, own pieces too
   fan_.fork();

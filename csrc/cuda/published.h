@@ -100,10 +100,11 @@ class Published {
   Lane renewal_;
   Fan fan_;                     // pulls from peers
   c10::cuda::CUDAStream own_;  // copies of this rank's own pieces, which would hold up pulls behind them; joins them
-  std::vector<std::unique_ptr<Arena>> arenas_;
+  std::vector<std::shared_ptr<const Arena>> arenas_;  // gradients that lie in one keep it
   std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;
   std::vector<Shard*> order_;  // of first gathers, in which renewals publish
   std::vector<Lent> lent_;
+  size_t layout_ = 0;  // hash of what lies where, the same on all ranks
   size_t in_first_arena_ = 0;
   size_t alive_ = 0;  // shards at the front of the first arena that may be gathered yet in this backward
   int64_t lent_from_ = 0;  // offset in the first arena

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 
@@ -11,7 +12,6 @@ namespace zcompile::cuda {
 
 namespace {
 
-constexpr int64_t regions = 3;  // one is pushed to while another is added up; the third takes up the slack
 constexpr int64_t alignment = 512;
 // The sum of a piece gets SMs only when a product ends, so fewer and larger pieces are through sooner.
 constexpr int64_t most_region_bytes = 64 << 20;
@@ -103,7 +103,8 @@ void Reducer::push(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
   if (pieces_ > regions) {
     meetings_.await(
-        Signal::drained, pieces_ - regions, fan_.lane(), {"to add up before", piece.front().request->parameter->index});
+        drained, pieces_ - regions, Until::reached, fan_.lane(),
+        {"to add up before", piece.front().request->parameter->index});
   }
   fan_.fork();
   std::vector<Copy> copies;
@@ -114,16 +115,18 @@ void Reducer::push(const Piece& piece) {
       if (slice.numel() > 0) copies.push_back({place_of(part, rank, owner), slice.const_data_ptr(), slice.nbytes()});
     }
   }
-  for (auto& pushed : fan_.copy(copies)) {
-    pushed.block(fan_.lane().stream());
-    pool_->give(std::move(pushed));
+  for (auto& copied : fan_.copy(copies)) {
+    copied.block(fan_.lane().stream());
+    pool_->give(std::move(copied));
   }
-  meetings_.post(Signal::pushed, pieces_, fan_.lane().stream().stream());
+  meetings_.post(pushed + region(), tag(pieces_, hash(piece)), fan_.lane().stream().stream());
 }
 
 void Reducer::add_up(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
-  meetings_.await(Signal::pushed, pieces_, sum_, {"to reduce", piece.front().request->parameter->index});
+  meetings_.await(
+      pushed + region(), tag(pieces_, hash(piece)), Until::equal, sum_,
+      {"to reduce", piece.front().request->parameter->index});
   for (const auto& part : piece) {
     const auto own = part.slice_of(rank);
     if (own.numel() == 0) continue;
@@ -133,7 +136,7 @@ void Reducer::add_up(const Piece& piece) {
     }
     mean(rows, divisor(), part.sum.narrow(0, part.begin, own.numel()));
   }
-  meetings_.post(Signal::drained, pieces_, sum_.stream().stream());
+  meetings_.post(drained, pieces_, sum_.stream().stream());
 }
 
 // With replicas, the mean is taken when their sums are added.
@@ -152,8 +155,16 @@ at::Tensor Reducer::Part::slice_of(int64_t rank) const {
 // Where `owner` finds what `source` pushed; an owner has no slot for itself.
 char* Reducer::place_of(const Part& part, int64_t source, int64_t owner) const {
   const auto slot = source < owner ? source : source - 1;
-  const auto region = static_cast<int64_t>(pieces_ % regions) * (model_.world() - 1);
-  return staging_.at(owner, (region + slot) * slot_bytes_ + part.offset);
+  return staging_.at(owner, (region() * (model_.world() - 1) + slot) * slot_bytes_ + part.offset);
+}
+
+size_t Reducer::hash(const Piece& piece) {
+  size_t hash = 0;
+  for (const auto& part : piece) {
+    const auto& [parameter, grad, out] = *part.request;
+    hash = c10::get_hash(hash, parameter->index, static_cast<int>(grad.scalar_type()), part.begin);
+  }
+  return hash;
 }
 
 }  // namespace zcompile::cuda

@@ -3,8 +3,9 @@
 // [Note: reduces in pieces]
 // Rank s pushes slice d of its gradient into slot s of rank d's staging, which is cut into regions that are used in turn.
 // Piece n of all reduces, counted alike on every rank:
-//   push lane: wait until all have drained what was in the region; copy to every peer; post "pushed n"
+//   push lane: wait until all have drained what was in the region; copy to every peer; post "pushed n", tagged with what
 //   sum lane:  wait for everybody's "pushed n"; add up in rank order, the own slice from where it is; post "drained n"
+// Nobody pushes to a region before it is drained, so a tag stands until its owner has seen it.
 // A large gradient takes several pieces, so staging does not grow with it; small ones that start together share one.
 #pragma once
 
@@ -44,7 +45,9 @@ class Reducer {
   void push(const Piece& piece);
   void add_up(const Piece& piece);
   double divisor() const;
+  int64_t region() const { return pieces_ % regions; }
   char* place_of(const Part& part, int64_t source, int64_t owner) const;
+  static size_t hash(const Piece& piece);
 
   Model& model_;
   Meetings& meetings_;

@@ -47,6 +47,7 @@ Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, 
       describe_(std::move(describe)),
       device_(c10::cuda::current_device()) {
   C10_CUDA_CHECK(load_trap());
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&trap_stream_, cudaStreamNonBlocking));
   thread_ = std::thread([this] { watch(); });
 }
 
@@ -57,6 +58,7 @@ Watchdog::~Watchdog() {
   }
   wake_.notify_all();
   thread_.join();
+  cudaStreamDestroy(trap_stream_);
 }
 
 void Watchdog::check() const {
@@ -93,7 +95,7 @@ void Watchdog::fail(const Waiting& waiting) {
   failed_ = true;
   std::fprintf(stderr, "%s\n", message_.c_str());
   c10::cuda::set_device(device_);
-  launch_trap(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device_).stream());
+  launch_trap(trap_stream_);
 }
 
 }  // namespace zcompile::cuda

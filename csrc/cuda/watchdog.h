@@ -76,6 +76,7 @@ class Watchdog {
   std::chrono::milliseconds timeout_;
   Describe describe_;
   c10::DeviceIndex device_;
+  cudaStream_t trap_stream_ = nullptr;  // of its own: one of torch's pool may be the one that hangs
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_
   bool stop_ = false;
