@@ -30,6 +30,9 @@ def test_unknown_option():
         Settings.parse({"iner": "aot_eager"})
     with pytest.raises(ValueError, match="'inner' must be"):
         Settings.parse({"inner": "fast"})
+    with pytest.raises(ValueError, match="differs between ranks"):
+        Settings.parse({"inductor": {"shape_padding": True}})
+    Settings.parse({"inductor": {"shape_padding": True, "force_shape_pad": True}})
 
 
 def transports(rank, world):

@@ -268,7 +268,7 @@ def never_waits_on_the_host(rank, world):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     calls = {event.key for event in profiler.key_averages()}
-    assert "zcompile::gather_start" in calls and "zcompile::reduce_wait" in calls
+    assert "zcompile::gather_group_start" in calls and "zcompile::reduce_wait" in calls
     assert not [name for name in calls if name.startswith("cu") and "Synchronize" in name and name != "cudaDeviceSynchronize"]
     return [event.name for event in profiler.events() if "cudaDeviceSynchronize" in event.name]
 

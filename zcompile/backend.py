@@ -129,6 +129,7 @@ def _compile_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: 
             passes.schedule(settings.in_flight_bytes, settings.bucket_bytes), settings.in_flight_bytes, settings.bucket_bytes
         ),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
+        "shape_padding": False,  # it measures, so that ranks get different graphs and gather and reduce in different orders
         **settings.inductor,
     }
     return compile_fx(gm, list(example_inputs), config_patches=patches)

@@ -16,7 +16,8 @@ class Settings:
     """What runs the planned graphs: "inductor", or "aot_eager", which runs aten op by op and equals eager bit by bit."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    """Inductor settings for this model alone, as in `torch._inductor.config`."""
+    """Inductor settings for this model alone, as in `torch._inductor.config`. Nothing may change a graph by what it measured:
+    ranks would measure differently. To pad products of odd sizes, set `shape_padding` and `force_shape_pad` together."""
 
     transport: str = "auto"
     """The wire: "p2p" (copy engines between GPUs of one NVLink domain), "nccl", "gloo", or "auto", which takes what was
@@ -45,6 +46,11 @@ class Settings:
                 "(Inductor's own go into 'inductor')."
             )
         settings = cls(**(options or {}))
+        if settings.inductor.get("shape_padding") and not settings.inductor.get("force_shape_pad"):
+            raise ValueError(
+                "zcompile: Inductor's 'shape_padding' decides by measuring, which differs between ranks; set 'force_shape_pad' "
+                "as well to pad on all of them."
+            )
         if settings.inner not in ("inductor", "aot_eager"):
             raise ValueError(f"zcompile: option 'inner' must be 'inductor' or 'aot_eager', not {settings.inner!r}.")
         if settings.transport not in TRANSPORTS:

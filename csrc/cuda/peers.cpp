@@ -4,7 +4,10 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 
+#include <chrono>
 #include <cstdlib>
+#include <sstream>
+#include <thread>
 #include <utility>
 
 namespace zcompile::cuda {
@@ -61,6 +64,12 @@ CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value, Until until) {
   return operation;
 }
 
+uint32_t* host_words(int64_t count) {
+  void* words = nullptr;
+  C10_CUDA_CHECK(cudaHostAlloc(&words, static_cast<size_t>(count) * sizeof(uint32_t), cudaHostAllocDefault));
+  return static_cast<uint32_t*>(words);
+}
+
 bool driver_has_batched_copies() {
   static const bool has = [] {
     int version = 0;
@@ -85,7 +94,10 @@ Arena::Arena(const std::string& group, c10::Device device, int64_t bytes) {
 }
 
 Meetings::Meetings(const std::string& group, c10::Device device, int64_t rank, int64_t world)
-    : words_(group, device, signals * world * static_cast<int64_t>(sizeof(uint32_t))), rank_(rank), world_(world) {}
+    : words_(group, device, signals * world * static_cast<int64_t>(sizeof(uint32_t))),
+      rank_(rank),
+      world_(world),
+      read_(host_words(world), [](uint32_t* words) { cudaFreeHost(words); }) {}
 
 void Meetings::post(Signal signal, uint32_t number, cudaStream_t stream) {
   append_posts(signal, number);
@@ -103,6 +115,33 @@ void Meetings::post_and_await(Signal signal, uint32_t number, Until until, Lane&
   run(lane.stream().stream());
 }
 
+std::string Meetings::missing(const Waiting& waiting, cudaStream_t stream) const {
+  const auto posted = read(waiting.signal, stream);
+  std::ostringstream text;
+  for (int64_t rank = 0; rank < world_ && !posted.empty(); ++rank) {
+    const auto ahead = static_cast<int32_t>(posted[rank] - waiting.number);
+    const bool tagged = waiting.signal == done_reading || waiting.signal >= pushed;
+    if (rank == rank_ || (tagged ? ahead == 0 : ahead >= 0)) continue;
+    const bool same_number = tagged && posted[rank] >> 16 == waiting.number >> 16;
+    text << (text.tellp() > 0 ? "; " : "") << "rank " << rank << (same_number ? " moves something else" : " is missing")
+         << std::hex << " (posted " << posted[rank] << ", not " << waiting.number << std::dec << ")";
+  }
+  return text.str();
+}
+
+std::vector<uint32_t> Meetings::read(Signal signal, cudaStream_t stream) const {
+  constexpr auto patience = std::chrono::seconds(2);  // the device may not even copy any more
+  const size_t bytes = static_cast<size_t>(world_) * sizeof(uint32_t);
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  const auto result = cudaMemcpyAsync(
+      read_.get(), words_.at(rank_, static_cast<int64_t>(signal) * static_cast<int64_t>(bytes)), bytes, cudaMemcpyDeviceToHost, stream);
+  while (result == cudaSuccess && cudaStreamQuery(stream) == cudaErrorNotReady) {
+    if (std::chrono::steady_clock::now() > deadline) return {};
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return {read_.get(), read_.get() + (result == cudaSuccess ? world_ : 0)};
+}
+
 void Meetings::append_posts(Signal signal, uint32_t number) {
   const auto word = (static_cast<int64_t>(signal) * world_ + rank_) * static_cast<int64_t>(sizeof(uint32_t));
   for (int64_t step = 1; step < world_; ++step) {
@@ -116,6 +155,8 @@ void Meetings::append_waits(Signal signal, uint32_t number, Until until, Lane& l
     const auto word = (static_cast<int64_t>(signal) * world_ + peer) * static_cast<int64_t>(sizeof(uint32_t));
     operations_.push_back(wait(address(words_.at(rank_, word)), number, until));
   }
+  waiting.signal = signal;
+  waiting.number = number;
   operations_.push_back(write(address(lane.reached_word()), lane.expect(waiting)));
 }
 

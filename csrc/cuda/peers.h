@@ -61,8 +61,11 @@ class Meetings {
   // `lane` goes on once all peers have posted `number`.
   void await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
   void post_and_await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
+  // For an error: who has not posted what is waited for, or something else; read over `stream`.
+  std::string missing(const Waiting& waiting, cudaStream_t stream) const;
 
  private:
+  std::vector<uint32_t> read(Signal signal, cudaStream_t stream) const;  // what all ranks have posted here
   void append_posts(Signal signal, uint32_t number);
   void append_waits(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
   void run(cudaStream_t stream);
@@ -70,6 +73,7 @@ class Meetings {
   Arena words_;
   int64_t rank_;
   int64_t world_;
+  std::unique_ptr<uint32_t, void (*)(uint32_t*)> read_;  // made beforehand: allocating would wait for a device that hangs
   std::vector<CUstreamBatchMemOpParams> operations_;  // of the call that is being put together
 };
 

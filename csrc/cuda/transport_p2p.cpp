@@ -37,7 +37,9 @@ class P2pTransport : public Transport {
             model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world()),
         reducer_(model, meetings_, streams_or(settings.reduce_streams, model, 2), pool_),
         published_(model, meetings_, reducer_, streams_or(settings.gather_streams, model, 4), pool_),
-        watchdog_(lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)), [this](const Waiting& waiting) { return describe(waiting); }) {}
+        watchdog_(
+            lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)),
+            [this](const Waiting& waiting, cudaStream_t stream) { return describe(waiting, stream); }) {}
 
   ~P2pTransport() override { watchdog_.drain(); }
 
@@ -85,11 +87,13 @@ class P2pTransport : public Transport {
     return lanes;
   }
 
-  std::string describe(const Waiting& waiting) {
+  std::string describe(const Waiting& waiting, cudaStream_t stream) {
     const auto name = waiting.parameter < 0 ? "" : " '" + model_.parameter(waiting.parameter).name + "'";
+    const auto missing = meetings_.missing(waiting, stream);
     return "zcompile: rank " + std::to_string(model_.rank()) + " waited for other ranks " + waiting.what + name +
         " until the process group's timeout: a rank stopped, left the training loop early, or gathers or reduces other "
-        "parameters than this one. This process's use of the GPU ends here.";
+        "parameters than this one. " + (missing.empty() ? "" : "In the gather group, " + missing + ". ") +
+        "This process's use of the GPU ends here.";
   }
 
   Model& model_;

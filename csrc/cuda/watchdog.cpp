@@ -47,7 +47,7 @@ Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, 
       describe_(std::move(describe)),
       device_(c10::cuda::current_device()) {
   C10_CUDA_CHECK(load_trap());
-  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&trap_stream_, cudaStreamNonBlocking));
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   thread_ = std::thread([this] { watch(); });
 }
 
@@ -58,7 +58,7 @@ Watchdog::~Watchdog() {
   }
   wake_.notify_all();
   thread_.join();
-  cudaStreamDestroy(trap_stream_);
+  cudaStreamDestroy(stream_);
 }
 
 void Watchdog::check() const {
@@ -78,12 +78,14 @@ void Watchdog::watch() {
   constexpr auto interval = std::chrono::milliseconds(200);
   std::unique_lock lock(mutex_);
   while (!wake_.wait_for(lock, interval, [this] { return stop_; })) {
+    std::optional<Lane::Overdue> longest;  // others may only wait for what waits here
     for (auto* lane : lanes_) {
       const auto oldest = lane->oldest();
-      if (oldest && oldest->since > timeout_) {
-        fail(oldest->waiting);
-        return;
-      }
+      if (oldest && (!longest || oldest->since > longest->since)) longest = oldest;
+    }
+    if (longest && longest->since > timeout_) {
+      fail(longest->waiting);
+      return;
     }
   }
 }
@@ -91,11 +93,11 @@ void Watchdog::watch() {
 // The waiting stream cannot be told, and its program may be blocked on it. Ending the context makes every call on this
 // device return an error, in this process alone; the peers' watchdogs find this rank missing.
 void Watchdog::fail(const Waiting& waiting) {
-  message_ = describe_(waiting);
+  c10::cuda::set_device(device_);
+  message_ = describe_(waiting, stream_);
   failed_ = true;
   std::fprintf(stderr, "%s\n", message_.c_str());
-  c10::cuda::set_device(device_);
-  launch_trap(trap_stream_);
+  launch_trap(stream_);
 }
 
 }  // namespace zcompile::cuda

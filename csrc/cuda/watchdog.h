@@ -21,6 +21,8 @@ namespace zcompile::cuda {
 struct Waiting {
   const char* what = "";
   int64_t parameter = -1;
+  int signal = 0;  // see Meetings in peers.h
+  uint32_t number = 0;
 };
 
 // A stream on which ranks wait for each other. Behind each wait the stream writes the wait's number into `reached`.
@@ -59,7 +61,8 @@ class Lane {
 
 class Watchdog {
  public:
-  using Describe = std::function<std::string(const Waiting&)>;
+  // May use the stream, on which nothing waits.
+  using Describe = std::function<std::string(const Waiting&, cudaStream_t)>;
 
   // Looks at `lanes`, which must outlive it, from a thread of its own.
   Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe);
@@ -76,7 +79,7 @@ class Watchdog {
   std::chrono::milliseconds timeout_;
   Describe describe_;
   c10::DeviceIndex device_;
-  cudaStream_t trap_stream_ = nullptr;  // of its own: one of torch's pool may be the one that hangs
+  cudaStream_t stream_ = nullptr;  // of its own: one of torch's pool may be the one that hangs
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_
   bool stop_ = false;
