@@ -23,10 +23,11 @@ $(CURDIR)/.venv/pyvenv.cfg:
 
 $(STAMP): $(BUILD_INPUTS) $(VENV)/pyvenv.cfg
 	mkdir -p build
-	$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) -r requirements-dev.txt
+	$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) $$(grep '^torch==' requirements-dev.txt)
 	$(PYTHON) -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
-	grep -v '^torch *[=<>~! ]' requirements-dev.txt > build/requirements.txt
+	grep -v '^torch==\|^deepspeed==' requirements-dev.txt > build/requirements.txt
 	$(PIP) -c $(CONSTRAINTS) -r build/requirements.txt
+	DS_BUILD_OPS=0 $(PIP) -c $(CONSTRAINTS) --no-build-isolation $$(grep '^deepspeed==' requirements-dev.txt)
 	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[train]'
 	touch $@
 

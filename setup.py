@@ -34,8 +34,8 @@ def extension():
 
 
 setup(
-    packages=["zcompile", "zcompile.passes"],
-    package_dir={"zcompile": "zcompile", "zcompile.passes": "passes"},
+    packages=["zcompile", "zcompile.passes", "zcompile_flag"],
+    package_dir={"zcompile": "zcompile", "zcompile.passes": "passes", "zcompile_flag": "zcompile/flag"},
     ext_modules=[extension()],
     cmdclass={"build_ext": cpp_extension.BuildExtension.with_options(use_ninja=True)},
 )

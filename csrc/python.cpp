@@ -3,6 +3,7 @@
 #include "numerics.h"
 #include "runtime.h"
 
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
@@ -59,6 +60,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #else
   module.attr("built_with_cuda") = false;
 #endif
+  module.def(
+      "own_storage",
+      [](const at::Tensor& tensor) {
+        return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), [tensor](void*) {}, tensor.options());
+      },
+      "A contiguous tensor over the same memory, with a storage of its own, by which the runtime finds it.");
   module.def("cast", &cast, ReleaseGil(), py::arg("sources"), py::arg("destinations"));
   module.def("mean", &mean, ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"));
   py::class_<Model>(module, "Model")

@@ -73,7 +73,7 @@ class Ranks:
 
 
 def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)

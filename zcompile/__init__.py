@@ -11,5 +11,8 @@ if _C.built_for_torch != torch.__version__:
     )
 
 from zcompile.sharding import reset_stats, shard, stats
+from zcompile_flag import watch
+
+watch()
 
 __all__ = ["reset_stats", "shard", "stats"]

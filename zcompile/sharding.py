@@ -38,6 +38,20 @@ class ShardedParameter:
     leaf: nn.Parameter  # the plain local shard that graphs see
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the full parameter."""
+        return tuple(self.parameter.shape)
+
+    def local(self) -> torch.Tensor:
+        """This rank's piece, in the memory that the optimizer changes."""
+        with torch.no_grad():
+            return self.parameter.to_local()
+
+    def masters(self) -> list[torch.Tensor]:
+        """Tensors through which users may write to the shard."""
+        return [self.parameter, self.local()]
+
     def bind(self) -> None:
         """Make the leaf what the owning modules read, and let gradients flow from it to the DTensor."""
         trains = self.parameter.requires_grad
@@ -98,11 +112,11 @@ class ShardedModel:
     def bind(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""
         sharded.bind()
-        self.runtime.watch(sharded.index, [sharded.parameter, _local(sharded.parameter)])
+        self.runtime.watch(sharded.index, sharded.masters())
 
     def refresh(self, sharded: ShardedParameter) -> None:
         """Follow a parameter whose storage was exchanged by `module.to()`, `load_state_dict(assign=True)` and the like."""
-        local = _local(sharded.parameter)
+        local = sharded.local()
         if local.untyped_storage().data_ptr() == sharded.leaf.untyped_storage().data_ptr() and local.numel() > 0:
             return
         sharded.leaf = nn.Parameter(local, requires_grad=sharded.parameter.requires_grad)
@@ -178,7 +192,7 @@ def shard(
                 done[id(original)] = _shard_parameter(state, name, module._parameters[attribute], device, reduce_dtype)
             done[id(original)].owners.append((module, attribute))
             module._parameters[attribute] = done[id(original)].parameter
-    _install_readers(state, param_dtype)
+    install_readers(state, param_dtype, alone=mesh.size() == 1)
     state.use_transport("auto")
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
@@ -278,17 +292,26 @@ def _shard_parameter(state: ShardedModel, name: str, parameter: nn.Parameter, de
     return sharded
 
 
-def _install_readers(state: ShardedModel, param_dtype: torch.dtype | None) -> None:
-    by_module: dict[nn.Module, list[str]] = {}
+def install_readers(state: ShardedModel, param_dtype: torch.dtype | None, alone: bool) -> None:
+    """Let the modules of `state` gather what they read; `alone`: the leaves are whole parameters already."""
+    by_module: dict[nn.Module, dict[str, tuple[int, ...]]] = {}
     for sharded in state.parameters.values():
         state.bind(sharded)
         for module, attribute in sharded.owners:
-            by_module.setdefault(module, []).append(attribute)
-    alone = state.mesh.size() == 1
+            by_module.setdefault(module, {})[attribute] = sharded.shape
     for module, attributes in by_module.items():
         module.__dict__[STATE] = state
-        shapes = tuple((name, tuple(module._parameters[name].shape)) for name in attributes)
-        module.__class__ = _sharded_class(type(module), shapes, param_dtype, alone)
+        module.__class__ = _sharded_class(type(module), tuple(attributes.items()), param_dtype, alone)
+
+
+def remove_readers(state: ShardedModel) -> None:
+    """Let the modules of `state` read their own parameters again."""
+    for sharded in state.parameters.values():
+        sharded.parameter.__dict__.pop("requires_grad_", None)
+        for module, attribute in sharded.owners:
+            module.__dict__.pop(LEAF + attribute, None)
+            if module.__dict__.pop(STATE, None) is not None:
+                module.__class__ = type(module).__bases__[0]
 
 
 @functools.cache
@@ -338,7 +361,7 @@ def _register_parameter(self, name, param):
     if not same:
         raise RuntimeError(_replaced(sharded.name))
     sharded.parameter = param
-    state.runtime.watch(sharded.index, [param, _local(param)])
+    state.runtime.watch(sharded.index, sharded.masters())
     for module, attribute in sharded.owners:
         module._parameters[attribute] = param
     state.refresh(sharded)
@@ -349,11 +372,6 @@ def _replaced(name: str) -> str:
         f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into the "
         "DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before zcompile.shard."
     )
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    with torch.no_grad():
-        return parameter.to_local()
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,369 @@
+"""`"zcompile": {"enabled": true}` in a DeepSpeed config. The only file that knows DeepSpeed (0.17 to 0.19).
+
+[Note: what is taken over]
+ZeRO-3 keeps a flat partition of every parameter in `param.ds_tensor` and leaves `param.data` empty. Its optimizer changes the
+partitions in place and takes gradients of partitions. zcompile needs no more than that: it gathers from the partitions, over
+the same memory, and hands reduced gradients to the optimizer's own `partition_grads`. Module hooks, which gather and release,
+and gradient hooks, which reduce, go away for as long as the engine is compiled. Everything else stays DeepSpeed's: loss
+scaling, clipping, accumulation, the step, checkpoints, `GatheredParameters`.
+
+[Note: how the flag is seen]
+`import zcompile` has `zcompile.flag` wrap `DeepSpeedEngine.__init__`, at once or when DeepSpeed is imported later. An engine
+whose config has the flag gets methods of its own (`forward`, `backward`, `compile`, `destroy`); others are not touched.
+
+[Note: what may fail]
+Whatever fails in taking over, compiling, or a forward gives the engine back: hooks and readers are restored, and DeepSpeed runs
+that forward. A failing first backward is run again in eager if its loss came from the engine's forward; later ones raise,
+because gradients may have been added up by then.
+"""
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from zcompile import _C
+from zcompile.config import Settings
+from zcompile.sharding import ShardedModel, ShardedParameter, install_readers, remove_readers
+from zcompile.words import MODEL
+
+log = logging.getLogger("zcompile")
+
+
+class Partition(ShardedParameter):
+    """One ZeRO-3 parameter: the leaf lies over its partition, and gradients go to the engine's optimizer."""
+
+    accept: Callable[[nn.Parameter, torch.Tensor], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.ds_shape)
+
+    @property
+    def chunk(self) -> int:
+        """Elements of every rank's partition, the padding of the last ones included."""
+        return self.parameter.ds_tensor.ds_numel
+
+    def local(self) -> torch.Tensor:
+        # The partitions of a whole group of parameters share one storage; the runtime tells parameters by theirs.
+        rank, numel = self.rank, self.parameter.ds_numel
+        length = min((rank + 1) * self.chunk, numel) - min(rank * self.chunk, numel)
+        return _C.own_storage(self.parameter.ds_tensor.detach().narrow(0, 0, length))
+
+    def masters(self) -> list[torch.Tensor]:
+        return [self.parameter.ds_tensor]
+
+    def moved(self) -> bool:
+        """Whether DeepSpeed has put the partition elsewhere."""
+        return self.leaf.numel() > 0 and self.leaf.data_ptr() != self.parameter.ds_tensor.data_ptr()
+
+    def deliver(self, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None and self.parameter.requires_grad:
+            self.accept(self.parameter, grad)
+
+
+class Takeover:
+    """A ZeRO-3 engine that trains through zcompile, from its `compile()` until `give_back()`."""
+
+    def __init__(self, engine: nn.Module, options: Mapping[str, Any]):
+        self.engine = engine
+        self.original = type(engine)  # has DeepSpeed's own methods
+        self.options = options
+        self.state: ShardedModel | None = None
+        self.given_back = ""  # the reason
+        self.partitions: dict[int, Partition] = {}  # by the id that DeepSpeed gives a parameter
+        self.persistent: list[nn.Parameter] = []
+        self.attempt: Attempt | None = None  # the last forward, until a backward has succeeded
+        self.proven = False
+
+    # --- the engine's methods ---------------------------------------------------------------------------------------
+
+    def compile(self, backend=None, compile_kwargs: Mapping[str, Any] | None = None, *args, **kwargs) -> None:
+        """Stands in for `DeepSpeedEngine.compile`: the backend is zcompile whatever is named."""
+        if self.state is not None or self.given_back:
+            return
+        try:
+            self.take()
+            self.compile_modules(dict(compile_kwargs or {}))
+        except Exception as error:
+            self.fail("taking the engine over", error)
+
+    def forward(self, *inputs, **kwargs):
+        """Stands in for `DeepSpeedEngine.forward`."""
+        if self.state is None and not self.given_back:
+            self.compile()
+        if self.given_back:
+            return self.original.forward(self.engine, *inputs, **kwargs)
+        if not self.proven:
+            self.attempt = Attempt(inputs, kwargs)
+        try:
+            return self.compiled_forward(inputs, kwargs)
+        except Exception as error:  # also one of the user's own, which eager then raises again
+            self.fail("a forward", error)
+        if self.attempt:
+            self.attempt.rewind()
+        return self.original.forward(self.engine, *inputs, **kwargs)
+
+    def compiled_forward(self, inputs, kwargs):
+        for partition in self.state.parameters.values():
+            if partition.moved():
+                self.state.refresh(partition)
+        with self.around_forward(inputs, kwargs) as (inputs, kwargs):
+            outputs = self.original.forward(self.engine, *inputs, **kwargs)
+        if self.attempt:
+            self.attempt.outputs = outputs
+        return outputs
+
+    def backward(self, loss, *args, **kwargs):
+        """Stands in for `DeepSpeedEngine.backward`."""
+        if self.state is None or self.proven:
+            return self.original.backward(self.engine, loss, *args, **kwargs)
+        attempt, self.attempt = self.attempt, None
+        try:
+            result = self.original.backward(self.engine, loss, *args, **kwargs)
+            self.proven = True
+            return result
+        except Exception as error:
+            at = attempt.place_of(loss) if attempt else None
+            self.fail("the first backward", error)
+            if at is None:  # the loss was computed outside of the engine: only its caller can compute it again
+                raise
+        attempt.rewind()
+        self.engine.optimizer.exit_backward()
+        outputs = self.original.forward(self.engine, *attempt.inputs, **attempt.kwargs)
+        return self.original.backward(self.engine, tree_leaves(outputs)[at], *args, **kwargs)
+
+    def destroy(self) -> None:
+        """Stands in for `DeepSpeedEngine.destroy`."""
+        self.give_back("the engine is destroyed", hooks=False)
+        self.original.destroy(self.engine)
+
+    # --- taking over and giving back --------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Gather from the engine's partitions; all ranks together."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if not hasattr(optimizer, "partition_grads"):
+            raise RuntimeError("the engine has no optimizer")
+        self.trained = {parameter.ds_id for parameters in optimizer.fp16_groups for parameter in parameters}
+        self.release_parameters()
+        state = ShardedModel(DeviceMesh.from_group(optimizer.dp_process_group, engine.device.type))
+        self.partitions = {}
+        for path, module in engine.module.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.add(state, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
+        state.use_transport("auto")
+        self.remove_hooks()
+        install_readers(state, None, alone=False)
+        self.state = state
+
+    def compile_modules(self, wanted: dict[str, Any]) -> None:
+        """Compile the regions that were compiled with another backend before, or else the whole module."""
+        from zcompile.backend import compile_graph  # imports Inductor
+
+        wanted.pop("backend", None)
+        wanted.pop("options", None)
+        if wanted.get("mode") in (None, "default"):
+            wanted.pop("mode", None)
+        module = self.engine.module
+        regions = [region for region in module.modules() if region._compiled_call_impl is not None]
+        for region in regions or [module]:
+            region.compile(backend=functools.partial(compile_graph, options=dict(self.options)), **wanted)
+        self.engine._is_compiled = True
+        self.engine._compile_kwargs = wanted
+
+    def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+        known = self.partitions.get(parameter.ds_id)
+        if known is not None:  # tied
+            known.owners.append((module, attribute))
+            return
+        partition = Partition(name, len(state.parameters), parameter, parameter)
+        partition.rank = state.groups["rank"]
+        partition.accept = self.accept
+        partition.leaf = nn.Parameter(partition.local(), requires_grad=parameter.requires_grad)
+        setattr(partition.leaf, MODEL, weakref.ref(state))
+        partition.owners.append((module, attribute))
+        partition.index = state.runtime.add(
+            name=name,
+            shard=partition.leaf,
+            shape=list(partition.shape),
+            chunk=partition.chunk,
+            replicated=False,
+            reduce_dtype=None,
+        )
+        self.partitions[parameter.ds_id] = state.parameters[name] = partition
+
+    def give_back(self, reason: str, hooks: bool = True) -> None:
+        """Let DeepSpeed gather and reduce again; `hooks`: its hooks are wanted back."""
+        if self.given_back:
+            return
+        self.given_back = reason
+        self.engine._is_compiled = False
+        for module in self.engine.module.modules():
+            module._compiled_call_impl = None
+        if self.state is None:
+            return
+        remove_readers(self.state)
+        self.state = None
+        if hooks:
+            self.restore_hooks()
+
+    def fail(self, doing: str, error: Exception) -> None:
+        log.warning("zcompile: %s failed, and training goes on in eager ZeRO-3: %s", doing, error, exc_info=error)
+        self.give_back(f"{doing} failed: {error}")
+
+    # --- DeepSpeed's hooks ------------------------------------------------------------------------------------------
+
+    def release_parameters(self) -> None:
+        """Leave nothing gathered: persistent parameters travel in groups with their neighbours instead."""
+        optimizer = self.engine.optimizer
+        self.persistent = list(optimizer.persistent_parameters)
+        optimizer.persistent_parameters = []
+        for parameter in self.persistent:
+            parameter.ds_persist = False
+        optimizer._partition_all_parameters()
+
+    def remove_hooks(self) -> None:
+        engine, optimizer = self.engine, self.engine.optimizer
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        optimizer.parameter_offload._remove_module_hooks()
+        optimizer.parameter_offload.forward_hooks.clear()
+        optimizer.parameter_offload.backward_hooks.clear()
+        for hooks in (optimizer._grad_acc_hooks, optimizer._leaf_module_hooks):
+            for hook in hooks:
+                hook.remove()
+            hooks.clear()
+
+    def restore_hooks(self) -> None:
+        engine, optimizer = self.engine, self.engine.optimizer
+        for parameter in self.persistent:
+            parameter.ds_persist = True
+        optimizer.persistent_parameters = self.persistent
+        optimizer.parameter_offload.setup_zero_stage3_hooks()
+        optimizer.create_reduce_and_remove_grad_hooks()
+        engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
+        engine.module_forward_post_hook = engine._create_module_forward_post_hook()
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def around_forward(self, inputs, kwargs):
+        """What DeepSpeed's forward hooks do besides gathering, outside of the compiled graph."""
+        engine = self.engine
+        inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
+        for module in engine.module.modules():
+            module._parameters._in_forward = False  # else ZeRO's own dictionaries would gather what Dynamo looks at
+        with _plain_linear():
+            yield inputs, kwargs
+        engine._forward_epilogue()
+
+    @torch.no_grad()
+    def accept(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        """Give a reduced gradient of this rank's partition to the optimizer, which keeps or adds it."""
+        if parameter.ds_id not in self.trained:
+            return
+        padding = parameter.partition_numel() - grad.numel()
+        if padding > 0:
+            grad = nn.functional.pad(grad, (0, padding))
+        self.engine.optimizer.partition_grads([parameter], [grad])
+
+
+class Attempt:
+    """What it takes to run a forward again."""
+
+    def __init__(self, inputs: tuple, kwargs: dict[str, Any]):
+        self.inputs, self.kwargs = inputs, kwargs
+        self.outputs: Any = None
+        self.random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def rewind(self) -> None:
+        """Let random numbers be drawn as they were."""
+        cpu, cuda = self.random
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    def place_of(self, loss: torch.Tensor) -> int | None:
+        """Which of the outputs `loss` is."""
+        return next((at for at, output in enumerate(tree_leaves(self.outputs)) if output is loss), None)
+
+
+@contextlib.contextmanager
+def _plain_linear():
+    """`zero.Init` exchanges `torch.nn.functional.linear` for one that expects ZeRO's hooks."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as patch
+
+    functional, patched = nn.functional, nn.functional.linear
+    functional.linear = getattr(patch, "linear_bk", patched)
+    try:
+        yield
+    finally:
+        functional.linear = patched
+
+
+# --- the config -----------------------------------------------------------------------------------------------------
+
+
+def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
+    """The backend's options in a DeepSpeed config, or None without the flag.
+
+    Raises:
+        ValueError: an unknown or wrong option, or another part of the config that zcompile cannot work with; says what to
+            remove.
+    """
+    block = config.get("zcompile")
+    if block is None:
+        return None
+    if not isinstance(block, Mapping) or not isinstance(block.get("enabled", False), bool):
+        raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in the DeepSpeed config.')
+    options = {name: value for name, value in block.items() if name != "enabled"}
+    Settings.parse(options)
+    if not block.get("enabled", False):
+        return None
+    reason = _obstacle(config)
+    if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
+        reason = "it does not run pipeline modules. Train without pipeline parallelism"
+    if reason:
+        raise ValueError(f"zcompile: {reason}, or set \"zcompile\": {{\"enabled\": false}}.")
+    return options
+
+
+def _obstacle(config: Mapping[str, Any]) -> str:
+    """What in the config cannot work together with zcompile, and what to remove; empty if nothing."""
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage", 0) != 3:
+        return f'it works with ZeRO stage 3, and this config asks for stage {zero.get("stage", 0)}. Set "zero_optimization": {{"stage": 3}}'
+    if (zero.get("offload_param") or {}).get("device", "none") != "none":
+        return 'its gathers read partitions on the device. Remove "offload_param"'
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        return 'it has no secondary partitions. Remove "zero_hpz_partition_size"'
+    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+        if zero.get(name):
+            return f'ZeRO++ quantizes what zcompile moves itself. Remove "{name}"'
+    if zero.get("mics_shard_size", -1) > 0:
+        return 'MiCS partitions over a part of the ranks. Remove "mics_shard_size"'
+    if (config.get("compile") or {}).get("deepcompile"):
+        return 'DeepCompile would plan the same gathers. Remove "deepcompile" from "compile"'
+    if zero.get("zenflow"):
+        return 'ZenFlow changes gradients in hooks that zcompile removes. Remove "zenflow"'
+    if config.get("sequence_parallel_size", 1) > 1:
+        return 'it does not know sequence parallelism. Remove "sequence_parallel_size"'
+    return ""
+
+
+def attach(engine: nn.Module, options: Mapping[str, Any]) -> None:
+    """Let `engine`, a DeepSpeedEngine with ZeRO-3, train through zcompile from its first forward or `compile()` on."""
+    takeover = Takeover(engine, options)
+    object.__setattr__(engine, "zcompile", takeover)
+    for name in ("compile", "forward", "backward", "destroy"):
+        object.__setattr__(engine, name, getattr(takeover, name))
