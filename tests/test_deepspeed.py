@@ -144,6 +144,53 @@ def test_zero_to_fp32(ranks, tmp_path):
     ranks(2).run(consolidated, str(tmp_path))
 
 
+class Checkpointed(LanguageModel):
+    """Recomputes its blocks in backward."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        logits = self.head(self.norm(x)) * self.scale * self.mix.sum()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_sharded():
+    with deepspeed.zero.Init(config_dict_or_path=config_of(None)):
+        return LanguageModel()
+
+
+def made_otherwise(rank, world, how):
+    curves = []
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed wants AMX for it, torch does not
+    for flag in (None, {}):
+        torch.manual_seed(0)
+        config = {"fp16": {"enabled": True, "initial_scale_power": 40}} if how == "fp16" else {}
+        model = {"zero.Init": make_sharded, "checkpointed": Checkpointed}.get(how, LanguageModel)()
+        engine = make_engine(flag, model=model, **config)
+        curve = []
+        for micro in range(8 * MICRO_STEPS):
+            loss = engine(batch(micro, rank))
+            loss.backward() if how == "loss.backward" else engine.backward(loss)
+            engine.step()
+            curve.append(loss.item())
+        assert flag is None or taken(engine), engine.zcompile.given_back
+        if how == "fp16":
+            curve.append(engine.optimizer.cur_scale)
+            assert engine.optimizer.cur_scale < 2**40  # steps were skipped
+        curves.append(curve)
+        engine.destroy()
+    if how == "fp16":
+        assert max(abs(a - b) / a for a, b in zip(*curves, strict=True)) < 2e-3, curves
+    else:
+        assert curves[0] == curves[1], curves
+
+
+@pytest.mark.parametrize("how", ["zero.Init", "checkpointed", "loss.backward", "fp16"])
+def test_engines_made_and_used_otherwise(ranks, how):
+    ranks(2).run(made_otherwise, how)
+
+
 class Lora(nn.Module):
     """A frozen model with a trained low-rank addition to its head."""
 

@@ -165,6 +165,7 @@ class Takeover:
         self.remove_hooks()
         install_readers(state, None, alone=False)
         self.state = state
+        log.info("zcompile: trains this DeepSpeed engine, %d parameters; transport %s: %s", len(self.partitions), *state.transport)
 
     def compile_modules(self, wanted: dict[str, Any]) -> None:
         """Compile the regions that were compiled with another backend before, or else the whole module."""
