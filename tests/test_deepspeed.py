@@ -14,6 +14,7 @@ import zcompile
 from models import Transformer, batch, loss_of
 
 deepspeed = pytest.importorskip("deepspeed")
+stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
 
 MICRO_STEPS = 2
 
@@ -188,6 +189,8 @@ def made_otherwise(rank, world, how):
 
 @pytest.mark.parametrize("how", ["zero.Init", "checkpointed", "loss.backward", "fp16"])
 def test_engines_made_and_used_otherwise(ranks, how):
+    if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
+        pytest.skip("this DeepSpeed wants engine.backward()")
     ranks(2).run(made_otherwise, how)
 
 
@@ -269,6 +272,7 @@ def narrows(name):
 
 
 def test_autocast_gathers_two_bytes(ranks):
+    pytest.importorskip("deepspeed.runtime.torch_autocast")  # since 0.17.1
     ranks(2).run(gathers_two_bytes)
 
 

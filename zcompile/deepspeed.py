@@ -137,7 +137,7 @@ class Takeover:
             if at is None:  # the loss was computed outside of the engine: only its caller can compute it again
                 raise
         attempt.rewind()
-        self.engine.optimizer.exit_backward()
+        getattr(self.engine.optimizer, "exit_backward", lambda: None)()  # since 0.18
         outputs = self.original.forward(self.engine, *attempt.inputs, **attempt.kwargs)
         return self.original.backward(self.engine, tree_leaves(outputs)[at], *args, **kwargs)
 
