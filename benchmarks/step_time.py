@@ -3,7 +3,8 @@
 Run: python benchmarks/step_time.py --ranks 2 --layers 8 --engines limit,zcompile,fsdp2
 
 Each engine runs in processes of its own, one after the other. fp32 masters, bf16 compute, AdamW (fused), one sequence of 2048 tokens per GPU. "limit" is the model compiled whole with
-bf16 weights in place, no communication, and Adam on 1/W of the state. "fsdp2" is FSDP2 with each block compiled. Peak
+bf16 weights in place, no communication, and Adam on 1/W of the state. "fsdp2" is FSDP2 with each block compiled. "zero3",
+"deepcompile" and "zero3-zcompile" are DeepSpeed's stage 3: eager, with its compiler, with zcompile's flag. Peak
 memory is that of torch's allocator and, for zcompile, what the transport keeps outside of it. Tokens are drawn anew for
 each step from a skewed distribution, which the model learns within a few dozen steps.
 """
@@ -94,8 +95,42 @@ class Zcompile(Fsdp2):
         return zcompile.stats(self.model)["transport_bytes"]
 
 
+class Zero3:
+    """DeepSpeed ZeRO-3: eager, with its own compiler, or with zcompile's flag."""
+
+    def __init__(self, layers: int, **config):
+        import deepspeed
+
+        optimizer = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
+        warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": LEARNING_RATE, "warmup_num_steps": WARMUP_STEPS, "warmup_type": "linear"}
+        config |= {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": optimizer},
+            "scheduler": {"type": "WarmupLR", "params": warmup},
+        }
+        model = Llama(layers)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        if "compile" in config or "zcompile" in config:
+            self.engine.compile()
+
+    def step(self, tokens):
+        loss = self.engine(tokens)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+    def extra_bytes(self) -> int:
+        taken = getattr(self.engine, "zcompile", None)
+        return zcompile.stats(self.engine.module)["transport_bytes"] if taken and taken.state else 0
+
+
 ENGINES = {
     "limit": Limit,
+    "zero3": Zero3,
+    "deepcompile": lambda layers: Zero3(layers, compile={"deepcompile": True}),
+    "zero3-zcompile": lambda layers: Zero3(layers, zcompile={"enabled": True}),
     "fsdp2": Fsdp2,
     "zcompile": Zcompile,
     "zcompile-nccl": lambda layers: Zcompile(layers, "nccl"),

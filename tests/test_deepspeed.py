@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zcompile
-from models import Transformer, batch, loss_of
+from models import VOCABULARY, Transformer, batch, loss_of
 
 deepspeed = pytest.importorskip("deepspeed")
 stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
@@ -237,10 +237,10 @@ def between_steps(rank, world):
             with torch.no_grad():
                 curve.append(engine(batch(100, rank, 9)).item())
             engine.train()
-            weight = engine.module.blocks[0].down
-            with deepspeed.zero.GatheredParameters([weight._parameters["weight"]], modifier_rank=0):
+            with deepspeed.zero.GatheredParameters(engine.module.blocks[0].down.weight, modifier_rank=0):
                 if rank == 0:
-                    weight._parameters["weight"].data.mul_(0.9)
+                    engine.module.blocks[0].down.weight.data.mul_(0.9)
+            engine.module.blocks[1].up.weight.requires_grad = step != 1  # by attribute
     assert taken(engines[1]) and taken(engines[2])
     assert curves[0] == curves[1] == curves[2]
     for engine in engines:
@@ -342,17 +342,18 @@ def injected(rank, world, stage):
     def fail(*args, **kwargs):
         raise RuntimeError("injected")
 
-    patched = {"take over": "add", "compile": "compile_modules", "forward": "compiled_forward", "backward": "accept"}[stage]
-    setattr(takeover, patched, fail)
+    patched = {"take over": "add", "hooks": "remove_hooks", "compile": "compile_modules", "forward": "compiled_forward", "backward": "accept"}
+    setattr(takeover, patched[stage], fail)
     found = train(engine, rank, end=4)
     assert not taken(engine) and "injected" in takeover.given_back
     assert found == expected, (found, expected)
     assert len(engine.optimizer._grad_acc_hooks) > 0 and len(engine.optimizer.parameter_offload.forward_hooks) > 0
     assert type(engine.module.blocks[0].up) is nn.Linear
+    assert engine.optimizer.persistent_parameters and all(one.ds_persist for one in engine.optimizer.persistent_parameters)
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", ["take over", "compile", "forward", "backward"])
+@pytest.mark.parametrize("stage", ["take over", "hooks", "compile", "forward", "backward"])
 def test_a_failure_gives_the_engine_back(ranks, stage):
     ranks(2).run(injected, stage)
 
@@ -442,3 +443,42 @@ def accelerated(rank, world, regions):
 @pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
 def test_accelerate(ranks, regions):
     ranks(2).run(accelerated, regions)
+
+
+class WithCodes(LanguageModel):
+    """Has a frozen parameter of whole numbers, as quantized models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(VOCABULARY), requires_grad=False)
+
+    def forward(self, tokens):
+        return super().forward(self.codes[tokens])
+
+
+def not_only_floats(rank, world):
+    curves = []
+    for flag in (None, {}):
+        torch.manual_seed(0)
+        engine = make_engine(flag, model=WithCodes())
+        curves.append(train(engine, rank, end=3))
+        assert flag is None or taken(engine), engine.zcompile.given_back
+        engine.destroy()
+    assert curves[0] == curves[1]
+
+
+def test_frozen_whole_numbers(ranks):
+    ranks(2).run(not_only_floats)
+
+
+def leaf_modules(rank, world):
+    model = LanguageModel()
+    deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
+    engine = make_engine({}, model=model)
+    assert train(engine, rank, end=2)[-1][0] > 0
+    assert not taken(engine) and "leaf modules" in engine.zcompile.given_back
+    engine.destroy()
+
+
+def test_leaf_modules_stay_eager(ranks):
+    ranks(2).run(leaf_modules)

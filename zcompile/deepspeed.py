@@ -12,9 +12,10 @@ scaling, clipping, accumulation, the step, checkpoints, `GatheredParameters`.
 whose config has the flag gets methods of its own (`forward`, `backward`, `compile`, `destroy`); others are not touched.
 
 [Note: what may fail]
-Whatever fails in taking over, compiling, or a forward gives the engine back: hooks and readers are restored, and DeepSpeed runs
-that forward. A failing first backward is run again in eager if its loss came from the engine's forward; later ones raise,
-because gradients may have been added up by then.
+Until a first backward has succeeded, whatever fails in taking over, compiling or a forward gives the engine back: hooks and
+readers are restored, and DeepSpeed runs that forward; later, only what the compiler raises does. A failing first backward is run
+again in eager if its loss came from the engine's forward; later ones raise, because gradients may have been added up by then.
+The step is DeepSpeed's alone. Ranks are taken to fail alike: one that fails alone leaves the others waiting until the timeout.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
@@ -83,6 +85,9 @@ class Takeover:
         self.persistent: list[nn.Parameter] = []
         self.attempt: Attempt | None = None  # the last forward, until a backward has succeeded
         self.proven = False
+        self.delivered = False  # a gradient, ever
+        self.hooks_removed = False
+        self.marks: list[Any] = []
 
     # --- the engine's methods ---------------------------------------------------------------------------------------
 
@@ -106,20 +111,25 @@ class Takeover:
             self.attempt = Attempt(inputs, kwargs)
         try:
             return self.compiled_forward(inputs, kwargs)
-        except Exception as error:  # also one of the user's own, which eager then raises again
+        except Exception as error:
+            if self.proven and not isinstance(error, TorchDynamoException):  # the user's own, or a lack of memory
+                raise
             self.fail("a forward", error)
         if self.attempt:
             self.attempt.rewind()
         return self.original.forward(self.engine, *inputs, **kwargs)
 
     def compiled_forward(self, inputs, kwargs):
+        self.proven = self.proven or self.delivered
         for partition in self.state.parameters.values():
             if partition.moved():
                 self.state.refresh(partition)
+            if partition.leaf.requires_grad != partition.parameter.requires_grad:
+                partition.leaf.requires_grad_(partition.parameter.requires_grad)
         with self.around_forward(inputs, kwargs) as (inputs, kwargs):
             outputs = self.original.forward(self.engine, *inputs, **kwargs)
         if self.attempt:
-            self.attempt.outputs = outputs
+            self.attempt.saw(outputs)
         return outputs
 
     def backward(self, loss, *args, **kwargs):
@@ -134,12 +144,20 @@ class Takeover:
         except Exception as error:
             at = attempt.place_of(loss) if attempt else None
             self.fail("the first backward", error)
-            if at is None:  # the loss was computed outside of the engine: only its caller can compute it again
+            overwrites = self.engine.optimizer.micro_step_id == 0 or not self.delivered
+            if at is None or not overwrites:  # only its caller can compute this loss again, or gradients were added up
                 raise
         attempt.rewind()
-        getattr(self.engine.optimizer, "exit_backward", lambda: None)()  # since 0.18
+        self.leave_backward()
         outputs = self.original.forward(self.engine, *attempt.inputs, **attempt.kwargs)
         return self.original.backward(self.engine, tree_leaves(outputs)[at], *args, **kwargs)
+
+    def leave_backward(self) -> None:
+        """What DeepSpeed does at the end of a backward that succeeds."""
+        getattr(self.engine.optimizer, "exit_backward", lambda: None)()  # since 0.18
+        for timers in (self.engine.engine_timers.backward_inner_timers, self.engine.engine_timers.backward_timers):
+            with contextlib.suppress(AssertionError):  # not started
+                self.engine._stop_timers(timers)
 
     def destroy(self) -> None:
         """Stands in for `DeepSpeedEngine.destroy`."""
@@ -151,20 +169,23 @@ class Takeover:
     def take(self) -> None:
         """Gather from the engine's partitions; all ranks together."""
         engine, optimizer = self.engine, self.engine.optimizer
-        if not hasattr(optimizer, "partition_grads"):
-            raise RuntimeError("the engine has no optimizer")
+        reason = _unsupported(engine)
+        if reason:
+            raise RuntimeError(reason)
         self.trained = {parameter.ds_id for parameters in optimizer.fp16_groups for parameter in parameters}
         self.release_parameters()
-        state = ShardedModel(DeviceMesh.from_group(optimizer.dp_process_group, engine.device.type))
+        self.group = optimizer.dp_process_group
+        state = ShardedModel(DeviceMesh.from_group(self.group, engine.device.type))
         self.partitions = {}
         for path, module in engine.module.named_modules():
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     self.add(state, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
         state.use_transport("auto")
+        self.state = state
         self.remove_hooks()
         install_readers(state, None, alone=False)
-        self.state = state
+        state.at_rest = True
         log.info("zcompile: trains this DeepSpeed engine, %d parameters; transport %s: %s", len(self.partitions), *state.transport)
 
     def compile_modules(self, wanted: dict[str, Any]) -> None:
@@ -177,8 +198,14 @@ class Takeover:
             wanted.pop("mode", None)
         module = self.engine.module
         regions = [region for region in module.modules() if region._compiled_call_impl is not None]
+        backend = functools.partial(compile_graph, options=dict(self.options))  # one: Dynamo compiles anew for another
         for region in regions or [module]:
-            region.compile(backend=functools.partial(compile_graph, options=dict(self.options)), **wanted)
+            region.compile(backend=backend, **wanted)
+        if regions and module not in regions:  # what is outside of them reads in eager, also when the module is called directly
+            self.marks = [
+                module.register_forward_pre_hook(lambda *_: self.set_at_rest(False)),
+                module.register_forward_hook(lambda *_: self.set_at_rest(True), always_call=True),
+            ]
         self.engine._is_compiled = True
         self.engine._compile_kwargs = wanted
 
@@ -187,6 +214,9 @@ class Takeover:
         if known is not None:  # tied
             known.owners.append((module, attribute))
             return
+        ranks = [torch.distributed.get_process_group_ranks(group) for group in (parameter.ds_process_group, self.group)]
+        if ranks[0] != ranks[1]:
+            raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the model, as experts are")
         partition = Partition(name, len(state.parameters), parameter, parameter)
         partition.rank = state.groups["rank"]
         partition.accept = self.accept
@@ -211,12 +241,17 @@ class Takeover:
         self.engine._is_compiled = False
         for module in self.engine.module.modules():
             module._compiled_call_impl = None
-        if self.state is None:
-            return
-        remove_readers(self.state)
-        self.state = None
+        for mark in self.marks:
+            mark.remove()
+        if self.state is not None:
+            remove_readers(self.state)
+            self.state = None
         if hooks:
             self.restore_hooks()
+
+    def set_at_rest(self, at_rest: bool) -> None:
+        if self.state is not None:
+            self.state.at_rest = at_rest
 
     def fail(self, doing: str, error: Exception) -> None:
         log.warning("zcompile: %s failed, and training goes on in eager ZeRO-3: %s", doing, error, exc_info=error)
@@ -235,6 +270,7 @@ class Takeover:
 
     def remove_hooks(self) -> None:
         engine, optimizer = self.engine, self.engine.optimizer
+        self.hooks_removed = True
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
         optimizer.parameter_offload._remove_module_hooks()
@@ -247,9 +283,12 @@ class Takeover:
 
     def restore_hooks(self) -> None:
         engine, optimizer = self.engine, self.engine.optimizer
-        for parameter in self.persistent:
-            parameter.ds_persist = True
-        optimizer.persistent_parameters = self.persistent
+        if self.persistent:
+            for parameter in self.persistent:
+                parameter.ds_persist = True
+            optimizer.persistent_parameters = self.persistent
+        if not self.hooks_removed:
+            return
         optimizer.parameter_offload.setup_zero_stage3_hooks()
         optimizer.create_reduce_and_remove_grad_hooks()
         engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
@@ -264,19 +303,34 @@ class Takeover:
         inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
         for module in engine.module.modules():
             module._parameters._in_forward = False  # else ZeRO's own dictionaries would gather what Dynamo looks at
-        with _plain_linear():
-            yield inputs, kwargs
-        engine._forward_epilogue()
+        self.set_at_rest(False)
+        try:
+            with _plain_linear():
+                yield inputs, kwargs
+        finally:
+            self.set_at_rest(True)
+            engine._forward_epilogue()
 
     @torch.no_grad()
     def accept(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
         """Give a reduced gradient of this rank's partition to the optimizer, which keeps or adds it."""
         if parameter.ds_id not in self.trained:
             return
+        optimizer = self.engine.optimizer
+        if getattr(optimizer, "_coalesce_grad_reduction", False):
+            raise RuntimeError("zcompile: engine.coalesce_grad_reduction() is not supported; use gradient accumulation steps.")
         padding = parameter.partition_numel() - grad.numel()
         if padding > 0:
             grad = nn.functional.pad(grad, (0, padding))
-        self.engine.optimizer.partition_grads([parameter], [grad])
+        self.delivered = True
+        if not grad.is_cuda:
+            optimizer.partition_grads([parameter], [grad])
+            return
+        stream = optimizer.reduce_and_partition_stream  # on which DeepSpeed looks at the buffers afterwards
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.partition_grads([parameter], [grad])
+        grad.record_stream(stream)
 
 
 class Attempt:
@@ -284,7 +338,7 @@ class Attempt:
 
     def __init__(self, inputs: tuple, kwargs: dict[str, Any]):
         self.inputs, self.kwargs = inputs, kwargs
-        self.outputs: Any = None
+        self.outputs: list[Callable[[], Any]] = []  # weak: a graph must not live longer for it
         self.random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def rewind(self) -> None:
@@ -294,9 +348,12 @@ class Attempt:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
 
+    def saw(self, outputs: Any) -> None:
+        self.outputs = [weakref.ref(one) if isinstance(one, torch.Tensor) else lambda: None for one in tree_leaves(outputs)]
+
     def place_of(self, loss: torch.Tensor) -> int | None:
         """Which of the outputs `loss` is."""
-        return next((at for at, output in enumerate(tree_leaves(self.outputs)) if output is loss), None)
+        return next((at for at, output in enumerate(self.outputs) if output() is loss), None)
 
 
 @contextlib.contextmanager
@@ -310,6 +367,22 @@ def _plain_linear():
         yield
     finally:
         functional.linear = patched
+
+
+def _unsupported(engine: nn.Module) -> str:
+    """Why an engine that was made cannot be taken over; empty if it can."""
+    from deepspeed.utils import z3_leaf_module
+
+    optimizer = engine.optimizer
+    if type(engine).__name__ != "DeepSpeedEngine":
+        return f"a {type(engine).__name__} has a forward of its own"
+    if type(optimizer).__name__ != "DeepSpeedZeroOptimizer_Stage3":
+        return f"the optimizer is a {type(optimizer).__name__}, not that of stage 3"
+    if getattr(optimizer, "use_muon", False):
+        return "Muon updates gradients where zcompile does not reduce them"
+    if any(z3_leaf_module(module) for module in engine.module.modules()):
+        return "z3 leaf modules reduce gradients of experts that a rank did not use, and zcompile does not yet"
+    return ""
 
 
 # --- the config -----------------------------------------------------------------------------------------------------

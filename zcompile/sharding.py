@@ -55,8 +55,9 @@ class ShardedParameter:
     def bind(self) -> None:
         """Make the leaf what the owning modules read, and let gradients flow from it to the DTensor."""
         trains = self.parameter.requires_grad
-        self.leaf.requires_grad_(True).register_post_accumulate_grad_hook(self.deliver)  # refused by a frozen tensor
-        self.leaf.requires_grad_(trains)
+        if self.leaf.is_floating_point():
+            self.leaf.requires_grad_(True).register_post_accumulate_grad_hook(self.deliver)  # refused by a frozen tensor
+            self.leaf.requires_grad_(trains)
         self.parameter.requires_grad_ = self.require_grad
         for module, attribute in self.owners:
             module.__dict__[LEAF + attribute] = self.leaf
@@ -94,6 +95,7 @@ class ShardedModel:
         self.runtime = _C.Model(**self.groups)
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
+        self.at_rest = False  # whether an uncompiled read outside of backward is of the parameter and not of its values
 
     def use_transport(self, wanted: str) -> None:
         """Change the wire to `wanted`, one of `zcompile.transport.TRANSPORTS`; all ranks together.
@@ -332,6 +334,8 @@ def _reader(name: str, shape: list[int], param_dtype: torch.dtype | None, alone:
     def read(self):
         leaf = getattr(self, leaf_name)
         if not torch.compiler.is_compiling():
+            if self.__dict__[STATE].at_rest and torch._C._current_graph_task_id() == -1:
+                return self._parameters[name]
             leaf.requires_grad_(self._parameters[name].requires_grad)
         return gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype)
 

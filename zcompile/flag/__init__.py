@@ -25,11 +25,16 @@ def watch() -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds DeepSpeed's engine as the others do, and wraps it when it is loaded."""
 
+    asking = False
+
     def find_spec(self, name, path=None, target=None):
-        if name != _ENGINE:
+        if name != _ENGINE or self.asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
