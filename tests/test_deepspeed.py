@@ -307,7 +307,7 @@ def test_pipelines_are_refused():
 
 
 FORGOTTEN = """
-import deepspeed, sys, torch, torch.distributed as dist
+import deepspeed, sys, torch
 assert "zcompile" not in sys.modules
 config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "zcompile": {"enabled": True, "inner": "aot_eager"},
           "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
@@ -408,7 +408,7 @@ def test_hugging_face_trainer(ranks, tmp_path):
 
 def accelerated(rank, world, regions):
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, TorchDynamoPlugin
 
     curves = []
@@ -469,6 +469,47 @@ def not_only_floats(rank, world):
 
 def test_frozen_whole_numbers(ranks):
     ranks(2).run(not_only_floats)
+
+
+def coalesced(engine, rank):
+    with engine.coalesce_grad_reduction():
+        for micro in range(MICRO_STEPS):
+            engine.backward(engine(batch(micro, rank)))
+    engine.step()
+    return train(engine, rank, end=1)
+
+
+def cannot_coalesce(rank, world):
+    eager, fresh, later = make_engine(None), make_engine({}), make_engine({})
+    assert coalesced(fresh, rank) == coalesced(eager, rank)
+    assert "coalesce_grad_reduction" in fresh.zcompile.given_back
+    train(later, rank, end=1)
+    with pytest.raises(RuntimeError, match="coalesce_grad_reduction"):
+        coalesced(later, rank)
+    for engine in (eager, fresh, later):
+        engine.destroy()
+
+
+def test_coalesced_reduction_is_refused(ranks):
+    if not hasattr(deepspeed.DeepSpeedEngine, "coalesce_grad_reduction"):
+        pytest.skip("this DeepSpeed has none")
+    ranks(2).run(cannot_coalesce)
+
+
+def without_optimizer(rank, world):
+    losses = []
+    for flag in (None, {}):
+        config = config_of(flag)
+        del config["optimizer"]
+        torch.manual_seed(0)
+        engine = deepspeed.initialize(model=LanguageModel(), config=config)[0]
+        with torch.no_grad():
+            losses.append(engine(batch(0, rank)).item())
+    assert losses[0] == losses[1] and "DeepSpeedZeRoOffload" in engine.zcompile.given_back
+
+
+def test_an_engine_without_optimizer_stays_eager(ranks):
+    ranks(2).run(without_optimizer)
 
 
 def leaf_modules(rank, world):

@@ -23,6 +23,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zcompile import _C
 from zcompile.config import Settings
@@ -39,25 +41,19 @@ from zcompile.words import MODEL
 log = logging.getLogger("zcompile")
 
 
+@dataclass(eq=False, kw_only=True)
 class Partition(ShardedParameter):
     """One ZeRO-3 parameter: the leaf lies over its partition, and gradients go to the engine's optimizer."""
 
+    rank: int
     accept: Callable[[nn.Parameter, torch.Tensor], None]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.parameter.ds_shape)
 
-    @property
-    def chunk(self) -> int:
-        """Elements of every rank's partition, the padding of the last ones included."""
-        return self.parameter.ds_tensor.ds_numel
-
     def local(self) -> torch.Tensor:
-        # The partitions of a whole group of parameters share one storage; the runtime tells parameters by theirs.
-        rank, numel = self.rank, self.parameter.ds_numel
-        length = min((rank + 1) * self.chunk, numel) - min(rank * self.chunk, numel)
-        return _C.own_storage(self.parameter.ds_tensor.detach().narrow(0, 0, length))
+        return _without_padding(self.parameter, self.rank)
 
     def masters(self) -> list[torch.Tensor]:
         return [self.parameter.ds_tensor]
@@ -70,6 +66,16 @@ class Partition(ShardedParameter):
         grad, leaf.grad = leaf.grad, None
         if grad is not None and self.parameter.requires_grad:
             self.accept(self.parameter, grad)
+
+
+def _without_padding(parameter: nn.Parameter, rank: int) -> torch.Tensor:
+    """The partition of `rank`, [elements that the parameter has there], over DeepSpeed's memory.
+
+    Partitions of a whole group of parameters share one storage, and the runtime tells parameters by theirs: so it has its own.
+    """
+    partition, numel = parameter.ds_tensor, parameter.ds_numel
+    length = min((rank + 1) * partition.ds_numel, numel) - min(rank * partition.ds_numel, numel)
+    return _C.own_storage(partition.detach().narrow(0, 0, length))
 
 
 class Takeover:
@@ -87,7 +93,8 @@ class Takeover:
         self.proven = False
         self.delivered = False  # a gradient, ever
         self.hooks_removed = False
-        self.marks: list[Any] = []
+        self.call_hooks: list[RemovableHandle] = []
+        self.trained: set[int] = set()  # ids of the parameters that the optimizer has
 
     # --- the engine's methods ---------------------------------------------------------------------------------------
 
@@ -174,8 +181,7 @@ class Takeover:
             raise RuntimeError(reason)
         self.trained = {parameter.ds_id for parameters in optimizer.fp16_groups for parameter in parameters}
         self.release_parameters()
-        self.group = optimizer.dp_process_group
-        state = ShardedModel(DeviceMesh.from_group(self.group, engine.device.type))
+        state = ShardedModel(DeviceMesh.from_group(optimizer.dp_process_group, engine.device.type))
         self.partitions = {}
         for path, module in engine.module.named_modules():
             for attribute, parameter in module._parameters.items():
@@ -202,7 +208,7 @@ class Takeover:
         for region in regions or [module]:
             region.compile(backend=backend, **wanted)
         if regions and module not in regions:  # what is outside of them reads in eager, also when the module is called directly
-            self.marks = [
+            self.call_hooks = [
                 module.register_forward_pre_hook(lambda *_: self.set_at_rest(False)),
                 module.register_forward_hook(lambda *_: self.set_at_rest(True), always_call=True),
             ]
@@ -210,27 +216,30 @@ class Takeover:
         self.engine._compile_kwargs = wanted
 
     def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+        """Make `module.attribute`, a ZeRO-3 parameter, one of `state`.
+
+        Raises:
+            RuntimeError: it is partitioned over other ranks than the model.
+        """
         known = self.partitions.get(parameter.ds_id)
         if known is not None:  # tied
             known.owners.append((module, attribute))
             return
-        ranks = [torch.distributed.get_process_group_ranks(group) for group in (parameter.ds_process_group, self.group)]
-        if ranks[0] != ranks[1]:
+        ranks_of = torch.distributed.get_process_group_ranks
+        if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
             raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the model, as experts are")
-        partition = Partition(name, len(state.parameters), parameter, parameter)
-        partition.rank = state.groups["rank"]
-        partition.accept = self.accept
-        partition.leaf = nn.Parameter(partition.local(), requires_grad=parameter.requires_grad)
-        setattr(partition.leaf, MODEL, weakref.ref(state))
-        partition.owners.append((module, attribute))
-        partition.index = state.runtime.add(
+        rank = state.groups["rank"]
+        leaf = nn.Parameter(_without_padding(parameter, rank), requires_grad=parameter.requires_grad)
+        setattr(leaf, MODEL, weakref.ref(state))
+        index = state.runtime.add(
             name=name,
-            shard=partition.leaf,
-            shape=list(partition.shape),
-            chunk=partition.chunk,
+            shard=leaf,
+            shape=list(parameter.ds_shape),
+            chunk=parameter.ds_tensor.ds_numel,
             replicated=False,
             reduce_dtype=None,
         )
+        partition = Partition(name, index, parameter, leaf, [(module, attribute)], rank=rank, accept=self.accept)
         self.partitions[parameter.ds_id] = state.parameters[name] = partition
 
     def give_back(self, reason: str, hooks: bool = True) -> None:
@@ -241,8 +250,8 @@ class Takeover:
         self.engine._is_compiled = False
         for module in self.engine.module.modules():
             module._compiled_call_impl = None
-        for mark in self.marks:
-            mark.remove()
+        for hook in self.call_hooks:
+            hook.remove()
         if self.state is not None:
             remove_readers(self.state)
             self.state = None

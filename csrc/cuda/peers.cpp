@@ -53,12 +53,12 @@ CUstreamBatchMemOpParams write(CUdeviceptr to, uint32_t value) {
   return operation;
 }
 
-CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value, Until until) {
+CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value, bool tagged) {
   CUstreamBatchMemOpParams operation{};
   operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   operation.waitValue.address = on;
   operation.waitValue.value = value;
-  operation.waitValue.flags = until == Until::equal
+  operation.waitValue.flags = tagged
       ? CU_STREAM_WAIT_VALUE_EQ
       : CU_STREAM_WAIT_VALUE_GEQ;  // by the sign of the difference, so that numbers may wrap
   return operation;
@@ -104,14 +104,14 @@ void Meetings::post(Signal signal, uint32_t number, cudaStream_t stream) {
   run(stream);
 }
 
-void Meetings::await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting) {
-  append_waits(signal, number, until, lane, waiting);
+void Meetings::await(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
+  append_waits(signal, number, lane, waiting);
   run(lane.stream().stream());
 }
 
-void Meetings::post_and_await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting) {
+void Meetings::post_and_await(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
   append_posts(signal, number);
-  append_waits(signal, number, until, lane, waiting);
+  append_waits(signal, number, lane, waiting);
   run(lane.stream().stream());
 }
 
@@ -120,7 +120,7 @@ std::string Meetings::missing(const Waiting& waiting, cudaStream_t stream) const
   std::ostringstream text;
   for (int64_t rank = 0; rank < world_ && !posted.empty(); ++rank) {
     const auto ahead = static_cast<int32_t>(posted[rank] - waiting.number);
-    const bool tagged = waiting.signal == done_reading || waiting.signal >= pushed;
+    const bool tagged = is_tagged(waiting.signal);
     if (rank == rank_ || (tagged ? ahead == 0 : ahead >= 0)) continue;
     const bool same_number = tagged && posted[rank] >> 16 == waiting.number >> 16;
     text << (text.tellp() > 0 ? "; " : "") << "rank " << rank << (same_number ? " moves something else" : " is missing")
@@ -149,11 +149,11 @@ void Meetings::append_posts(Signal signal, uint32_t number) {
   }
 }
 
-void Meetings::append_waits(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting) {
+void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
   for (int64_t step = 1; step < world_; ++step) {
     const auto peer = (rank_ + step) % world_;
     const auto word = (static_cast<int64_t>(signal) * world_ + peer) * static_cast<int64_t>(sizeof(uint32_t));
-    operations_.push_back(wait(address(words_.at(rank_, word)), number, until));
+    operations_.push_back(wait(address(words_.at(rank_, word)), number, is_tagged(signal)));
   }
   waiting.signal = signal;
   waiting.number = number;

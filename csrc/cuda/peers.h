@@ -42,11 +42,13 @@ constexpr Signal done_reading = 0, published = 1, drained = 2, pushed = 3;
 constexpr int regions = 3;  // one is pushed to while another is added up; the third takes up the slack
 constexpr int signals = pushed + regions;
 
-// What ends a wait: the number or a later one, where it only grows (it may wrap around); or that very number.
-enum class Until { reached, equal };
+// What ends a wait: that very number, a tag; or else the number or a later one (it only grows, and may wrap around).
+constexpr bool is_tagged(Signal signal) {
+  return signal == done_reading || signal >= pushed;
+}
 
-// A number for Until::equal that ranks share only if they also mean the same thing: what they move, hashed. Ranks whose
-// programs differ then wait until the watchdog says so, and never add up gradients of different parameters.
+// A number that ranks share only if they also mean the same thing: what they move, hashed. Ranks whose programs differ
+// then wait until the watchdog says so, and never add up gradients of different parameters.
 constexpr uint32_t tag(uint32_t number, size_t what) {
   return number << 16 | ((what ^ what >> 16 ^ what >> 32 ^ what >> 48) & 0xffff);
 }
@@ -59,15 +61,15 @@ class Meetings {
   // Peers may go on with what waits for `number`, once `stream` gets here.
   void post(Signal signal, uint32_t number, cudaStream_t stream);
   // `lane` goes on once all peers have posted `number`.
-  void await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
-  void post_and_await(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
+  void await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
+  void post_and_await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
   // For an error: who has not posted what is waited for, or something else; read over `stream`.
   std::string missing(const Waiting& waiting, cudaStream_t stream) const;
 
  private:
   std::vector<uint32_t> read(Signal signal, cudaStream_t stream) const;  // what all ranks have posted here
   void append_posts(Signal signal, uint32_t number);
-  void append_waits(Signal signal, uint32_t number, Until until, Lane& lane, Waiting waiting);
+  void append_waits(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
   void run(cudaStream_t stream);
 
   Arena words_;

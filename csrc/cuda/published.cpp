@@ -210,7 +210,7 @@ void Published::renew() {
   pool_->give(std::move(event));
   fan_.join(renewal_.stream());  // what this rank gathered has arrived
   meetings_.post_and_await(
-      done_reading, tag(renewals_, layout_), Until::equal, renewal_, {"to have read the shards of the step before"});
+      done_reading, tag(renewals_, layout_), renewal_, {"to have read the shards of the step before"});
   for (uint32_t group = 0; group < groups; ++group) publish(group);
 }
 
@@ -261,7 +261,7 @@ void Published::publish(uint32_t group) {
 
 void Published::await(uint32_t group) {
   if (group < arrived_) return;
-  meetings_.await(published, number_of(group), Until::reached, fan_.lane(), {"to publish its shards"});
+  meetings_.await(published, number_of(group), fan_.lane(), {"to publish its shards"});
   casts_[group].block(own_);
   casts_[group].block(fan_.lane().stream());  // of small parameters, own pieces too
   fan_.fork();

@@ -103,7 +103,7 @@ void Reducer::push(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
   if (pieces_ > regions) {
     meetings_.await(
-        drained, pieces_ - regions, Until::reached, fan_.lane(),
+        drained, pieces_ - regions, fan_.lane(),
         {"to add up before", piece.front().request->parameter->index});
   }
   fan_.fork();
@@ -125,7 +125,7 @@ void Reducer::push(const Piece& piece) {
 void Reducer::add_up(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
   meetings_.await(
-      pushed + region(), tag(pieces_, hash(piece)), Until::equal, sum_,
+      pushed + region(), tag(pieces_, hash(piece)), sum_,
       {"to reduce", piece.front().request->parameter->index});
   for (const auto& part : piece) {
     const auto own = part.slice_of(rank);

@@ -25,7 +25,7 @@ def watch() -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds DeepSpeed's engine as the others do, and wraps it when it is loaded."""
 
-    asking = False
+    asking = False  # the other finders
 
     def find_spec(self, name, path=None, target=None):
         if name != _ENGINE or self.asking:
