@@ -4,8 +4,8 @@ Run: python benchmarks/step_time.py --ranks 2 --layers 8 --engines limit,zcompil
 
 Each engine runs in processes of its own, one after the other. fp32 masters, bf16 compute, AdamW (fused), one sequence of 2048 tokens per GPU. "limit" is the model compiled whole with
 bf16 weights in place, no communication, and Adam on 1/W of the state. "fsdp2" is FSDP2 with each block compiled. "zero3",
-"deepcompile" and "zero3-zcompile" are DeepSpeed's stage 3: eager, with its compiler, with zcompile's flag. Peak
-memory is that of torch's allocator and, for zcompile, what the transport keeps outside of it. Tokens are drawn anew for
+"deepcompile" and "zero3-zcompile" are DeepSpeed's stage 3: eager, with its compiler (which compiles again after five steps:
+warm up for ten), with zcompile's flag; "-autocast" after them: fp32 partitions under `torch_autocast`. Peak memory is that of torch's allocator and, for zcompile, what the transport keeps outside of it. Tokens are drawn anew for
 each step from a skewed distribution, which the model learns within a few dozen steps.
 """
 
@@ -96,16 +96,20 @@ class Zcompile(Fsdp2):
 
 
 class Zero3:
-    """DeepSpeed ZeRO-3: eager, with its own compiler, or with zcompile's flag."""
+    """DeepSpeed ZeRO-3: eager, with its own compiler, or with zcompile's flag.
 
-    def __init__(self, layers: int, **config):
+    Its two ways to compute in bf16 from fp32 masters: bf16 partitions beside the masters, or `torch_autocast`.
+    """
+
+    def __init__(self, layers: int, autocast: bool = False, **config):
         import deepspeed
+
+        precision = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if autocast else {"bf16": {"enabled": True}}
 
         optimizer = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
         warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": LEARNING_RATE, "warmup_num_steps": WARMUP_STEPS, "warmup_type": "linear"}
-        config |= {
+        config |= precision | {
             "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
             "zero_optimization": {"stage": 3},
             "optimizer": {"type": "AdamW", "params": optimizer},
             "scheduler": {"type": "WarmupLR", "params": warmup},
@@ -131,6 +135,9 @@ ENGINES = {
     "zero3": Zero3,
     "deepcompile": lambda layers: Zero3(layers, compile={"deepcompile": True}),
     "zero3-zcompile": lambda layers: Zero3(layers, zcompile={"enabled": True}),
+    "zero3-autocast": lambda layers: Zero3(layers, autocast=True),
+    "deepcompile-autocast": lambda layers: Zero3(layers, autocast=True, compile={"deepcompile": True}),
+    "zero3-zcompile-autocast": lambda layers: Zero3(layers, autocast=True, zcompile={"enabled": True}),
     "fsdp2": Fsdp2,
     "zcompile": Zcompile,
     "zcompile-nccl": lambda layers: Zcompile(layers, "nccl"),
@@ -233,7 +240,7 @@ def launch(name: str, arguments: argparse.Namespace) -> dict:
 def show(name: str, one: dict) -> None:
     low, high = one["step_ms"]["quartiles"]
     print(
-        f"{name:14s} {one['step_ms']['median']:7.2f} ms ({low:.2f} to {high:.2f}, worst {one['step_ms']['worst']:.1f})"
+        f"{name:23s} {one['step_ms']['median']:7.2f} ms ({low:.2f} to {high:.2f}, worst {one['step_ms']['worst']:.1f})"
         f"  peak {one['peak_bytes'] / GIB:6.2f} GiB ({one['outside_allocator_bytes'] / GIB:.2f} of it the transport's)"
         f"  first step {one['first_step_s']:5.1f} s  host {one['host_ms']:5.1f} ms  retries {one['allocator_retries']}"
         f"  held after the first step {one['held_bytes'][0] / GIB:.3f}, after the last {one['held_bytes'][1] / GIB:.3f} GiB"

@@ -98,6 +98,9 @@ class Model {
   void count_gather(const at::Tensor& full);
   void count_reduce(const at::Tensor& wire);
 
+  // Optional, between a step of the optimizer and the next gather: all ranks call it, or none.
+  void finish_step() { transport_->finish_step(); }
+
   // Called by every gather and reduce: the first of a backward asks autograd to tell when that backward ends.
   void note_backward();
 

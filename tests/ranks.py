@@ -1,6 +1,7 @@
 """Rank processes that live for the whole test session, so that a test pays for what it runs and not for importing torch."""
 
 import datetime
+import faulthandler
 import importlib
 import os
 import socket
@@ -75,6 +76,7 @@ class Ranks:
 def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    faulthandler.enable()  # says where a rank crashed
     if backend == "nccl":
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(

@@ -104,6 +104,90 @@ def test_bf16_is_close_to_eager(ranks):
     ranks(2).run(beside_eager, {}, (2e-3, 1e-2), BF16, 200)
 
 
+MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
+SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 700, "stage3_param_persistence_threshold": 20}}
+
+
+def steps_like_eager(rank, world, config, by_parameter, cast_bytes):
+    """Bitwise, although each in bf16 casts its own way: both engines are given the same gradients."""
+    eager, engine = make_engine(None, **config), make_engine({}, **config)
+    train(engine, rank, end=1)  # takes the engine over
+    train(eager, rank, end=1)
+    lean = engine.zcompile.lean_step
+    lean.CAST_BYTES = cast_bytes
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(3):
+        optimizers = [eager.optimizer, engine.optimizer]
+        for of_eager, of_engine in zip(*[optimizer.fp16_groups for optimizer in optimizers], strict=True):
+            for one, other in zip(of_eager, of_engine, strict=True):
+                numel = one.partition_numel()
+                grad = torch.randn(numel, generator=generator).to(optimizers[0].gradient_accumulation_dtype)
+                grad[max(one.ds_numel - rank * numel, 0) :] = 0  # padding
+                eager.optimizer.partition_grads([one], [grad])
+                lean.accept(other, grad.clone())
+                assert torch.equal(deepspeed.utils.safe_get_full_grad(one), deepspeed.utils.safe_get_full_grad(other))
+        if step == 0:
+            for optimizer in optimizers:
+                for masters in optimizer.fp32_partitioned_groups_flat:  # the first step went other ways in bf16
+                    masters.data.fill_(0.25)
+                    for state in optimizer.optimizer.state[masters].values():
+                        state.fill_(0.5) if state.dim() else state.fill_(1)
+        for optimizer in optimizers:
+            optimizer.independent_gradient_partition_epilogue()
+            optimizer.step()
+        for one, other in zip(*[optimizer.fp32_partitioned_groups_flat for optimizer in optimizers], strict=True):
+            assert torch.equal(one, other)
+            states = [optimizer.optimizer.state[masters] for optimizer, masters in zip(optimizers, (one, other))]
+            assert states[0].keys() == states[1].keys()
+            assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+        assert len(engine.optimizer.optimizer.state) == len(eager.optimizer.optimizer.state)  # views leave nothing behind
+        assert float(eager.optimizer._global_grad_norm) == float(engine.optimizer._global_grad_norm)
+        assert not lean.kept
+    assert engine.optimizer.grad_partitions_flat_buffer.untyped_storage().nbytes() <= 8
+    assert all(bucket.buffer is None for bucket in engine.optimizer.ipg_buckets.values())
+    assert bool(lean.sub_groups) == by_parameter
+    for one in (eager, engine):
+        one.destroy()
+
+
+@pytest.mark.parametrize(
+    "config, by_parameter, cast_bytes",
+    [
+        ({}, True, 1 << 20),
+        (SUB_GROUPS, True, 1 << 20),
+        (BF16, True, 300),
+        (BF16 | SUB_GROUPS, True, 1 << 20),
+        (BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, True, 300),
+        (MOMENTUM, False, 1 << 20),
+        (MOMENTUM | BF16 | SUB_GROUPS, False, 1 << 20),
+    ],
+    ids=["fp32", "sub-groups", "bf16", "bf16 sub-groups", "bf16 fp32 sums", "SGD", "SGD bf16 sub-groups"],
+)
+def test_steps_like_eager(ranks, config, by_parameter, cast_bytes):
+    ranks(2).run(steps_like_eager, config, by_parameter, cast_bytes)
+
+
+def given_back_between_micro_steps(rank, world):
+    curves = []
+    for flag in (None, {}):
+        engine = make_engine(flag)
+        curve = train(engine, rank, end=2)
+        engine.backward(engine(batch(50, rank)))
+        engine.step()
+        if flag is not None:
+            assert taken(engine)
+            engine.zcompile.give_back("asked for")
+        engine.backward(engine(batch(51, rank)))
+        engine.step()
+        curves.append(curve + train(engine, rank, begin=2, end=4))
+        engine.destroy()
+    assert curves[0] == curves[1]
+
+
+def test_an_engine_given_back_between_micro_steps(ranks):
+    ranks(2).run(given_back_between_micro_steps)
+
+
 def resumed(rank, world, folder):
     whole = train(make_engine(None), rank)
     for writer, reader in ((None, {}), ({}, None), ({}, {})):
@@ -228,18 +312,22 @@ def test_frozen_parameters(ranks):
 
 def between_steps(rank, world):
     """Two engines at once, evaluation, and edits outside of the step."""
-    engines = [make_engine(None), make_engine({}), make_engine({})]
+    flags = [None, {}, {}]
+    engines = [make_engine(flag) for flag in flags]
     curves = [[], [], []]
     for step in range(4):
-        for engine, curve in zip(engines, curves, strict=True):
+        for flag, engine, curve in zip(flags, engines, curves, strict=True):
             curve += train(engine, rank, begin=step, end=step + 1)
             engine.eval()
             with torch.no_grad():
                 curve.append(engine(batch(100, rank, 9)).item())
             engine.train()
-            with deepspeed.zero.GatheredParameters(engine.module.blocks[0].down.weight, modifier_rank=0):
+            weight = engine.module.blocks[0].down.weight
+            with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
                 if rank == 0:
-                    engine.module.blocks[0].down.weight.data.mul_(0.9)
+                    weight.data.mul_(0.9)
+            masters = deepspeed.utils.safe_get_full_fp32_param(weight)  # of eager ZeRO-3: the partitions are copies of them
+            deepspeed.utils.safe_set_full_fp32_param(weight, masters if flag is not None else masters * 0.9)
             engine.module.blocks[1].up.weight.requires_grad = step != 1  # by attribute
     assert taken(engines[1]) and taken(engines[2])
     assert curves[0] == curves[1] == curves[2]
@@ -342,9 +430,14 @@ def injected(rank, world, stage):
     def fail(*args, **kwargs):
         raise RuntimeError("injected")
 
+    found = []
     patched = {"take over": "add", "hooks": "remove_hooks", "compile": "compile_modules", "forward": "compiled_forward", "backward": "accept"}
-    setattr(takeover, patched[stage], fail)
-    found = train(engine, rank, end=4)
+    if stage in patched:
+        setattr(takeover, patched[stage], fail)
+    else:
+        found = train(engine, rank, end=2)
+        setattr(takeover.lean_step, {"norm": "square", "step": "sub_group"}[stage], fail)
+    found += train(engine, rank, begin=len(found) // MICRO_STEPS, end=4)
     assert not taken(engine) and "injected" in takeover.given_back
     assert found == expected, (found, expected)
     assert len(engine.optimizer._grad_acc_hooks) > 0 and len(engine.optimizer.parameter_offload.forward_hooks) > 0
@@ -353,7 +446,7 @@ def injected(rank, world, stage):
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", ["take over", "hooks", "compile", "forward", "backward"])
+@pytest.mark.parametrize("stage", ["take over", "hooks", "compile", "forward", "backward", "norm", "step"])
 def test_a_failure_gives_the_engine_back(ranks, stage):
     ranks(2).run(injected, stage)
 

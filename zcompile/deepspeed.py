@@ -3,9 +3,16 @@
 [Note: what is taken over]
 ZeRO-3 keeps a flat partition of every parameter in `param.ds_tensor` and leaves `param.data` empty. Its optimizer changes the
 partitions in place and takes gradients of partitions. zcompile needs no more than that: it gathers from the partitions, over
-the same memory, and hands reduced gradients to the optimizer's own `partition_grads`. Module hooks, which gather and release,
-and gradient hooks, which reduce, go away for as long as the engine is compiled. Everything else stays DeepSpeed's: loss
-scaling, clipping, accumulation, the step, checkpoints, `GatheredParameters`.
+the same memory, and hands reduced gradients to the optimizer. Module hooks, which gather and release, and gradient hooks,
+which reduce, go away for as long as the engine is compiled. Everything else stays DeepSpeed's: loss scaling, clipping,
+accumulation, the order of the step, checkpoints, `GatheredParameters`.
+
+[Note: the step]
+DeepSpeed's step spends as much on copies of gradients as on the optimizer: each is copied into a buffer that always exists,
+cast to fp64 for the norm, concatenated to one flat gradient, and scaled by a number on the device; with fp32 partitions there
+is also a second copy of them, the masters. `LeanStep` keeps gradients as they were reduced, and has an optimizer that treats
+every element alone (Adam) read them parameter by parameter, over views of DeepSpeed's flat masters and states. The arithmetic
+is the same and so are the numbers; on a GPU the norm, summed in fp64 in another order, may differ in its last bits.
 
 [Note: how the flag is seen]
 `import zcompile` has `zcompile.flag` wrap `DeepSpeedEngine.__init__`, at once or when DeepSpeed is imported later. An engine
@@ -15,14 +22,15 @@ whose config has the flag gets methods of its own (`forward`, `backward`, `compi
 Until a first backward has succeeded, whatever fails in taking over, compiling or a forward gives the engine back: hooks and
 readers are restored, and DeepSpeed runs that forward; later, only what the compiler raises does. A failing first backward is run
 again in eager if its loss came from the engine's forward; later ones raise, because gradients may have been added up by then.
-The step is DeepSpeed's alone. Ranks are taken to fail alike: one that fails alone leaves the others waiting until the timeout.
+In any step, what fails before the optimizer has begun gives the engine back, and DeepSpeed does that step.
+Ranks are taken to fail alike: one that fails alone leaves the others waiting until the timeout.
 """
 
 import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +103,7 @@ class Takeover:
         self.hooks_removed = False
         self.call_hooks: list[RemovableHandle] = []
         self.trained: set[int] = set()  # ids of the parameters that the optimizer has
+        self.lean_step: LeanStep | None = None
 
     # --- the engine's methods ---------------------------------------------------------------------------------------
 
@@ -189,6 +198,7 @@ class Takeover:
                     self.add(state, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
         state.use_transport("auto")
         self.state = state
+        self.lean_step = LeanStep(optimizer, state.runtime.finish_step, self.fail)
         self.remove_hooks()
         install_readers(state, None, alone=False)
         state.at_rest = True
@@ -255,6 +265,8 @@ class Takeover:
         if self.state is not None:
             remove_readers(self.state)
             self.state = None
+        if self.lean_step is not None:
+            self.lean_step.remove(buffers=hooks)
         if hooks:
             self.restore_hooks()
 
@@ -332,14 +344,231 @@ class Takeover:
         if padding > 0:
             grad = nn.functional.pad(grad, (0, padding))
         self.delivered = True
-        if not grad.is_cuda:
-            optimizer.partition_grads([parameter], [grad])
+        self.lean_step.accept(parameter, grad)
+
+
+class LeanStep:
+    """A stage-3 optimizer's step without the copies that it can do without; see [Note: the step].
+
+    Replaces methods of this one optimizer until `remove()`, and DeepSpeed's buffers for gradients by what reads as zeros.
+    """
+
+    REPLACED = ("_get_norm_groups", "_prepare_fp32_grad_for_sub_group", "unscale_and_clip_grads", "_optimizer_step", "_post_step")
+    CAST_BYTES = 512 << 20  # of gradients that are cast to fp32 at a time
+
+    def __init__(self, optimizer: Any, finish: Callable[[], None], fail: Callable[[str, Exception], None]):
+        """`finish()` is called after each step; `fail(doing, error)` gives the engine back, and so calls `remove()`."""
+        self.optimizer = optimizer
+        self.finish = finish
+        self.fail = fail
+        self.keeps = optimizer.dtype != torch.float16  # gradients; fp16's search for overflows reads DeepSpeed's buffer
+        self.kept: set[int] = set()  # ids of the parameters whose gradient is there
+        self.sub_groups: dict[int, SubGroup] = {}
+        self.current: SubGroup | None = None  # in its step
+        self.gradients: list[torch.Tensor | None] = []  # of it
+        self.factor = 1.0  # for them
+        self.buckets = [bucket for bucket in getattr(optimizer, "ipg_buckets", {}).values() if bucket.buffer is not None]
+        self.removed = False
+        if self.keeps:
+            buffer = optimizer.grad_partitions_flat_buffer
+            self.exchange_buffer(buffer.new_zeros(1).expand(buffer.shape))
+        for masters, partitions in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True):
+            if masters.dtype == partitions.dtype and masters.device == partitions.device:
+                masters.data = partitions.data
+        self.bucket_metas = [bucket.buffer.to("meta") for bucket in self.buckets]
+        for bucket in self.buckets:
+            bucket.buffer = None
+        self.theirs = {name: getattr(optimizer, name) for name in self.REPLACED}
+        for name in self.REPLACED:
+            setattr(optimizer, name, getattr(self, name.lstrip("_")))
+
+    def remove(self, buffers: bool) -> None:
+        """Let DeepSpeed do the step again; `buffers`: its own for gradients are wanted back, with what is in them."""
+        if self.removed:
             return
-        stream = optimizer.reduce_and_partition_stream  # on which DeepSpeed looks at the buffers afterwards
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.removed = True
+        optimizer = self.optimizer
+        for name in self.REPLACED:
+            optimizer.__dict__.pop(name, None)
+        if not buffers:
+            return
+        for bucket, meta in zip(self.buckets, self.bucket_metas, strict=True):
+            bucket.buffer = torch.empty_like(meta, device=optimizer.grad_partitions_flat_buffer.device)
+        if self.keeps:
+            kept = {ds_id: self.partitions[ds_id] for ds_id in self.kept}
+            self.exchange_buffer(torch.zeros_like(optimizer.grad_partitions_flat_buffer, memory_format=torch.contiguous_format))
+            for ds_id, grad in kept.items():
+                self.partitions[ds_id].copy_(grad)
+
+    @property
+    def partitions(self) -> dict[int, torch.Tensor]:
+        """Gradients of partitions, by the id of the parameter; padded as partitions are."""
+        return self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+
+    def exchange_buffer(self, buffer: torch.Tensor) -> None:
+        optimizer = self.optimizer
+        optimizer.grad_partitions_flat_buffer = buffer
+        parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
+        parts = buffer.split([parameter.partition_numel() for parameter in parameters])
+        self.zeros = {parameter.ds_id: part for parameter, part in zip(parameters, parts, strict=True)}
+        self.partitions.update(self.zeros)
+
+    def accept(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        """Keep or add a reduced gradient, [elements of the partition]."""
+        optimizer, ds_id = self.optimizer, parameter.ds_id
+        if not self.keeps:
             optimizer.partition_grads([parameter], [grad])
-        grad.record_stream(stream)
+        elif optimizer.micro_step_id == 0 or ds_id not in self.kept:
+            self.partitions[ds_id] = grad.to(optimizer.gradient_accumulation_dtype)
+            self.kept.add(ds_id)
+        else:
+            self.partitions[ds_id].add_(grad.to(optimizer.gradient_accumulation_dtype))
+
+    def forget(self, sub_group: int) -> None:
+        """Free the gradients of a sub-group."""
+        for parameter in self.optimizer.fp16_groups[sub_group]:
+            if parameter.ds_id in self.kept:
+                self.kept.remove(parameter.ds_id)
+                self.partitions[parameter.ds_id] = self.zeros[parameter.ds_id]
+
+    # --- what stands in for the optimizer's methods -------------------------------------------------------------------
+
+    def get_norm_groups(self) -> list:
+        """The norm of each sub-group, [] fp64 on the host, where the step asks what it is; -1 for inf and NaN."""
+        optimizer = self.optimizer
+        if optimizer.model_parallel_group is not None:  # what its ranks share is counted once
+            return self.theirs["_get_norm_groups"]()
+        try:
+            squares = torch.stack([self.square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.fp16_groups))])
+        except Exception as error:
+            self.fail("the step", error)
+            return optimizer._get_norm_groups()
+        torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
+        norms = squares.cpu().sqrt()
+        return list(torch.where(norms.isfinite(), norms, -1.0))
+
+    @staticmethod
+    def square(gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The sum of all elements' squares, [] fp64."""
+        return torch.sum(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)) ** 2)
+
+    def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
+        optimizer = self.optimizer
+        try:
+            self.current = self.sub_group(sub_group)
+        except Exception as error:
+            self.fail("the step", error)
+            return optimizer._prepare_fp32_grad_for_sub_group(sub_group)
+        if self.current is None:
+            self.theirs["_prepare_fp32_grad_for_sub_group"](sub_group)
+            self.forget(sub_group)
+        else:
+            self.gradients = optimizer.averaged_gradients[sub_group]
+            optimizer.averaged_gradients[sub_group] = None
+
+    def unscale_and_clip_grads(self, sub_group: int, total_norm: torch.Tensor | float) -> None:
+        if self.current is None:
+            return self.theirs["unscale_and_clip_grads"](sub_group, total_norm)
+        optimizer = self.optimizer
+        scale = optimizer.loss_scale
+        if optimizer.clip_grad > 0.0:
+            scale = torch.clamp((total_norm / scale + 1e-6) / optimizer.clip_grad, min=1.0) * scale
+        self.factor = float(1.0 / scale)
+
+    def optimizer_step(self, sub_group: int) -> None:
+        current, gradients = self.current, self.gradients
+        if current is None:
+            return self.theirs["_optimizer_step"](sub_group)
+        self.current, self.gradients = None, []
+        param_group = self.optimizer.sub_group_to_group_id[sub_group]
+        current.update(self.optimizer.optimizer, param_group, self.ready(gradients, current.masters.dtype))
+        self.forget(sub_group)
+
+    def post_step(self, timer_names: set[str]) -> None:
+        self.theirs["_post_step"](timer_names)
+        self.finish()
+
+    def ready(self, gradients: list[torch.Tensor], dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
+        """These gradients, unscaled and in `dtype`, in batches: one if they need no cast, else of some CAST_BYTES."""
+        batch, cast_bytes = [], 0
+        gradients.reverse()
+        while gradients:
+            grad = gradients.pop()  # so that it is freed when it has been cast
+            cast_bytes += grad.numel() * dtype.itemsize if grad.dtype != dtype else 0
+            batch.append(grad.to(dtype).contiguous())
+            if cast_bytes >= self.CAST_BYTES or not gradients:
+                if self.factor != 1.0:
+                    torch._foreach_mul_(batch, self.factor)
+                yield batch
+                batch, cast_bytes = [], 0
+
+    def sub_group(self, at: int) -> "SubGroup | None":
+        """The sub-group cut into its parameters; None if the optimizer must see it whole."""
+        optimizer = self.optimizer
+        inner, masters = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[at]
+        known = f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
+        if not known or getattr(optimizer, "torch_autocast_gradscaler", None) or not inner.state.get(masters):
+            return None
+        known = self.sub_groups.get(at)
+        if known is None or not known.is_current(inner):
+            known = SubGroup(masters, inner, [parameter.partition_numel() for parameter in optimizer.fp16_groups[at]])
+            self.sub_groups[at] = known
+        return known
+
+
+# Optimizers that treat every element alone, whose state is tensors like the parameter and numbers.
+ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam")
+
+
+class SubGroup:
+    """One flat master of a stage-3 optimizer and its states, as views [elements of a partition] of the parameters in it."""
+
+    def __init__(self, masters: nn.Parameter, inner: torch.optim.Optimizer, lengths: list[int]):
+        self.masters = masters
+        self.state = dict(inner.state[masters])
+        self.place = masters.data_ptr()
+        self.views = masters.detach().split(lengths)
+        self.states: list[dict[str, Any]] = [{} for _ in lengths]
+        self.counts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for name, value in self.state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.shape == masters.shape:
+                parts = value.split(lengths)
+            else:  # a count of steps, to go up once: the first view has it, the others have copies
+                copies = [value.clone() for _ in lengths[1:]]
+                self.counts.append((value, copies))
+                parts = [value, *copies]
+            for state, part in zip(self.states, parts, strict=True):
+                state[name] = part
+
+    def is_current(self, inner: torch.optim.Optimizer) -> bool:
+        """Whether masters and states still are the tensors that were cut."""
+        state = inner.state[self.masters]
+        tensors = {name: value for name, value in self.state.items() if isinstance(value, torch.Tensor)}
+        return self.place == self.masters.data_ptr() and all(state.get(name) is value for name, value in tensors.items())
+
+    def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
+        """Step with these gradients, which come in the order of the parameters."""
+        whole = inner.state[self.masters]
+        before = {name: value for name, value in whole.items() if not isinstance(value, torch.Tensor)}
+        for count, copies in self.counts:
+            torch._foreach_copy_(copies, [count] * len(copies))
+        pairs = zip(self.views, self.states, strict=True)
+        for grads in batches:
+            part = [next(pairs) for _ in grads]
+            try:
+                for (view, state), grad in zip(part, grads, strict=True):
+                    view.grad = grad
+                    inner.state[view] = state | before
+                inner.param_groups[param_group]["params"] = [view for view, _ in part]
+                inner.step()
+                whole.update({name: inner.state[view][name] for name in before})  # FusedAdam counts in the last one
+            finally:
+                inner.param_groups[param_group]["params"] = []
+                for view, _ in part:
+                    view.grad = None
+                    inner.state.pop(view, None)
 
 
 class Attempt:

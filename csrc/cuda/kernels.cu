@@ -251,9 +251,26 @@ cudaError_t launch_trap(cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t load_trap() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, trap_kernel);
+cudaError_t load_kernels() {
+  auto result = cudaSuccess;
+  const auto load = [&](auto* kernel) {
+    cudaFuncAttributes attributes;
+    const auto error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) result = error;
+  };
+  load(trap_kernel);
+  load(pull_kernel);
+  for (const auto one : {Type::f32, Type::bf16, Type::f16}) {
+    for (const auto other : {Type::f32, Type::bf16, Type::f16}) {
+      with_type(one, [&]<typename One>() {
+        with_type(other, [&]<typename Other>() {
+          load(cast_kernel<One, Other>);
+          load(mean_kernel<One, Other>);
+        });
+      });
+    }
+  }
+  return result;
 }
 
 }  // namespace zcompile::cuda

@@ -35,7 +35,8 @@ cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream);
 
 // Ends the context with an error, so that whatever waits on this device returns one.
 cudaError_t launch_trap(cudaStream_t stream);
-// Loads that kernel: the driver may refuse to load one while a stream hangs.
-cudaError_t load_trap();
+// Loads all of these: loading one at its first launch waits for what the device is doing, and would make everything wait
+// while a stream hangs, the watchdog too.
+cudaError_t load_kernels();
 
 }  // namespace zcompile::cuda

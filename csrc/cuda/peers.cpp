@@ -4,10 +4,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 
-#include <chrono>
 #include <cstdlib>
-#include <sstream>
-#include <thread>
 #include <utility>
 
 namespace zcompile::cuda {
@@ -117,29 +114,25 @@ void Meetings::post_and_await(Signal signal, uint32_t number, Lane& lane, Waitin
 
 std::string Meetings::missing(const Waiting& waiting, cudaStream_t stream) const {
   const auto posted = read(waiting.signal, stream);
-  std::ostringstream text;
+  std::string text;
   for (int64_t rank = 0; rank < world_ && !posted.empty(); ++rank) {
     const auto ahead = static_cast<int32_t>(posted[rank] - waiting.number);
     const bool tagged = is_tagged(waiting.signal);
     if (rank == rank_ || (tagged ? ahead == 0 : ahead >= 0)) continue;
     const bool same_number = tagged && posted[rank] >> 16 == waiting.number >> 16;
-    text << (text.tellp() > 0 ? "; " : "") << "rank " << rank << (same_number ? " moves something else" : " is missing")
-         << std::hex << " (posted " << posted[rank] << ", not " << waiting.number << std::dec << ")";
+    text += (text.empty() ? "rank " : "; rank ") + std::to_string(rank) + (same_number ? " moves something else" : " is missing") +
+        " (posted " + std::to_string(posted[rank]) + ", not " + std::to_string(waiting.number) + ")";
   }
-  return text.str();
+  return text;
 }
 
 std::vector<uint32_t> Meetings::read(Signal signal, cudaStream_t stream) const {
-  constexpr auto patience = std::chrono::seconds(2);  // the device may not even copy any more
+  constexpr auto patience = std::chrono::seconds(2);  // the device may not run anything any more
   const size_t bytes = static_cast<size_t>(world_) * sizeof(uint32_t);
-  const auto deadline = std::chrono::steady_clock::now() + patience;
-  const auto result = cudaMemcpyAsync(
-      read_.get(), words_.at(rank_, static_cast<int64_t>(signal) * static_cast<int64_t>(bytes)), bytes, cudaMemcpyDeviceToHost, stream);
-  while (result == cudaSuccess && cudaStreamQuery(stream) == cudaErrorNotReady) {
-    if (std::chrono::steady_clock::now() > deadline) return {};
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  return {read_.get(), read_.get() + (result == cudaSuccess ? world_ : 0)};
+  const Copy words{read_.get(), words_.at(rank_, static_cast<int64_t>(signal) * static_cast<int64_t>(bytes)), bytes};
+  const auto launched = launch_pull(&words, 1, stream);  // a copy engine may sit behind what hangs
+  if (launched != cudaSuccess || !ends_within(stream, patience)) return {};
+  return {read_.get(), read_.get() + world_};
 }
 
 void Meetings::append_posts(Signal signal, uint32_t number) {

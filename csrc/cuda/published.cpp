@@ -187,6 +187,10 @@ void Published::finish_backward() {
   if (renewals_ > 0) casts_.back().block(c10::cuda::getCurrentCUDAStream());
 }
 
+void Published::finish_step() {
+  if (old_) renew();
+}
+
 bool Published::must_renew(const Shard& shard) const {
   if (old_) return true;
   if (!in_backward() && shard.gathers_of_renewal >= shard.gathers_of_forward.value_or(1)) return true;

@@ -80,6 +80,12 @@ class P2pTransport : public Transport {
     published_.finish_backward();
   }
 
+  void finish_step() override {
+    watchdog_.check();
+    std::lock_guard lock(mutex_);
+    published_.finish_step();
+  }
+
  private:
   std::vector<Lane*> lanes() {
     auto lanes = published_.lanes();

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdio>
+#include <cstdlib>
 
 #include "kernels.h"
 
@@ -46,8 +47,10 @@ Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, 
       timeout_(timeout),
       describe_(std::move(describe)),
       device_(c10::cuda::current_device()) {
-  C10_CUDA_CHECK(load_trap());
-  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  C10_CUDA_CHECK(load_kernels());
+  int least = 0, greatest = 0;
+  C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
   thread_ = std::thread([this] { watch(); });
 }
 
@@ -91,13 +94,26 @@ void Watchdog::watch() {
 }
 
 // The waiting stream cannot be told, and its program may be blocked on it. Ending the context makes every call on this
-// device return an error, in this process alone; the peers' watchdogs find this rank missing.
+// device return an error, in this process alone; the peers' watchdogs find this rank missing. A device that does not even
+// take that ends the process, as NCCL's watchdog does.
 void Watchdog::fail(const Waiting& waiting) {
   c10::cuda::set_device(device_);
   message_ = describe_(waiting, stream_);
   failed_ = true;
   std::fprintf(stderr, "%s\n", message_.c_str());
-  launch_trap(stream_);
+  constexpr auto patience = std::chrono::seconds(5);
+  if (launch_trap(stream_) != cudaSuccess || ends_within(stream_, patience)) return;  // a launch fails if the context ended before
+  std::fprintf(stderr, "zcompile: the GPU runs nothing any more. The process ends here.\n");
+  std::abort();
+}
+
+bool ends_within(cudaStream_t stream, std::chrono::milliseconds time) {
+  const auto deadline = Clock::now() + time;
+  while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+    if (Clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return true;
 }
 
 }  // namespace zcompile::cuda

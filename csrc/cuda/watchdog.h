@@ -59,6 +59,9 @@ class Lane {
   std::chrono::steady_clock::time_point last_end_;
 };
 
+// Whether `stream` comes to its end, or to an error, in this time.
+bool ends_within(cudaStream_t stream, std::chrono::milliseconds time);
+
 class Watchdog {
  public:
   // May use the stream, on which nothing waits.
@@ -79,7 +82,9 @@ class Watchdog {
   std::chrono::milliseconds timeout_;
   Describe describe_;
   c10::DeviceIndex device_;
-  cudaStream_t stream_ = nullptr;  // of its own: one of torch's pool may be the one that hangs
+  // Of its own, and of a priority that nothing else has: streams share hardware queues with others of their priority, and
+  // what comes behind one that hangs is not run.
+  cudaStream_t stream_ = nullptr;
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_
   bool stop_ = false;
