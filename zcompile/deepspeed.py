@@ -200,6 +200,7 @@ class Takeover:
         self.state = state
         self.lean_step = LeanStep(optimizer, state.runtime.finish_step, self.fail)
         self.remove_hooks()
+        self.let_timer_synchronize(False)
         install_readers(state, None, alone=False)
         state.at_rest = True
         log.info("zcompile: trains this DeepSpeed engine, %d parameters; transport %s: %s", len(self.partitions), *state.transport)
@@ -267,8 +268,18 @@ class Takeover:
             self.state = None
         if self.lean_step is not None:
             self.lean_step.remove(buffers=hooks)
+        self.let_timer_synchronize(True)
         if hooks:
             self.restore_hooks()
+
+    def let_timer_synchronize(self, let: bool) -> None:
+        """Whether DeepSpeed's throughput timer may wait for the device, twice a step; where the config says, it does as it says.
+
+        The step waits for the gradients' norm in any case, so that the speeds it reports are right without.
+        """
+        timer, config = self.engine.tput_timer, self.engine._config
+        if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):
+            timer.config = timer.config.model_copy(update={"synchronized": let})
 
     def set_at_rest(self, at_rest: bool) -> None:
         if self.state is not None:
