@@ -93,7 +93,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
-      .def("finish_step", &Model::finish_step, ReleaseGil())
+      .def("renew", &Model::renew, ReleaseGil())
       .def("stats", as_dict)
       .def("reset_stats", &Model::reset_stats);
 }

@@ -98,8 +98,8 @@ class Model {
   void count_gather(const at::Tensor& full);
   void count_reduce(const at::Tensor& wire);
 
-  // Optional, between a step of the optimizer and the next gather: all ranks call it, or none.
-  void finish_step() { transport_->finish_step(); }
+  // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call it, or none.
+  void renew() { transport_->renew(); }
 
   // Called by every gather and reduce: the first of a backward asks autograd to tell when that backward ends.
   void note_backward();

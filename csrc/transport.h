@@ -65,8 +65,8 @@ class Transport {
 
   // All of this rank's reduces of one backward have been started.
   virtual void finish_backward() {}
-  // The optimizer has changed the masters; what gathers need of them may be made ready. All ranks call it, or none.
-  virtual void finish_step() {}
+  // Makes ready what the next gather would have to. All ranks call it, or none.
+  virtual void renew() {}
 };
 
 // Collectives of a c10d::ProcessGroup: gloo or NCCL.

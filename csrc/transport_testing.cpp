@@ -61,7 +61,7 @@ class LateTransport : public Transport {
   }
 
   void finish_backward() override { inner_->finish_backward(); }
-  void finish_step() override { inner_->finish_step(); }
+  void renew() override { inner_->renew(); }
 
  private:
   static constexpr auto nan = std::numeric_limits<double>::quiet_NaN();
@@ -92,7 +92,7 @@ class DelayedTransport : public Transport {
   }
 
   void finish_backward() override { inner_->finish_backward(); }
-  void finish_step() override { inner_->finish_step(); }
+  void renew() override { inner_->renew(); }
   at::Tensor make_gradient(const Parameter& parameter) override { return inner_->make_gradient(parameter); }
 
  private:

@@ -142,6 +142,7 @@ class Takeover:
                 self.state.refresh(partition)
             if partition.leaf.requires_grad != partition.parameter.requires_grad:
                 partition.leaf.requires_grad_(partition.parameter.requires_grad)
+        self.state.runtime.renew()  # by now whoever edits partitions has; DeepSpeed does it in ways that no counter sees
         with self.around_forward(inputs, kwargs) as (inputs, kwargs):
             outputs = self.original.forward(self.engine, *inputs, **kwargs)
         if self.attempt:
@@ -198,7 +199,8 @@ class Takeover:
                     self.add(state, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
         state.use_transport("auto")
         self.state = state
-        self.lean_step = LeanStep(optimizer, state.runtime.finish_step, self.fail)
+        self.lean_step = LeanStep(optimizer, self.fail)
+        self.lean_step.install()
         self.remove_hooks()
         self.let_timer_synchronize(False)
         install_readers(state, None, alone=False)
@@ -361,62 +363,63 @@ class Takeover:
 class LeanStep:
     """A stage-3 optimizer's step without the copies that it can do without; see [Note: the step].
 
-    Replaces methods of this one optimizer until `remove()`, and DeepSpeed's buffers for gradients by what reads as zeros.
+    From `install()` to `remove()`, methods of this one optimizer are replaced, and its buffers for gradients by what reads as zeros.
     """
 
-    REPLACED = ("_get_norm_groups", "_prepare_fp32_grad_for_sub_group", "unscale_and_clip_grads", "_optimizer_step", "_post_step")
+    REPLACED = ("_get_norm_groups", "_prepare_fp32_grad_for_sub_group", "unscale_and_clip_grads", "_optimizer_step")
     CAST_BYTES = 512 << 20  # of gradients that are cast to fp32 at a time
 
-    def __init__(self, optimizer: Any, finish: Callable[[], None], fail: Callable[[str, Exception], None]):
-        """`finish()` is called after each step; `fail(doing, error)` gives the engine back, and so calls `remove()`."""
+    def __init__(self, optimizer: Any, fail: Callable[[str, Exception], None]):
+        """`fail(doing, error)` gives the engine back, and so calls `remove()`."""
         self.optimizer = optimizer
-        self.finish = finish
         self.fail = fail
         self.keeps = optimizer.dtype != torch.float16  # gradients; fp16's search for overflows reads DeepSpeed's buffer
         self.kept: set[int] = set()  # ids of the parameters whose gradient is there
-        self.sub_groups: dict[int, SubGroup] = {}
-        self.current: SubGroup | None = None  # in its step
-        self.gradients: list[torch.Tensor | None] = []  # of it
+        self.zeros: dict[int, torch.Tensor] = {}  # what the others read
+        self.buckets: list[tuple[Any, torch.Tensor]] = []  # DeepSpeed's, and what their buffers were, on the meta device
+        self.theirs: dict[str, Callable] = {}
+        self.sub_groups: dict[int, SubGroup | None] = {}  # of the step that is on its way
+        self.current: SubGroup | None = None
+        self.gradients: list[torch.Tensor] = []  # of the current one
         self.factor = 1.0  # for them
-        self.buckets = [bucket for bucket in getattr(optimizer, "ipg_buckets", {}).values() if bucket.buffer is not None]
-        self.removed = False
+
+    def install(self) -> None:
+        optimizer = self.optimizer
         if self.keeps:
             buffer = optimizer.grad_partitions_flat_buffer
-            self.exchange_buffer(buffer.new_zeros(1).expand(buffer.shape))
+            self.use_buffer(buffer.new_zeros(1).expand(buffer.shape))
         for masters, partitions in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True):
             if masters.dtype == partitions.dtype and masters.device == partitions.device:
                 masters.data = partitions.data
-        self.bucket_metas = [bucket.buffer.to("meta") for bucket in self.buckets]
-        for bucket in self.buckets:
-            bucket.buffer = None
-        self.theirs = {name: getattr(optimizer, name) for name in self.REPLACED}
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # since 0.17.1
+            if bucket.buffer is not None:
+                self.buckets.append((bucket, bucket.buffer.to("meta")))
+                bucket.buffer = None
         for name in self.REPLACED:
+            self.theirs[name] = getattr(optimizer, name)
             setattr(optimizer, name, getattr(self, name.lstrip("_")))
 
     def remove(self, buffers: bool) -> None:
-        """Let DeepSpeed do the step again; `buffers`: its own for gradients are wanted back, with what is in them."""
-        if self.removed:
-            return
-        self.removed = True
+        """Let DeepSpeed do the step again; `buffers`: its own for gradients are wanted back, with what was in them."""
         optimizer = self.optimizer
-        for name in self.REPLACED:
-            optimizer.__dict__.pop(name, None)
-        if not buffers:
-            return
-        for bucket, meta in zip(self.buckets, self.bucket_metas, strict=True):
-            bucket.buffer = torch.empty_like(meta, device=optimizer.grad_partitions_flat_buffer.device)
-        if self.keeps:
+        while self.theirs:
+            optimizer.__dict__.pop(self.theirs.popitem()[0], None)
+        while self.buckets:
+            bucket, was = self.buckets.pop()
+            bucket.buffer = torch.empty_like(was, device=optimizer.grad_partitions_flat_buffer.device) if buffers else None
+        if self.zeros and buffers:
             kept = {ds_id: self.partitions[ds_id] for ds_id in self.kept}
-            self.exchange_buffer(torch.zeros_like(optimizer.grad_partitions_flat_buffer, memory_format=torch.contiguous_format))
+            self.use_buffer(torch.zeros_like(optimizer.grad_partitions_flat_buffer, memory_format=torch.contiguous_format))
             for ds_id, grad in kept.items():
                 self.partitions[ds_id].copy_(grad)
+        self.zeros, self.kept = {}, set()
 
     @property
     def partitions(self) -> dict[int, torch.Tensor]:
         """Gradients of partitions, by the id of the parameter; padded as partitions are."""
         return self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
-    def exchange_buffer(self, buffer: torch.Tensor) -> None:
+    def use_buffer(self, buffer: torch.Tensor) -> None:
         optimizer = self.optimizer
         optimizer.grad_partitions_flat_buffer = buffer
         parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
@@ -428,12 +431,24 @@ class LeanStep:
         """Keep or add a reduced gradient, [elements of the partition]."""
         optimizer, ds_id = self.optimizer, parameter.ds_id
         if not self.keeps:
-            optimizer.partition_grads([parameter], [grad])
+            self.add_to_buffer(parameter, grad)
         elif optimizer.micro_step_id == 0 or ds_id not in self.kept:
             self.partitions[ds_id] = grad.to(optimizer.gradient_accumulation_dtype)
             self.kept.add(ds_id)
         else:
             self.partitions[ds_id].add_(grad.to(optimizer.gradient_accumulation_dtype))
+
+    def add_to_buffer(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        """Let DeepSpeed copy or add a gradient to its buffer."""
+        optimizer = self.optimizer
+        if not grad.is_cuda:
+            optimizer.partition_grads([parameter], [grad])
+            return
+        stream = optimizer.reduce_and_partition_stream  # on which DeepSpeed looks at the buffer afterwards
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.partition_grads([parameter], [grad])
+        grad.record_stream(stream)
 
     def forget(self, sub_group: int) -> None:
         """Free the gradients of a sub-group."""
@@ -451,11 +466,12 @@ class LeanStep:
             return self.theirs["_get_norm_groups"]()
         try:
             squares = torch.stack([self.square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.fp16_groups))])
+            self.sub_groups = {at: self.cut(at) for at in range(len(optimizer.fp16_groups))}
         except Exception as error:
             self.fail("the step", error)
             return optimizer._get_norm_groups()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
-        norms = squares.cpu().sqrt()
+        norms = squares.cpu().sqrt()  # the host waits here
         return list(torch.where(norms.isfinite(), norms, -1.0))
 
     @staticmethod
@@ -466,16 +482,16 @@ class LeanStep:
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
         optimizer = self.optimizer
         try:
-            self.current = self.sub_group(sub_group)
+            self.current = self.sub_groups.pop(sub_group) if sub_group in self.sub_groups else self.cut(sub_group)
         except Exception as error:
             self.fail("the step", error)
             return optimizer._prepare_fp32_grad_for_sub_group(sub_group)
         if self.current is None:
             self.theirs["_prepare_fp32_grad_for_sub_group"](sub_group)
-            self.forget(sub_group)
         else:
             self.gradients = optimizer.averaged_gradients[sub_group]
             optimizer.averaged_gradients[sub_group] = None
+        self.forget(sub_group)
 
     def unscale_and_clip_grads(self, sub_group: int, total_norm: torch.Tensor | float) -> None:
         if self.current is None:
@@ -493,11 +509,6 @@ class LeanStep:
         self.current, self.gradients = None, []
         param_group = self.optimizer.sub_group_to_group_id[sub_group]
         current.update(self.optimizer.optimizer, param_group, self.ready(gradients, current.masters.dtype))
-        self.forget(sub_group)
-
-    def post_step(self, timer_names: set[str]) -> None:
-        self.theirs["_post_step"](timer_names)
-        self.finish()
 
     def ready(self, gradients: list[torch.Tensor], dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
         """These gradients, unscaled and in `dtype`, in batches: one if they need no cast, else of some CAST_BYTES."""
@@ -513,73 +524,57 @@ class LeanStep:
                 yield batch
                 batch, cast_bytes = [], 0
 
-    def sub_group(self, at: int) -> "SubGroup | None":
+    def cut(self, sub_group: int) -> "SubGroup | None":
         """The sub-group cut into its parameters; None if the optimizer must see it whole."""
         optimizer = self.optimizer
-        inner, masters = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[at]
-        known = f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
-        if not known or getattr(optimizer, "torch_autocast_gradscaler", None) or not inner.state.get(masters):
+        inner, masters = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
+        elementwise = f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
+        if not elementwise or getattr(optimizer, "torch_autocast_gradscaler", None) or not inner.state.get(masters):
             return None
-        known = self.sub_groups.get(at)
-        if known is None or not known.is_current(inner):
-            known = SubGroup(masters, inner, [parameter.partition_numel() for parameter in optimizer.fp16_groups[at]])
-            self.sub_groups[at] = known
-        return known
+        lengths = [parameter.partition_numel() for parameter in optimizer.fp16_groups[sub_group]]
+        return SubGroup(masters, inner.state[masters], lengths)
 
 
-# Optimizers that treat every element alone, whose state is tensors like the parameter and numbers.
+# Optimizers that treat every element alone, whose state is tensors like the parameter, and counts of steps.
 ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam")
 
 
 class SubGroup:
-    """One flat master of a stage-3 optimizer and its states, as views [elements of a partition] of the parameters in it."""
+    """One flat master of a stage-3 optimizer and its state, as views [elements of a partition] of the parameters in it."""
 
-    def __init__(self, masters: nn.Parameter, inner: torch.optim.Optimizer, lengths: list[int]):
+    def __init__(self, masters: nn.Parameter, state: dict[str, Any], lengths: list[int]):
         self.masters = masters
-        self.state = dict(inner.state[masters])
-        self.place = masters.data_ptr()
+        self.state = state
+        self.numbers = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
         self.views = masters.detach().split(lengths)
-        self.states: list[dict[str, Any]] = [{} for _ in lengths]
-        self.counts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        for name, value in self.state.items():
-            if not isinstance(value, torch.Tensor):
+        self.states: list[dict[str, Any]] = [dict(self.numbers) for _ in lengths]
+        for name, value in state.items():
+            if name in self.numbers:
                 continue
             if value.shape == masters.shape:
                 parts = value.split(lengths)
-            else:  # a count of steps, to go up once: the first view has it, the others have copies
-                copies = [value.clone() for _ in lengths[1:]]
-                self.counts.append((value, copies))
-                parts = [value, *copies]
-            for state, part in zip(self.states, parts, strict=True):
-                state[name] = part
-
-    def is_current(self, inner: torch.optim.Optimizer) -> bool:
-        """Whether masters and states still are the tensors that were cut."""
-        state = inner.state[self.masters]
-        tensors = {name: value for name, value in self.state.items() if isinstance(value, torch.Tensor)}
-        return self.place == self.masters.data_ptr() and all(state.get(name) is value for name, value in tensors.items())
+            else:  # a count, to go up once: the first view has the tensor itself, the others copies
+                parts = [value, *value.expand(len(lengths) - 1, *value.shape).clone()]
+            for of_view, part in zip(self.states, parts, strict=True):
+                of_view[name] = part
 
     def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
         """Step with these gradients, which come in the order of the parameters."""
-        whole = inner.state[self.masters]
-        before = {name: value for name, value in whole.items() if not isinstance(value, torch.Tensor)}
-        for count, copies in self.counts:
-            torch._foreach_copy_(copies, [count] * len(copies))
         pairs = zip(self.views, self.states, strict=True)
         for grads in batches:
             part = [next(pairs) for _ in grads]
             try:
                 for (view, state), grad in zip(part, grads, strict=True):
                     view.grad = grad
-                    inner.state[view] = state | before
+                    inner.state[view] = state
                 inner.param_groups[param_group]["params"] = [view for view, _ in part]
                 inner.step()
-                whole.update({name: inner.state[view][name] for name in before})  # FusedAdam counts in the last one
             finally:
                 inner.param_groups[param_group]["params"] = []
                 for view, _ in part:
                     view.grad = None
                     inner.state.pop(view, None)
+            self.state.update({name: part[-1][1][name] for name in self.numbers})  # FusedAdam counts in the last one
 
 
 class Attempt:

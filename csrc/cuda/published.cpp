@@ -187,7 +187,7 @@ void Published::finish_backward() {
   if (renewals_ > 0) casts_.back().block(c10::cuda::getCurrentCUDAStream());
 }
 
-void Published::finish_step() {
+void Published::renew_if_old() {
   if (old_) renew();
 }
 

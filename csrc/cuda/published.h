@@ -47,7 +47,7 @@ class Published {
   at::Tensor lend(const Parameter& parameter);
   void count_reduces(int64_t count) { reduces_ += count; }
   void finish_backward();
-  void finish_step();  // publishes now what the next gather would publish
+  void renew_if_old();
   int64_t bytes() const;
   std::vector<Lane*> lanes() { return {&renewal_, &fan_.lane()}; }
 

@@ -80,10 +80,10 @@ class P2pTransport : public Transport {
     published_.finish_backward();
   }
 
-  void finish_step() override {
+  void renew() override {
     watchdog_.check();
     std::lock_guard lock(mutex_);
-    published_.finish_step();
+    published_.renew_if_old();
   }
 
  private:
