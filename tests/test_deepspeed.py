@@ -174,6 +174,48 @@ def test_steps_like_eager(ranks, config, by_parameter, cast_bytes):
     ranks(2).run(steps_like_eager, config, by_parameter, cast_bytes)
 
 
+class Sometimes(nn.Module):
+    """Uses its second layer only when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.told = nn.Linear(3, 3), nn.Linear(3, 3), True
+
+    def forward(self, x):
+        x = self.always(x)
+        return (self.sometimes(x) if self.told else x).square().sum()
+
+
+def differs_from_eager(rank, world):
+    still = {"type": "SGD", "params": {"lr": 0.0}}
+    engine = make_engine({}, optimizer=still, zero_allow_untested_optimizer=True)
+    weight = engine.module.head.weight
+    for edited in (False, True):
+        if edited:
+            with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+                weight.data.fill_(3.0 if rank == 0 else 0.0)
+        train(engine, rank, end=1)
+    with deepspeed.zero.GatheredParameters(weight):
+        assert torch.equal(weight, torch.full_like(weight, 3.0))  # eager goes back to its masters
+    engine.destroy()
+
+    plain = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = make_engine({}, model=Sometimes(), optimizer=plain, zero_allow_untested_optimizer=True, gradient_accumulation_steps=1)
+    seen = []
+    for told in (True, False):
+        engine.module.told = told
+        engine.backward(engine(torch.ones(2, 3)))
+        engine.step()
+        seen.append([deepspeed.utils.safe_get_full_fp32_param(layer.weight) for layer in (engine.module.always, engine.module.sometimes)])
+    (always, sometimes), (always_later, sometimes_later) = seen
+    assert torch.equal(sometimes, sometimes_later) and not torch.equal(always, always_later)  # eager steps with a stale gradient
+    engine.destroy()
+
+
+def test_edits_stay_and_unused_parameters_have_no_gradient(ranks):
+    ranks(2).run(differs_from_eager)
+
+
 def given_back_between_micro_steps(rank, world):
     curves = []
     for flag in (None, {}):

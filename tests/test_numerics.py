@@ -11,6 +11,7 @@ import zcompile
 from models import Transformer, batch, loss_of
 from reference import compiled, full, lm_loss
 from test_training import autocast_loss
+from zcompile import passes
 
 
 def bitwise(rank, world, loss):
@@ -124,3 +125,27 @@ def dtypes(rank, world):
 def test_reduces_repeat_exactly(ranks):
     first, second = (ranks(4).run(dtypes) for _ in range(2))
     assert first == second and first[0] == first[3]
+
+
+def disabled_passes(rank, world, inner):
+    curves = {}
+    for disabled in ((), *((one,) for one in passes.OPTIONAL), passes.OPTIONAL):
+        torch.manual_seed(0)
+        model = compiled(Transformer(blocks=1), inner=inner, options={"disable_passes": disabled})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        curves[disabled] = curve = []
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = lm_loss(model, step, rank)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        if disabled == ("downcast",):
+            assert zcompile.stats(model)["gathered_bytes"].keys() == {"float32"}
+    assert all(curve == curves[()] for curve in curves.values()), curves
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_passes_change_no_number(ranks, inner):
+    ranks(2).run(disabled_passes, inner)

@@ -22,6 +22,7 @@ from zcompile.graph import (
     GATHER_GROUP_START,
     GATHER_START,
     GATHER_WAIT,
+    REDUCE,
     REDUCE_GROUP_START,
     REDUCE_START,
     REDUCE_WAIT,
@@ -96,14 +97,17 @@ def _warn_if_unsharded(gm: GraphModule) -> None:
 
 
 def _compile_aot_eager(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None):
+    before = passes.joint(settings.disable_passes)
+    after = passes.schedule(settings.in_flight_bytes, settings.bucket_bytes, settings.disable_passes)
+
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any):
-        passes.run(joint.graph, passes.JOINT)
+        passes.run(joint.graph, before)
         return _partition(joint, joint_inputs, **kwargs)
 
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool):
         if joint:
-            passes.run(graph_module.graph, passes.JOINT)
-        passes.run(graph_module.graph, passes.schedule(settings.in_flight_bytes, settings.bucket_bytes))
+            passes.run(graph_module.graph, before)
+        passes.run(graph_module.graph, after)
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
@@ -123,10 +127,12 @@ def _compile_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: 
     _register_lowerings()
     patches = {
         **(list_mode_options(mode) if mode else {}),
-        "joint_custom_pre_pass": _Passes(passes.JOINT),
+        "joint_custom_pre_pass": _Passes(passes.joint(settings.disable_passes)),
         "custom_partitioner_fn": _Partitioner(),
         "post_grad_custom_post_pass": _Passes(
-            passes.schedule(settings.in_flight_bytes, settings.bucket_bytes), settings.in_flight_bytes, settings.bucket_bytes
+            passes.schedule(settings.in_flight_bytes, settings.bucket_bytes, settings.disable_passes),
+            settings.in_flight_bytes,
+            settings.bucket_bytes,
         ),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
         "shape_padding": False,  # it measures, so that ranks get different graphs and gather and reduce in different orders
@@ -160,7 +166,7 @@ class _Passes(CustomGraphPass):
         passes.run(graph, self.which)
 
     def uuid(self) -> str:
-        names = [getattr(one, "func", one).__name__ for one in self.which]
+        names = [passes.name_of(one) for one in self.which]
         return f"{names} {self.settings} {_sources()}"
 
 
@@ -177,7 +183,8 @@ def _register_lowerings() -> None:
     """Keep zcompile's ops in FX order: Inductor would order them by data dependence alone."""
     from torch._inductor.lowering import fallback_handler, register_lowering
 
-    ours = (GATHER_START, GATHER_GROUP_START, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT)
+    singly = (GATHER, REDUCE)  # where `overlap` is disabled
+    ours = (GATHER_START, GATHER_GROUP_START, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT, *singly)
     for op in ours:
         register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, fallback_handler(op, False)))
 

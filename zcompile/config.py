@@ -1,10 +1,11 @@
 """Settings of the backend: one frozen object per compile, each field with its reason."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zcompile.passes import OPTIONAL
 from zcompile.transport import TRANSPORTS
 
 
@@ -31,6 +32,9 @@ class Settings:
     """Most bytes of full parameters, or of gradients, that travel as one transfer: what NVLink moves in about the time that
     starting a transfer takes. 0: each travels alone."""
 
+    disable_passes: Sequence[str] = ()
+    """Passes to leave out, of those in `zcompile.passes.OPTIONAL`: for finding out what one does. No number changes."""
+
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> "Settings":
         """Settings from a user's options.
@@ -56,6 +60,10 @@ class Settings:
         if settings.transport not in TRANSPORTS:
             raise ValueError(
                 f"zcompile: option 'transport' must be one of {', '.join(TRANSPORTS)}, not {settings.transport!r}."
+            )
+        if isinstance(settings.disable_passes, str) or not set(settings.disable_passes) <= set(OPTIONAL):
+            raise ValueError(
+                f"zcompile: option 'disable_passes' must be a list of {', '.join(OPTIONAL)}, not {settings.disable_passes!r}."
             )
         for name in ("in_flight_bytes", "bucket_bytes"):
             if not isinstance(getattr(settings, name), int) or getattr(settings, name) < 0:
