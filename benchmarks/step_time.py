@@ -2,11 +2,13 @@
 
 Run: python benchmarks/step_time.py --ranks 2 --layers 8 --engines limit,zcompile,fsdp2
 
-Each engine runs in processes of its own, one after the other. fp32 masters, bf16 compute, AdamW (fused), one sequence of 2048 tokens per GPU. "limit" is the model compiled whole with
-bf16 weights in place, no communication, and Adam on 1/W of the state. "fsdp2" is FSDP2 with each block compiled. "zero3",
-"deepcompile" and "zero3-zcompile" are DeepSpeed's stage 3: eager, with its compiler (which compiles again after five steps:
-warm up for ten), with zcompile's flag; "-autocast" after them: fp32 partitions under `torch_autocast`. Peak memory is that of torch's allocator and, for zcompile, what the transport keeps outside of it. Tokens are drawn anew for
-each step from a skewed distribution, which the model learns within a few dozen steps.
+Each engine runs in processes of its own, one after the other. fp32 masters, bf16 compute, AdamW (fused), one sequence of
+2048 tokens per GPU. "limit" is the model compiled whole with bf16 weights in place, no communication, and Adam on 1/W of
+the state. "fsdp2" is FSDP2 with each block compiled. "zero3", "deepcompile" and "zero3-zcompile" are DeepSpeed's stage 3:
+eager, with its compiler (which compiles again after five steps: warm up for ten), with zcompile's flag; "-autocast" after
+them: fp32 partitions under `torch_autocast`. Peak memory is that of torch's allocator and, for zcompile, what the transport
+keeps outside of it. Tokens are drawn anew for each step from a skewed distribution, which the model learns within a few
+dozen steps.
 """
 
 import argparse
@@ -105,7 +107,6 @@ class Zero3:
         import deepspeed
 
         precision = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if autocast else {"bf16": {"enabled": True}}
-
         optimizer = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
         warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": LEARNING_RATE, "warmup_num_steps": WARMUP_STEPS, "warmup_type": "linear"}
         config |= precision | {

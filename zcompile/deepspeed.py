@@ -12,7 +12,10 @@ DeepSpeed's step spends as much on copies of gradients as on the optimizer: each
 cast to fp64 for the norm, concatenated to one flat gradient, and scaled by a number on the device; with fp32 partitions there
 is also a second copy of them, the masters. `LeanStep` keeps gradients as they were reduced, and has an optimizer that treats
 every element alone (Adam) read them parameter by parameter, over views of DeepSpeed's flat masters and states. The arithmetic
-is the same and so are the numbers; on a GPU the norm, summed in fp64 in another order, may differ in its last bits.
+is the same and so are the numbers, but for these: on a GPU the norm, summed in fp64 in another order, may differ in its last
+bits; a parameter without a gradient in this step has zeros, where DeepSpeed takes what an earlier step left in its buffer; and
+with fp32 partitions there is no master to which an edited partition would go back. In fp16, where the search for overflows
+reads the buffer, and with an offloaded optimizer, the step is DeepSpeed's.
 
 [Note: how the flag is seen]
 `import zcompile` has `zcompile.flag` wrap `DeepSpeedEngine.__init__`, at once or when DeepSpeed is imported later. An engine
@@ -199,8 +202,9 @@ class Takeover:
                     self.add(state, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
         state.use_transport("auto")
         self.state = state
-        self.lean_step = LeanStep(optimizer, self.fail)
-        self.lean_step.install()
+        if LeanStep.is_possible(optimizer):
+            self.lean_step = LeanStep(optimizer, self.fail)
+            self.lean_step.install()
         self.remove_hooks()
         self.let_timer_synchronize(False)
         install_readers(state, None, alone=False)
@@ -268,11 +272,13 @@ class Takeover:
         if self.state is not None:
             remove_readers(self.state)
             self.state = None
-        if self.lean_step is not None:
-            self.lean_step.remove(buffers=hooks)
-        self.let_timer_synchronize(True)
-        if hooks:
-            self.restore_hooks()
+        try:
+            self.let_timer_synchronize(True)
+            if self.lean_step is not None:
+                self.lean_step.remove(buffers=hooks)
+        finally:
+            if hooks:
+                self.restore_hooks()
 
     def let_timer_synchronize(self, let: bool) -> None:
         """Whether DeepSpeed's throughput timer may wait for the device, twice a step; where the config says, it does as it says.
@@ -357,105 +363,129 @@ class Takeover:
         if padding > 0:
             grad = nn.functional.pad(grad, (0, padding))
         self.delivered = True
-        self.lean_step.accept(parameter, grad)
+        if self.lean_step is not None:
+            self.lean_step.accept(parameter, grad)
+        elif not grad.is_cuda:
+            optimizer.partition_grads([parameter], [grad])
+        else:
+            stream = optimizer.reduce_and_partition_stream  # on which DeepSpeed looks at its buffer afterwards
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                optimizer.partition_grads([parameter], [grad])
+            grad.record_stream(stream)
+
+
+class Gradients(dict):
+    """The gradients of partitions that are there, by the id of the parameter; of others, zeros when they are asked for."""
+
+    def __init__(self, parameters: list[nn.Parameter], like: torch.Tensor):
+        super().__init__()
+        self.lengths = {parameter.ds_id: parameter.partition_numel() for parameter in parameters}
+        self.like = like
+
+    def __missing__(self, ds_id: int) -> torch.Tensor:
+        self[ds_id] = self.like.new_zeros(self.lengths[ds_id])
+        return self[ds_id]
 
 
 class LeanStep:
     """A stage-3 optimizer's step without the copies that it can do without; see [Note: the step].
 
-    From `install()` to `remove()`, methods of this one optimizer are replaced, and its buffers for gradients by what reads as zeros.
+    From `install()` to `remove()`, methods of this one optimizer are replaced, and its buffers for gradients are gone.
     """
 
-    REPLACED = ("_get_norm_groups", "_prepare_fp32_grad_for_sub_group", "unscale_and_clip_grads", "_optimizer_step")
+    REPLACED = (
+        "_get_norm_groups",
+        "_prepare_fp32_grad_for_sub_group",
+        "unscale_and_clip_grads",
+        "_optimizer_step",
+        "zero_grad",
+        "offload_states",
+        "reload_states",
+    )
     CAST_BYTES = 512 << 20  # of gradients that are cast to fp32 at a time
 
     def __init__(self, optimizer: Any, fail: Callable[[str, Exception], None]):
         """`fail(doing, error)` gives the engine back, and so calls `remove()`."""
         self.optimizer = optimizer
         self.fail = fail
-        self.keeps = optimizer.dtype != torch.float16  # gradients; fp16's search for overflows reads DeepSpeed's buffer
-        self.kept: set[int] = set()  # ids of the parameters whose gradient is there
-        self.zeros: dict[int, torch.Tensor] = {}  # what the others read
-        self.buckets: list[tuple[Any, torch.Tensor]] = []  # DeepSpeed's, and what their buffers were, on the meta device
+        self.parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
+        self.grads: Gradients | None = None  # None while DeepSpeed has its buffers
+        self.buckets: list[tuple[Any, torch.Tensor, torch.device]] = []  # and their buffers, on the meta device
         self.theirs: dict[str, Callable] = {}
         self.sub_groups: dict[int, SubGroup | None] = {}  # of the step that is on its way
         self.current: SubGroup | None = None
         self.gradients: list[torch.Tensor] = []  # of the current one
         self.factor = 1.0  # for them
+        self.offloaded: set[int] = set()  # ids of the parameters whose gradients DeepSpeed has offloaded
+
+    @staticmethod
+    def is_possible(optimizer: Any) -> bool:
+        return optimizer.dtype != torch.float16 and not optimizer.offload_optimizer
 
     def install(self) -> None:
-        optimizer = self.optimizer
-        if self.keeps:
-            buffer = optimizer.grad_partitions_flat_buffer
-            self.use_buffer(buffer.new_zeros(1).expand(buffer.shape))
-        for masters, partitions in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True):
-            if masters.dtype == partitions.dtype and masters.device == partitions.device:
-                masters.data = partitions.data
-        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # since 0.17.1
-            if bucket.buffer is not None:
-                self.buckets.append((bucket, bucket.buffer.to("meta")))
-                bucket.buffer = None
+        self.alias_masters()
+        self.take_buffers()
         for name in self.REPLACED:
-            self.theirs[name] = getattr(optimizer, name)
-            setattr(optimizer, name, getattr(self, name.lstrip("_")))
+            self.theirs[name] = getattr(self.optimizer, name)
+            setattr(self.optimizer, name, getattr(self, name.lstrip("_")))
 
     def remove(self, buffers: bool) -> None:
         """Let DeepSpeed do the step again; `buffers`: its own for gradients are wanted back, with what was in them."""
-        optimizer = self.optimizer
         while self.theirs:
-            optimizer.__dict__.pop(self.theirs.popitem()[0], None)
-        while self.buckets:
-            bucket, was = self.buckets.pop()
-            bucket.buffer = torch.empty_like(was, device=optimizer.grad_partitions_flat_buffer.device) if buffers else None
-        if self.zeros and buffers:
-            kept = {ds_id: self.partitions[ds_id] for ds_id in self.kept}
-            self.use_buffer(torch.zeros_like(optimizer.grad_partitions_flat_buffer, memory_format=torch.contiguous_format))
-            for ds_id, grad in kept.items():
-                self.partitions[ds_id].copy_(grad)
-        self.zeros, self.kept = {}, set()
+            self.optimizer.__dict__.pop(self.theirs.popitem()[0], None)
+        self.forget_step()
+        if buffers:
+            self.give_buffers()
 
-    @property
-    def partitions(self) -> dict[int, torch.Tensor]:
-        """Gradients of partitions, by the id of the parameter; padded as partitions are."""
-        return self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-
-    def use_buffer(self, buffer: torch.Tensor) -> None:
+    def alias_masters(self) -> None:
+        """Let masters that are copies of fp32 partitions be the partitions. Where they differ, masters win, as in a step."""
         optimizer = self.optimizer
+        for masters, partitions in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True):
+            if masters.dtype == partitions.dtype and masters.device == partitions.device:
+                partitions.data.copy_(masters.data)
+                masters.data = partitions.data
+
+    def take_buffers(self) -> None:
+        """Have each gradient where it was reduced."""
+        optimizer = self.optimizer
+        buffer = optimizer.grad_partitions_flat_buffer
+        optimizer.grad_partitions_flat_buffer = buffer.new_empty(0)
+        self.grads = Gradients(self.parameters, like=optimizer.grad_partitions_flat_buffer)
+        optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = self.grads
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # since 0.17.1
+            if bucket.buffer is not None:
+                self.buckets.append((bucket, bucket.buffer.to("meta"), bucket.buffer.device))
+                bucket.buffer = None
+
+    def give_buffers(self) -> None:
+        """Have each gradient in DeepSpeed's buffer."""
+        while self.buckets:
+            bucket, was, device = self.buckets.pop()
+            bucket.buffer = torch.empty_like(was, device=device)
+        if self.grads is None:
+            return
+        optimizer, grads, self.grads = self.optimizer, self.grads, None
+        buffer = grads.like.new_zeros(sum(grads.lengths.values()))
+        parts = dict(zip(grads.lengths, buffer.split(list(grads.lengths.values())), strict=True))
+        for ds_id, grad in grads.items():
+            parts[ds_id].copy_(grad)
         optimizer.grad_partitions_flat_buffer = buffer
-        parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
-        parts = buffer.split([parameter.partition_numel() for parameter in parameters])
-        self.zeros = {parameter.ds_id: part for parameter, part in zip(parameters, parts, strict=True)}
-        self.partitions.update(self.zeros)
+        optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = parts
 
     def accept(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
         """Keep or add a reduced gradient, [elements of the partition]."""
         optimizer, ds_id = self.optimizer, parameter.ds_id
-        if not self.keeps:
-            self.add_to_buffer(parameter, grad)
-        elif optimizer.micro_step_id == 0 or ds_id not in self.kept:
-            self.partitions[ds_id] = grad.to(optimizer.gradient_accumulation_dtype)
-            self.kept.add(ds_id)
+        grad = grad.to(optimizer.gradient_accumulation_dtype)
+        if optimizer.micro_step_id == 0:
+            optimizer.averaged_gradients = {}  # of a step that was not taken
+        if optimizer.micro_step_id == 0 or ds_id not in self.grads:
+            self.grads[ds_id] = grad
         else:
-            self.partitions[ds_id].add_(grad.to(optimizer.gradient_accumulation_dtype))
+            self.grads[ds_id].add_(grad)
 
-    def add_to_buffer(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-        """Let DeepSpeed copy or add a gradient to its buffer."""
-        optimizer = self.optimizer
-        if not grad.is_cuda:
-            optimizer.partition_grads([parameter], [grad])
-            return
-        stream = optimizer.reduce_and_partition_stream  # on which DeepSpeed looks at the buffer afterwards
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            optimizer.partition_grads([parameter], [grad])
-        grad.record_stream(stream)
-
-    def forget(self, sub_group: int) -> None:
-        """Free the gradients of a sub-group."""
-        for parameter in self.optimizer.fp16_groups[sub_group]:
-            if parameter.ds_id in self.kept:
-                self.kept.remove(parameter.ds_id)
-                self.partitions[parameter.ds_id] = self.zeros[parameter.ds_id]
+    def forget_step(self) -> None:
+        self.sub_groups, self.current, self.gradients = {}, None, []
 
     # --- what stands in for the optimizer's methods -------------------------------------------------------------------
 
@@ -466,13 +496,17 @@ class LeanStep:
             return self.theirs["_get_norm_groups"]()
         try:
             squares = torch.stack([self.square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.fp16_groups))])
-            self.sub_groups = {at: self.cut(at) for at in range(len(optimizer.fp16_groups))}
+            self.sub_groups = {at: self.cut(at) for at in range(len(optimizer.fp16_groups))}  # the host has time here
         except Exception as error:
             self.fail("the step", error)
             return optimizer._get_norm_groups()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
-        norms = squares.cpu().sqrt()  # the host waits here
-        return list(torch.where(norms.isfinite(), norms, -1.0))
+        norms = squares.cpu().sqrt()  # and waits here
+        finite = norms.isfinite()
+        if not finite.all():  # the step will be skipped
+            self.forget_step()
+            self.grads.clear()
+        return list(torch.where(finite, norms, -1.0))
 
     @staticmethod
     def square(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -491,7 +525,8 @@ class LeanStep:
         else:
             self.gradients = optimizer.averaged_gradients[sub_group]
             optimizer.averaged_gradients[sub_group] = None
-        self.forget(sub_group)
+        for parameter in optimizer.fp16_groups[sub_group]:
+            self.grads.pop(parameter.ds_id, None)
 
     def unscale_and_clip_grads(self, sub_group: int, total_norm: torch.Tensor | float) -> None:
         if self.current is None:
@@ -509,6 +544,26 @@ class LeanStep:
         self.current, self.gradients = None, []
         param_group = self.optimizer.sub_group_to_group_id[sub_group]
         current.update(self.optimizer.optimizer, param_group, self.ready(gradients, current.masters.dtype))
+
+    def zero_grad(self, *args, **kwargs) -> None:
+        """A step that is on its way has its gradients in `averaged_gradients`."""
+        self.theirs["zero_grad"](*args, **kwargs)
+        if self.grads is not None:
+            self.grads.clear()
+
+    def offload_states(self, *args, **kwargs) -> None:
+        if self.grads is not None:
+            self.offloaded = set(self.grads)
+            self.give_buffers()
+        self.theirs["offload_states"](*args, **kwargs)
+
+    def reload_states(self, *args, **kwargs) -> None:
+        self.theirs["reload_states"](*args, **kwargs)
+        if self.grads is None:
+            reloaded = self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+            self.take_buffers()
+            self.grads.update({ds_id: reloaded[ds_id].clone() for ds_id in self.offloaded})
+        self.alias_masters()
 
     def ready(self, gradients: list[torch.Tensor], dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
         """These gradients, unscaled and in `dtype`, in batches: one if they need no cast, else of some CAST_BYTES."""
@@ -529,7 +584,8 @@ class LeanStep:
         optimizer = self.optimizer
         inner, masters = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
         elementwise = f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
-        if not elementwise or getattr(optimizer, "torch_autocast_gradscaler", None) or not inner.state.get(masters):
+        hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks  # these expect one step of one parameter
+        if not elementwise or hooks or getattr(optimizer, "torch_autocast_gradscaler", None) or not inner.state.get(masters):
             return None
         lengths = [parameter.partition_numel() for parameter in optimizer.fp16_groups[sub_group]]
         return SubGroup(masters, inner.state[masters], lengths)
@@ -548,19 +604,24 @@ class SubGroup:
         self.numbers = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
         self.views = masters.detach().split(lengths)
         self.states: list[dict[str, Any]] = [dict(self.numbers) for _ in lengths]
+        self.counts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         for name, value in state.items():
             if name in self.numbers:
                 continue
             if value.shape == masters.shape:
                 parts = value.split(lengths)
             else:  # a count, to go up once: the first view has the tensor itself, the others copies
-                parts = [value, *value.expand(len(lengths) - 1, *value.shape).clone()]
+                copies = list(value.new_empty(len(lengths) - 1, *value.shape))
+                self.counts.append((value, copies))
+                parts = [value, *copies]
             for of_view, part in zip(self.states, parts, strict=True):
                 of_view[name] = part
 
     def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
         """Step with these gradients, which come in the order of the parameters."""
-        pairs = zip(self.views, self.states, strict=True)
+        for count, copies in self.counts:  # now: sub-groups may share it
+            torch._foreach_copy_(copies, [count] * len(copies))
+        pairs = zip(self.views, self.states)
         for grads in batches:
             part = [next(pairs) for _ in grads]
             try:

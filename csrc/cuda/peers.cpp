@@ -4,6 +4,8 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 
+#include <array>
+#include <cstdio>
 #include <cstdlib>
 #include <utility>
 
@@ -59,6 +61,13 @@ CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value, bool tagged) {
       ? CU_STREAM_WAIT_VALUE_EQ
       : CU_STREAM_WAIT_VALUE_GEQ;  // by the sign of the difference, so that numbers may wrap
   return operation;
+}
+
+// std::ostream would do; but where a toolchain links libstdc++ statically, its numbers crash in a Python that has another (seen).
+std::string hex(uint32_t number) {
+  std::array<char, 11> text{};
+  std::snprintf(text.data(), text.size(), "0x%x", number);
+  return text.data();
 }
 
 uint32_t* host_words(int64_t count) {
@@ -121,7 +130,7 @@ std::string Meetings::missing(const Waiting& waiting, cudaStream_t stream) const
     if (rank == rank_ || (tagged ? ahead == 0 : ahead >= 0)) continue;
     const bool same_number = tagged && posted[rank] >> 16 == waiting.number >> 16;
     text += (text.empty() ? "rank " : "; rank ") + std::to_string(rank) + (same_number ? " moves something else" : " is missing") +
-        " (posted " + std::to_string(posted[rank]) + ", not " + std::to_string(waiting.number) + ")";
+        " (posted " + hex(posted[rank]) + ", not " + hex(waiting.number) + ")";
   }
   return text;
 }
@@ -131,7 +140,7 @@ std::vector<uint32_t> Meetings::read(Signal signal, cudaStream_t stream) const {
   const size_t bytes = static_cast<size_t>(world_) * sizeof(uint32_t);
   const Copy words{read_.get(), words_.at(rank_, static_cast<int64_t>(signal) * static_cast<int64_t>(bytes)), bytes};
   const auto launched = launch_pull(&words, 1, stream);  // a copy engine may sit behind what hangs
-  if (launched != cudaSuccess || !ends_within(stream, patience)) return {};
+  if (launched != cudaSuccess || !ends_within(stream, patience) || cudaStreamQuery(stream) != cudaSuccess) return {};
   return {read_.get(), read_.get() + world_};
 }
 

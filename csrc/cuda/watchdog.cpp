@@ -102,7 +102,8 @@ void Watchdog::fail(const Waiting& waiting) {
   failed_ = true;
   std::fprintf(stderr, "%s\n", message_.c_str());
   constexpr auto patience = std::chrono::seconds(5);
-  if (launch_trap(stream_) != cudaSuccess || ends_within(stream_, patience)) return;  // a launch fails if the context ended before
+  if (launch_trap(stream_) == cudaSuccess) ends_within(stream_, patience);
+  if (const auto state = cudaStreamQuery(stream_); state != cudaSuccess && state != cudaErrorNotReady) return;  // it is an error now, or was
   std::fprintf(stderr, "zcompile: the GPU runs nothing any more. The process ends here.\n");
   std::abort();
 }

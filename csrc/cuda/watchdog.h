@@ -59,7 +59,7 @@ class Lane {
   std::chrono::steady_clock::time_point last_end_;
 };
 
-// Whether `stream` comes to its end, or to an error, in this time.
+// Waits until `stream` has come to its end, or to an error; false if it has not in this time.
 bool ends_within(cudaStream_t stream, std::chrono::milliseconds time);
 
 class Watchdog {
@@ -82,8 +82,8 @@ class Watchdog {
   std::chrono::milliseconds timeout_;
   Describe describe_;
   c10::DeviceIndex device_;
-  // Of its own, and of a priority that nothing else has: streams share hardware queues with others of their priority, and
-  // what comes behind one that hangs is not run.
+  // Of its own, and of the highest priority, which torch's pool does not reach where the device has more: streams share hardware
+  // queues with others of their priority, and what comes behind one that hangs is not run.
   cudaStream_t stream_ = nullptr;
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_
