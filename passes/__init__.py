@@ -49,7 +49,7 @@ def _without(disabled: Collection[str], *passes: Pass) -> tuple[Pass, ...]:
 
 
 def run(graph: Graph, passes: Sequence[Pass]) -> None:
-    """Run `passes` in order; verify the graph after each, and the widths at the end.
+    """Run `passes` in order; verify the graph after each, and at the end the widths, if `downcast` ran.
 
     Raises:
         VerificationError: a pass left a graph that breaks an invariant; names the pass and the node.

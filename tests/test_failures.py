@@ -52,6 +52,9 @@ def test_transport_option(ranks):
         Settings.parse({"transport": "rdma"})
     with pytest.raises(ValueError, match="'in_flight_bytes' must be at least 0"):
         Settings.parse({"in_flight_bytes": -1})
+    for wrong in (["unify"], "sink", 3):
+        with pytest.raises(ValueError, match="'disable_passes' must be a list of downcast"):
+            Settings.parse({"disable_passes": wrong})
     ranks(2).run(transports)
 
 

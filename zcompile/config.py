@@ -61,7 +61,7 @@ class Settings:
             raise ValueError(
                 f"zcompile: option 'transport' must be one of {', '.join(TRANSPORTS)}, not {settings.transport!r}."
             )
-        if isinstance(settings.disable_passes, str) or not set(settings.disable_passes) <= set(OPTIONAL):
+        if not isinstance(settings.disable_passes, (list, tuple)) or not set(settings.disable_passes) <= set(OPTIONAL):
             raise ValueError(
                 f"zcompile: option 'disable_passes' must be a list of {', '.join(OPTIONAL)}, not {settings.disable_passes!r}."
             )
