@@ -31,13 +31,15 @@ def overlap(graph: Graph, in_flight_bytes: int) -> None:
 def _split_gathers(graph: Graph, in_flight_bytes: int) -> None:
     gathers = calls(graph, GATHER)
     starts = []
-    ahead_of, on_the_way = -1, 0  # gathers after `ahead_of` start where that one is waited for
+    top = next(node for node in graph.nodes if node.op != "placeholder")
+    ahead_of, on_the_way = -1, 0  # gathers after `ahead_of` start where that one is waited for, or with the graph
     for at, gather in enumerate(gathers):
         on_the_way += nbytes(gather)
         while on_the_way > in_flight_bytes and ahead_of < at - 1:
             ahead_of += 1
             on_the_way -= nbytes(gathers[ahead_of])
-        starts.append(insert(graph, gathers[max(ahead_of, 0)], GATHER_START, *gather.args, like=gather))
+        place = gathers[ahead_of] if ahead_of >= 0 else top
+        starts.append(insert(graph, place, GATHER_START, *gather.args, like=gather))
     for gather, start in zip(gathers, starts, strict=True):
         forget(graph, gather, insert(graph, gather, GATHER_WAIT, start, like=gather))
 

@@ -16,6 +16,12 @@ def test_deepspeeds_own_adam(ranks):
     ranks(2).run(beside_eager, {}, (1e-6, 1e-6), {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}} | SUB_GROUPS, 12, 8)
 
 
+def test_fused_adam_divides_by_the_scale(ranks):
+    """Where DeepSpeed multiplies by its inverse, in a pass of its own."""
+    adam = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "fused": True}}
+    ranks(2).run(beside_eager, {}, (1e-6, 1e-6), {"optimizer": adam, "gradient_clipping": 0.1} | SUB_GROUPS, 12, 8)
+
+
 def steps_like_eager(rank, world, config, by_parameter, cast_bytes):
     """Bitwise, although each in bf16 casts its own way: both engines are given the same gradients."""
     eager, engine = make_engine(None, **config), make_engine({}, **config)

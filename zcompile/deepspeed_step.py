@@ -5,9 +5,10 @@ cast to fp64 for the norm, concatenated to one flat gradient, and scaled by a nu
 is also a second copy of them, the masters. `LeanStep` keeps gradients as they were reduced, and has an optimizer that treats
 every element alone (Adam) read them parameter by parameter, over views of DeepSpeed's flat masters and states. The arithmetic
 is the same and so are the numbers, but for these: on a GPU the norm, summed in fp64 in another order, may differ in its last
-bits; a parameter without a gradient in this step has zeros, where DeepSpeed takes what an earlier step left in its buffer; and
-with fp32 partitions there is no master to which an edited partition would go back. In fp16, where the search for overflows
-reads the buffer, and with an offloaded optimizer, the step is DeepSpeed's.
+bits; a fused Adam divides gradients by the scale itself, where DeepSpeed multiplies them by its inverse; a parameter without
+a gradient in this step has zeros, where DeepSpeed takes what an earlier step left in its buffer; and with fp32 partitions
+there is no master to which an edited partition would go back. In fp16, where the search for overflows reads the buffer, and
+with an offloaded optimizer, the step is DeepSpeed's.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ class LeanStep:
         self.sub_groups: dict[int, SubGroup | None] = {}  # of the step that is on its way
         self.current: SubGroup | None = None
         self.pending: list[torch.Tensor] = []  # of the current one
-        self.factor = 1.0  # for them
+        self.scale = 1.0  # that they are divided by
         self.offloaded: set[int] = set()  # ids of the parameters whose gradients DeepSpeed has offloaded
 
     @staticmethod
@@ -144,12 +145,11 @@ class LeanStep:
             self.fail("the step", error)
             return optimizer._get_norm_groups()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
-        norms = squares.cpu().sqrt()  # and waits here
-        finite = norms.isfinite()
-        if not finite.all():  # DeepSpeed skips the step (since 0.19, and in fp16), which then comes to no sub-group
+        norms = torch.where(squares.isfinite(), squares.sqrt(), -1.0).cpu()  # waits here
+        if -1.0 in norms.tolist():  # DeepSpeed skips the step (since 0.19, and in fp16), which then comes to no sub-group
             self.forget_step()
             self.kept.clear()
-        return list(torch.where(finite, norms, -1.0))
+        return list(norms)
 
     @staticmethod
     def square(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -173,14 +173,14 @@ class LeanStep:
             self.kept.pop(parameter.ds_id, None)
 
     def unscale_and_clip_grads(self, sub_group: int, total_norm: torch.Tensor | float) -> None:
-        """Computed as DeepSpeed does, on the host; applied when the optimizer reads them."""
+        """The scale is computed as DeepSpeed does, on the host; it is applied when the optimizer reads them."""
         if self.current is None:
             return self.theirs["unscale_and_clip_grads"](sub_group, total_norm)
         optimizer = self.optimizer
         scale = optimizer.loss_scale
         if optimizer.clip_grad > 0.0:
             scale = torch.clamp((total_norm / scale + 1e-6) / optimizer.clip_grad, min=1.0) * scale
-        self.factor = float(1.0 / scale)
+        self.scale = float(scale)
 
     def optimizer_step(self, sub_group: int) -> None:
         """Update the sub-group, parameter by parameter where `cut` could."""
@@ -188,8 +188,15 @@ class LeanStep:
         if current is None:
             return self.theirs["_optimizer_step"](sub_group)
         self.current, self.pending = None, []
-        param_group = self.optimizer.sub_group_to_group_id[sub_group]
-        current.update(self.optimizer.optimizer, param_group, self.unscaled(gradients, current.masters.dtype))
+        inner, param_group = self.optimizer.optimizer, self.optimizer.sub_group_to_group_id[sub_group]
+        divides = self.scale != 1.0 and getattr(inner, "_step_supports_amp_scaling", False)
+        batches = self.batches(gradients, current.masters.dtype, 1.0 if divides else self.scale)
+        if divides:  # as it does for a GradScaler
+            inner.grad_scale = torch.full((), self.scale, device=current.masters.device)
+        try:
+            current.update(inner, param_group, batches)
+        finally:
+            inner.__dict__.pop("grad_scale", None)
 
     def zero_grad(self, *args, **kwargs) -> None:
         """A step that is on its way has its gradients in `averaged_gradients`."""
@@ -213,17 +220,17 @@ class LeanStep:
             self.kept.update({ds_id: reloaded[ds_id].clone() for ds_id in self.offloaded})
         self.alias_masters()
 
-    def unscaled(self, gradients: list[torch.Tensor], dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
-        """These gradients, unscaled and in `dtype`, in batches: one if they need no cast, else of some CAST_BYTES."""
+    def batches(self, gradients: list[torch.Tensor], dtype: torch.dtype, scale: float) -> Iterator[list[torch.Tensor]]:
+        """These gradients, divided by `scale` and in `dtype`: one batch if they need no cast, else of some CAST_BYTES."""
         batch, cast_bytes = [], 0
         gradients.reverse()
         while gradients:
             grad = gradients.pop()  # so that it is freed when it has been cast
             cast_bytes += grad.numel() * dtype.itemsize if grad.dtype != dtype else 0
-            batch.append(grad.to(dtype).contiguous())
+            batch.append(grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous())
             if cast_bytes >= self.CAST_BYTES or not gradients:
-                if self.factor != 1.0:
-                    torch._foreach_mul_(batch, self.factor)
+                if scale != 1.0:
+                    torch._foreach_mul_(batch, 1.0 / scale)
                 yield batch
                 batch, cast_bytes = [], 0
 
@@ -267,10 +274,10 @@ class SubGroup:
 
     def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
         """Step with these gradients, which come in the order of the parameters."""
-        for count, copies in self.counts:  # now: sub-groups may share it
-            torch._foreach_copy_(copies, [count] * len(copies))
         pairs = zip(self.views, self.states)
-        for grads in batches:
+        for at, grads in enumerate(batches):
+            for count, copies in self.counts if at == 0 else ():  # not before: sub-groups may share it, and the device waits
+                torch._foreach_copy_(copies, [count] * len(copies))
             part = [next(pairs) for _ in grads]
             try:
                 for (view, state), grad in zip(part, grads, strict=True):
