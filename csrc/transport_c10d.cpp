@@ -79,7 +79,8 @@ Group resolve(const std::string& group_name) {
   }
 }
 
-// The works of several collectives; with NCCL they are one group, launched together. Other backends know no groups.
+// The works of several collectives; with NCCL they are one group, launched together. Other backends know no groups: there,
+// parameters that travel together are packed into one collective, which costs less than the latency of many.
 // Between the first and end() nothing but collectives may run, so that nothing else can fail inside a group.
 class Works {
  public:
@@ -126,10 +127,31 @@ class C10dTransfer : public Transfer {
   std::vector<Work> works_;
 };
 
+class PackedGather : public C10dTransfer {
+ public:
+  // `packed`: a row per rank, which holds its pieces of all `places` one after the other.
+  PackedGather(std::vector<Work> works, at::Tensor packed, std::vector<at::Tensor> places)
+      : C10dTransfer(std::move(works)), packed_(std::move(packed)), places_(std::move(places)) {}
+
+  void wait() override {
+    C10dTransfer::wait();
+    int64_t offset = 0;
+    for (auto& place : places_) {
+      const auto chunk = place.numel() / packed_.size(0);
+      place.view({packed_.size(0), chunk}).copy_(packed_.narrow(1, offset, chunk));
+      offset += chunk;
+    }
+  }
+
+ private:
+  at::Tensor packed_;
+  std::vector<at::Tensor> places_;
+};
+
 class C10dReduce : public C10dTransfer {
  public:
   struct Sum {
-    at::Tensor received;  // one row per rank
+    at::Tensor received;  // one row per rank, each contiguous
     at::Tensor out;
   };
 
@@ -181,6 +203,7 @@ class C10dTransport : public Transport {
 
  private:
   std::unique_ptr<Transfer> start_gather(c10::ArrayRef<GatherRequest> requests) {
+    if (packs(requests)) return start_packed_gather(requests);
     const auto rank = model_.rank();
     std::vector<at::Tensor> shards, places, slots;
     for (const auto& [parameter, padded] : requests) {
@@ -197,7 +220,65 @@ class C10dTransport : public Transport {
     return std::make_unique<C10dTransfer>(works.end());
   }
 
+  static at::ScalarType dtype_of(const GatherRequest& request) { return request.padded.scalar_type(); }
+  static at::ScalarType dtype_of(const ReduceRequest& request) { return request.grad.scalar_type(); }
+
+  template <typename Request>
+  bool packs(c10::ArrayRef<Request> requests) const {
+    if (model_.world() == 1 || requests.size() == 1 || requests.front().parameter->shard.is_cuda()) return false;
+    const auto alike = [&](const Request& request) { return dtype_of(request) == dtype_of(requests.front()); };
+    return std::all_of(requests.begin(), requests.end(), alike);
+  }
+
+  std::unique_ptr<Transfer> start_packed_gather(c10::ArrayRef<GatherRequest> requests) {
+    const auto rank = model_.rank();
+    int64_t length = 0;
+    for (const auto& request : requests) length += request.parameter->chunk;
+    auto packed = at::empty({model_.world(), length}, requests.front().padded.options());
+    auto row = packed.select(0, rank);
+    std::vector<at::Tensor> shards, pieces, places;
+    int64_t offset = 0;
+    for (const auto& [parameter, padded] : requests) {
+      shards.push_back(parameter->shard.reshape({-1}));
+      pieces.push_back(row.narrow(0, offset, parameter->length_of(rank)));
+      places.push_back(padded);
+      offset += parameter->chunk;
+    }
+    cast(shards, pieces);
+    auto work = all_gather(*resolve(model_.groups().gather), as_bytes(packed.view({-1})), as_bytes(row));
+    return std::make_unique<PackedGather>(std::vector<Work>{std::move(work)}, std::move(packed), std::move(places));
+  }
+
+  std::unique_ptr<Transfer> start_packed_reduce(c10::ArrayRef<ReduceRequest> requests) {
+    const auto world = model_.world(), rank = model_.rank();
+    const auto options = requests.front().grad.options();
+    std::vector<at::Tensor> slices;  // for rank 0 of every parameter, then for rank 1, ...
+    std::vector<int64_t> sent_splits(world);
+    int64_t own = 0;
+    for (int64_t to = 0; to < world; ++to) {
+      for (const auto& [parameter, grad, out] : requests) {
+        slices.push_back(grad.view({-1}).narrow(0, parameter->offset_of(to), parameter->length_of(to)));
+        sent_splits[to] += slices.back().numel();
+      }
+    }
+    for (const auto& request : requests) own += request.parameter->length_of(rank);
+    auto received = at::empty({world, own}, options);
+    std::vector<C10dReduce::Sum> sums;
+    int64_t offset = 0;
+    for (const auto& [parameter, grad, out] : requests) {
+      sums.push_back({received.narrow(1, offset, parameter->length_of(rank)), out});
+      offset += parameter->length_of(rank);
+    }
+    const auto width = static_cast<int64_t>(received.element_size());
+    for (auto& split : sent_splits) split *= width;
+    auto work = all_to_all(
+        *resolve(model_.groups().reduce), as_bytes(received.view({-1})), as_bytes(at::cat(slices)),
+        std::vector<int64_t>(world, own * width), sent_splits);
+    return std::make_unique<C10dReduce>(model_, std::vector<Work>{std::move(work)}, std::move(sums));
+  }
+
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
+    if (packs(requests)) return start_packed_reduce(requests);
     std::vector<C10dReduce::Sum> sums;
     for (const auto& [parameter, grad, out] : requests) {
       sums.push_back({at::empty({model_.world(), parameter->length_of(model_.rank())}, grad.options()), out});
