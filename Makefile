@@ -1,4 +1,4 @@
-# make install | train | test | clean
+# make install | train | profile | test | clean
 #
 # Python comes from the active virtual environment, else from .venv, made here. Whatever torch is there already is kept:
 # `pip` gets it as a constraint, and fails rather than exchange it.
@@ -10,10 +10,10 @@ CONSTRAINTS := build/constraints.txt
 BUILD_INPUTS := setup.py pyproject.toml requirements-dev.txt $(wildcard csrc/* csrc/cuda/*)
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 
-# Further flags of examples/train.py, as in `make train ARGS="--engine fsdp2 --steps 100"`.
+# Further flags of what is run, as in `make train ARGS="--engine fsdp2 --steps 100"`.
 ARGS ?=
 
-.PHONY: install train test clean
+.PHONY: install train profile test clean
 
 install: $(STAMP)
 
@@ -28,7 +28,7 @@ $(STAMP): $(BUILD_INPUTS) $(VENV)/pyvenv.cfg
 	grep -v '^torch==\|^deepspeed==' requirements-dev.txt > build/requirements.txt
 	$(PIP) -c $(CONSTRAINTS) -r build/requirements.txt
 	DS_BUILD_OPS=0 $(PIP) -c $(CONSTRAINTS) --no-build-isolation $$(grep '^deepspeed==' requirements-dev.txt)
-	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[train]'
+	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[train,profile]'
 	touch $@
 
 # All GPUs, or two CPU ranks of one thread each: about three minutes on two cores.
@@ -37,6 +37,10 @@ train: install
 	ranks=$$((gpus ? gpus : 2)); \
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
 		examples/train.py --batch $$((32 * (gpus ? gpus : 1))) $(ARGS)
+
+# A report in out/profile, over all GPUs or two CPU ranks.
+profile: install
+	OMP_NUM_THREADS=1 $(PYTHON) -m zcompile.profile --engines zcompile,limit,eager,fsdp2,zero3 $(ARGS)
 
 test: install
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)

@@ -34,8 +34,9 @@ def extension():
 
 
 setup(
-    packages=["zcompile", "zcompile.passes", "zcompile_flag"],
+    packages=["zcompile", "zcompile.profile", "zcompile.passes", "zcompile_flag"],
     package_dir={"zcompile": "zcompile", "zcompile.passes": "passes", "zcompile_flag": "zcompile/flag"},
+    package_data={"zcompile.profile": ["*.j2"]},
     ext_modules=[extension()],
     cmdclass={"build_ext": cpp_extension.BuildExtension.with_options(use_ninja=True)},
 )

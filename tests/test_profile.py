@@ -1,0 +1,187 @@
+"""The profiler: what it adds up, what it says of engines that fail, and that its report can be looked at."""
+
+import functools
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from zcompile.profile import compare, report
+from zcompile.profile.__main__ import main
+from zcompile.profile.timeline import clip, length, parts_of_step, subtract, union
+
+SHORT = ["--ranks", "2", "--steps", "3", "--warmup", "2", "--repeats", "1"]
+
+
+def test_intervals_against_points():
+    """union, clip and subtract against sets of whole numbers."""
+    generator = random.Random(0)
+
+    def some():
+        begins = [generator.randrange(40) for _ in range(generator.randrange(8))]
+        return [(begin, begin + generator.randrange(1, 6)) for begin in begins]
+
+    def points(intervals):
+        return {point for begin, end in intervals for point in range(begin, end)}
+
+    for _ in range(300):
+        ones, others = some(), some()
+        one, other = union(ones), union(others)
+        assert points(one) == points(ones) and length(one) == len(points(ones))
+        assert points(subtract(one, other)) == points(ones) - points(others)
+        assert points(clip(one, (10, 25))) == points(ones) & set(range(10, 25))
+
+
+def event(name, category, begin, end, thread=1):
+    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": end - begin, "tid": thread}
+
+
+STEP = event("zcompile.profile::step", "user_annotation", 0, 1000)
+ON_GPU = [
+    STEP,
+    event("gemm", "kernel", 100, 400),
+    event("ncclDevKernel_AllGather", "kernel", 300, 600, 2),
+    event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 550, 650, 3),
+    event("adam", "kernel", 700, 900),
+    event("next step", "kernel", 1000, 1500),
+]
+ON_CPU = [
+    STEP,
+    event("aten::mm", "cpu_op", 100, 400),
+    event("zcompile::gather_wait", "cpu_op", 400, 600),
+    event("aten::copy_", "cpu_op", 450, 500),  # inside the wait
+    event("gloo:all_gather", "user_annotation", 300, 650, 2),
+    event("aten::add", "cpu_op", 700, 900),
+]
+
+
+@pytest.mark.parametrize("events", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
+def test_parts_of_a_step(events):
+    parts = parts_of_step({"traceEvents": events})
+    assert (parts.step_ms, parts.compute_ms, parts.communication_ms) == (1.0, 0.5, 0.35)
+    assert parts.exposed_ms == pytest.approx(0.25) and parts.idle_ms == pytest.approx(0.25)
+    assert parts.timeline["communication"] == [pytest.approx((0.3, 0.65))]
+
+
+def test_a_loss_that_strays_is_marked():
+    engines = {"one": {"losses": [3.0, 2.0]}, "two": {"losses": [3.0, 2.0]}, "other": {"losses": [3.0, 2.1]}, "limit": {"losses": [3.0, 3.0]}}
+    engines["none"] = {"losses": [3.0, float("nan")]}
+    compare.mark_strays(engines, 1e-3)
+    assert {name: one.get("strays") for name, one in engines.items()} == {"one": False, "two": False, "other": True, "limit": None, "none": True}
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """A folder with the report on four engines."""
+    folder = tmp_path_factory.mktemp("profile")
+    engines = "zcompile,limit,fsdp2,deepcompile"
+    assert main([*SHORT, "--engines", engines, "--tokens", "32", "--batch", "2", "--output", str(folder)]) == 0
+    return folder
+
+
+def test_results(profiled):
+    results = json.loads((profiled / "results.json").read_text())
+    engines = results["engines"]
+    assert list(engines) == ["zcompile", "limit", "fsdp2", "deepcompile"]
+    assert "CUDA" in engines["deepcompile"]["skipped"]
+    for name in ("zcompile", "limit", "fsdp2"):
+        one = engines[name]
+        low, high = one["step_ms"]["quartiles"]
+        assert 0 < low <= one["step_ms"]["median"] <= high and one["peak_bytes"] > 0
+        parts = one["parts"]
+        assert abs(parts["compute_ms"] + parts["exposed_ms"] + parts["idle_ms"] - parts["step_ms"]) <= 0.02 * parts["step_ms"]
+        assert parts["idle_ms"] >= 0 and parts["exposed_ms"] <= parts["communication_ms"] + 1e-6
+        assert (parts["communication_ms"] > 0) == (name != "limit")
+    assert len(engines["zcompile"]["losses"]) == 5
+    assert engines["zcompile"]["losses"] == pytest.approx(engines["fsdp2"]["losses"], rel=1e-5)
+    assert not engines["zcompile"]["strays"] and "strays" not in engines["limit"]
+    assert engines["limit"]["x_limit"] == 1.0
+    parameters = results["workload"]["parameters"]
+    # forward gathers all, backward all that it reads (the embedding it does not), and each gradient is reduced
+    embedding = 2048 * 192
+    assert engines["zcompile"]["wire_bytes"] == 4 * (3 * parameters - embedding)
+    assert results["workload"]["flops"] > 6 * 64 * (parameters - embedding)  # 2 x 3 a token and weight, and attention
+
+
+def test_report_in_a_browser(profiled):
+    """Every picture has something in it, and nothing on the page complains."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium")
+    page = profiled / "looked_at.html"
+    where = "[...document.querySelectorAll('figure svg')].map(one => {const r = one.getBoundingClientRect(); return [r.x, r.y, r.right, r.bottom]})"
+    script = f"<script>document.body.dataset.where = JSON.stringify({where})</script></body>"
+    page.write_text((profiled / "report.html").read_text().replace("</body>", script))
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=60)
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,4000", "--enable-logging=stderr"]
+    looked = run([*command, "--dump-dom", page.as_uri()])
+    assert "CONSOLE" not in looked.stderr
+    places = json.loads(re.search(r'data-where="([^"]*)"', looked.stdout)[1])
+    assert len(places) == len(report.PICTURES)
+    run([*command, f"--screenshot={profiled / 'page.png'}", page.as_uri()])
+    image = Image.open(profiled / "page.png").convert("RGB")
+    for place in places:
+        seen = image.crop(tuple(round(edge) for edge in place))
+        colors = seen.getcolors(maxcolors=1 << 20)
+        colored = sum(count for count, (red, green, blue) in colors if max(red, green, blue) - min(red, green, blue) > 40)
+        assert seen.width > 400 and seen.height > 50 and colored > 200, place
+
+
+FAILING = '''
+import json, os, signal, sys, time
+import torch
+from torch import nn
+
+def build():
+    engine = json.load(open(sys.argv[1]))["engine"]  # where a worker's job is
+    rank = int(os.environ["RANK"])
+    def batch(step, rank):
+        return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+    def loss(model, batch):
+        if engine == "fsdp2" and rank == 1:
+            raise ValueError("the second rank does not like this batch\\nat all")
+        if engine == "ddp" and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if engine == "limit":
+            time.sleep(1000)
+        return model(batch).square().mean()
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), batch, loss
+'''
+
+
+def test_engines_that_fail_leave_the_others(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(FAILING)
+    arguments = ["--module", f"{tmp_path}/mine.py:build", "--engines", "fsdp2,ddp,limit,eager", "--timeout", "25", "--output", str(tmp_path)]
+    assert main([*SHORT, *arguments]) == 0
+    engines = json.loads((tmp_path / "results.json").read_text())["engines"]
+    assert engines["fsdp2"]["failed"] == "ValueError: the second rank does not like this batch"
+    assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 25 s" in engines["limit"]["failed"]
+    assert len(engines["eager"]["losses"]) == 5
+    told = capsys.readouterr().out
+    assert "the second rank does not like this batch" in told and "eager" in told
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, limit"),
+        (["--model", "no/such model"], "no model 'no/such model': built in are tiny"),
+        (["--module", "missing.py:build"], "there is no file 'missing.py'"),
+        (["--module", f"{__file__}:absent"], "has no function 'absent'"),
+        (["--ranks", "0"], "must be at least 1"),
+        (["--steps", "many"], "invalid"),
+        (["--model", "7b", "--ranks", "1"], "take more ranks or a smaller model"),
+        (["--module", f"{__file__}:event", "--checkpointing"], "--checkpointing has no meaning"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--output", str(tmp_path)])
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and says in told and told.count("\n") == 1
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,1 @@
+"""Compares step time and peak memory of a model under several engines: `python -m zcompile.profile --help`."""

@@ -1,0 +1,124 @@
+"""The command line: `python -m zcompile.profile --model tiny --engines zcompile,fsdp2 --ranks 2 --output out/profile`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from zcompile.profile import report
+from zcompile.profile.compare import compare
+from zcompile.profile.engines import ENGINES
+from zcompile.profile.models import SIZES, BadInput
+from zcompile.profile.worker import Job
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad input is one line, and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"zcompile.profile: {message}\n")
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="python -m zcompile.profile",
+        description="Train one model under several engines, each in processes of its own, and compare step time, peak memory and losses.",
+        epilog="engines: " + "; ".join(f"{name}: {entry.about}" for name, entry in ENGINES.items()),
+    )
+    add = made.add_argument
+    add("--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)")
+    add("--module", metavar="FILE.py:FUNCTION", help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)")
+    add("--engines", default="zcompile,limit,fsdp2", help="comma-separated, of those below, or 'all'")
+    add("--ranks", type=_positive, help="processes; all GPUs, or 2 where there is none")
+    add("--batch", type=_positive, help="sequences a rank and micro-step; 1, or 8 of the tiny model")
+    add("--tokens", type=_positive, help="per sequence")
+    add("--precision", choices=("bf16", "fp32"), help="of compute, from fp32 weights; bf16 on GPUs, fp32 on CPUs")
+    add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
+    add("--accumulation", type=_positive, default=1, help="micro-steps a step")
+    add("--steps", type=_positive, default=20, help="timed, in each repeat")
+    add("--warmup", type=_positive, default=8, help="steps before them; DeepCompile compiles again after five")
+    add("--repeats", type=_positive, default=2, help="of each engine, in turns")
+    add("--lr", type=float, default=2e-5, help="steeper, and runs that differ by rounding may part")
+    add("--seed", type=int, default=0)
+    add("--timeout", type=float, default=600.0, help="seconds that one run may take")
+    add("--output", type=Path, default=Path("out/profile"), help="a folder")
+    return made
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
+    """Raises:
+    BadInput: no such engine, or more ranks than GPUs.
+    """
+    engines = list(ENGINES) if arguments.engines == "all" else list(dict.fromkeys(arguments.engines.split(",")))
+    unknown = [name for name in engines if name not in ENGINES]
+    if unknown:
+        raise BadInput(f"no engine {', '.join(map(repr, unknown))}; there are {', '.join(ENGINES)}")
+    gpus = torch.cuda.device_count()
+    ranks = arguments.ranks or gpus or 2
+    if gpus and ranks > gpus:
+        raise BadInput(f"{ranks} ranks need as many GPUs, and there are {gpus}")
+    if arguments.module and arguments.checkpointing:
+        raise BadInput("--checkpointing has no meaning with --module: checkpoint in your own model")
+    if arguments.steps < 2:
+        raise BadInput("--steps must be at least 2, for a median and its spread")
+    job = Job(
+        engine="",
+        device="cuda" if gpus else "cpu",
+        ranks=ranks,
+        model=arguments.model,
+        module=arguments.module,
+        sequences=arguments.batch,
+        tokens=arguments.tokens,
+        checkpointing=arguments.checkpointing,
+        bf16=(arguments.precision or ("bf16" if gpus else "fp32")) == "bf16",
+        accumulation=arguments.accumulation,
+        warmup=arguments.warmup,
+        steps=arguments.steps,
+        learning_rate=arguments.lr,
+        seed=arguments.seed,
+        timeout_s=arguments.timeout,
+        trace=False,
+        folder="",
+    )
+    return job, engines
+
+
+def main(argv: list[str] | None = None) -> int:
+    made = parser()
+    arguments = made.parse_args(argv)
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        job, engines = job_of(arguments)
+        with Progress(*columns, console=console, transient=True) as progress:
+            runs = progress.add_task("counting", total=len(engines) * arguments.repeats, completed=-1)
+
+            def tell(engine: str, repeat: int) -> None:
+                progress.update(runs, description=f"{engine}, repeat {repeat + 1} of {arguments.repeats}", advance=1)
+
+            results = compare(job, engines, arguments.repeats, arguments.output, tell)
+    except BadInput as error:
+        made.error(str(error))
+    results["command"] = "python -m zcompile.profile " + " ".join(argv if argv is not None else sys.argv[1:])
+    written = report.write(results, arguments.output)
+    console.print(report.table(results))
+    for name, why in report.absent(results).items():
+        console.print(f"[bold]{name}[/]: not measured: ", end="")
+        console.print(why, markup=False, highlight=False)
+    console.print(f"Report: {written[-1]}", highlight=False)
+    return 0 if report.finished(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

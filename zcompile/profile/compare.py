@@ -1,0 +1,166 @@
+"""Runs the engines in turns and puts their results together."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcompile.profile import launch
+from zcompile.profile.engines import ENGINES
+from zcompile.profile.models import BadInput, Llama, function_of, load
+from zcompile.profile.worker import Job
+
+# Dense bf16 (tensor cores, no sparsity), floating-point operations a second, by NVIDIA's data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+STRAYS = {False: 1e-3, True: 1e-2}  # relative difference of a loss that is more than rounding, in fp32 and in bf16
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a model amounts to, counted on the meta device."""
+
+    parameters: int
+    flops: int | None  # of one step on one rank; None if the model does not run there
+
+
+def count(job: Job) -> Count | None:
+    """Parameters and operations of what `job` trains; None for a user's module, which only its ranks build.
+
+    Raises:
+        BadInput: there is no such model.
+    """
+    if job.module:
+        function_of(job.module)
+        return None
+    with torch.device("meta"):
+        workload = load(job.model, None, job.sequences, job.tokens, checkpointing=False)
+    parameters = sum(parameter.numel() for parameter in workload.model.parameters())
+    return Count(parameters, _flops(workload, job.accumulation))
+
+
+def _flops(workload: Any, accumulation: int) -> int | None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    batch = workload.batch(0, 0).to("meta")
+    try:
+        with FlopCounterMode(display=False) as counter:
+            workload.model(batch).backward()
+    except Exception:
+        if isinstance(workload.model, Llama):
+            raise
+        return None  # some of Hugging Face's models look at values
+    return counter.get_total_flops() * accumulation
+
+
+def refuse_if_too_large(counted: Count | None, job: Job) -> None:
+    """Raises:
+    BadInput: weights, gradients and Adam's state, cut into shards, do not fit.
+    """
+    if counted is None:
+        return
+    need = 16 * counted.parameters // job.ranks
+    if job.device == "cuda":
+        have = torch.cuda.get_device_properties(0).total_memory
+        where = "the GPU"
+    else:
+        import psutil
+
+        have = psutil.virtual_memory().available // job.ranks
+        where = f"this machine, for {job.ranks} ranks,"
+    if need > have:
+        raise BadInput(
+            f"weights, gradients and Adam's state of {counted.parameters / 1e9:.1f} B parameters take {need / 2**30:.1f} GiB a "
+            f"rank, and {where} has {have / 2**30:.1f} GiB: take more ranks or a smaller model"
+        )
+
+
+def compare(
+    job: Job, engines: list[str], repeats: int, output: Path, tell: Callable[[str, int], None] = lambda engine, repeat: None
+) -> dict[str, Any]:
+    """Train under each of `engines`, `repeats` times in turns, so that a drift of the machine shows.
+
+    Args:
+        job: what to train; its engine and folder are set here.
+        output: a folder for each engine's logs and traces.
+        tell: called before each run.
+
+    Returns:
+        What report.py draws and `results.json` holds: `workload`, and `engines`: name -> `step_ms` (`median`, `quartiles`, and
+        `repeats`, the medians of each), `peak_bytes` and the rest of `worker.Result`; or `failed`, an error line; or `skipped`, the
+        reason.
+    """
+    counted = count(job)
+    refuse_if_too_large(counted, job)
+    results: dict[str, list[dict]] = {name: [] for name in engines}
+    failed: dict[str, str] = {}
+    skipped = {name: reason for name in engines if (reason := ENGINES[name].missing(job.device))}
+    for repeat in range(repeats):
+        for name in engines:
+            if name in skipped or name in failed:
+                continue
+            tell(name, repeat)
+            folder = output / "runs" / f"{name}-{repeat}"
+            try:
+                results[name].append(launch.run(replace(job, engine=name, folder=str(folder), trace=repeat == 0)))
+            except launch.Failed as error:
+                failed[name] = str(error)
+    engine_results: dict[str, Any] = {}
+    for name in engines:
+        if name in skipped:
+            engine_results[name] = {"skipped": skipped[name]}
+        elif name in failed:
+            engine_results[name] = {"failed": failed[name]}
+        else:
+            engine_results[name] = together(results[name], counted)
+    compare_with_limit(engine_results)
+    mark_strays(engine_results, STRAYS[job.bf16])
+    workload = {key: value for key, value in vars(job).items() if key not in ("engine", "folder", "trace")}
+    workload["parameters"] = counted.parameters if counted else None
+    workload["flops"] = counted.flops if counted else None
+    return {"workload": workload, "repeats": repeats, "engines": engine_results}
+
+
+def together(runs: list[dict], counted: Count | None) -> dict[str, Any]:
+    """One engine's runs as one result: all steps' times, the highest peaks, the rest of the first run."""
+    times = sorted(time for run in runs for time in run["step_ms"])
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    one = dict(runs[0])
+    one["step_ms"] = {
+        "median": middle,
+        "quartiles": [low, high],
+        "repeats": [statistics.median(run["step_ms"]) for run in runs],
+        "all": [run["step_ms"] for run in runs],
+    }
+    for name in ("peak_bytes", "reserved_bytes", "retries", "held_bytes"):
+        values = [run[name] for run in runs]
+        one[name] = None if None in values else max(values)
+    one["tokens_per_s"] = one["tokens"] and one["tokens"] / (middle / 1e3)
+    peak = next((flops for device, flops in PEAK_FLOPS.items() if device in one["about"]), None)
+    flops = counted.flops if counted else None
+    one["mfu"] = flops / (middle / 1e3) / peak if flops and peak else None
+    return one
+
+
+def compare_with_limit(engines: Mapping[str, dict]) -> None:
+    limit = engines.get("limit", {}).get("step_ms")
+    for one in engines.values():
+        if limit and "step_ms" in one:
+            one["x_limit"] = one["step_ms"]["median"] / limit["median"]
+
+
+def mark_strays(engines: Mapping[str, dict], tolerance: float) -> None:
+    """Mark engines whose loss leaves the others': `loss_difference`, the largest relative one to the median, and `strays`.
+
+    "limit" is left out: it computes gradients and does not use them.
+    """
+    curves = {name: one["losses"] for name, one in engines.items() if "losses" in one and name != "limit"}
+    middle = [statistics.median([loss for loss in at if math.isfinite(loss)] or [math.inf]) for at in zip(*curves.values())]
+    for name, losses in curves.items():
+        worst = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, middle))
+        finite = all(map(math.isfinite, losses))
+        engines[name]["loss_difference"] = worst if finite else None
+        engines[name]["strays"] = not finite or worst > tolerance

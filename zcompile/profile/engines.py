@@ -1,0 +1,209 @@
+"""The engines that are compared. Each trains the same model on the same batches, and knows nothing of how it is measured."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zcompile
+from zcompile.profile.models import blocks_of
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all engines have in common."""
+
+    bf16: bool  # compute in bf16 from fp32 weights; else all is fp32
+    learning_rate: float
+
+
+class Engine:
+    """A model in training. Subclasses make `model`; the optimizer is AdamW, fused."""
+
+    autocast = False  # whether bf16 is torch.autocast's
+
+    def __init__(self, model: nn.Module, training: Training):
+        self.training = training
+        self.model = self.prepare(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.learning_rate, fused=True)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        raise NotImplementedError
+
+    def step(self, batches: list[Any]) -> torch.Tensor:
+        """One step over the micro-batches; this rank's mean loss, []."""
+        losses = [self.micro_step(batch, 1 / len(batches)) for batch in batches]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    def micro_step(self, batch: Any, share: float) -> torch.Tensor:
+        device = next(self.model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocast and self.training.bf16):
+            loss = self.model(batch) * share
+        loss.backward()
+        return loss.detach()
+
+    def extra_bytes(self) -> int:
+        """Device memory that torch's allocator does not count."""
+        return 0
+
+    def wire_bytes(self) -> int | None:
+        """Bytes of full parameters and gradients that this rank gathered and reduced since it was made; None if unknown."""
+        return None
+
+
+class Eager(Engine):
+    def prepare(self, model):
+        return zcompile.shard(model, param_dtype=torch.bfloat16 if self.training.bf16 else None)
+
+    def extra_bytes(self) -> int:
+        return zcompile.stats(self.model)["transport_bytes"]
+
+    def wire_bytes(self) -> int:
+        counts = zcompile.stats(self.model)
+        return sum(counts["gathered_bytes"].values()) + sum(counts["reduced_bytes"].values())
+
+
+class Zcompile(Eager):
+    def prepare(self, model):
+        model = super().prepare(model)
+        model.compile(backend="zcompile")
+        return model
+
+
+class Limit(Engine):
+    """Compute alone: whole weights in the width of compute, no communication, and Adam on a rank's share of fp32 state."""
+
+    def __init__(self, model: nn.Module, training: Training):
+        super().__init__(model, training)
+        share = sum(parameter.numel() for parameter in self.model.parameters()) // dist.get_world_size()
+        state = nn.Parameter(torch.zeros(share, device=next(self.model.parameters()).device))
+        state.grad = torch.zeros_like(state)
+        self.state = torch.optim.AdamW([state], lr=training.learning_rate, fused=True)
+
+    def prepare(self, model):
+        if self.training.bf16:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16()
+        model.compile()
+        return model
+
+    def step(self, batches):
+        losses = [self.micro_step(batch, 1 / len(batches)) for batch in batches]
+        self.state.step()
+        self.model.zero_grad()
+        return torch.stack(losses).sum()
+
+
+class Ddp(Engine):
+    autocast = True
+
+    def prepare(self, model):
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+class Fsdp2(Engine):
+    def prepare(self, model):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = policy if self.training.bf16 else MixedPrecisionPolicy()
+        for block in blocks_of(model):
+            fully_shard(block, mp_policy=policy)
+        return fully_shard(model, mp_policy=policy)
+
+
+class Fsdp2Compile(Fsdp2):
+    """Each block compiled, as its users do."""
+
+    def prepare(self, model):
+        for block in blocks_of(model):
+            block.compile()
+        return super().prepare(model)
+
+
+class Zero3(Engine):
+    """DeepSpeed's stage 3."""
+
+    config: dict[str, Any] = {}
+
+    def __init__(self, model: nn.Module, training: Training):
+        self.training = training
+        self.model = model
+        self.engine = None  # made with the first step, which knows how many micro-batches there are
+
+    def start(self, micro_steps: int) -> None:
+        import deepspeed
+
+        optimizer = {"lr": self.training.learning_rate, "weight_decay": 1e-2, "torch_adam": True, "fused": True}
+        config = self.config | {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": micro_steps,
+            "gradient_clipping": 0.0,  # the other engines do not clip
+            "bf16": {"enabled": self.training.bf16},
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": optimizer},
+        }
+        self.engine, *_ = deepspeed.initialize(
+            model=self.model, model_parameters=list(self.model.parameters()), config=config
+        )
+        if "compile" in config or "zcompile" in config:
+            self.engine.compile()
+
+    def step(self, batches):
+        if self.engine is None:
+            self.start(len(batches))
+        losses = []
+        for batch in batches:
+            loss = self.engine(batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach().float())
+        return torch.stack(losses).mean()
+
+
+class DeepCompile(Zero3):
+    config = {"compile": {"deepcompile": True}}
+
+
+class Zero3Zcompile(Zero3):
+    config = {"zcompile": {"enabled": True}}
+
+    def taken(self) -> bool:
+        return self.engine is not None and self.engine.zcompile.state is not None
+
+    def extra_bytes(self) -> int:
+        return zcompile.stats(self.engine.module)["transport_bytes"] if self.taken() else 0
+
+
+def _needs_deepspeed(device: str) -> str | None:
+    return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
+
+
+def _needs_deepspeed_and_cuda(device: str) -> str | None:
+    return "DeepCompile runs on CUDA only" if device != "cuda" else _needs_deepspeed(device)
+
+
+@dataclass(frozen=True)
+class Entry:
+    make: Callable[[nn.Module, Training], Engine]
+    about: str
+    missing: Callable[[str], str | None] = lambda device: None  # why it cannot run on this kind of device
+
+
+ENGINES = {
+    "zcompile": Entry(Zcompile, "zcompile.shard and torch.compile(backend='zcompile')"),
+    "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
+    "eager": Entry(Eager, "zcompile.shard, not compiled"),
+    "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
+    "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block"),
+    "ddp": Entry(Ddp, "DistributedDataParallel: nothing is sharded"),
+    "zero3": Entry(Zero3, "DeepSpeed ZeRO-3", _needs_deepspeed),
+    "deepcompile": Entry(DeepCompile, "DeepSpeed ZeRO-3 with its compiler", _needs_deepspeed_and_cuda),
+    "zero3+zcompile": Entry(Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed),
+}

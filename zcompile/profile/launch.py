@@ -1,0 +1,97 @@
+"""Starts the ranks of one engine in fresh processes, and tells how it ended."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from zcompile.profile.worker import Job
+
+LOG_LINES = 200  # of a rank's log that are searched for its last words
+
+
+class Failed(Exception):
+    """An engine gave no result; the text is its last error line."""
+
+
+def run(job: Job) -> dict:
+    """The result of `job`, as JSON.
+
+    Raises:
+        Failed: a rank crashed or was killed, or there was no result within `job.timeout_s`.
+    """
+    folder = Path(job.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("error-*.json"), folder / "result.json"):
+        old.unlink(missing_ok=True)
+    file = folder / "job.json"
+    file.write_text(json.dumps(asdict(job)))
+    processes = [_start(job, file, rank, port) for port in [_free_port()] for rank in range(job.ranks)]
+    try:
+        _wait(job, processes)
+    finally:
+        for process in processes:
+            _kill(process)
+    return json.loads((folder / "result.json").read_text())
+
+
+def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with open(job.file(f"rank-{rank}.log"), "wb") as log:
+        command = [sys.executable, "-m", "zcompile.profile.worker", str(file)]
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _wait(job: Job, processes: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + job.timeout_s
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            time.sleep(1.0)  # others may be about to say what is wrong
+            break
+        if time.monotonic() > deadline:
+            raise Failed(f"no result within {job.timeout_s:.0f} s: {_last_words(job, 0)}")
+        time.sleep(0.05)
+    for rank, process in enumerate(processes):
+        if process.returncode and process.returncode < 0:  # before errors: others complain that it is gone
+            raise Failed(f"rank {rank} was killed by {signal.Signals(-process.returncode).name}: {_last_words(job, rank)}")
+    errors = [json.loads(error.read_text()) for error in Path(job.folder).glob("error-*.json")]
+    if errors:
+        raise Failed(min(errors, key=lambda one: one["time_s"])["error"])
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            raise Failed(f"rank {rank} ended with exit code {process.returncode}: {_last_words(job, rank)}")
+
+
+def _last_words(job: Job, rank: int) -> str:
+    lines = job.file(f"rank-{rank}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
+    lines = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["nothing was printed"])[-1]
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """With all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

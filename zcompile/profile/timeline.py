@@ -1,0 +1,110 @@
+"""What a step consists of, read from a trace of torch.profiler."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+STEP = "zcompile.profile::step"
+
+Interval = tuple[float, float]  # us, as in the trace, unless said otherwise
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one traced step, ms. Compute, exposed and idle add up to the step; communication is what was on the wire at all."""
+
+    step_ms: float
+    compute_ms: float
+    communication_ms: float
+    exposed_ms: float
+    idle_ms: float
+    timeline: dict[str, list[Interval]]  # of the last one, ms since it began: "compute" and "communication"
+
+
+def parts_of_step(trace: dict) -> Parts:
+    """Means over the traced steps.
+
+    On a GPU, communication is NCCL's kernels, copies between devices, and the casts and sums of zcompile's transports; compute is all
+    other kernels and copies. On a CPU, communication is what gloo does on its threads and what the others wait for; compute
+    is all other ops.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    steps = [_interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
+    device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if device:
+        wire = [_interval(event) for event in device if is_communication(event["name"])]
+        compute = [_interval(event) for event in device if not is_communication(event["name"])]
+    else:
+        ops = [event for event in events if event.get("cat") == "cpu_op"]
+        waits = union(_interval(event) for event in ops if _is_host_wait(event["name"]))
+        wire = [*waits, *(_interval(event) for event in events if event["name"].startswith("gloo:"))]
+        compute = subtract(union(_interval(event) for event in ops if not _is_host_wait(event["name"])), waits)
+    wire, compute = union(wire), union(compute)
+    totals = [0.0] * 4
+    for step in steps:
+        inside, beside = clip(compute, step), clip(wire, step)
+        exposed = length(subtract(beside, inside))
+        whole = step[1] - step[0]
+        parts = (whole, length(inside), length(beside), exposed)
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    step_ms, compute_ms, communication_ms, exposed_ms = (total / len(steps) / 1e3 for total in totals)
+    timeline = {"compute": drawn(compute, steps[-1]), "communication": drawn(wire, steps[-1])}
+    return Parts(step_ms, compute_ms, communication_ms, exposed_ms, step_ms - compute_ms - exposed_ms, timeline)
+
+
+def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
+    """What of `intervals` lies in `step`, ms since its begin, without gaps too small to see."""
+    gap = (step[1] - step[0]) / 2000
+    widened = union((begin, end + gap) for begin, end in clip(intervals, step))
+    return [((begin - step[0]) / 1e3, (end - gap - step[0]) / 1e3) for begin, end in widened]
+
+
+def is_communication(kernel: str) -> bool:
+    return kernel.startswith("nccl") or "PtoP" in kernel or "zcompile::" in kernel
+
+
+def _is_host_wait(op: str) -> bool:
+    """Ops in which a CPU rank waits for others."""
+    return op.startswith(("c10d::", "zcompile::gather", "zcompile::reduce", "_c10d_functional::wait_tensor"))
+
+
+def _interval(event: dict) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals, in order."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def clip(intervals: list[Interval], to: Interval) -> list[Interval]:
+    """What of disjoint intervals lies inside `to`."""
+    cut = [(max(begin, to[0]), min(end, to[1])) for begin, end in intervals]
+    return [(begin, end) for begin, end in cut if begin < end]
+
+
+def subtract(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
+    """What of disjoint, ordered intervals lies in none of `others`, which are so too."""
+    left: list[Interval] = []
+    at = 0
+    for begin, end in intervals:
+        while at < len(others) and others[at][1] <= begin:
+            at += 1
+        following = at
+        while following < len(others) and others[following][0] < end:
+            if begin < others[following][0]:
+                left.append((begin, others[following][0]))
+            begin = max(begin, others[following][1])
+            following += 1
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def length(intervals: list[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)

@@ -1,0 +1,258 @@
+"""One rank of one engine, in a process of its own: trains, measures, and writes what it found.
+
+Run by `launch.py` with the usual variables of torch.distributed and the path of a `Job` as JSON.
+"""
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zcompile.profile.engines import ENGINES, Engine, Training
+from zcompile.profile.models import Workload, load
+from zcompile.profile.timeline import Parts, parts_of_step
+
+TRACED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run of one engine does; the same on all ranks."""
+
+    engine: str
+    device: str
+    ranks: int
+    model: str
+    module: str | None
+    sequences: int | None
+    tokens: int | None
+    checkpointing: bool
+    bf16: bool
+    accumulation: int
+    warmup: int
+    steps: int
+    learning_rate: float
+    seed: int
+    timeout_s: float
+    trace: bool
+    folder: str  # where results, errors and traces go
+
+    def file(self, name: str) -> Path:
+        return Path(self.folder) / name
+
+
+@dataclass
+class Result:
+    """What rank 0 measured; bytes and times are of this rank."""
+
+    step_ms: list[float]
+    first_step_s: float
+    compile_s: float  # first step and later ones in the warm-up that took far longer than a step: compilations
+    peak_bytes: int
+    reserved_bytes: int | None  # by the allocator; None on the CPU, as the next
+    retries: int | None
+    held_bytes: int  # after the last step
+    host_ms: float | None  # until the host has issued a step to an idle device
+    wire_bytes: int | None  # a step
+    losses: list[float]  # means over ranks, of each step
+    parameters: int
+    tokens: int | None  # a step, over all ranks
+    flops: int | None  # a step, on one rank
+    parts: Parts | None
+    about: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class ResidentMemory:
+    """Most resident memory of this process while it is entered, sampled: what there is on a CPU."""
+
+    def __init__(self, interval_s: float = 0.005):
+        import psutil
+
+        self.process = psutil.Process()
+        self.interval_s = interval_s
+        self.before = self.now()
+        self.peak = 0
+
+    def now(self) -> int:
+        return self.process.memory_info().rss
+
+    def __enter__(self) -> "ResidentMemory":
+        self.peak, self.done = self.now(), threading.Event()
+        self.thread = threading.Thread(target=self._sample, daemon=True)
+        self.thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self.done.wait(self.interval_s):
+            self.peak = max(self.peak, self.now())
+
+    def __exit__(self, *_: Any) -> None:
+        self.done.set()
+        self.thread.join()
+        self.peak = max(self.peak, self.now())
+
+
+class Run:
+    """Trains with one engine and measures."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.cuda = job.device == "cuda"
+        self.memory = None if self.cuda else ResidentMemory()
+        torch.manual_seed(job.seed)
+        with torch.device(job.device):
+            self.workload: Workload = load(job.model, job.module, job.sequences, job.tokens, job.checkpointing)
+        self.workload.model.to(job.device)
+        self.parameters = sum(parameter.numel() for parameter in self.workload.model.parameters())
+        self.engine: Engine = ENGINES[job.engine].make(self.workload.model, Training(job.bf16, job.learning_rate))
+        self.losses: list[torch.Tensor] = []
+
+    def batches(self) -> list[Any]:
+        first = len(self.losses) * self.job.accumulation
+        steps = range(first, first + self.job.accumulation)
+        batches = [self.workload.batch(step, dist.get_rank()) for step in steps]
+        return [_to(batch, self.job.device) for batch in batches]
+
+    def step(self) -> None:
+        self.losses.append(self.engine.step(self.batches()))
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def timed(self, count: int) -> list[float]:
+        """Times of `count` steps, ms: between events on a GPU, so that the host may run ahead."""
+        if not self.cuda:
+            times = [time.perf_counter()]
+            for _ in range(count):
+                self.step()
+                times.append(time.perf_counter())
+            return [(after - before) * 1e3 for before, after in zip(times, times[1:])]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in zip(events, events[1:])]
+
+    def warm_up(self) -> tuple[float, float]:
+        """Seconds of the first step, and of it and all that are no ordinary steps."""
+        seconds = []
+        for _ in range(self.job.warmup):
+            begin = time.perf_counter()
+            self.step()
+            self.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        ordinary = statistics.median(seconds)
+        return seconds[0], sum(one - ordinary for one in seconds if one > 5 * ordinary)
+
+    def run(self) -> Result:
+        first_step_s, compile_s = self.warm_up()
+        dist.barrier()
+        wire = self.engine.wire_bytes()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            retries = torch.cuda.memory_stats()["num_alloc_retries"]
+            step_ms = self.timed(self.job.steps)
+            extra = self.engine.extra_bytes()
+            stats = torch.cuda.memory_stats()
+            memory = {
+                "peak_bytes": stats["allocated_bytes.all.peak"] + extra,
+                "reserved_bytes": stats["reserved_bytes.all.peak"] + extra,
+                "retries": stats["num_alloc_retries"] - retries,
+                "held_bytes": stats["allocated_bytes.all.current"] + extra,
+            }
+        else:
+            with self.memory as memory:
+                step_ms = self.timed(self.job.steps)
+            memory = {
+                "peak_bytes": memory.peak - memory.before,
+                "reserved_bytes": None,
+                "retries": None,
+                "held_bytes": memory.now() - memory.before,
+            }
+        wire_bytes = None if wire is None else (self.engine.wire_bytes() - wire) // self.job.steps
+        tokens = self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks
+        return Result(
+            step_ms=step_ms,
+            first_step_s=first_step_s,
+            compile_s=compile_s,
+            host_ms=self.host_ms() if self.cuda else None,
+            wire_bytes=wire_bytes,
+            losses=self.mean_losses(),
+            parameters=self.parameters,
+            tokens=tokens,
+            flops=None,
+            parts=self.traced(),
+            about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
+            versions={"torch": torch.__version__},
+            **memory,
+        )
+
+    def host_ms(self) -> float:
+        batches = self.batches()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        self.losses.append(self.engine.step(batches))
+        issued_ms = (time.perf_counter() - begin) * 1e3
+        torch.cuda.synchronize()
+        return issued_ms
+
+    def mean_losses(self) -> list[float]:
+        losses = torch.stack(self.losses[: self.job.warmup + self.job.steps]).float()
+        dist.all_reduce(losses)
+        return (losses / self.job.ranks).tolist()
+
+    def traced(self) -> Parts | None:
+        """What a step consists of, from the profiler. All ranks profile, so that none waits for one that does."""
+        if not self.job.trace:
+            return None
+        with torch.profiler.profile() as profiler:
+            for _ in range(TRACED_STEPS):
+                with torch.profiler.record_function("zcompile.profile::step"):
+                    self.step()
+                    self.synchronize()
+        file = self.job.file(f"trace-{dist.get_rank()}.json")
+        profiler.export_chrome_trace(str(file))
+        return parts_of_step(json.loads(file.read_text())) if dist.get_rank() == 0 else None
+
+
+def _to(batch: Any, device: str) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+
+
+def main() -> None:
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    rank = int(os.environ["RANK"])
+    try:
+        if job.device == "cuda":
+            torch.cuda.set_device(rank)
+            dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        else:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            dist.init_process_group("gloo")
+        result = Run(job).run()
+        if rank == 0:
+            job.file("result.json").write_text(json.dumps(asdict(result)))
+        dist.barrier()
+    except BaseException as error:
+        traceback.print_exc()
+        last = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        job.file(f"error-{rank}.json").write_text(json.dumps({"time_s": time.time(), "rank": rank, "error": last}))
+        os._exit(1)  # not the orderly way, in which other ranks' collectives are waited for
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
