@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <tuple>
 
 namespace zcompile {
@@ -127,9 +128,20 @@ class C10dTransfer : public Transfer {
   std::vector<Work> works_;
 };
 
+// Bytes that `length` elements of the dtype of `like` take where several parameters lie one after the other.
+int64_t packed_bytes(int64_t length, const at::Tensor& like) {
+  constexpr int64_t alignment = 16;  // so that every dtype can be read in place
+  return (length * static_cast<int64_t>(like.element_size()) + alignment - 1) / alignment * alignment;
+}
+
+// `length` elements at byte `offset` of the last dimension of `packed`, in the dtype of `like`.
+at::Tensor unpacked(const at::Tensor& packed, int64_t offset, int64_t length, const at::Tensor& like) {
+  return packed.narrow(-1, offset, length * static_cast<int64_t>(like.element_size())).view(like.scalar_type());
+}
+
 class PackedGather : public C10dTransfer {
  public:
-  // `packed`: a row per rank, which holds its pieces of all `places` one after the other.
+  // `packed`: bytes, a row per rank, which holds its pieces of all `places` one after the other.
   PackedGather(std::vector<Work> works, at::Tensor packed, std::vector<at::Tensor> places)
       : C10dTransfer(std::move(works)), packed_(std::move(packed)), places_(std::move(places)) {}
 
@@ -137,9 +149,9 @@ class PackedGather : public C10dTransfer {
     C10dTransfer::wait();
     int64_t offset = 0;
     for (auto& place : places_) {
-      const auto chunk = place.numel() / packed_.size(0);
-      place.view({packed_.size(0), chunk}).copy_(packed_.narrow(1, offset, chunk));
-      offset += chunk;
+      const auto world = packed_.size(0), chunk = place.numel() / world;
+      place.view({world, chunk}).copy_(unpacked(packed_, offset, chunk, place));
+      offset += packed_bytes(chunk, place);
     }
   }
 
@@ -220,60 +232,55 @@ class C10dTransport : public Transport {
     return std::make_unique<C10dTransfer>(works.end());
   }
 
-  static at::ScalarType dtype_of(const GatherRequest& request) { return request.padded.scalar_type(); }
-  static at::ScalarType dtype_of(const ReduceRequest& request) { return request.grad.scalar_type(); }
-
   template <typename Request>
   bool packs(c10::ArrayRef<Request> requests) const {
-    if (model_.world() == 1 || requests.size() == 1 || requests.front().parameter->shard.is_cuda()) return false;
-    const auto alike = [&](const Request& request) { return dtype_of(request) == dtype_of(requests.front()); };
-    return std::all_of(requests.begin(), requests.end(), alike);
+    return model_.world() > 1 && requests.size() > 1 && !requests.front().parameter->shard.is_cuda();
   }
 
   std::unique_ptr<Transfer> start_packed_gather(c10::ArrayRef<GatherRequest> requests) {
     const auto rank = model_.rank();
-    int64_t length = 0;
-    for (const auto& request : requests) length += request.parameter->chunk;
-    auto packed = at::empty({model_.world(), length}, requests.front().padded.options());
-    auto row = packed.select(0, rank);
+    int64_t row_bytes = 0;
+    for (const auto& request : requests) row_bytes += packed_bytes(request.parameter->chunk, request.padded);
+    auto packed = at::empty({model_.world(), row_bytes}, at::kByte);
+    const auto row = packed.select(0, rank);
     std::vector<at::Tensor> shards, pieces, places;
     int64_t offset = 0;
     for (const auto& [parameter, padded] : requests) {
       shards.push_back(parameter->shard.reshape({-1}));
-      pieces.push_back(row.narrow(0, offset, parameter->length_of(rank)));
+      pieces.push_back(unpacked(row, offset, parameter->length_of(rank), padded));
       places.push_back(padded);
-      offset += parameter->chunk;
+      offset += packed_bytes(parameter->chunk, padded);
     }
     cast(shards, pieces);
-    auto work = all_gather(*resolve(model_.groups().gather), as_bytes(packed.view({-1})), as_bytes(row));
+    auto work = all_gather(*resolve(model_.groups().gather), packed.view({-1}), row);
     return std::make_unique<PackedGather>(std::vector<Work>{std::move(work)}, std::move(packed), std::move(places));
   }
 
   std::unique_ptr<Transfer> start_packed_reduce(c10::ArrayRef<ReduceRequest> requests) {
     const auto world = model_.world(), rank = model_.rank();
-    const auto options = requests.front().grad.options();
-    std::vector<at::Tensor> slices;  // for rank 0 of every parameter, then for rank 1, ...
-    std::vector<int64_t> sent_splits(world);
-    int64_t own = 0;
+    std::vector<int64_t> row_bytes(world);  // to each rank
     for (int64_t to = 0; to < world; ++to) {
-      for (const auto& [parameter, grad, out] : requests) {
-        slices.push_back(grad.view({-1}).narrow(0, parameter->offset_of(to), parameter->length_of(to)));
-        sent_splits[to] += slices.back().numel();
-      }
+      for (const auto& request : requests) row_bytes[to] += packed_bytes(request.parameter->length_of(to), request.grad);
     }
-    for (const auto& request : requests) own += request.parameter->length_of(rank);
-    auto received = at::empty({world, own}, options);
+    auto sent = at::empty({std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0})}, at::kByte);
+    auto received = at::empty({world, row_bytes[rank]}, at::kByte);
     std::vector<C10dReduce::Sum> sums;
     int64_t offset = 0;
-    for (const auto& [parameter, grad, out] : requests) {
-      sums.push_back({received.narrow(1, offset, parameter->length_of(rank)), out});
-      offset += parameter->length_of(rank);
+    for (int64_t to = 0; to < world; ++to) {
+      for (const auto& [parameter, grad, out] : requests) {
+        const auto length = parameter->length_of(to);
+        unpacked(sent, offset, length, grad).copy_(grad.view({-1}).narrow(0, parameter->offset_of(to), length));
+        offset += packed_bytes(length, grad);
+      }
     }
-    const auto width = static_cast<int64_t>(received.element_size());
-    for (auto& split : sent_splits) split *= width;
+    offset = 0;
+    for (const auto& [parameter, grad, out] : requests) {
+      const auto length = parameter->length_of(rank);
+      sums.push_back({unpacked(received, offset, length, grad), out});
+      offset += packed_bytes(length, grad);
+    }
     auto work = all_to_all(
-        *resolve(model_.groups().reduce), as_bytes(received.view({-1})), as_bytes(at::cat(slices)),
-        std::vector<int64_t>(world, own * width), sent_splits);
+        *resolve(model_.groups().reduce), received.view({-1}), sent, std::vector<int64_t>(world, row_bytes[rank]), row_bytes);
     return std::make_unique<C10dReduce>(model_, std::vector<Work>{std::move(work)}, std::move(sums));
   }
 

@@ -24,8 +24,12 @@ def bucket(graph: Graph, bucket_bytes: int) -> None:
     A group arrives as a whole, so it holds no more than its first reader can afford to wait for. Each parameter still has a
     wait of its own.
     """
-    for group in _runs(calls(graph, GATHER_START), bucket_bytes, _bytes_gathered, joins=_starts_right_after):
-        _merge_gathers(graph, group)
+    starts = calls(graph, GATHER_START)
+    place = _places(graph)
+    for dtype in dict.fromkeys(value(start).dtype for start in starts):  # a group has one; under autocast, two alternate
+        alike = [start for start in starts if value(start).dtype == dtype]
+        for group in _runs(alike, bucket_bytes, _bytes_gathered, joins=lambda run, start: place[run[-1]] == place[start]):
+            _merge_gathers(graph, group)
     position = {node: at for at, node in enumerate(graph.nodes)}
     for group in _runs(calls(graph, REDUCE_START), bucket_bytes, _bytes_reduced, joins=_starts_before_waits(position)):
         _merge_reduces(graph, group)
@@ -59,8 +63,15 @@ def _bytes_reduced(start: Node) -> int:
     return nbytes(start.args[0])
 
 
-def _starts_right_after(run: list[Node], start: Node) -> bool:
-    return run[-1].next is start and value(run[-1]).dtype == value(start).dtype
+def _places(graph: Graph) -> dict[Node, int]:
+    """Gathers that start with nothing between them start at one place."""
+    place, places = 0, {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is GATHER_START:
+            places[node] = place
+        else:
+            place += 1
+    return places
 
 
 def _starts_before_waits(position: dict[Node, int]) -> Callable[[list[Node], Node], bool]:

@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
 
 import zcompile
 from zcompile import passes
-from zcompile.graph import GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
+from zcompile.graph import GATHER_GROUP_START, GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls, insert
+from zcompile.passes.bucket import bucket
 
 t = torch.ops.zcompile_test
 library = torch.library.Library("zcompile_test", "DEF")
@@ -325,6 +328,25 @@ def test_groups_are_waited_for_one_by_one_and_freed_one_by_one(ranks):
             rest = code[code.index(f"{name} = torch") :]
             assert rest.index(f"del {name}\n") < rest.index(f"zcompile.{kind}_wait")
             assert rest.count(f"zcompile.{kind}_wait.default(") == count
+
+
+def test_widths_that_alternate_travel_as_two_groups():
+    """Under autocast, norms travel in fp32 between matrices in bf16."""
+    graph, mode = Graph(), FakeTensorMode()
+    shards = [graph.placeholder(f"shard_{at}") for at in range(6)]
+    for shard in shards:
+        shard.meta["val"] = mode.from_tensor(torch.empty(4, 8))
+    output = graph.output(())
+    starts = [
+        insert(graph, output, GATHER_START, shard, [8, 8], torch.bfloat16 if at % 2 else torch.float32, like=shard)
+        for at, shard in enumerate(shards)
+    ]
+    output.args = (tuple(insert(graph, output, GATHER_WAIT, start, like=start) for start in starts),)
+    passes.run(graph, [functools.partial(bucket, bucket_bytes=1 << 20)])
+    groups = calls(graph, GATHER_GROUP_START)
+    assert [group.args[0] for group in groups] == [shards[::2], shards[1::2]] and not calls(graph, GATHER_START)
+    gathered = [wait.meta["val"].dtype for wait in calls(graph, GATHER_WAIT)]
+    assert gathered == 3 * [torch.float32, torch.bfloat16]
 
 
 def test_groups_keep_to_their_bytes(ranks):

@@ -93,7 +93,7 @@ def groups_equal_singles(rank, world):
     sizes, dims = [size for shape in shapes for size in shape], [len(shape) for shape in shapes]
     module, leaves = shards(world, *shapes)
     some = [leaf.detach() for leaf in leaves]
-    grads = [torch.randn(shape) for shape in shapes]
+    grads = [torch.randn(shape).to(torch.bfloat16 if at % 2 else torch.float32) for at, shape in enumerate(shapes)]
     fulls = ops.gather_group_start(some, sizes, dims, torch.bfloat16)
     for full, shard, shape in reversed(list(zip(fulls, some, shapes, strict=True))):  # waits come in any order
         assert torch.equal(ops.gather_wait(full), ops.gather(shard, list(shape), torch.bfloat16))

@@ -88,7 +88,7 @@ def test_results(profiled):
     results = json.loads((profiled / "results.json").read_text())
     engines = results["engines"]
     assert list(engines) == ["zcompile", "limit", "fsdp2", "deepcompile"]
-    assert "CUDA" in engines["deepcompile"]["skipped"]
+    assert "needs CUDA" in engines["deepcompile"]["skipped"]
     for name in ("zcompile", "limit", "fsdp2"):
         one = engines[name]
         low, high = one["step_ms"]["quartiles"]
@@ -169,7 +169,7 @@ def test_engines_that_fail_leave_the_others(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, limit"),
+        (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, zcompile-p2p"),
         (["--model", "no/such model"], "no model 'no/such model': built in are tiny"),
         (["--module", "missing.py:build"], "there is no file 'missing.py'"),
         (["--module", f"{__file__}:absent"], "has no function 'absent'"),

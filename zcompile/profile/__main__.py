@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from zcompile.profile import report
 from zcompile.profile.compare import compare
-from zcompile.profile.engines import ENGINES
+from zcompile.profile.engines import ENGINES, PRECISIONS
 from zcompile.profile.models import SIZES, BadInput
 from zcompile.profile.worker import Job
 
@@ -36,7 +36,8 @@ def parser() -> Parser:
     add("--ranks", type=_positive, help="processes; all GPUs, or 2 where there is none")
     add("--batch", type=_positive, help="sequences a rank and micro-step; 1, or 8 of the tiny model")
     add("--tokens", type=_positive, help="per sequence")
-    add("--precision", choices=("bf16", "fp32"), help="of compute, from fp32 weights; bf16 on GPUs, fp32 on CPUs")
+    about = "; ".join(f"{name}: {what}" for name, what in PRECISIONS.items())
+    add("--precision", choices=PRECISIONS, help=f"{about}. bf16 on GPUs, fp32 on CPUs")
     add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
     add("--accumulation", type=_positive, default=1, help="micro-steps a step")
     add("--steps", type=_positive, default=20, help="timed, in each repeat")
@@ -81,7 +82,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         sequences=arguments.batch,
         tokens=arguments.tokens,
         checkpointing=arguments.checkpointing,
-        bf16=(arguments.precision or ("bf16" if gpus else "fp32")) == "bf16",
+        precision=arguments.precision or ("bf16" if gpus else "fp32"),
         accumulation=arguments.accumulation,
         warmup=arguments.warmup,
         steps=arguments.steps,

@@ -16,7 +16,7 @@ from zcompile.profile.worker import Job
 
 # Dense bf16 (tensor cores, no sparsity), floating-point operations a second, by NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-STRAYS = {False: 1e-3, True: 1e-2}  # relative difference of a loss that is more than rounding, in fp32 and in bf16
+STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # relative difference of a loss that is more than rounding
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def compare(
         else:
             engine_results[name] = together(results[name], counted)
     compare_with_limit(engine_results)
-    mark_strays(engine_results, STRAYS[job.bf16])
+    mark_strays(engine_results, STRAYS[job.precision])
     workload = {key: value for key, value in vars(job).items() if key not in ("engine", "folder", "trace")}
     workload["parameters"] = counted.parameters if counted else None
     workload["flops"] = counted.flops if counted else None

@@ -15,18 +15,23 @@ import zcompile
 from zcompile.profile.models import blocks_of
 
 
+PRECISIONS = {
+    "fp32": "all in fp32",
+    "bf16": "compute in bf16 from fp32 weights, as each engine does that",
+    "autocast": "torch.autocast with bf16; in DeepSpeed, fp32 partitions under torch_autocast",
+}
+
+
 @dataclass(frozen=True)
 class Training:
     """What all engines have in common."""
 
-    bf16: bool  # compute in bf16 from fp32 weights; else all is fp32
+    precision: str  # of PRECISIONS
     learning_rate: float
 
 
 class Engine:
     """A model in training. Subclasses make `model`; the optimizer is AdamW, fused."""
-
-    autocast = False  # whether bf16 is torch.autocast's
 
     def __init__(self, model: nn.Module, training: Training):
         self.training = training
@@ -45,10 +50,13 @@ class Engine:
 
     def micro_step(self, batch: Any, share: float) -> torch.Tensor:
         device = next(self.model.parameters()).device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.autocast and self.training.bf16):
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocasts()):
             loss = self.model(batch) * share
         loss.backward()
         return loss.detach()
+
+    def autocasts(self) -> bool:
+        return self.training.precision == "autocast"
 
     def extra_bytes(self) -> int:
         """Device memory that torch's allocator does not count."""
@@ -61,7 +69,7 @@ class Engine:
 
 class Eager(Engine):
     def prepare(self, model):
-        return zcompile.shard(model, param_dtype=torch.bfloat16 if self.training.bf16 else None)
+        return zcompile.shard(model, param_dtype=torch.bfloat16 if self.training.precision == "bf16" else None)
 
     def extra_bytes(self) -> int:
         return zcompile.stats(self.model)["transport_bytes"]
@@ -72,10 +80,20 @@ class Eager(Engine):
 
 
 class Zcompile(Eager):
+    transport = "auto"
+
     def prepare(self, model):
         model = super().prepare(model)
-        model.compile(backend="zcompile")
+        model.compile(backend="zcompile", options={"transport": self.transport})
         return model
+
+
+class ZcompileP2p(Zcompile):
+    transport = "p2p"
+
+
+class ZcompileNccl(Zcompile):
+    transport = "nccl"
 
 
 class Limit(Engine):
@@ -89,7 +107,7 @@ class Limit(Engine):
         self.state = torch.optim.AdamW([state], lr=training.learning_rate, fused=True)
 
     def prepare(self, model):
-        if self.training.bf16:
+        if self.training.precision == "bf16":
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16()
         model.compile()
@@ -103,16 +121,17 @@ class Limit(Engine):
 
 
 class Ddp(Engine):
-    autocast = True
-
     def prepare(self, model):
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def autocasts(self) -> bool:
+        return self.training.precision != "fp32"  # it has no other way
 
 
 class Fsdp2(Engine):
     def prepare(self, model):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        policy = policy if self.training.bf16 else MixedPrecisionPolicy()
+        policy = policy if self.training.precision == "bf16" else MixedPrecisionPolicy()
         for block in blocks_of(model):
             fully_shard(block, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
@@ -145,7 +164,8 @@ class Zero3(Engine):
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": micro_steps,
             "gradient_clipping": 0.0,  # the other engines do not clip
-            "bf16": {"enabled": self.training.bf16},
+            "bf16": {"enabled": self.training.precision == "bf16"},
+            "torch_autocast": {"enabled": self.autocasts(), "dtype": "bfloat16"},
             "zero_optimization": {"stage": 3},
             "optimizer": {"type": "AdamW", "params": optimizer},
         }
@@ -181,12 +201,16 @@ class Zero3Zcompile(Zero3):
         return zcompile.stats(self.engine.module)["transport_bytes"] if self.taken() else 0
 
 
+def _needs_cuda(device: str) -> str | None:
+    return "needs CUDA" if device != "cuda" else None
+
+
 def _needs_deepspeed(device: str) -> str | None:
     return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
 
 
 def _needs_deepspeed_and_cuda(device: str) -> str | None:
-    return "DeepCompile runs on CUDA only" if device != "cuda" else _needs_deepspeed(device)
+    return _needs_cuda(device) or _needs_deepspeed(device)
 
 
 @dataclass(frozen=True)
@@ -198,6 +222,8 @@ class Entry:
 
 ENGINES = {
     "zcompile": Entry(Zcompile, "zcompile.shard and torch.compile(backend='zcompile')"),
+    "zcompile-p2p": Entry(ZcompileP2p, "the same, over copy engines", _needs_cuda),
+    "zcompile-nccl": Entry(ZcompileNccl, "the same, over NCCL", _needs_cuda),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
     "eager": Entry(Eager, "zcompile.shard, not compiled"),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),

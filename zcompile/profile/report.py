@@ -67,7 +67,7 @@ def title(results: Results) -> str:
     workload = results["workload"]
     size = f", {workload['parameters'] / 1e6:,.1f} M parameters" if workload["parameters"] else ""
     about = next((one["about"] for one in finished(results).values()), f"{workload['ranks']} x {workload['device']}")
-    return f"{workload['module'] or workload['model']}{size}, {'bf16' if workload['bf16'] else 'fp32'}, on {about}"
+    return f"{workload['module'] or workload['model']}{size}, {workload['precision']}, on {about}"
 
 
 def write(results: Results, folder: Path) -> list[Path]:

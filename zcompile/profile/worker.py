@@ -36,7 +36,7 @@ class Job:
     sequences: int | None
     tokens: int | None
     checkpointing: bool
-    bf16: bool
+    precision: str
     accumulation: int
     warmup: int
     steps: int
@@ -114,7 +114,7 @@ class Run:
             self.workload: Workload = load(job.model, job.module, job.sequences, job.tokens, job.checkpointing)
         self.workload.model.to(job.device)
         self.parameters = sum(parameter.numel() for parameter in self.workload.model.parameters())
-        self.engine: Engine = ENGINES[job.engine].make(self.workload.model, Training(job.bf16, job.learning_rate))
+        self.engine: Engine = ENGINES[job.engine].make(self.workload.model, Training(job.precision, job.learning_rate))
         self.losses: list[torch.Tensor] = []
 
     def batches(self) -> list[Any]:
