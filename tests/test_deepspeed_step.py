@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from packaging.version import parse as version
 from torch import nn
 
 from models import batch
-from test_deepspeed import BF16, MICRO_STEPS, LanguageModel, beside_eager, deepspeed, make_engine, taken, train
+from test_deepspeed import BF16, MICRO_STEPS, LanguageModel, apart, beside_eager, deepspeed, make_engine, taken, train
 
 MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
 SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 700, "stage3_param_persistence_threshold": 20}}
@@ -16,10 +17,54 @@ def test_deepspeeds_own_adam(ranks):
     ranks(2).run(beside_eager, {}, (1e-6, 1e-6), {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}} | SUB_GROUPS, 12, 8)
 
 
-def test_fused_adam_divides_by_the_scale(ranks):
+FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "fused": True}}, "gradient_clipping": 0.1}
+
+
+@pytest.mark.parametrize("config", [{}, SUB_GROUPS, {"gradient_clipping": 0.0}], ids=["clipped", "sub-groups", "not clipped"])
+def test_fused_adam_divides_by_the_scale(ranks, config):
     """Where DeepSpeed multiplies by its inverse, in a pass of its own."""
-    adam = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "fused": True}}
-    ranks(2).run(beside_eager, {}, (1e-6, 1e-6), {"optimizer": adam, "gradient_clipping": 0.1} | SUB_GROUPS, 12, 8)
+    ranks(2).run(beside_eager, {}, (1e-6, 1e-6), FUSED | config, 12, 8)
+
+
+def overflow(rank, world, config):
+    """A step whose gradients are not finite changes nothing, and those after it are as ever."""
+    eager, engine = make_engine(None, **config), make_engine({}, **config)
+    for one in (eager, engine):
+        train(one, rank, end=2)
+    states = []
+    for one in (eager, engine):
+        optimizer = one.optimizer
+        before = [masters.clone() for masters in optimizer.fp32_partitioned_groups_flat]
+        parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
+        for at, parameter in enumerate(parameters):
+            grad = torch.ones(parameter.partition_numel())
+            grad[max(parameter.ds_numel - rank * grad.numel(), 0) :] = 0  # padding
+            if at == 1 and rank == 0:
+                grad[0] = float("inf")
+            if one is engine:
+                engine.zcompile.lean_step.accept(parameter, grad)
+            else:
+                optimizer.partition_grads([parameter], [grad])
+        optimizer.independent_gradient_partition_epilogue()
+        optimizer.step()
+        for masters, was in zip(optimizer.fp32_partitioned_groups_flat, before, strict=True):
+            assert torch.equal(masters, was)
+        states.append([optimizer.optimizer.state[masters] for masters in optimizer.fp32_partitioned_groups_flat])
+    assert not engine.zcompile.lean_step.ahead
+    for of_eager, of_engine in zip(*states, strict=True):
+        for name, value in of_eager.items():
+            torch.testing.assert_close(of_engine[name], value, rtol=1e-5, atol=1e-9)
+    expected, found = train(eager, rank, end=3), train(engine, rank, end=3)
+    assert max(apart(found, expected)) <= 1e-6
+    eager.destroy()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("config", [{}, FUSED, FUSED | SUB_GROUPS], ids=["adam", "fused", "fused sub-groups"])
+def test_a_step_that_overflows(ranks, config):
+    if version(deepspeed.__version__) < version("0.19"):
+        pytest.skip("DeepSpeed steps with such gradients before 0.19")
+    ranks(2).run(overflow, config)
 
 
 def steps_like_eager(rank, world, config, by_parameter, cast_bytes):

@@ -38,7 +38,7 @@ def test_intervals_against_points():
 
 
 def event(name, category, begin, end, thread=1):
-    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": end - begin, "tid": thread}
+    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": end - begin, "tid": thread, "args": {"stream": thread}}
 
 
 STEP = event("zcompile.profile::step", "user_annotation", 0, 1000)
@@ -46,7 +46,9 @@ ON_GPU = [
     STEP,
     event("gemm", "kernel", 100, 400),
     event("ncclDevKernel_AllGather", "kernel", 300, 600, 2),
+    event("ncclDevKernel_AllReduce", "kernel", 550, 570),  # a norm, on the stream of compute
     event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 550, 650, 3),
+    event("cast_kernel", "kernel", 600, 640, 3),
     event("adam", "kernel", 700, 900),
     event("next step", "kernel", 1000, 1500),
 ]

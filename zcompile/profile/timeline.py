@@ -1,5 +1,6 @@
 """What a step consists of, read from a trace of torch.profiler."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,16 +24,18 @@ class Parts:
 def parts_of_step(trace: dict) -> Parts:
     """Means over the traced steps.
 
-    On a GPU, communication is NCCL's kernels, copies between devices, and the casts and sums of zcompile's transports; compute is all
-    other kernels and copies. On a CPU, communication is what gloo does on its threads and what the others wait for; compute
-    is all other ops.
+    On a GPU, compute is what runs on the busiest stream but for NCCL's kernels; communication is those and whatever runs on
+    other streams: copies between devices, what is packed for them, casts and sums. On a CPU, communication is what gloo does
+    on its threads and what the others wait for; compute is all other ops.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = [_interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
-        wire = [_interval(event) for event in device if is_communication(event["name"])]
-        compute = [_interval(event) for event in device if not is_communication(event["name"])]
+        computing = _busiest_stream(device)
+        computes = [not _is_nccl(event) and event["args"]["stream"] == computing for event in device]
+        compute = [_interval(event) for event, is_compute in zip(device, computes) if is_compute]
+        wire = [_interval(event) for event, is_compute in zip(device, computes) if not is_compute]
     else:
         ops = [event for event in events if event.get("cat") == "cpu_op"]
         waits = union(_interval(event) for event in ops if _is_host_wait(event["name"]))
@@ -58,8 +61,17 @@ def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
     return [((begin - step[0]) / 1e3, (end - gap - step[0]) / 1e3) for begin, end in widened]
 
 
-def is_communication(kernel: str) -> bool:
-    return kernel.startswith("nccl") or "PtoP" in kernel or "zcompile::" in kernel
+def _is_nccl(event: dict) -> bool:
+    return event["name"].startswith("nccl")
+
+
+def _busiest_stream(device: list[dict]) -> int:
+    """The one with most time in kernels that are not NCCL's."""
+    busy: Counter[int] = Counter()
+    for event in device:
+        if event["cat"] == "kernel" and not _is_nccl(event):
+            busy[event["args"]["stream"]] += event["dur"]
+    return busy.most_common(1)[0][0]
 
 
 def _is_host_wait(op: str) -> bool:
