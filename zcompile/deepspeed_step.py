@@ -5,11 +5,10 @@ cast to fp64 for the norm, concatenated to one flat gradient, and scaled by a nu
 is also a second copy of them, the masters. `LeanStep` keeps gradients as they were reduced, and has an optimizer that treats
 every element alone (Adam) read them parameter by parameter, over views of DeepSpeed's flat masters and states. The arithmetic
 is the same and so are the numbers, but for these: on a GPU the norm, summed in fp64 in another order, may differ in its last
-bits; a fused Adam divides gradients by the scale itself, where DeepSpeed multiplies them by its inverse, and is not stepped
-if a gradient is not finite, whatever the version; a parameter without a gradient in this step has zeros, where DeepSpeed
-takes what an earlier step left in its buffer; and with fp32 partitions there is no master to which an edited partition
-would go back. In fp16, where the search for overflows reads the buffer, and with an offloaded optimizer, the step is
-DeepSpeed's.
+bits; a fused Adam divides gradients by the scale itself, where DeepSpeed multiplies them by its inverse; a parameter without
+a gradient in this step has zeros, where DeepSpeed takes what an earlier step left in its buffer; and with fp32 partitions
+there is no master to which an edited partition would go back. In fp16, where the search for overflows reads the buffer, and
+with an offloaded optimizer, the step is DeepSpeed's.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +59,6 @@ class LeanStep:
         self.current: SubGroup | None = None
         self.pending: list[torch.Tensor] = []  # of the current one
         self.scale = 1.0  # that they are divided by
-        self.ahead: set[int] = set()  # sub-groups that are updated already in the step that is on its way
         self.offloaded: set[int] = set()  # ids of the parameters whose gradients DeepSpeed has offloaded
 
     @staticmethod
@@ -131,7 +129,7 @@ class LeanStep:
             self.kept[ds_id].add_(grad)
 
     def forget_step(self) -> None:
-        self.sub_groups, self.current, self.pending, self.ahead = {}, None, [], set()
+        self.sub_groups, self.current, self.pending = {}, None, []
 
     # --- what stands in for the optimizer's methods -------------------------------------------------------------------
 
@@ -147,39 +145,11 @@ class LeanStep:
             self.fail("the step", error)
             return optimizer._get_norm_groups()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
-        if self.may_go_ahead():
-            self.update_ahead(squares)
         norms = torch.where(squares.isfinite(), squares.sqrt(), -1.0).cpu()  # waits here
         if -1.0 in norms.tolist():  # DeepSpeed skips the step (since 0.19, and in fp16), which then comes to no sub-group
             self.forget_step()
             self.kept.clear()
         return list(norms)
-
-    def may_go_ahead(self) -> bool:
-        """Whether the optimizer works with a `GradScaler` in one kernel: a fused Adam, of which no sub-group must be whole."""
-        return getattr(self.optimizer.optimizer, "_step_supports_amp_scaling", False) and None not in self.sub_groups.values()
-
-    def update_ahead(self, squares: torch.Tensor) -> None:
-        """Update all sub-groups before the host knows the norm, so that the device does not wait for it.
-
-        The device knows it: as for a `GradScaler`, the optimizer divides by a number there, and leaves all as it is if told
-        of an overflow there.
-        """
-        optimizer, inner = self.optimizer, self.optimizer.optimizer
-        norm, scale = squares.sum().sqrt(), optimizer.loss_scale
-        if optimizer.clip_grad > 0.0:
-            scale = torch.clamp((norm / scale + 1e-6) / optimizer.clip_grad, min=1.0) * scale
-        try:
-            if optimizer.clip_grad > 0.0 or scale != 1.0:
-                inner.grad_scale = torch.as_tensor(scale, dtype=torch.float32, device=squares.device)
-            inner.found_inf = (~norm.isfinite()).float()
-            for sub_group, current in self.sub_groups.items():
-                batches = self.batches(optimizer.averaged_gradients[sub_group], current.masters.dtype, 1.0)
-                current.update(inner, optimizer.sub_group_to_group_id[sub_group], batches)
-        finally:
-            inner.__dict__.pop("grad_scale", None)
-            inner.__dict__.pop("found_inf", None)
-        self.ahead = set(self.sub_groups)
 
     @staticmethod
     def square(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -194,9 +164,7 @@ class LeanStep:
         except Exception as error:
             self.fail("the step", error)
             return optimizer._prepare_fp32_grad_for_sub_group(sub_group)
-        if sub_group in self.ahead:
-            self.current, optimizer.averaged_gradients[sub_group] = None, None
-        elif self.current is None:
+        if self.current is None:
             self.theirs["_prepare_fp32_grad_for_sub_group"](sub_group)
         else:
             self.pending = optimizer.averaged_gradients[sub_group]
@@ -206,8 +174,6 @@ class LeanStep:
 
     def unscale_and_clip_grads(self, sub_group: int, total_norm: torch.Tensor | float) -> None:
         """The scale is computed as DeepSpeed does, on the host; it is applied when the optimizer reads them."""
-        if sub_group in self.ahead:
-            return None
         if self.current is None:
             return self.theirs["unscale_and_clip_grads"](sub_group, total_norm)
         optimizer = self.optimizer
@@ -219,14 +185,18 @@ class LeanStep:
     def optimizer_step(self, sub_group: int) -> None:
         """Update the sub-group, parameter by parameter where `cut` could."""
         current, gradients = self.current, self.pending
-        if sub_group in self.ahead:
-            self.ahead.discard(sub_group)
-            return None
         if current is None:
             return self.theirs["_optimizer_step"](sub_group)
         self.current, self.pending = None, []
-        param_group = self.optimizer.sub_group_to_group_id[sub_group]
-        current.update(self.optimizer.optimizer, param_group, self.batches(gradients, current.masters.dtype, self.scale))
+        inner, param_group = self.optimizer.optimizer, self.optimizer.sub_group_to_group_id[sub_group]
+        divides = self.scale != 1.0 and getattr(inner, "_step_supports_amp_scaling", False)
+        batches = self.batches(gradients, current.masters.dtype, 1.0 if divides else self.scale)
+        if divides:  # as it does for a GradScaler
+            inner.grad_scale = torch.full((), self.scale, device=current.masters.device)
+        try:
+            current.update(inner, param_group, batches)
+        finally:
+            inner.__dict__.pop("grad_scale", None)
 
     def zero_grad(self, *args, **kwargs) -> None:
         """A step that is on its way has its gradients in `averaged_gradients`."""

@@ -43,7 +43,7 @@ def parser() -> Parser:
     add("--steps", type=_positive, default=20, help="timed, in each repeat")
     add("--warmup", type=_positive, default=8, help="steps before them; DeepCompile compiles again after five")
     add("--repeats", type=_positive, default=2, help="of each engine, in turns")
-    add("--lr", type=float, default=2e-5, help="steeper, and runs that differ by rounding may part")
+    add("--lr", type=float, default=2e-5, help="of AdamW, after a rise over 20 steps; steeper, and runs that differ by rounding may part")
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds that one run may take")
     add("--output", type=Path, default=Path("out/profile"), help="a folder")

@@ -22,12 +22,15 @@ PRECISIONS = {
 }
 
 
+RATE_STEPS = 20  # without a rise of the rate, losses jump at first, and runs that differ by rounding part
+
+
 @dataclass(frozen=True)
 class Training:
     """What all engines have in common."""
 
     precision: str  # of PRECISIONS
-    learning_rate: float
+    learning_rate: float  # reached after RATE_STEPS
 
 
 class Engine:
@@ -37,6 +40,7 @@ class Engine:
         self.training = training
         self.model = self.prepare(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.learning_rate, fused=True)
+        self.steps = 0
 
     def prepare(self, model: nn.Module) -> nn.Module:
         raise NotImplementedError
@@ -44,9 +48,15 @@ class Engine:
     def step(self, batches: list[Any]) -> torch.Tensor:
         """One step over the micro-batches; this rank's mean loss, []."""
         losses = [self.micro_step(batch, 1 / len(batches)) for batch in batches]
+        self.raise_rate(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return torch.stack(losses).sum()
+
+    def raise_rate(self, optimizer: Any) -> None:
+        self.steps += 1
+        for group in optimizer.param_groups:
+            group["lr"] = self.training.learning_rate * min(1.0, self.steps / RATE_STEPS)
 
     def micro_step(self, batch: Any, share: float) -> torch.Tensor:
         device = next(self.model.parameters()).device.type
@@ -155,6 +165,7 @@ class Zero3(Engine):
         self.training = training
         self.model = model
         self.engine = None  # made with the first step, which knows how many micro-batches there are
+        self.steps = 0
 
     def start(self, micro_steps: int) -> None:
         import deepspeed
@@ -178,6 +189,7 @@ class Zero3(Engine):
     def step(self, batches):
         if self.engine is None:
             self.start(len(batches))
+        self.raise_rate(self.engine.optimizer)
         losses = []
         for batch in batches:
             loss = self.engine(batch)
