@@ -43,14 +43,14 @@ def event(name, category, begin, end, thread=1):
 
 STEP = event("zcompile.profile::step", "user_annotation", 0, 1000)
 ON_GPU = [
-    STEP,
+    event("rotate", "kernel", 0, 0.5),
     event("gemm", "kernel", 100, 400),
     event("ncclDevKernel_AllGather", "kernel", 300, 600, 2),
     event("ncclDevKernel_AllReduce", "kernel", 550, 570),  # a norm, on the stream of compute
     event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 550, 650, 3),
     event("cast_kernel", "kernel", 600, 640, 3),
     event("adam", "kernel", 700, 900),
-    event("next step", "kernel", 1000, 1500),
+    event("adam", "kernel", 999.5, 1000),
 ]
 ON_CPU = [
     STEP,
@@ -64,10 +64,11 @@ ON_CPU = [
 
 @pytest.mark.parametrize("events", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
 def test_parts_of_a_step(events):
-    parts = parts_of_step({"traceEvents": events})
-    assert (parts.step_ms, parts.compute_ms, parts.communication_ms) == (1.0, 0.5, 0.35)
-    assert parts.exposed_ms == pytest.approx(0.25) and parts.idle_ms == pytest.approx(0.25)
+    parts = parts_of_step({"traceEvents": events}, 1)
+    assert (parts.step_ms, parts.compute_ms, parts.communication_ms) == pytest.approx((1.0, 0.5, 0.35), abs=2e-3)
+    assert (parts.exposed_ms, parts.idle_ms) == pytest.approx((0.25, 0.25), abs=2e-3)
     assert parts.timeline["communication"] == [pytest.approx((0.3, 0.65))]
+    assert parts_of_step({"traceEvents": events}, 2).exposed_ms == parts.exposed_ms / 2
 
 
 def test_a_loss_that_strays_is_marked():

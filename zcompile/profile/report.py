@@ -184,7 +184,7 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Figure]]] = {
         "Where a step goes: mean of the traced steps, rank 0. The black marks are the steps that were timed, without a profiler.",
         draw_step_time,
     ),
-    "timeline": ("One traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
+    "timeline": ("About one traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
     "memory": ("Peak memory of rank 0 during the timed steps.", draw_memory),
     "losses": ("Losses, means over ranks. 'limit' is left out, for it does not train.", draw_losses),
     "steps": ("Every timed step of rank 0.", draw_every_step),

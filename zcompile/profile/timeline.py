@@ -18,39 +18,38 @@ class Parts:
     communication_ms: float
     exposed_ms: float
     idle_ms: float
-    timeline: dict[str, list[Interval]]  # of the last one, ms since it began: "compute" and "communication"
+    timeline: dict[str, list[Interval]]  # of about the last one, ms since it began: "compute" and "communication"
 
 
-def parts_of_step(trace: dict) -> Parts:
-    """Means over the traced steps.
+def parts_of_step(trace: dict, count: int) -> Parts:
+    """Means over the `count` traced steps, which follow each other without a gap.
 
-    On a GPU, compute is what runs on the busiest stream but for NCCL's kernels; communication is those and whatever runs on
-    other streams: copies between devices, what is packed for them, casts and sums. On a CPU, communication is what gloo does
-    on its threads and what the others wait for; compute is all other ops.
+    On a GPU they last from the first thing that it does to the last. Compute is what runs on the busiest stream but for
+    NCCL's kernels; communication is those and whatever runs on other streams: copies between devices, what is packed for
+    them, casts and sums. On a CPU, communication is what gloo does on its threads and what the others wait for; compute is
+    all other ops.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [_interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
         computing = _busiest_stream(device)
         computes = [not _is_nccl(event) and event["args"]["stream"] == computing for event in device]
         compute = [_interval(event) for event, is_compute in zip(device, computes) if is_compute]
         wire = [_interval(event) for event, is_compute in zip(device, computes) if not is_compute]
+        steps = [_interval(event) for event in device]
     else:
         ops = [event for event in events if event.get("cat") == "cpu_op"]
         waits = union(_interval(event) for event in ops if _is_host_wait(event["name"]))
         wire = [*waits, *(_interval(event) for event in events if event["name"].startswith("gloo:"))]
+        steps = [_interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
         compute = subtract(union(_interval(event) for event in ops if not _is_host_wait(event["name"])), waits)
     wire, compute = union(wire), union(compute)
-    totals = [0.0] * 4
-    for step in steps:
-        inside, beside = clip(compute, step), clip(wire, step)
-        exposed = length(subtract(beside, inside))
-        whole = step[1] - step[0]
-        parts = (whole, length(inside), length(beside), exposed)
-        totals = [total + part for total, part in zip(totals, parts, strict=True)]
-    step_ms, compute_ms, communication_ms, exposed_ms = (total / len(steps) / 1e3 for total in totals)
-    timeline = {"compute": drawn(compute, steps[-1]), "communication": drawn(wire, steps[-1])}
+    begin, end = min(begin for begin, _ in steps), max(end for _, end in steps)
+    compute, wire = clip(compute, (begin, end)), clip(wire, (begin, end))
+    lengths = (end - begin, length(compute), length(wire), length(subtract(wire, compute)))
+    step_ms, compute_ms, communication_ms, exposed_ms = (one / count / 1e3 for one in lengths)
+    last = (end - (end - begin) / count, end)
+    timeline = {"compute": drawn(compute, last), "communication": drawn(wire, last)}
     return Parts(step_ms, compute_ms, communication_ms, exposed_ms, step_ms - compute_ms - exposed_ms, timeline)
 
 

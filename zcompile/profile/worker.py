@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zcompile.profile.engines import ENGINES, Engine, Training
 from zcompile.profile.models import Workload, load
-from zcompile.profile.timeline import Parts, parts_of_step
+from zcompile.profile.timeline import STEP, Parts, parts_of_step
 
 TRACED_STEPS = 3
 
@@ -220,12 +220,12 @@ class Run:
             return None
         with torch.profiler.profile() as profiler:
             for _ in range(TRACED_STEPS):
-                with torch.profiler.record_function("zcompile.profile::step"):
+                with torch.profiler.record_function(STEP):
                     self.step()
-                    self.synchronize()
+            self.synchronize()
         file = self.job.file(f"trace-{dist.get_rank()}.json")
         profiler.export_chrome_trace(str(file))
-        return parts_of_step(json.loads(file.read_text())) if dist.get_rank() == 0 else None
+        return parts_of_step(json.loads(file.read_text()), TRACED_STEPS) if dist.get_rank() == 0 else None
 
 
 def _to(batch: Any, device: str) -> Any:
