@@ -128,10 +128,12 @@ class C10dTransfer : public Transfer {
   std::vector<Work> works_;
 };
 
-// Bytes that `length` elements of the dtype of `like` take where several parameters lie one after the other.
+// Bytes that `length` elements of the dtype of `like` take where several parameters lie one after the other: some even for
+// none, since rows without any could not be viewed in that dtype.
 int64_t packed_bytes(int64_t length, const at::Tensor& like) {
   constexpr int64_t alignment = 16;  // so that every dtype can be read in place
-  return (length * static_cast<int64_t>(like.element_size()) + alignment - 1) / alignment * alignment;
+  const auto bytes = std::max<int64_t>(length, 1) * static_cast<int64_t>(like.element_size());
+  return (bytes + alignment - 1) / alignment * alignment;
 }
 
 // `length` elements at byte `offset` of the last dimension of `packed`, in the dtype of `like`.

@@ -109,6 +109,22 @@ def groups_equal_singles(rank, world):
         assert torch.equal(ops.gather_wait(full), ops.gather(shard, list(shape), torch.float32))
 
 
+def groups_of_which_a_rank_has_nothing(rank, world):
+    shapes = [(1, 16), (1,)]
+    module, leaves = shards(world, *shapes)
+    some = [leaf.detach() for leaf in leaves]
+    grads = [torch.randn(shape) for shape in shapes]
+    fulls = ops.gather_group_start(some, [1, 16, 1], [2, 1], torch.float32)
+    for full, shard, shape in zip(fulls, some, shapes, strict=True):
+        assert torch.equal(ops.gather_wait(full), ops.gather(shard, list(shape), torch.float32))
+    for out, grad, shard in zip(ops.reduce_group_start(grads, some), grads, some, strict=True):
+        assert torch.equal(ops.reduce_wait(out, grad), ops.reduce(grad, shard))
+
+
+def test_groups_of_which_a_rank_has_nothing(ranks):
+    ranks(2).run(groups_of_which_a_rank_has_nothing)
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_groups_equal_singles(ranks, world):
     ranks(world).run(groups_equal_singles)
