@@ -5,14 +5,21 @@ import json
 import random
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from PIL import Image
+from torch import nn
 
 from zcompile.profile import compare, report
 from zcompile.profile.__main__ import main
+from zcompile.profile.models import blocks_of, load
 from zcompile.profile.timeline import clip, length, parts_of_step, subtract, union
 
 SHORT = ["--ranks", "2", "--steps", "3", "--warmup", "2", "--repeats", "1"]
@@ -83,7 +90,8 @@ def profiled(tmp_path_factory):
     """A folder with the report on four engines."""
     folder = tmp_path_factory.mktemp("profile")
     engines = "zcompile,limit,fsdp2,deepcompile"
-    assert main([*SHORT, "--engines", engines, "--tokens", "32", "--batch", "2", "--output", str(folder)]) == 0
+    batches = ["--tokens", "32", "--batch", "2", "--accumulation", "2"]
+    assert main([*SHORT, "--engines", engines, *batches, "--output", str(folder)]) == 0
     return folder
 
 
@@ -105,10 +113,11 @@ def test_results(profiled):
     assert not engines["zcompile"]["strays"] and "strays" not in engines["limit"]
     assert engines["limit"]["x_limit"] == 1.0
     parameters = results["workload"]["parameters"]
-    # forward gathers all, backward all that it reads (the embedding it does not), and each gradient is reduced
+    # Each of two micro-steps: forward gathers all, backward all that it reads (not the embedding), gradients are reduced.
     embedding = 2048 * 192
-    assert engines["zcompile"]["wire_bytes"] == 4 * (3 * parameters - embedding)
-    assert results["workload"]["flops"] > 6 * 64 * (parameters - embedding)  # 2 x 3 a token and weight, and attention
+    assert engines["zcompile"]["wire_bytes"] == 2 * 4 * (3 * parameters - embedding)
+    assert engines["zcompile"]["tokens"] == 2 * 2 * 2 * 32
+    assert results["workload"]["flops"] > 6 * 2 * 64 * (parameters - embedding)  # 2 x 3 a token and weight, and attention
 
 
 def test_report_in_a_browser(profiled):
@@ -135,6 +144,54 @@ def test_report_in_a_browser(profiled):
         assert seen.width > 400 and seen.height > 50 and colored > 200, place
 
 
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """Configs as they lie in a Hugging Face model's folder, which says in which dtype its weights are."""
+    folder = tmp_path_factory.mktemp("configs")
+    for name, more in (("llama", {"hidden_size": 32, "intermediate_size": 64, "attention_dropout": 0.1}), ("t5", {})):
+        sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+        (folder / name).mkdir()
+        config = {"model_type": name, "torch_dtype": "bfloat16", **sizes, **more}
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_hugging_face_models_are_fp32_and_without_dropout(configs):
+    workload = load(f"{configs}/llama", None, 2, 16, False)
+    assert {parameter.dtype for parameter in workload.model.parameters()} == {torch.float32}
+    batch = workload.batch(0, 0)
+    assert batch.shape == (2, 17) and torch.equal(workload.model(batch), workload.model(batch))
+    assert not torch.equal(batch, workload.batch(0, 1)) and not torch.equal(batch, workload.batch(1, 0))
+
+
+def test_blocks_are_of_the_outermost_lists():
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+    model = nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
+    assert blocks_of(model) == [*layers, model["head"][0]]
+    assert blocks_of(model["head"][0]) == [model["head"][0]]
+
+
+def test_no_rank_outlives_the_profiler(tmp_path):
+    (tmp_path / "mine.py").write_text(FAILING)
+    arguments = [*SHORT, "--module", f"{tmp_path}/mine.py:build", "--engines", "limit", "--output", str(tmp_path)]
+    profiler = subprocess.Popen([sys.executable, "-m", "zcompile.profile", *arguments], stdout=subprocess.DEVNULL)
+
+    def ranks():
+        return [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or []) and one.pid != profiler.pid]
+
+    wait_for(lambda: len(ranks()) == 2)
+    profiler.terminate()
+    assert profiler.wait(20) == 128 + signal.SIGTERM
+    wait_for(lambda: not ranks())
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 FAILING = '''
 import json, os, signal, sys, time
 import torch
@@ -159,11 +216,11 @@ def build():
 
 def test_engines_that_fail_leave_the_others(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(FAILING)
-    arguments = ["--module", f"{tmp_path}/mine.py:build", "--engines", "fsdp2,ddp,limit,eager", "--timeout", "25", "--output", str(tmp_path)]
+    arguments = ["--module", f"{tmp_path}/mine.py:build", "--engines", "fsdp2,ddp,limit,eager", "--timeout", "20", "--output", str(tmp_path)]
     assert main([*SHORT, *arguments]) == 0
     engines = json.loads((tmp_path / "results.json").read_text())["engines"]
     assert engines["fsdp2"]["failed"] == "ValueError: the second rank does not like this batch"
-    assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 25 s" in engines["limit"]["failed"]
+    assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 20 s" in engines["limit"]["failed"]
     assert len(engines["eager"]["losses"]) == 5
     told = capsys.readouterr().out
     assert "the second rank does not like this batch" in told and "eager" in told
@@ -180,9 +237,14 @@ def test_engines_that_fail_leave_the_others(tmp_path, capsys):
         (["--steps", "many"], "invalid"),
         (["--model", "7b", "--ranks", "1"], "take more ranks or a smaller model"),
         (["--module", f"{__file__}:event", "--checkpointing"], "--checkpointing has no meaning"),
+        (["--module", f"{__file__}:event", "--batch", "4"], "--batch and --tokens have no meaning"),
+        (["--module", "Makefile:build"], "is none"),
+        (["--model", "FOLDER/t5"], "is no causal language model"),
+        (["--model", "FOLDER/llama", "--tokens", "65"], "--tokens 65 is more than the 64 positions"),
     ],
 )
-def test_bad_input_is_one_line(arguments, says, capsys, tmp_path):
+def test_bad_input_is_one_line(arguments, says, capsys, tmp_path, configs):
+    arguments = [argument.replace("FOLDER", str(configs)) for argument in arguments]
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--output", str(tmp_path)])
     told = capsys.readouterr().err

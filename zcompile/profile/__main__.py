@@ -1,6 +1,8 @@
 """The command line: `python -m zcompile.profile --model tiny --engines zcompile,fsdp2 --ranks 2 --output out/profile`."""
 
 import argparse
+import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zcompile.profile import report
-from zcompile.profile.compare import compare
+from zcompile.profile.compare import compare, count
 from zcompile.profile.engines import ENGINES, PRECISIONS
 from zcompile.profile.models import SIZES, BadInput
 from zcompile.profile.worker import Job
@@ -71,6 +73,8 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         raise BadInput(f"{ranks} ranks need as many GPUs, and there are {gpus}")
     if arguments.module and arguments.checkpointing:
         raise BadInput("--checkpointing has no meaning with --module: checkpoint in your own model")
+    if arguments.module and (arguments.batch or arguments.tokens):
+        raise BadInput("--batch and --tokens have no meaning with --module: your batch(step, rank) decides")
     if arguments.steps < 2:
         raise BadInput("--steps must be at least 2, for a median and its spread")
     job = Job(
@@ -91,6 +95,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         timeout_s=arguments.timeout,
         trace=False,
         folder="",
+        cache="",
     )
     return job, engines
 
@@ -98,20 +103,23 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     made = parser()
     arguments = made.parse_args(argv)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that ranks are ended
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         job, engines = job_of(arguments)
+        counted = count(job)
+        report.clear(arguments.output)
         with Progress(*columns, console=console, transient=True) as progress:
             runs = progress.add_task("counting", total=len(engines) * arguments.repeats, completed=-1)
 
             def tell(engine: str, repeat: int) -> None:
                 progress.update(runs, description=f"{engine}, repeat {repeat + 1} of {arguments.repeats}", advance=1)
 
-            results = compare(job, engines, arguments.repeats, arguments.output, tell)
+            results = compare(job, counted, engines, arguments.repeats, arguments.output, tell)
     except BadInput as error:
         made.error(str(error))
-    results["command"] = "python -m zcompile.profile " + " ".join(argv if argv is not None else sys.argv[1:])
+    results["command"] = "python -m zcompile.profile " + shlex.join(argv if argv is not None else sys.argv[1:])
     written = report.write(results, arguments.output)
     console.print(report.table(results))
     for name, why in report.absent(results).items():

@@ -1,6 +1,7 @@
 """Runs the engines in turns and puts their results together."""
 
 import math
+import shutil
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ def count(job: Job) -> Count | None:
     """Parameters and operations of what `job` trains; None for a user's module, which only its ranks build.
 
     Raises:
-        BadInput: there is no such model.
+        BadInput: there is no such model, or it does not fit.
     """
     if job.module:
         function_of(job.module)
@@ -39,6 +40,7 @@ def count(job: Job) -> Count | None:
     with torch.device("meta"):
         workload = load(job.model, None, job.sequences, job.tokens, checkpointing=False)
     parameters = sum(parameter.numel() for parameter in workload.model.parameters())
+    _refuse_if_too_large(parameters, job)
     return Count(parameters, _flops(workload, job.accumulation))
 
 
@@ -56,13 +58,8 @@ def _flops(workload: Any, accumulation: int) -> int | None:
     return counter.get_total_flops() * accumulation
 
 
-def refuse_if_too_large(counted: Count | None, job: Job) -> None:
-    """Raises:
-    BadInput: weights, gradients and Adam's state, cut into shards, do not fit.
-    """
-    if counted is None:
-        return
-    need = 16 * counted.parameters // job.ranks
+def _refuse_if_too_large(parameters: int, job: Job) -> None:
+    need = 4 * parameters + 12 * parameters // job.ranks  # each rank makes the whole model before it is cut
     if job.device == "cuda":
         have = torch.cuda.get_device_properties(0).total_memory
         where = "the GPU"
@@ -73,18 +70,24 @@ def refuse_if_too_large(counted: Count | None, job: Job) -> None:
         where = f"this machine, for {job.ranks} ranks,"
     if need > have:
         raise BadInput(
-            f"weights, gradients and Adam's state of {counted.parameters / 1e9:.1f} B parameters take {need / 2**30:.1f} GiB a "
+            f"whole weights, and shards of gradients and Adam's state, of {parameters / 1e9:.1f} B parameters take {need / 2**30:.1f} GiB a "
             f"rank, and {where} has {have / 2**30:.1f} GiB: take more ranks or a smaller model"
         )
 
 
 def compare(
-    job: Job, engines: list[str], repeats: int, output: Path, tell: Callable[[str, int], None] = lambda engine, repeat: None
+    job: Job,
+    counted: Count | None,
+    engines: list[str],
+    repeats: int,
+    output: Path,
+    tell: Callable[[str, int], None] = lambda engine, repeat: None,
 ) -> dict[str, Any]:
     """Train under each of `engines`, `repeats` times in turns, so that a drift of the machine shows.
 
     Args:
-        job: what to train; its engine and folder are set here.
+        job: what to train; its engine and folders are set here.
+        counted: what `count` says of it.
         output: a folder for each engine's logs and traces.
         tell: called before each run.
 
@@ -93,8 +96,7 @@ def compare(
         `repeats`, the medians of each), `peak_bytes` and the rest of `worker.Result`; or `failed`, an error line; or `skipped`, the
         reason.
     """
-    counted = count(job)
-    refuse_if_too_large(counted, job)
+    shutil.rmtree(output / "cache", ignore_errors=True)
     results: dict[str, list[dict]] = {name: [] for name in engines}
     failed: dict[str, str] = {}
     skipped = {name: reason for name in engines if (reason := ENGINES[name].missing(job.device))}
@@ -105,9 +107,20 @@ def compare(
             tell(name, repeat)
             folder = output / "runs" / f"{name}-{repeat}"
             try:
-                results[name].append(launch.run(replace(job, engine=name, folder=str(folder), trace=repeat == 0)))
+                cache = (output / "cache" / name).absolute()
+                run = replace(job, engine=name, folder=str(folder), cache=str(cache), trace=repeat == 0)
+                results[name].append(launch.run(run))
             except launch.Failed as error:
                 failed[name] = str(error)
+            except KeyboardInterrupt:
+                for rest in engines:
+                    if not results[rest]:
+                        failed.setdefault(rest, "interrupted")
+                break
+        else:
+            continue
+        break
+    shutil.rmtree(output / "cache", ignore_errors=True)
     engine_results: dict[str, Any] = {}
     for name in engines:
         if name in skipped:
@@ -115,16 +128,16 @@ def compare(
         elif name in failed:
             engine_results[name] = {"failed": failed[name]}
         else:
-            engine_results[name] = together(results[name], counted)
+            engine_results[name] = together(results[name], counted, job.precision)
     compare_with_limit(engine_results)
     mark_strays(engine_results, STRAYS[job.precision])
-    workload = {key: value for key, value in vars(job).items() if key not in ("engine", "folder", "trace")}
+    workload = {key: value for key, value in vars(job).items() if key not in ("engine", "folder", "trace", "cache")}
     workload["parameters"] = counted.parameters if counted else None
     workload["flops"] = counted.flops if counted else None
     return {"workload": workload, "repeats": repeats, "engines": engine_results}
 
 
-def together(runs: list[dict], counted: Count | None) -> dict[str, Any]:
+def together(runs: list[dict], counted: Count | None, precision: str) -> dict[str, Any]:
     """One engine's runs as one result: all steps' times, the highest peaks, the rest of the first run."""
     times = sorted(time for run in runs for time in run["step_ms"])
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -140,7 +153,7 @@ def together(runs: list[dict], counted: Count | None) -> dict[str, Any]:
         one[name] = None if None in values else max(values)
     one["tokens_per_s"] = one["tokens"] and one["tokens"] / (middle / 1e3)
     peak = next((flops for device, flops in PEAK_FLOPS.items() if device in one["about"]), None)
-    flops = counted.flops if counted else None
+    flops = counted.flops if counted and precision != "fp32" else None  # whose peak is another
     one["mfu"] = flops / (middle / 1e3) / peak if flops and peak else None
     return one
 
@@ -155,12 +168,13 @@ def compare_with_limit(engines: Mapping[str, dict]) -> None:
 def mark_strays(engines: Mapping[str, dict], tolerance: float) -> None:
     """Mark engines whose loss leaves the others': `loss_difference`, the largest relative one to the median, and `strays`.
 
-    "limit" is left out: it computes gradients and does not use them.
+    Of two, both are marked. "limit" is left out: it computes gradients and does not use them.
     """
     curves = {name: one["losses"] for name, one in engines.items() if "losses" in one and name != "limit"}
     middle = [statistics.median([loss for loss in at if math.isfinite(loss)] or [math.inf]) for at in zip(*curves.values())]
     for name, losses in curves.items():
-        worst = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, middle))
+        expected = next(other for key, other in curves.items() if key != name) if len(curves) == 2 else middle
+        worst = max(abs(loss - of_others) / max(abs(of_others), 1e-30) for loss, of_others in zip(losses, expected))
         finite = all(map(math.isfinite, losses))
         engines[name]["loss_difference"] = worst if finite else None
         engines[name]["strays"] = not finite or worst > tolerance

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 import zcompile
 from zcompile.profile.models import blocks_of
@@ -31,6 +32,7 @@ class Training:
 
     precision: str  # of PRECISIONS
     learning_rate: float  # reached after RATE_STEPS
+    micro_steps: int
 
 
 class Engine:
@@ -61,9 +63,13 @@ class Engine:
     def micro_step(self, batch: Any, share: float) -> torch.Tensor:
         device = next(self.model.parameters()).device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.autocasts()):
-            loss = self.model(batch) * share
+            loss = self.model(self.in_width(batch)) * share
         loss.backward()
         return loss.detach()
+
+    def in_width(self, batch: Any) -> Any:
+        """The batch as the model takes it: most engines cast floating-point inputs themselves."""
+        return batch
 
     def autocasts(self) -> bool:
         return self.training.precision == "autocast"
@@ -123,6 +129,9 @@ class Limit(Engine):
         model.compile()
         return model
 
+    def in_width(self, batch):
+        return _narrow(batch) if self.training.precision == "bf16" else batch
+
     def step(self, batches):
         losses = [self.micro_step(batch, 1 / len(batches)) for batch in batches]
         self.state.step()
@@ -134,6 +143,15 @@ class Ddp(Engine):
     def prepare(self, model):
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
+    def step(self, batches):
+        with self.model.no_sync():  # gradients are summed over ranks once
+            losses = [self.micro_step(batch, 1 / len(batches)) for batch in batches[:-1]]
+        losses.append(self.micro_step(batches[-1], 1 / len(batches)))
+        self.raise_rate(self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
     def autocasts(self) -> bool:
         return self.training.precision != "fp32"  # it has no other way
 
@@ -143,7 +161,8 @@ class Fsdp2(Engine):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = policy if self.training.precision == "bf16" else MixedPrecisionPolicy()
         for block in blocks_of(model):
-            fully_shard(block, mp_policy=policy)
+            if block is not model:
+                fully_shard(block, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
 
 
@@ -162,37 +181,30 @@ class Zero3(Engine):
     config: dict[str, Any] = {}
 
     def __init__(self, model: nn.Module, training: Training):
-        self.training = training
-        self.model = model
-        self.engine = None  # made with the first step, which knows how many micro-batches there are
-        self.steps = 0
-
-    def start(self, micro_steps: int) -> None:
         import deepspeed
 
+        self.training = training
+        self.model = model
+        self.steps = 0
         optimizer = {"lr": self.training.learning_rate, "weight_decay": 1e-2, "torch_adam": True, "fused": True}
         config = self.config | {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": micro_steps,
+            "gradient_accumulation_steps": training.micro_steps,
             "gradient_clipping": 0.0,  # the other engines do not clip
             "bf16": {"enabled": self.training.precision == "bf16"},
             "torch_autocast": {"enabled": self.autocasts(), "dtype": "bfloat16"},
             "zero_optimization": {"stage": 3},
             "optimizer": {"type": "AdamW", "params": optimizer},
         }
-        self.engine, *_ = deepspeed.initialize(
-            model=self.model, model_parameters=list(self.model.parameters()), config=config
-        )
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         if "compile" in config or "zcompile" in config:
             self.engine.compile()
 
     def step(self, batches):
-        if self.engine is None:
-            self.start(len(batches))
         self.raise_rate(self.engine.optimizer)
         losses = []
         for batch in batches:
-            loss = self.engine(batch)
+            loss = self.engine(_narrow(batch) if self.training.precision == "bf16" else batch)
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach().float())
@@ -207,10 +219,15 @@ class Zero3Zcompile(Zero3):
     config = {"zcompile": {"enabled": True}}
 
     def taken(self) -> bool:
-        return self.engine is not None and self.engine.zcompile.state is not None
+        return self.engine.zcompile.state is not None
 
     def extra_bytes(self) -> int:
         return zcompile.stats(self.engine.module)["transport_bytes"] if self.taken() else 0
+
+
+def _narrow(batch: Any) -> Any:
+    """The batch with its floating-point tensors in bf16."""
+    return tree_map_only(torch.Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, batch)
 
 
 def _needs_cuda(device: str) -> str | None:

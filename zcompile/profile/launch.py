@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,18 +27,23 @@ def run(job: Job) -> dict:
         Failed: a rank crashed or was killed, or there was no result within `job.timeout_s`.
     """
     folder = Path(job.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("error-*.json"), folder / "result.json"):
-        old.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
+    folder.mkdir(parents=True)
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)))
-    processes = [_start(job, file, rank, port) for port in [_free_port()] for rank in range(job.ranks)]
+    processes: list[subprocess.Popen] = []
+    port = _free_port()
     try:
+        for rank in range(job.ranks):
+            processes.append(_start(job, file, rank, port))
         _wait(job, processes)
     finally:
         for process in processes:
             _kill(process)
-    return json.loads((folder / "result.json").read_text())
+    try:
+        return json.loads((folder / "result.json").read_text())
+    except FileNotFoundError:
+        raise Failed(f"the ranks ended without a result: {_last_words(job, 0)}") from None
 
 
 def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
@@ -50,6 +56,7 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
         "MASTER_PORT": str(port),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
+    environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # no engine finds what another, or an earlier comparison, compiled
     with open(job.file(f"rank-{rank}.log"), "wb") as log:
         command = [sys.executable, "-m", "zcompile.profile.worker", str(file)]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

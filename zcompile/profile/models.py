@@ -114,7 +114,10 @@ class HuggingFace(nn.Module):
         from transformers import AutoModelForCausalLM
 
         super().__init__()
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        for name in vars(config):
+            if name.endswith(("dropout", "pdrop")) and isinstance(getattr(config, name), float):
+                setattr(config, name, 0.0)  # engines draw their random numbers differently
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         self.model.config.use_cache = False
         if checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -163,8 +166,14 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
         vocabulary = size.vocabulary
     else:
         config = _read_config(name)
-        sequences, length = sequences or 1, tokens or min(1024, getattr(config, "max_position_embeddings", 1024))
-        model = HuggingFace(config, checkpointing)
+        longest = getattr(config, "max_position_embeddings", None) or 1024
+        sequences, length = sequences or 1, tokens or min(1024, longest)
+        if length > longest:
+            raise BadInput(f"--tokens {length} is more than the {longest} positions of {name!r}")
+        try:
+            model = HuggingFace(config, checkpointing)
+        except ValueError as error:
+            raise BadInput(f"{name!r} is no causal language model that can be trained: {_first_line(error)}") from None
         vocabulary = config.vocab_size
     return Workload(model, lambda step, rank: draw_tokens(vocabulary, sequences, length, step, rank), sequences * length)
 
@@ -178,7 +187,11 @@ def _read_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise BadInput(f"no model {name!r}: {known} ({str(error).splitlines()[0]})") from None
+        raise BadInput(f"no model {name!r}: {known} ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def function_of(where: str) -> Callable[[], Any]:
@@ -190,16 +203,27 @@ def function_of(where: str) -> Callable[[], Any]:
     file, _, function = where.rpartition(":")
     if not file or not Path(file).is_file():
         raise BadInput(f"--module takes file.py:function, and there is no file {file or where!r}")
-    specification = importlib.util.spec_from_file_location(Path(file).stem, file)
+    specification = importlib.util.spec_from_file_location(f"zcompile_profiled_{Path(file).stem}", file)
+    if specification is None:
+        raise BadInput(f"--module takes a Python file, and {file} is none")
     loaded = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = loaded  # where pickle and dataclasses look
-    specification.loader.exec_module(loaded)
+    try:
+        specification.loader.exec_module(loaded)
+    except Exception as error:
+        raise BadInput(f"{file} cannot be imported: {type(error).__name__}: {_first_line(error)}") from None
     if not callable(getattr(loaded, function, None)):
         raise BadInput(f"{file} has no function {function!r}")
     return getattr(loaded, function)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks, the longest `ModuleList` in it: what FSDP2 shards and compiles one by one."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    """What FSDP2 shards and compiles one by one: members of the outermost lists and sequences; the model if it has none."""
+
+    def inside(module: nn.Module) -> list[nn.Module]:
+        found: list[nn.Module] = []
+        for child in module.children():
+            found += list(child) if isinstance(child, (nn.ModuleList, nn.Sequential)) else inside(child)
+        return [block for block in found if any(True for _ in block.parameters())]
+
+    return inside(model) or [model]

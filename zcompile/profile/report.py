@@ -11,6 +11,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from zcompile.profile.models import BadInput
+
 COMPUTE, EXPOSED, IDLE, NEUTRAL = "#2f6db5", "#d95f02", "#bbbbbb", "#5b8c5a"
 
 Results = Mapping[str, Any]
@@ -57,7 +59,7 @@ def table(results: Results) -> Table:
     head, body = rows(results)
     made = Table(title=title(results))
     for column in head:
-        made.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
+        made.add_column(column, justify="left" if column == "engine" else "right")
     for row in body:
         made.add_row(*row)
     return made
@@ -70,9 +72,22 @@ def title(results: Results) -> str:
     return f"{workload['module'] or workload['model']}{size}, {workload['precision']}, on {about}"
 
 
+def clear(folder: Path) -> None:
+    """Remove an earlier report; make the folder.
+
+    Raises:
+        BadInput: it is a file, or may not be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("results.json", "report.html", *(f"{picture}.png" for picture in PICTURES)):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise BadInput(f"--output {folder}: {error.strerror}") from None
+
+
 def write(results: Results, folder: Path) -> list[Path]:
     """Write `results.json`, each picture as a PNG, and `report.html`, which needs no other file. Returns what was written."""
-    folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "results.json"]
     written[0].write_text(json.dumps(results, indent=1))
     pictures = []

@@ -26,8 +26,8 @@ def parts_of_step(trace: dict, count: int) -> Parts:
 
     On a GPU they last from the first thing that it does to the last. Compute is what runs on the busiest stream but for
     NCCL's kernels; communication is those and whatever runs on other streams: copies between devices, what is packed for
-    them, casts and sums. On a CPU, communication is what gloo does on its threads and what the others wait for; compute is
-    all other ops.
+    them, casts and sums. On a CPU, communication is what gloo does on its threads and what zcompile's ops wait for;
+    compute is aten's ops and compiled graphs but for such waits.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -39,10 +39,11 @@ def parts_of_step(trace: dict, count: int) -> Parts:
         steps = [_interval(event) for event in device]
     else:
         ops = [event for event in events if event.get("cat") == "cpu_op"]
+        computing = [event for event in ops if event["name"].startswith(("aten::", "## Call CompiledFxGraph"))]
         waits = union(_interval(event) for event in ops if _is_host_wait(event["name"]))
         wire = [*waits, *(_interval(event) for event in events if event["name"].startswith("gloo:"))]
         steps = [_interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
-        compute = subtract(union(_interval(event) for event in ops if not _is_host_wait(event["name"])), waits)
+        compute = subtract(union(map(_interval, computing)), waits)
     wire, compute = union(wire), union(compute)
     begin, end = min(begin for begin, _ in steps), max(end for _, end in steps)
     compute, wire = clip(compute, (begin, end)), clip(wire, (begin, end))
@@ -74,7 +75,7 @@ def _busiest_stream(device: list[dict]) -> int:
 
 
 def _is_host_wait(op: str) -> bool:
-    """Ops in which a CPU rank waits for others."""
+    """Ops in which a CPU rank waits for others; some waits, as FSDP2's, are in no op."""
     return op.startswith(("c10d::", "zcompile::gather", "zcompile::reduce", "_c10d_functional::wait_tensor"))
 
 

@@ -3,9 +3,10 @@
 Run by `launch.py` with the usual variables of torch.distributed and the path of a `Job` as JSON.
 """
 
+import ctypes
 import json
 import os
-import statistics
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from zcompile.profile.engines import ENGINES, Engine, Training
 from zcompile.profile.models import Workload, load
@@ -45,6 +47,7 @@ class Job:
     timeout_s: float
     trace: bool
     folder: str  # where results, errors and traces go
+    cache: str  # a folder for what Inductor compiles, empty at an engine's first run
 
     def file(self, name: str) -> Path:
         return Path(self.folder) / name
@@ -56,7 +59,6 @@ class Result:
 
     step_ms: list[float]
     first_step_s: float
-    compile_s: float  # first step and later ones in the warm-up that took far longer than a step: compilations
     peak_bytes: int
     reserved_bytes: int | None  # by the allocator; None on the CPU, as the next
     retries: int | None
@@ -66,7 +68,6 @@ class Result:
     losses: list[float]  # means over ranks, of each step
     parameters: int
     tokens: int | None  # a step, over all ranks
-    flops: int | None  # a step, on one rank
     parts: Parts | None
     about: str
     versions: dict[str, str] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Run:
             self.workload: Workload = load(job.model, job.module, job.sequences, job.tokens, job.checkpointing)
         self.workload.model.to(job.device)
         self.parameters = sum(parameter.numel() for parameter in self.workload.model.parameters())
-        self.engine: Engine = ENGINES[job.engine].make(self.workload.model, Training(job.precision, job.learning_rate))
+        self.engine: Engine = ENGINES[job.engine].make(self.workload.model, Training(job.precision, job.learning_rate, job.accumulation))
         self.losses: list[torch.Tensor] = []
 
     def batches(self) -> list[Any]:
@@ -146,19 +147,19 @@ class Run:
         torch.cuda.synchronize()
         return [before.elapsed_time(after) for before, after in zip(events, events[1:])]
 
-    def warm_up(self) -> tuple[float, float]:
-        """Seconds of the first step, and of it and all that are no ordinary steps."""
-        seconds = []
-        for _ in range(self.job.warmup):
-            begin = time.perf_counter()
+    def warm_up(self) -> float:
+        """Seconds of the first step, in which most engines that compile do so."""
+        begin = time.perf_counter()
+        self.step()
+        self.synchronize()
+        first_step_s = time.perf_counter() - begin
+        for _ in range(1, self.job.warmup):
             self.step()
-            self.synchronize()
-            seconds.append(time.perf_counter() - begin)
-        ordinary = statistics.median(seconds)
-        return seconds[0], sum(one - ordinary for one in seconds if one > 5 * ordinary)
+        self.synchronize()
+        return first_step_s
 
     def run(self) -> Result:
-        first_step_s, compile_s = self.warm_up()
+        first_step_s = self.warm_up()
         dist.barrier()
         wire = self.engine.wire_bytes()
         if self.cuda:
@@ -187,13 +188,11 @@ class Run:
         return Result(
             step_ms=step_ms,
             first_step_s=first_step_s,
-            compile_s=compile_s,
             host_ms=self.host_ms() if self.cuda else None,
             wire_bytes=wire_bytes,
             losses=self.mean_losses(),
             parameters=self.parameters,
             tokens=tokens,
-            flops=None,
             parts=self.traced(),
             about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
             versions={"torch": torch.__version__},
@@ -229,10 +228,25 @@ class Run:
 
 
 def _to(batch: Any, device: str) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+    """The batch on the device. From pinned memory, so that the host may run ahead."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if device == "cpu" or tensor.is_cuda:
+            return tensor.to(device)
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    return tree_map_only(torch.Tensor, move, batch)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however that comes (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def main() -> None:
+    _end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     rank = int(os.environ["RANK"])
     try:
