@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from zcompile.profile.worker import Job
+from zcompile.profile.worker import PARENT, Job
 
 LOG_LINES = 200  # of a rank's log that are searched for its last words
 
@@ -54,6 +54,7 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
         "LOCAL_WORLD_SIZE": str(job.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        PARENT: str(os.getpid()),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # no engine finds what another, or an earlier comparison, compiled

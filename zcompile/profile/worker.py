@@ -24,6 +24,7 @@ from zcompile.profile.models import Workload, load
 from zcompile.profile.timeline import STEP, Parts, parts_of_step
 
 TRACED_STEPS = 3
+PARENT = "ZCOMPILE_PROFILER_PID"  # the variable that says who starts a worker
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,8 @@ def _end_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(os.environ[PARENT]):  # it ended before
+        sys.exit(1)
 
 
 def main() -> None:
