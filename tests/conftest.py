@@ -1,3 +1,4 @@
+import fcntl
 import os
 from pathlib import Path
 
@@ -14,6 +15,23 @@ if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().pare
     raise pytest.UsageError("tests must run on this source: run `pip install -e . --no-build-isolation` here")
 
 from ranks import Ranks  # noqa: E402
+
+# DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, for which all others wait for
+# ever; if no session is at work in this checkout, whoever held it is gone.
+EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions")))
+
+
+def pytest_sessionstart(session):
+    EXTENSIONS.mkdir(parents=True, exist_ok=True)
+    session.at_work = open(EXTENSIONS / "at_work", "w")  # open, and so locked, to the end of the session
+    try:
+        fcntl.flock(session.at_work, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for lock in EXTENSIONS.glob("*/lock"):
+            lock.unlink()
+    except BlockingIOError:
+        pass
+    fcntl.flock(session.at_work, fcntl.LOCK_SH)
+
 
 _pools: dict[int, Ranks] = {}
 

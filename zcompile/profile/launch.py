@@ -29,6 +29,8 @@ def run(job: Job) -> dict:
     folder = Path(job.folder)
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
     folder.mkdir(parents=True)
+    for lock in _extensions(job).glob("*/lock"):  # of a rank that was killed while it built one: the next would wait for it for ever
+        lock.unlink()
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)))
     processes: list[subprocess.Popen] = []
@@ -58,9 +60,15 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # no engine finds what another, or an earlier comparison, compiled
+    environment["TORCH_EXTENSIONS_DIR"] = str(_extensions(job))
     with open(job.file(f"rank-{rank}.log"), "wb") as log:
         command = [sys.executable, "-m", "zcompile.profile.worker", str(file)]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _extensions(job: Job) -> Path:
+    """Where DeepSpeed builds its ops: not where the user's are, since a killed rank may leave a lock there."""
+    return Path(job.folder).parent / "extensions"
 
 
 def _wait(job: Job, processes: list[subprocess.Popen]) -> None:
