@@ -227,7 +227,7 @@ class LeanStep:
         while gradients:
             grad = gradients.pop()  # so that it is freed when it has been cast
             cast_bytes += grad.numel() * dtype.itemsize if grad.dtype != dtype else 0
-            batch.append(grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous())
+            batch.append(grad.to(dtype).contiguous())
             if cast_bytes >= self.CAST_BYTES or not gradients:
                 if scale != 1.0:
                     torch._foreach_mul_(batch, 1.0 / scale)
@@ -274,10 +274,10 @@ class SubGroup:
 
     def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
         """Step with these gradients, which come in the order of the parameters."""
+        for count, copies in self.counts:  # now: sub-groups may share it
+            torch._foreach_copy_(copies, [count] * len(copies))
         pairs = zip(self.views, self.states)
-        for at, grads in enumerate(batches):
-            for count, copies in self.counts if at == 0 else ():  # not before: sub-groups may share it, and the device waits
-                torch._foreach_copy_(copies, [count] * len(copies))
+        for grads in batches:
             part = [next(pairs) for _ in grads]
             try:
                 for (view, state), grad in zip(part, grads, strict=True):

@@ -26,6 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
+    """All options, each with its reason or default in its help."""
     made = Parser(
         prog="python -m zcompile.profile",
         description="Train one model under several engines, each in processes of its own, and compare step time, peak memory and losses.",
@@ -101,6 +102,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Compare and report. The exit code: 0, or 1 if no engine gave a result; bad input exits with 2."""
     made = parser()
     arguments = made.parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=200)

@@ -1,5 +1,6 @@
 """Runs the engines in turns and puts their results together."""
 
+import itertools
 import math
 import shutil
 import statistics
@@ -12,7 +13,7 @@ import torch
 
 from zcompile.profile import launch
 from zcompile.profile.engines import ENGINES
-from zcompile.profile.models import BadInput, Llama, function_of, load
+from zcompile.profile.models import BadInput, Llama, Workload, function_of, load
 from zcompile.profile.worker import Job
 
 # Dense bf16 (tensor cores, no sparsity), floating-point operations a second, by NVIDIA's data sheets.
@@ -44,7 +45,8 @@ def count(job: Job) -> Count | None:
     return Count(parameters, _flops(workload, job.accumulation))
 
 
-def _flops(workload: Any, accumulation: int) -> int | None:
+def _flops(workload: Workload, accumulation: int) -> int | None:
+    """Of a step; None for a model that does not run on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
 
     batch = workload.batch(0, 0).to("meta")
@@ -96,31 +98,25 @@ def compare(
         `repeats`, the medians of each), `peak_bytes` and the rest of `worker.Result`; or `failed`, an error line; or `skipped`, the
         reason.
     """
-    shutil.rmtree(output / "cache", ignore_errors=True)
     results: dict[str, list[dict]] = {name: [] for name in engines}
     failed: dict[str, str] = {}
     skipped = {name: reason for name in engines if (reason := ENGINES[name].missing(job.device))}
-    for repeat in range(repeats):
-        for name in engines:
+    runs = (output / "runs").absolute()
+    try:
+        for repeat, name in itertools.product(range(repeats), engines):
             if name in skipped or name in failed:
                 continue
             tell(name, repeat)
-            folder = output / "runs" / f"{name}-{repeat}"
+            folder, cache = runs / f"{name}-{repeat}", runs / f"{name}-cache"
+            if repeat == 0:
+                shutil.rmtree(cache, ignore_errors=True)
             try:
-                cache = (output / "cache" / name).absolute()
                 run = replace(job, engine=name, folder=str(folder), cache=str(cache), trace=repeat == 0)
                 results[name].append(launch.run(run))
             except launch.Failed as error:
                 failed[name] = str(error)
-            except KeyboardInterrupt:
-                for rest in engines:
-                    if not results[rest]:
-                        failed.setdefault(rest, "interrupted")
-                break
-        else:
-            continue
-        break
-    shutil.rmtree(output / "cache", ignore_errors=True)
+    except KeyboardInterrupt:  # what there is, is told
+        failed |= {name: "interrupted" for name in engines if not results[name] and name not in failed}
     engine_results: dict[str, Any] = {}
     for name in engines:
         if name in skipped:

@@ -15,13 +15,11 @@ from torch.utils._pytree import tree_map_only
 import zcompile
 from zcompile.profile.models import blocks_of
 
-
 PRECISIONS = {
     "fp32": "all in fp32",
     "bf16": "compute in bf16 from fp32 weights, as each engine does that",
     "autocast": "torch.autocast with bf16; in DeepSpeed, fp32 partitions under torch_autocast",
 }
-
 
 RATE_STEPS = 20  # without a rise of the rate, losses jump at first, and runs that differ by rounding part
 
@@ -49,11 +47,17 @@ class Engine:
 
     def step(self, batches: list[Any]) -> torch.Tensor:
         """One step over the micro-batches; this rank's mean loss, []."""
-        losses = [self.micro_step(batch, 1 / len(batches)) for batch in batches]
+        losses = self.accumulate(batches, 1 / len(batches))
+        self.update()
+        return torch.stack(losses).sum()
+
+    def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
+        return [self.micro_step(batch, share) for batch in batches]
+
+    def update(self) -> None:
         self.raise_rate(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return torch.stack(losses).sum()
 
     def raise_rate(self, optimizer: Any) -> None:
         self.steps += 1
@@ -132,25 +136,19 @@ class Limit(Engine):
     def in_width(self, batch):
         return _narrow(batch) if self.training.precision == "bf16" else batch
 
-    def step(self, batches):
-        losses = [self.micro_step(batch, 1 / len(batches)) for batch in batches]
+    def update(self):
         self.state.step()
         self.model.zero_grad()
-        return torch.stack(losses).sum()
 
 
 class Ddp(Engine):
     def prepare(self, model):
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def step(self, batches):
+    def accumulate(self, batches, share):
         with self.model.no_sync():  # gradients are summed over ranks once
-            losses = [self.micro_step(batch, 1 / len(batches)) for batch in batches[:-1]]
-        losses.append(self.micro_step(batches[-1], 1 / len(batches)))
-        self.raise_rate(self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return torch.stack(losses).sum()
+            losses = super().accumulate(batches[:-1], share)
+        return losses + super().accumulate(batches[-1:], share)
 
     def autocasts(self) -> bool:
         return self.training.precision != "fp32"  # it has no other way
@@ -186,12 +184,12 @@ class Zero3(Engine):
         self.training = training
         self.model = model
         self.steps = 0
-        optimizer = {"lr": self.training.learning_rate, "weight_decay": 1e-2, "torch_adam": True, "fused": True}
+        optimizer = {"lr": training.learning_rate, "weight_decay": 1e-2, "torch_adam": True, "fused": True}  # decay: torch's
         config = self.config | {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": training.micro_steps,
             "gradient_clipping": 0.0,  # the other engines do not clip
-            "bf16": {"enabled": self.training.precision == "bf16"},
+            "bf16": {"enabled": training.precision == "bf16"},
             "torch_autocast": {"enabled": self.autocasts(), "dtype": "bfloat16"},
             "zero_optimization": {"stage": 3},
             "optimizer": {"type": "AdamW", "params": optimizer},

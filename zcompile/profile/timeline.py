@@ -32,8 +32,8 @@ def parts_of_step(trace: dict, count: int) -> Parts:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
-        computing = _busiest_stream(device)
-        computes = [not _is_nccl(event) and event["args"]["stream"] == computing for event in device]
+        busiest = _busiest_stream(device)
+        computes = [not _is_nccl(event) and event["args"]["stream"] == busiest for event in device]
         compute = [_interval(event) for event, is_compute in zip(device, computes) if is_compute]
         wire = [_interval(event) for event, is_compute in zip(device, computes) if not is_compute]
         steps = [_interval(event) for event in device]

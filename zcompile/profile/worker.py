@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Result:
     tokens: int | None  # a step, over all ranks
     parts: Parts | None
     about: str
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str]
 
 
 class ResidentMemory:
@@ -160,6 +160,7 @@ class Run:
         return first_step_s
 
     def run(self) -> Result:
+        """Warm up, time, and only then trace."""
         first_step_s = self.warm_up()
         dist.barrier()
         wire = self.engine.wire_bytes()
@@ -249,6 +250,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
+    """Run the job of `sys.argv[1]`; an error goes to a file beside it, where `launch` looks."""
     _end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     rank = int(os.environ["RANK"])
