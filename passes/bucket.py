@@ -1,6 +1,6 @@
-"""Transfers that start near each other start as one: a small one costs latency, not bandwidth."""
+"""Small transfers travel together: they cost latency, not bandwidth."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
@@ -9,81 +9,53 @@ from zcompile.graph import (
     GATHER_START,
     REDUCE_GROUP_START,
     REDUCE_START,
+    bytes_of,
     calls,
     forget,
     insert,
     insert_items,
-    nbytes,
+    is_returned,
     value,
+    waits_of,
 )
 
 
-def bucket(graph: Graph, bucket_bytes: int) -> None:
-    """Merge gathers that start at one place, and small gradients' reduces, into groups of at most `bucket_bytes`.
+def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
+    """Merge gathers of one width whose neighbours are small too into groups of at most `gather_bytes`, and reduces likewise.
 
-    A group arrives as a whole, so it holds no more than its first reader can afford to wait for. Each parameter still has a
-    wait of its own.
+    What is large travels alone and does not end a group. The first reader of a group waits for no more than `gather_bytes`, and
+    no more than that of each width is full early, or as gradients kept for long. Which travel together depends on the order in which
+    parameters are read and on their sizes, on nothing else, so that it is the same on ranks that see different lengths.
+    Each tensor keeps a wait of its own.
     """
     starts = calls(graph, GATHER_START)
-    place = _places(graph)
-    for dtype in dict.fromkeys(value(start).dtype for start in starts):  # a group has one; under autocast, two alternate
-        alike = [start for start in starts if value(start).dtype == dtype]
-        for group in _runs(alike, bucket_bytes, _bytes_gathered, joins=lambda run, start: place[run[-1]] == place[start]):
-            _merge_gathers(graph, group)
-    position = {node: at for at, node in enumerate(graph.nodes)}
-    for group in _runs(calls(graph, REDUCE_START), bucket_bytes, _bytes_reduced, joins=_starts_before_waits(position)):
+    first = {start.args[0]: start for start in reversed(starts)}
+    for group in _runs([start for start in starts if first[start.args[0]] is start], gather_bytes):  # others must not come early
+        _merge_gathers(graph, group)
+    returned = [start for start in calls(graph, REDUCE_START) if all(map(is_returned, waits_of(start)))]
+    for group in _runs(returned, reduce_bytes):
         _merge_reduces(graph, group)
 
 
-def _runs(
-    starts: Iterable[Node],
-    bucket_bytes: int,
-    bytes_of: Callable[[Node], int],
-    joins: Callable[[list[Node], Node], bool],
-) -> list[list[Node]]:
-    """Runs of two and more starts that fit into one bucket, each with its successor among those that would fit alone."""
+def _runs(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
+    """Runs of two and more starts of one width that fit into one bucket."""
     runs: list[list[Node]] = []
-    room = 0
+    open_runs: dict[object, tuple[list[Node], int]] = {}  # width -> the run that the next one may join, and its bytes
     for start in starts:
         if bytes_of(start) > bucket_bytes:
             continue
-        room -= bytes_of(start)
-        if not runs or room < 0 or not joins(runs[-1], start):
-            runs.append([])
-            room = bucket_bytes - bytes_of(start)
-        runs[-1].append(start)
+        width = value(start).dtype
+        run, used = open_runs.get(width, ([], bucket_bytes))
+        if used + bytes_of(start) > bucket_bytes:
+            run, used = [], 0
+            runs.append(run)
+        run.append(start)
+        open_runs[width] = run, used + bytes_of(start)
     return [run for run in runs if len(run) > 1]
 
 
-def _bytes_gathered(start: Node) -> int:
-    return nbytes(start)
-
-
-def _bytes_reduced(start: Node) -> int:
-    return nbytes(start.args[0])
-
-
-def _places(graph: Graph) -> dict[Node, int]:
-    """Gathers that start with nothing between them start at one place."""
-    place, places = 0, {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is GATHER_START:
-            places[node] = place
-        else:
-            place += 1
-    return places
-
-
-def _starts_before_waits(position: dict[Node, int]) -> Callable[[list[Node], Node], bool]:
-    """The group starts where its last gradient is there; by then none may have been waited for."""
-
-    def joins(run: list[Node], start: Node) -> bool:
-        return all(position[start] < position[wait] for one in run for wait in one.users)
-
-    return joins
-
-
 def _merge_gathers(graph: Graph, group: list[Node]) -> None:
+    """One start where the first of them starts."""
     shards = [start.args[0] for start in group]
     shapes = [list(start.args[1]) for start in group]
     sizes = [size for shape in shapes for size in shape]
@@ -94,7 +66,12 @@ def _merge_gathers(graph: Graph, group: list[Node]) -> None:
 
 
 def _merge_reduces(graph: Graph, group: list[Node]) -> None:
+    """One start where the last of them starts, and the waits behind it."""
     grads, shards = ([start.args[position] for start in group] for position in (0, 1))
+    waits = [wait for start in group for wait in waits_of(start)]
     merged = insert(graph, group[-1], REDUCE_GROUP_START, grads, shards, like=group[-1])
-    for start, item in zip(group, insert_items(graph, merged, len(group)), strict=True):
+    items = insert_items(graph, merged, len(group))
+    for start, item in zip(group, items, strict=True):
         forget(graph, start, item)
+    for wait in reversed(waits):
+        items[-1].append(wait)

@@ -1,6 +1,10 @@
 """Invariants that every graph must hold after every pass. Cheap enough to run in every compile."""
 
+import functools
+from collections.abc import Callable
+
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zcompile.graph import (
     GATHER,
@@ -18,6 +22,8 @@ from zcompile.graph import (
     readers,
     started,
 )
+from zcompile.liveness import Liveness
+from zcompile.windows import Windows
 
 
 class VerificationError(AssertionError):
@@ -36,10 +42,10 @@ def verify(graph: Graph, after: str) -> None:
         shards = start.args[0] if start.target is GATHER_GROUP_START else [start.args[0]]
         for tensor, shard in zip(_waited_once(start, after, len(shards), GATHER_WAIT), shards, strict=True):
             gathering[tensor] = start
-            gathers.append((start, (shard, start.args[-1])))
+            gathers.append((tensor, (shard, start.args[-1])))
     for node in calls(graph, GATHER_WAIT):
         _require(node.args[0] in gathering, after, node, "waits for something that is no gather")
-    _require_unique(after, "gathers a parameter again", gathers)
+    _require_unique(after, "gathers a parameter again", gathers, but=_given_up(graph))
 
     reduces = [(node, node.args[1]) for node in calls(graph, REDUCE)]
     reducing = {}
@@ -68,8 +74,20 @@ def verify_widths(graph: Graph) -> None:
         _require(not narrow or len({r.meta["val"].dtype for r in outside}) > 1, "all", node, "is wider than its readers")
 
 
+def verify_windows(graph: Graph, gather_budget_bytes: int) -> None:
+    """Check that the bytes of full parameters stay within `Windows.bound` of the budget.
+
+    Raises:
+        VerificationError: names the first node at which there are more.
+    """
+    windows = Windows(graph)
+    limit = windows.bound(gather_budget_bytes)
+    for node, nbytes in zip(windows.liveness.nodes, windows.full_bytes()):
+        _require(nbytes <= limit, "all", node, f"stands in windows of {nbytes} bytes, of {limit} that the budget allows")
+
+
 def verify_partition(forward: GraphModule, num_outputs: int) -> None:
-    """Check that forward saves no full parameter, nor a view of one, for backward.
+    """Check that forward saves no full parameter for backward, nor a view of one, but for what `persist` chose.
 
     Args:
         forward: the forward graph; its outputs after the first `num_outputs` are saved for backward.
@@ -81,7 +99,9 @@ def verify_partition(forward: GraphModule, num_outputs: int) -> None:
     outputs = forward.graph.output_node().args[0]
     returned = set(outputs[:num_outputs])
     for node in outputs[num_outputs:]:
-        _require(node not in full or node in returned, "partition", node, "is saved for backward and pins a full parameter")
+        persists = node.target is GATHER and node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+        pins = node in full and node not in returned and not persists
+        _require(not pins, "partition", node, "is saved for backward and pins a full parameter")
 
 
 def _waited_once(start: Node, after: str, count: int, wait) -> list[Node]:
@@ -93,11 +113,20 @@ def _waited_once(start: Node, after: str, count: int, wait) -> list[Node]:
     return tensors
 
 
-def _require_unique(after: str, what: str, keyed: list[tuple[Node, object]]) -> None:
-    seen = set()
+def _require_unique(
+    after: str, what: str, keyed: list[tuple[Node, object]], but: Callable[[Node, Node], bool] = lambda one, other: False
+) -> None:
+    """Check that no key comes twice, `but` nodes for which that is right, given the one before and the one again."""
+    seen: dict[object, Node] = {}
     for node, key in keyed:
-        _require(key not in seen, after, node, what)
-        seen.add(key)
+        _require(key not in seen or but(seen[key], node), after, node, what)
+        seen[key] = node
+
+
+def _given_up(graph: Graph) -> Callable[[Node, Node], bool]:
+    """Whether what one node gathered is dead when another begins."""
+    liveness = functools.cache(lambda: Liveness(graph, fused=False))  # seldom needed
+    return lambda one, again: all(storage.dies < liveness().at[again] for storage in liveness().storages[one])
 
 
 def _require(holds: bool, after: str, node: Node, what: str) -> None:

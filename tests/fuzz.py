@@ -158,5 +158,5 @@ def options_of(seed: int) -> dict:
 
     drawn = random.Random(seed)
     disabled = [name for name in OPTIONAL if drawn.random() < 0.15]
-    sizes = [0, 40, 200, 1 << 20]
-    return {"in_flight_bytes": drawn.choice(sizes), "bucket_bytes": drawn.choice(sizes), "disable_passes": disabled}
+    budgets = ("gather_budget_bytes", "reduce_budget_bytes", "persist_bytes", "bucket_bytes")
+    return {name: drawn.choice([0, 40, 200, 800, 1 << 20]) for name in budgets} | {"disable_passes": disabled}

@@ -50,8 +50,8 @@ def transports(rank, world):
 def test_transport_option(ranks):
     with pytest.raises(ValueError, match="'transport' must be one of auto, p2p, nccl, gloo, not 'rdma'"):
         Settings.parse({"transport": "rdma"})
-    with pytest.raises(ValueError, match="'in_flight_bytes' must be at least 0"):
-        Settings.parse({"in_flight_bytes": -1})
+    with pytest.raises(ValueError, match="'reduce_budget_bytes' must be at least 0"):
+        Settings.parse({"reduce_budget_bytes": -1})
     for wrong in (["unify"], "sink", 3):
         with pytest.raises(ValueError, match="'disable_passes' must be a list of downcast"):
             Settings.parse({"disable_passes": wrong})

@@ -36,7 +36,7 @@ def autocast_loss(model, step, rank):
 
 
 def state_of(model):
-    return zcompile.sharding._state(model)
+    return zcompile.sharding.state_of(model)
 
 
 def on(transport, model, **options):
@@ -174,7 +174,7 @@ def test_a_gradient_is_free_after_its_wait(gpus):
 
 def gradients_outlive_their_transport(rank, world):
     torch.manual_seed(0)
-    model = on("p2p", nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"in_flight_bytes": 0})
+    model = on("p2p", nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0})
     x = torch.randn(64, 512, device="cuda")
     for _ in range(3):
         model.zero_grad()
@@ -228,7 +228,7 @@ def test_transports_agree_bitwise(gpus, loss):
 def gradients_outlive_renewals(rank, world):
     """A gradient that is kept over the next forwards keeps its values: its place among the shards is needed again."""
     torch.manual_seed(0)
-    model = on("p2p", nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"in_flight_bytes": 0})
+    model = on("p2p", nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0})
     x = torch.randn(64, 512, device="cuda")
     kept = []
     for _ in range(5):

@@ -17,7 +17,9 @@ from torch.fx import Graph
 
 import zcompile
 from zcompile import passes
+from zcompile.config import Settings
 from zcompile.graph import GATHER_GROUP_START, GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls, insert
+from zcompile.hardware import CPU
 from zcompile.passes.bucket import bucket
 
 t = torch.ops.zcompile_test
@@ -200,6 +202,7 @@ def test_a_returned_mutable_alias_has_no_lowering():
 
 
 WIDTH = 33  # odd, so that shards are padded; Inductor on CPU makes smaller products pointwise
+MATRIX_BYTES = 4 * WIDTH**2
 
 
 class ThreeLayers(nn.Module):
@@ -260,7 +263,7 @@ def code_order(code):
     return order
 
 
-def late_step(rank, world, sabotage=None, in_flight_bytes=0, bucket_bytes=0):
+def late_step(rank, world, sabotage=None, gather_budget_bytes=MATRIX_BYTES, bucket_bytes=0):
     """One step on Inductor beside the unsharded model, on a transport that is late: NaN until the wait.
 
     Returns the worst `error` of loss and gradients; the order of forward and of backward in FX, and in generated code; and
@@ -272,9 +275,11 @@ def late_step(rank, world, sabotage=None, in_flight_bytes=0, bucket_bytes=0):
     model.layers[0].__dict__["_zcompile_state"].runtime.use_transport("late c10d")
     batches = torch.randn(world, WIDTH, WIDTH)
     planned = []
+    settings = Settings(gather_budget_bytes=gather_budget_bytes, reduce_budget_bytes=0, bucket_bytes=bucket_bytes)
+    plan = settings.plan(CPU.over("gloo", world), free_bytes=0)
 
     def schedule(graph):
-        passes.run(graph, passes.schedule(in_flight_bytes, bucket_bytes))
+        passes.run(graph, passes.schedule(plan))
         if sabotage is not None:
             sabotage(graph)
         planned.append(fx_order(graph))
@@ -342,7 +347,7 @@ def test_widths_that_alternate_travel_as_two_groups():
         for at, shard in enumerate(shards)
     ]
     output.args = (tuple(insert(graph, output, GATHER_WAIT, start, like=start) for start in starts),)
-    passes.run(graph, [functools.partial(bucket, bucket_bytes=1 << 20)])
+    passes.run(graph, [functools.partial(bucket, gather_bytes=1 << 20, reduce_bytes=0)])
     groups = calls(graph, GATHER_GROUP_START)
     assert [group.args[0] for group in groups] == [shards[::2], shards[1::2]] and not calls(graph, GATHER_START)
     gathered = [wait.meta["val"].dtype for wait in calls(graph, GATHER_WAIT)]
@@ -350,6 +355,5 @@ def test_widths_that_alternate_travel_as_two_groups():
 
 
 def test_groups_keep_to_their_bytes(ranks):
-    matrix_bytes = 4 * WIDTH**2
-    for _, _, _, (forward, _) in ranks(2).run(late_step, None, 1 << 20, 2 * matrix_bytes):
+    for _, _, _, (forward, _) in ranks(2).run(late_step, None, 1 << 20, 2 * MATRIX_BYTES):
         assert forward.count("zcompile.gather_group_start.default(") == 1 == forward.count("zcompile.gather_start.default(")

@@ -10,9 +10,10 @@ if _C.built_for_torch != torch.__version__:
         "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
     )
 
+from zcompile.report import explain
 from zcompile.sharding import reset_stats, shard, stats
 from zcompile_flag import watch
 
 watch()
 
-__all__ = ["reset_stats", "shard", "stats"]
+__all__ = ["explain", "reset_stats", "shard", "stats"]

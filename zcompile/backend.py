@@ -22,12 +22,12 @@ from zcompile.graph import (
     GATHER_GROUP_START,
     GATHER_START,
     GATHER_WAIT,
-    REDUCE,
     REDUCE_GROUP_START,
     REDUCE_START,
     REDUCE_WAIT,
     calls,
 )
+from zcompile.hardware import CPU
 from zcompile.passes.verify import verify_partition
 from zcompile.sharding import model_of
 
@@ -52,9 +52,23 @@ def compile_graph(
     settings = Settings.parse(options)
     _refuse_writes(gm)
     _warn_if_unsharded(gm)
-    compile_inner = _compile_aot_eager if settings.inner == "aot_eager" else _compile_inductor
-    compiled = compile_inner(gm, example_inputs, settings, mode)
+    plan = _plan(example_inputs, settings)
+    if settings.inner == "aot_eager":
+        compiled = compile_aot_eager(gm, example_inputs, plan)
+    else:
+        compiled = _compile_inductor(gm, example_inputs, plan, settings.inductor, mode)
     return compiled if settings.transport == "auto" else _over(settings.transport, compiled)
+
+
+def _plan(example_inputs: Sequence[Any], settings: Settings) -> passes.Plan:
+    """What the passes are configured with, for the model that the inputs are shards of; the same on all its ranks."""
+    model = next((model for one in example_inputs if (model := model_of(one)) is not None), None)
+    if model is None:  # nothing is gathered, or tests compile a graph of their own
+        link, free_bytes = CPU.over("gloo", 2), CPU.memory_bytes
+    else:
+        transport = model.transport.transport if settings.transport == "auto" else settings.transport
+        link, free_bytes = model.hardware.over(transport, model.runtime.world), model.free_bytes
+    return settings.plan(link, free_bytes)
 
 
 def _over(transport: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,9 +110,11 @@ def _warn_if_unsharded(gm: GraphModule) -> None:
         )
 
 
-def _compile_aot_eager(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None):
-    before = passes.joint(settings.disable_passes)
-    after = passes.schedule(settings.in_flight_bytes, settings.bucket_bytes, settings.disable_passes)
+def compile_aot_eager(
+    gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan, look: Callable[[Graph], None] = lambda graph: None
+) -> Callable[..., Any]:
+    """Plan one Dynamo graph and run it op by op; `look` is called with each graph before it is scheduled."""
+    before, after = passes.joint(plan), passes.schedule(plan)
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any):
         passes.run(joint.graph, before)
@@ -107,6 +123,7 @@ def _compile_aot_eager(gm: GraphModule, example_inputs: Sequence[Any], settings:
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool):
         if joint:
             passes.run(graph_module.graph, before)
+        look(graph_module.graph)
         passes.run(graph_module.graph, after)
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
@@ -121,22 +138,20 @@ def _compile_aot_eager(gm: GraphModule, example_inputs: Sequence[Any], settings:
     return compile_aot(gm, example_inputs)
 
 
-def _compile_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None):
+def _compile_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan, inductor: Mapping[str, Any], mode: str | None
+) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     _register_lowerings()
     patches = {
         **(list_mode_options(mode) if mode else {}),
-        "joint_custom_pre_pass": _Passes(passes.joint(settings.disable_passes)),
+        "joint_custom_pre_pass": _Passes(passes.joint(plan), plan),
         "custom_partitioner_fn": _Partitioner(),
-        "post_grad_custom_post_pass": _Passes(
-            passes.schedule(settings.in_flight_bytes, settings.bucket_bytes, settings.disable_passes),
-            settings.in_flight_bytes,
-            settings.bucket_bytes,
-        ),
+        "post_grad_custom_post_pass": _Passes(passes.schedule(plan), plan),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
         "shape_padding": False,  # it measures, so that ranks get different graphs and gather and reduce in different orders
-        **settings.inductor,
+        **inductor,
     }
     return compile_fx(gm, list(example_inputs), config_patches=patches)
 
@@ -153,21 +168,22 @@ def _partition(joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outpu
 def _sources() -> str:
     """A hash of everything that decides what the passes do; Inductor's caches are keyed by it."""
     here = Path(__file__).parent
-    files = [here / "graph.py", here / "backend.py", *sorted(Path(passes.__file__).parent.glob("*.py"))]
+    vocabulary = ("graph.py", "backend.py", "hardware.py", "liveness.py", "cost.py", "windows.py")
+    files = [*(here / name for name in vocabulary), *sorted(Path(passes.__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 class _Passes(CustomGraphPass):
-    def __init__(self, which: Sequence[passes.Pass], *settings: Any):
+    def __init__(self, which: Sequence[passes.Pass], plan: passes.Plan):
         self.which = which
-        self.settings = settings  # what the passes were configured with
+        self.plan = plan
 
     def __call__(self, graph: Graph) -> None:
         passes.run(graph, self.which)
 
     def uuid(self) -> str:
         names = [passes.name_of(one) for one in self.which]
-        return f"{names} {self.settings} {_sources()}"
+        return f"{names} {self.plan} {_sources()}"
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -183,9 +199,7 @@ def _register_lowerings() -> None:
     """Keep zcompile's ops in FX order: Inductor would order them by data dependence alone."""
     from torch._inductor.lowering import fallback_handler, register_lowering
 
-    singly = (GATHER, REDUCE)  # where `overlap` is disabled
-    ours = (GATHER_START, GATHER_GROUP_START, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT, *singly)
-    for op in ours:
+    for op in (GATHER_START, GATHER_GROUP_START, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT):
         register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, fallback_handler(op, False)))
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zcompile.passes import OPTIONAL
+from zcompile.hardware import Link
+from zcompile.passes import OPTIONAL, Plan
 from zcompile.transport import TRANSPORTS
 
 
@@ -24,9 +25,19 @@ class Settings:
     """The wire: "p2p" (copy engines between GPUs of one NVLink domain), "nccl", "gloo", or "auto", which takes what was
     measured to be faster on this machine. `zcompile.stats(model)` tells what it is and why."""
 
-    in_flight_bytes: int = 256 << 20
-    """Most bytes of full parameters that may be on their way ahead of their readers, and of gradients whose reduce has not
-    been waited for: two of the largest matrices of a 7 B model in bf16. One of each is always on its way."""
+    gather_budget_bytes: int | None = None
+    """Most bytes of full parameters at once in a compiled graph, beside the largest that one reader needs. A plan starts gathers
+    as late as hides them and so seldom comes near; a small budget makes it gather again what is read again much later.
+    Default: a sixteenth of the memory that was free on the fullest device when the model was sharded, as a power of two."""
+
+    reduce_budget_bytes: int = 256 << 20
+    """Most bytes of gradients whose reduce has started and has not been waited for: two of the largest matrices of a 7 B model in
+    bf16. One is on its way in any case."""
+
+    persist_bytes: int | None = None
+    """Most bytes of full parameters that stay from forward to backward instead of being gathered again, of those that forward
+    reads last. Default: those of the largest parameter and an eighth more in a graph that computes the loss, since backward begins
+    with what forward read last and has nothing yet to hide its gather behind; 0 in other graphs."""
 
     bucket_bytes: int = 8 << 20
     """Most bytes of full parameters, or of gradients, that travel as one transfer: what NVLink moves in about the time that
@@ -65,7 +76,26 @@ class Settings:
             raise ValueError(
                 f"zcompile: option 'disable_passes' must be a list of {', '.join(OPTIONAL)}, not {settings.disable_passes!r}."
             )
-        for name in ("in_flight_bytes", "bucket_bytes"):
-            if not isinstance(getattr(settings, name), int) or getattr(settings, name) < 0:
-                raise ValueError(f"zcompile: option {name!r} must be at least 0, not {getattr(settings, name)!r}.")
+        for one in dataclasses.fields(cls):
+            given = getattr(settings, one.name)
+            if one.name.endswith("_bytes") and not (given is None and one.default is None):
+                if not isinstance(given, int) or given < 0:
+                    raise ValueError(f"zcompile: option {one.name!r} must be at least 0, not {given!r}.")
         return settings
+
+    def plan(self, link: Link, free_bytes: int) -> Plan:
+        """What passes are configured with.
+
+        Args:
+            free_bytes: memory that was free when the model was sharded.
+        """
+        budget = self.gather_budget_bytes
+        return Plan(
+            link=link,
+            gather_budget_bytes=free_bytes // 16 if budget is None else budget,
+            reduce_budget_bytes=self.reduce_budget_bytes,
+            bucket_bytes=self.bucket_bytes,
+            persist_bytes=self.persist_bytes,
+            fused=self.inner == "inductor",
+            disabled=tuple(self.disable_passes),
+        )

@@ -192,6 +192,7 @@ class Takeover:
                 if parameter is not None:
                     self.add(state, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
         state.use_transport("auto")
+        state.measure_memory()
         self.state = state
         if LeanStep.is_possible(optimizer):
             self.lean_step = LeanStep(optimizer, self.fail)

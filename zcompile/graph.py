@@ -22,6 +22,10 @@ REDUCE_START = ops.reduce_start.default
 REDUCE_GROUP_START = ops.reduce_group_start.default
 REDUCE_WAIT = ops.reduce_wait.default
 
+GATHERS = {GATHER, GATHER_START, GATHER_GROUP_START}
+REDUCES = {REDUCE, REDUCE_START, REDUCE_GROUP_START}
+WAITS = {GATHER_WAIT, REDUCE_WAIT}
+
 # Ops whose output holds elements of their first argument, unchanged.
 MOVEMENT = {
     aten.alias.default,
@@ -65,6 +69,37 @@ def value(node: Node) -> torch.Tensor:
 def nbytes(node: Node) -> int:
     """Bytes of the node's result, a tensor of static size."""
     return value(node).numel() * value(node).dtype.itemsize
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size, or what a dynamic one was when the graph was traced."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
+def shape_hint(tensor: torch.Tensor) -> torch.Size:
+    return torch.Size([hint(size) for size in tensor.shape])
+
+
+def sizes_of(node: Node) -> list[int]:
+    """Bytes of each tensor in the result of `node`; dynamic sizes as traced."""
+    found = node.meta.get("val")
+    tensors = [found] if isinstance(found, torch.Tensor) else found if isinstance(found, (tuple, list)) else []
+    return [shape_hint(one).numel() * one.dtype.itemsize for one in tensors if isinstance(one, torch.Tensor)]
+
+
+def item_count(node: object) -> int | None:
+    """How many items the result of `node` has; None if it is no tuple."""
+    found = node.meta.get("val") if isinstance(node, Node) else None
+    return len(found) if isinstance(found, (tuple, list)) else None
+
+
+def leaves(argument: object) -> list[Node]:
+    """The nodes in an argument, which may be a list of them."""
+    found: list[Node] = []
+    map_aggregate(argument, lambda one: found.append(one) if isinstance(one, Node) else None)
+    return found
 
 
 def is_movement(node: Node, source: Node) -> bool:
@@ -165,6 +200,24 @@ def insert_items(graph: Graph, node: Node, count: int) -> list[Node]:
 def started(start: Node) -> list[Node]:
     """The nodes that stand for each tensor that `start`, of one or of a group, fills."""
     return list(start.users) if start.target in (GATHER_GROUP_START, REDUCE_GROUP_START) else [start]
+
+
+def waits_of(start: Node) -> list[Node]:
+    """The waits of what `start` fills, in order."""
+    return [wait for tensor in started(start) for wait in tensor.users]
+
+
+def bytes_of(start: Node) -> int:
+    """Bytes of the full tensors that a gather or reduce, or a start of one or of a group, moves."""
+    if start.target in GATHERS:
+        return sum(sizes_of(start))
+    grads = start.args[0] if start.target is REDUCE_GROUP_START else [start.args[0]]
+    return sum(sum(sizes_of(grad)) for grad in grads)
+
+
+def is_returned(node: Node) -> bool:
+    """Whether `node` is a result of the graph and nothing else."""
+    return all(user.op == "output" for user in node.users)
 
 
 def retype(source: Node) -> None:

@@ -9,6 +9,7 @@ DTensor's `.grad`.
 """
 
 import functools
+import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zcompile import _C
 from zcompile.checks import agree_on_model, check_mesh, check_model, signature
+from zcompile.hardware import table_of
 from zcompile.materialize import materialize
-from zcompile.transport import Choice, choose, log
+from zcompile.transport import Choice, choose, log, of_all
 from zcompile.words import LEAF, MODEL, STATE
 
 gather = torch.ops.zcompile.gather.default
@@ -95,6 +97,8 @@ class ShardedModel:
         self.runtime = _C.Model(**self.groups)
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
+        self.hardware = table_of(torch.device(mesh.device_type))
+        self.free_bytes = 0
         self.at_rest = False  # whether an uncompiled read outside of backward is of the parameter and not of its values
 
     def use_transport(self, wanted: str) -> None:
@@ -110,6 +114,17 @@ class ShardedModel:
             self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
         self.wanted_transport, self.transport = wanted, choice
         log.info("zcompile: transport %s: %s", *choice)
+
+    def measure_memory(self) -> None:
+        """Note what is free for training, on the rank that has least; all ranks together.
+
+        Rounded down to a power of two: what is free differs a little from run to run, and plans that differ miss every cache.
+        """
+        if self.mesh.device_type == "cuda":
+            free = torch.cuda.mem_get_info()[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.mesh.size()
+        self.free_bytes = 1 << (min(of_all(self.mesh, free)).bit_length() - 1)
 
     def bind(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""
@@ -196,6 +211,7 @@ def shard(
             module._parameters[attribute] = done[id(original)].parameter
     install_readers(state, param_dtype, alone=mesh.size() == 1)
     state.use_transport("auto")
+    state.measure_memory()
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
     return model
@@ -210,13 +226,13 @@ def stats(model: nn.Module) -> dict:
         for activations counts until it is freed); `transport`: its name; `transport_reason`: why it was taken;
         `transport_bytes`: device memory that it keeps, which torch's allocator does not count.
     """
-    state = _state(model)
+    state = state_of(model)
     return state.runtime.stats() | {"transport_reason": state.transport.reason}
 
 
 def reset_stats(model: nn.Module) -> None:
     """Set every counter of `stats(model)` to zero."""
-    _state(model).runtime.reset_stats()
+    state_of(model).runtime.reset_stats()
 
 
 def model_of(leaf: object) -> ShardedModel | None:
@@ -225,7 +241,10 @@ def model_of(leaf: object) -> ShardedModel | None:
     return None if reference is None else reference()
 
 
-def _state(model: nn.Module) -> ShardedModel:
+def state_of(model: nn.Module) -> ShardedModel:
+    """Raises:
+    RuntimeError: `model` is not sharded.
+    """
     for module in model.modules():
         if STATE in module.__dict__:
             return module.__dict__[STATE]
@@ -304,6 +323,24 @@ def install_readers(state: ShardedModel, param_dtype: torch.dtype | None, alone:
     for module, attributes in by_module.items():
         module.__dict__[STATE] = state
         module.__class__ = _sharded_class(type(module), tuple(attributes.items()), param_dtype, alone)
+
+
+def read_on_paper(module: nn.Module, param_dtype: torch.dtype, seen: dict[int, nn.Parameter]) -> list[tuple[nn.Parameter, str]]:
+    """Let `module` read as one of a sharded model does, so that it can be traced without ranks, though not run.
+
+    Args:
+        seen: id of a parameter -> its leaf, for parameters that several modules read; is added to.
+
+    Returns:
+        The leaves and the names of the attributes that read them.
+    """
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, parameter in own.items():
+        module.__dict__[LEAF + name] = seen.setdefault(id(parameter), parameter)
+    if own:
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in own.items())
+        module.__class__ = _sharded_class(type(module), shapes, param_dtype, alone=False)
+    return [(module.__dict__[LEAF + name], name) for name in own]
 
 
 def remove_readers(state: ShardedModel) -> None:

@@ -76,7 +76,7 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
         obstacle = "ranks share a GPU"
     elif unreachable:
         obstacle = f"the GPU of rank {dist.get_rank()} cannot access GPU {unreachable[0]}"
-    return next(filter(None, _of_all(mesh, obstacle)), "")
+    return next(filter(None, of_all(mesh, obstacle)), "")
 
 
 def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
@@ -89,7 +89,7 @@ def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
         times = _all_gather(group, _measure(make_runtime))[0]
         if group.rank() == 0:
             _write_cache(key, times)
-    times = _of_all(mesh, times)[0]
+    times = of_all(mesh, times)[0]
     better = min(times, key=times.get)
     figures = ", ".join(f"{name} {time_us:.0f} us" for name, time_us in times.items())
     when = "measured now" if measured else "measured earlier"
@@ -149,7 +149,7 @@ def _shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
-def _of_all(mesh: DeviceMesh, item) -> list:
+def of_all(mesh: DeviceMesh, item) -> list:
     """Every rank's `item`, in the same order on all ranks of the mesh."""
     items = [item]
     for group in reversed(mesh.get_all_groups()):

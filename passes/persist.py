@@ -1,0 +1,37 @@
+"""What backward reads first may stay full from forward: nothing is there yet to hide its gather behind."""
+
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zcompile.graph import GATHER, backward_nodes, calls, chain, is_tangent, nbytes, readers, value
+
+
+def persist(graph: Graph, persist_bytes: int | None) -> None:
+    """Save the parameters that forward reads last, of `persist_bytes` in all, instead of gathering them again.
+
+    A gather costs about the same for each byte, and what is read last is kept for the shortest time, so the best that fits into
+    a number of bytes is the end of forward's order. That also makes all ranks choose alike.
+
+    Args:
+        persist_bytes: None for the bytes of the largest parameter, and an eighth more for small ones that are read after it, if
+            the graph computes the loss, so that backward begins where forward ends; and 0 otherwise: other graphs of the model,
+            or the loss, come between.
+    """
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    backward = backward_nodes(graph)
+    last_read: dict[Node, int] = {}  # gathers that both read
+    for gather in calls(graph, GATHER):
+        outside = [reader for _, reader in readers(gather, chain(gather))]
+        forward = [position[reader] for reader in outside if reader not in backward and reader.op != "output"]
+        if forward and any(reader in backward for reader in outside):
+            last_read[gather] = max(forward)
+    room = persist_bytes
+    if room is None:
+        tangents = [node for node in graph.find_nodes(op="placeholder") if is_tangent(node)]
+        computes_loss = tangents and all(value(tangent).ndim == 0 for tangent in tangents)
+        room = max(map(nbytes, last_read), default=0) * 9 // 8 if computes_loss else 0
+    for gather in sorted(last_read, key=last_read.get, reverse=True):
+        room -= nbytes(gather)
+        if room < 0:
+            return
+        gather.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -1,0 +1,78 @@
+"""Gathers start ahead of their readers: as late as hides them, since earlier only costs memory."""
+
+from bisect import bisect_right
+from collections import Counter
+from itertools import accumulate
+
+from torch.fx import Graph, Node
+
+from zcompile.cost import Costs, transfer_s
+from zcompile.graph import (
+    GATHER_GROUP_START,
+    GATHER_START,
+    REDUCE_GROUP_START,
+    REDUCE_START,
+    calls,
+    started,
+    waits_of,
+)
+from zcompile.hardware import Link
+from zcompile.windows import Windows
+
+# How much longer than its estimate a transfer may take and still be hidden, and what the host and the first bytes take. Costs are
+# estimates; an early start costs a little memory, a late one makes every rank wait.
+SAFETY, SLACK_S = 1.5, 30e-6
+
+
+def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = True) -> None:
+    """Move each start up to where the compute between it and its first reader takes as long as the transfer.
+
+    The wire serves one gather after the other, so a gather is also done before the next must begin, and in backward it shares
+    the wire with reduces. Starts keep their order. Where windows would leave `Windows.bound`, a gather starts later; and a
+    parameter that is gathered again, after its last reader before.
+    """
+    starts = calls(graph, GATHER_START, GATHER_GROUP_START)
+    if not starts:
+        return
+    windows = Windows(graph)
+    nodes, position = windows.liveness.nodes, windows.liveness.at
+    seconds = Costs(graph, link, fused).seconds
+    before_s = list(accumulate((seconds[node] for node in nodes), initial=0.0))
+    full, limit = windows.full_bytes(), windows.bound(gather_budget_bytes)
+    counted = Counter()
+    for window in windows.windows:
+        counted[window.start] += 0 if window.returned else window.nbytes
+    given_up = windows.given_up()
+    place = next(at for at, node in enumerate(nodes) if node.op != "placeholder")
+    moves: list[tuple[Node, int]] = []
+    for start, latest_s in zip(starts, _latest_s(graph, starts, link, position, before_s), strict=True):
+        place = max(place, bisect_right(before_s, latest_s) - 1, given_up.get(start, 0))
+        at = position[start]
+        while at > place and full[at - 1] + counted[start] <= limit:
+            at -= 1
+            full[at] += counted[start]
+        place = max(place, at)
+        moves.append((start, place))
+    items = {start: started(start) if start.target is GATHER_GROUP_START else [] for start in starts}
+    moved = {node for start in starts for node in (start, *items[start])}
+    for start, place in moves:
+        before = next(nodes[at] for at in range(place, len(nodes)) if nodes[at] not in moved)
+        for node in (start, *items[start]):
+            before.prepend(node)
+
+
+def _latest_s(
+    graph: Graph, starts: list[Node], link: Link, position: dict[Node, int], before_s: list[float]
+) -> list[float]:
+    """For each start the time, in seconds of compute since the graph's beginning, at which it must begin to be hidden."""
+    gather_s = sum(transfer_s(start, link) for start in starts)
+    reduce_s = sum(transfer_s(start, link) for start in calls(graph, REDUCE_START, REDUCE_GROUP_START))
+    stretch = SAFETY * (1.0 + reduce_s / gather_s) if gather_s else SAFETY
+    latest_s: list[float] = []
+    done_s = float("inf")
+    for start in reversed(starts):
+        first_reader_s = before_s[min(position[wait] for wait in waits_of(start))]
+        done_s = min(done_s, first_reader_s) - stretch * transfer_s(start, link) - SLACK_S
+        latest_s.append(done_s)
+    return latest_s[::-1]
+

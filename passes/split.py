@@ -1,0 +1,15 @@
+"""Each gather and each reduce becomes a start and a wait, which later passes move apart."""
+
+from torch.fx import Graph
+
+from zcompile.graph import GATHER, GATHER_START, GATHER_WAIT, REDUCE, REDUCE_START, REDUCE_WAIT, calls, forget, insert
+
+
+def split(graph: Graph) -> None:
+    """gather -> gather_start, gather_wait; reduce -> reduce_start, reduce_wait; nothing stands between them yet."""
+    for gather in calls(graph, GATHER):
+        start = insert(graph, gather, GATHER_START, *gather.args, like=gather)
+        forget(graph, gather, insert(graph, gather, GATHER_WAIT, start, like=gather))
+    for reduce in calls(graph, REDUCE):
+        start = insert(graph, reduce, REDUCE_START, *reduce.args, like=reduce)
+        forget(graph, reduce, insert(graph, reduce, REDUCE_WAIT, start, reduce.args[0], like=reduce))

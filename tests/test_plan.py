@@ -1,0 +1,310 @@
+"""Plans: what they are computed from, against counts and runs that know nothing of them, and what they promise."""
+
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import zcompile
+from models import Transformer, batch, loss_of
+from zcompile import passes
+from zcompile.config import Settings
+from zcompile.cost import Costs, operations, simulate
+from zcompile.paper import main, on_paper
+from zcompile.graph import GATHER, GATHERS, aten, calls, insert
+from zcompile.hardware import CPU, H200
+from zcompile.liveness import Liveness
+from zcompile.passes.fit import given_up
+from zcompile.profile.models import Llama, Size, load
+from zcompile.report import copied, trace
+from zcompile.windows import Windows
+
+SIZE = Size(layers=3, width=32, hidden=96, heads=4, kv_heads=2, vocabulary=64, tokens=24, sequences=2)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """Forward and backward of a small decoder, not yet scheduled."""
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Llama(SIZE)
+        workload = load("tiny", None, 2, 24, False)
+        workload.model = model
+        names = on_paper(workload, torch.bfloat16)
+        tokens = torch.zeros(2, 25, dtype=torch.int64)
+        return trace(lambda: model(tokens), Settings().plan(H200.over("p2p", 8), 1 << 30), lambda leaf: names.get(id(leaf)))
+
+
+def test_operations_of_products_are_torchs(traced):
+    """Against torch's counter on the model in one piece, which counts no attention on the CPU."""
+    model = Llama(SIZE)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 25, dtype=torch.int64)).backward()
+    nodes = [node for one in traced for node in one.graph.nodes if node.op == "call_function"]
+    products = [node for node in nodes if "scaled_dot_product" not in str(node.target)]
+    assert sum(map(operations, products)) == counter.get_total_flops() > 0
+    assert len(nodes) - len(products) >= 2 * SIZE.layers
+
+
+def test_operations_of_attention_are_those_of_its_products():
+    """Grouped queries, values of another width; flash attention's backward forms the scores once more than the plain one."""
+    query, key, value = torch.randn(2, 6, 10, 8), torch.randn(2, 3, 12, 8), torch.randn(2, 3, 12, 8)
+
+    def plain(query, key, value):
+        key, value = (one.repeat_interleave(2, 1) for one in (key, value))
+        return torch.softmax(query @ key.transpose(-1, -2), -1) @ value
+
+    def counted(function):
+        inputs = [one.clone().requires_grad_() for one in (query, key, value)]
+        with FlopCounterMode(display=False) as forward:
+            out = function(*inputs)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    def step(query, key, value, causal):
+        out, rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        grad = torch.ones_like(out)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, rest, 0.0, causal)
+
+    forward, backward = counted(plain)
+    scores = forward // 2
+    for causal, share in ((False, 1), (True, 2)):
+        graph = make_fx(functools.partial(step, causal=causal), tracing_mode="fake")(query, key, value).graph
+        ours = [operations(node) for node in graph.nodes if "scaled_dot_product" in str(node.target)]
+        assert ours == [forward // share, (backward + scores) // share]
+
+
+class Watcher(Interpreter):
+    """Runs a graph and adds up the storages that are held when each node is done, and what it drops directly after."""
+
+    def __init__(self, module):
+        super().__init__(module, garbage_collect_values=True)
+        self.held = []
+
+    def run_node(self, node):
+        result = super().run_node(node)
+        tensors = [one for one in torch.utils._pytree.tree_leaves([result, *self.env.values()]) if isinstance(one, torch.Tensor)]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        self.held.append(sum(storages.values()))
+        return result
+
+
+def test_liveness_is_what_a_run_holds():
+    """Views, views of views, several results, in-place updates, arguments that are returned."""
+
+    def function(x, y):
+        a, b = (x @ y).chunk(2, dim=1)
+        low, high = torch.aminmax(a * 2, dim=0)
+        c = torch.cat((a, b.relu()), dim=1)
+        c.add_(1)
+        d = c.t().reshape(-1, 4)[1:]
+        values, indices = torch.topk(d.sum(0), 2)
+        return d @ torch.ones(4, 3) + low.sum() + high.sum() + values.sum(), indices, x
+
+    module = make_fx(function, tracing_mode="fake")(torch.randn(6, 8), torch.randn(8, 10))
+    watcher = Watcher(module)
+    watcher.run(torch.randn(6, 8), torch.randn(8, 10))
+    nodes = list(module.graph.nodes)
+    predicted = Liveness(module.graph, fused=False).live_bytes()
+    computed = [at for at, node in enumerate(nodes) if node.op == "call_function"]
+    assert [predicted[at] for at in computed] == [watcher.held[at] for at in computed]
+
+
+def test_what_is_computed_inside_its_readers_takes_no_memory():
+    def function(x, w):
+        return torch.tanh(x * 2 + 1) @ w  # one buffer for the three, and the product
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 4)).graph
+    liveness = Liveness(graph)
+    made = [storage for storage in liveness if storage.maker.op == "call_function"]
+    assert [storage.nbytes for storage in made] == [8 * 8 * 4, 8 * 4 * 4]
+
+
+def fewest_misses(reads, capacity):
+    """By trying everything: a cache of `capacity` that must hold each of `reads` when it is read."""
+
+    @functools.cache
+    def misses(at, held):
+        if at == len(reads):
+            return 0
+        if reads[at] in held:
+            return misses(at + 1, held)
+        if len(held) < capacity:
+            return 1 + misses(at + 1, held | {reads[at]})
+        return 1 + min(misses(at + 1, held - {one} | {reads[at]}) for one in held)
+
+    return misses(0, frozenset())
+
+
+def test_given_up_is_as_seldom_as_can_be():
+    drawn = random.Random(0)
+    for _ in range(200):
+        count, capacity = drawn.randint(2, 5), drawn.randint(1, 4)
+        sequence = [drawn.randrange(count) for _ in range(drawn.randint(count, 14))]
+        graph, mode = Graph(), FakeTensorMode()
+        gathers = [graph.placeholder(f"p{number}") for number in range(count)]
+        places = {}
+        for number, gather in enumerate(gathers):
+            gather.meta["val"] = mode.from_tensor(torch.empty(1))
+            read = [at for at, one in enumerate(sequence) if one == number]
+            if read:
+                places[gather] = read
+        again = given_up(places, capacity * 4, last=len(sequence))
+        assert len(places) + sum(map(len, again.values())) == fewest_misses(tuple(sequence), capacity)
+
+
+LINKS = {"h200 p2p": H200.over("p2p", 8), "h200 nccl": H200.over("nccl", 2), "cpu": CPU.over("gloo", 2)}
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+@pytest.mark.parametrize("budget", [0, 10_000, 50_000, 1 << 30])
+def test_prefetch_hides_as_much_as_starting_everything_first_within_the_budget(traced, link, budget):
+    """Simulated exposure, against all gathers at the graph's beginning, as their order allows, and against none early."""
+    exposed, full = {}, {}
+    for name, settings in {
+        "planned": Settings(gather_budget_bytes=budget, bucket_bytes=0),
+        "late": Settings(gather_budget_bytes=budget, bucket_bytes=0, disable_passes=["prefetch"]),
+    }.items():
+        plan = settings.plan(link, 0)
+        for at, one in enumerate(traced):
+            graph, _ = copied(one.graph)
+            passes.run(graph, passes.schedule(plan))
+            windows = Windows(graph)
+            assert max(windows.full_bytes()) <= windows.bound(budget)
+            exposed[name, at] = simulate(graph, Costs(graph, link)).exposed_s
+            full[name, at] = max(windows.full_bytes())
+            if name == "planned":
+                first = next(node for node in graph.nodes if node.op != "placeholder")
+                for start in calls(graph, *GATHERS):
+                    first.prepend(start)
+                exposed["first", at] = simulate(graph, Costs(graph, link)).exposed_s
+    for at in range(len(traced)):
+        assert exposed["planned", at] <= exposed["late", at]
+        if budget == 1 << 30:
+            assert exposed["planned", at] <= 1.001 * exposed["first", at]
+
+
+def test_a_gather_is_not_earlier_than_it_must_be():
+    """Ten equal products, each of which hides ten transfers: no more than two parameters are full at once."""
+    graph, mode = Graph(), FakeTensorMode()
+    with mode:
+        x, shard = torch.empty(64, 256), torch.empty(128, 256)
+    shards = [graph.placeholder(f"shard{at}") for at in range(10)]
+    value = graph.placeholder("x")
+    value.meta["val"] = x
+    for one in shards:
+        one.meta["val"] = shard
+    output = graph.output(())
+    for one in shards:
+        full = insert(graph, output, GATHER, one, [256, 256], torch.float32, like=one)
+        value = insert(graph, output, aten.mm.default, value, full, like=one)
+    output.args = ((value,),)
+    link = H200.over("p2p", 2)
+    slow = passes.Plan(link, gather_budget_bytes=1 << 30, reduce_budget_bytes=0, bucket_bytes=0, persist_bytes=0)
+    transfer_s = link.gather_s(256 * 256 * 4)
+    hardware = replace(link.hardware, kernel_s=10 * transfer_s)
+    passes.run(graph, passes.schedule(replace(slow, link=replace(link, hardware=hardware))))
+    windows = Windows(graph)
+    assert max(windows.full_bytes()) == 2 * 256 * 256 * 4
+    assert all(later.begins > sooner.begins for sooner, later in itertools.pairwise(windows.windows))
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Transformer()
+
+    def forward(self, tokens):
+        return loss_of(self.model, tokens)
+
+
+def explained_beside_a_run(rank, world, persist_bytes):
+    options = {"inner": "aot_eager", "persist_bytes": persist_bytes}
+    model = zcompile.shard(WithLoss())
+    plan = zcompile.explain(model, batch(0, rank), options=options)
+    before = zcompile.stats(model)["gathers"]
+    zcompile.reset_stats(model)
+    torch._dynamo.reset()
+    model.compile(backend="zcompile", options=options, fullgraph=True)
+    loss = model(batch(0, rank))
+    forward = zcompile.stats(model)
+    zcompile.reset_stats(model)
+    loss.backward()
+    return plan, before, forward, zcompile.stats(model), {name: p.numel() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("persist_bytes", [None, 0])
+def test_explain_says_what_a_run_does(ranks, persist_bytes):
+    results = ranks(2).run(explained_beside_a_run, persist_bytes)
+    assert results[0][0] == results[1][0]  # ranks plan alike
+    plan, before, forward, backward, sizes = results[0]
+    ahead, behind = plan.graphs
+    assert (ahead.kind, behind.kind) == ("forward", "backward")
+    assert before == len(ahead.gathers) == forward["gathers"] and len(behind.gathers) == backward["gathers"]
+    assert ahead.gathered_bytes == sum(forward["gathered_bytes"].values())
+    assert behind.reduced_bytes == sum(backward["reduced_bytes"].values())
+    assert {one.parameter for one in ahead.gathers} == {f"model.{name.removeprefix('model.')}" for name in sizes}
+    kept = [one for one in ahead.gathers if one.kept]
+    if persist_bytes is None:  # the tied embedding, which the head reads last
+        most = 4 * max(sizes.values())
+        assert kept[0].nbytes == most < sum(one.nbytes for one in kept) <= most * 9 // 8
+        assert not {one.parameter for one in kept} & {one.parameter for one in behind.gathers}
+    else:
+        assert not kept
+    assert json.loads(plan.to_json())["world"] == 2
+    assert "embed" in str(plan)
+
+
+def test_explain_on_paper(tmp_path, capsys):
+    arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1", "--json", str(tmp_path / "plan.json")]
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "embedding.weight" in told and "4096" in told
+    found = json.loads((tmp_path / "plan.json").read_text())
+    two, many = found["ranks"]
+    assert two["peak_bytes"] > many["peak_bytes"] and two["step_ms"] < many["step_ms"]
+    parameters = sum(parameter.numel() for parameter in load("tiny", None, None, None, False).model.parameters())
+    assert two["parameters"] == many["parameters"] == parameters
+    assert sum(one["nbytes"] for one in two["graphs"][0]["gathers"]) == 2 * parameters
+    assert all(one["full_bytes"] <= one["bound_bytes"] for plan in found["budgets"] for one in plan["graphs"])
+
+
+def test_what_passes_change_is_logged_and_traced(tmp_path):
+    command = [sys.executable, "-m", "zcompile.explain", "--model", "tiny", "--tokens", "16", "--ranks", "2"]
+    environment = os.environ | {"TORCH_LOGS": "+zcompile", "TORCH_TRACE": str(tmp_path)}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0 and "a step of" in told.stdout
+    assert re.search(r"zcompile: split: -(\d+) zcompile.gather.default, \+\1 zcompile.gather_start.default, \+\1 zcompile.gather_wait.default", told.stderr)
+    (trace,) = tmp_path.iterdir()
+    assert "zcompile_before" in trace.read_text() and "zcompile_prefetch" in trace.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--ranks", "0"], "--ranks takes whole numbers"),
+        (["--ranks", "2,many"], "--ranks takes whole numbers"),
+        (["--model", "no/such model"], "no model 'no/such model'"),
+        (["--hardware", "abacus"], "invalid choice"),
+        (["--budgets", "-1"], "--budgets takes"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and says in told and told.count("\n") == 1

@@ -1,0 +1,118 @@
+"""`python -m zcompile.explain`: the plan of a model and what a step would take, without running it, for any number of ranks."""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zcompile.config import Settings
+from zcompile.hardware import TABLES
+from zcompile.profile.models import SIZES, BadInput, Workload, load
+from zcompile.report import Explanation, Traced, explanation, trace
+from zcompile.sharding import read_on_paper
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parser() -> Parser:
+    """All options, each with its reason or default in its help."""
+    made = Parser(prog="python -m zcompile.explain", description=__doc__.split(": ", 1)[1].strip())
+    add = made.add_argument
+    add("--model", default="2b", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path")
+    add("--module", metavar="FILE.py:FUNCTION", help="your own, as for zcompile.profile")
+    add("--ranks", default="8", help="how many, or several numbers with commas between them")
+    add("--hardware", choices=TABLES, default="h200", help="whose tables to use")
+    add("--transport", default="", help="the table's first, unless it is p2p or nccl")
+    add("--batch", type=_positive, help="sequences a rank; 1, or 8 of the tiny model")
+    add("--tokens", type=_positive, help="per sequence")
+    add("--precision", choices=PRECISIONS, default="bf16", help="of compute; masters are fp32")
+    add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
+    add("--budgets", default="", help="what if: step time and memory under these budgets, in MiB, with commas between them")
+    add("--persist", type=int, help="MiB of full parameters kept from forward to backward; the largest one")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    return made
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        found = [int(one) for one in text.split(",") if one]
+    except ValueError:
+        found = [0]
+    if any(one < (1 if name == "--ranks" else 0) for one in found):
+        raise BadInput(f"{name} takes whole numbers with commas between them, not {text!r}")
+    return found
+
+
+def on_paper(workload: Workload, dtype: torch.dtype) -> dict[int, str]:
+    """Let the modules of `workload` gather shards of one rank of one; the names of parameters by the shard's id."""
+    names: dict[int, str] = {}
+    seen: dict[int, nn.Parameter] = {}
+    for path, module in list(workload.model.named_modules()):
+        for leaf, attribute in read_on_paper(module, dtype, seen):
+            names.setdefault(id(leaf), f"{path}.{attribute}" if path else attribute)
+    return names
+
+
+def explained(arguments: argparse.Namespace) -> tuple[list[Explanation], list[Explanation], float]:
+    """For each number of ranks; for each budget, on the first number of ranks; and the seconds that tracing took.
+
+    Raises:
+        BadInput: no such model, or numbers that are none.
+    """
+    ranks, budgets = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
+    if not ranks:
+        raise BadInput("--ranks takes at least one number")
+    hardware = TABLES[arguments.hardware]
+    persist_bytes = None if arguments.persist is None else arguments.persist << 20
+    settings = Settings(persist_bytes=persist_bytes)
+    plans = [settings.plan(hardware.over(arguments.transport, world), hardware.memory_bytes) for world in ranks]
+    begin = time.monotonic()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
+        parameters = sum(parameter.numel() for parameter in workload.model.parameters())
+        names = on_paper(workload, PRECISIONS[arguments.precision])
+        batch = workload.batch(0, 0)
+        traced: list[Traced] = trace(lambda: workload.model(batch), plans[0], lambda leaf: names.get(id(leaf)))
+    seconds = time.monotonic() - begin
+    found = [explanation(traced, plan, parameters, 1) for plan in plans]
+    what_if = [explanation(traced, replace(plans[0], gather_budget_bytes=one << 20), parameters, 1) for one in budgets]
+    return found, what_if, seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan for the first number of ranks and a line for each. The exit code: 0; bad input exits with 2."""
+    made = parser()
+    arguments = made.parse_args(argv)
+    try:
+        found, what_if, seconds = explained(arguments)
+    except BadInput as error:
+        made.error(str(error))
+    print(found[0])
+    from zcompile.tables import comparison
+
+    print(comparison("ranks", [(one.world, one) for one in found]))
+    if what_if:
+        print(comparison("budget MiB", [(one.gather_budget_bytes >> 20, one) for one in what_if]))
+    print(f"Traced in {seconds:.1f} s.")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"ranks": [asdict(one) for one in found], "budgets": [asdict(one) for one in what_if]}, indent=1))
+    return 0

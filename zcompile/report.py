@@ -1,0 +1,276 @@
+"""Plans told: what a compiled step gathers, when and why, and how long and how much memory it is expected to take."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch.fx import Graph, Node
+
+from zcompile import passes
+from zcompile.cost import Costs, Timeline, simulate
+from zcompile.graph import GATHER_GROUP_START, GATHERS, REDUCE_GROUP_START, REDUCES, bytes_of, calls, sizes_of, value
+from zcompile.hardware import Link
+from zcompile.passes import Plan
+from zcompile.windows import Window, Windows
+
+ADAM_BYTES = 28  # a parameter: weight, gradient and two moments are read, all but the gradient written, in fp32
+STATE_BYTES = 4 + 4 + 8  # a parameter: weight, gradient, two moments
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One full parameter in one graph. Places are numbers of nodes; times are predicted.
+
+    Attributes:
+        parameter: its name, or the graph's input if that is not known.
+        bucket: a number that those which travel together share; None if it travels alone.
+        starts, arrives, dies: places of the start, of the wait before its first reader, and of its last reader.
+        transfer_us, exposed_us: of the whole bucket, shared out by bytes.
+        kept: whether it stays full after the graph, for backward.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    bucket: int | None
+    starts: int
+    arrives: int
+    dies: int
+    transfer_us: float
+    exposed_us: float
+    kept: bool
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """One graph, planned.
+
+    Attributes:
+        kind: "forward", "backward" or "inference".
+        gathers: in the order in which they start.
+        full_bytes, bound_bytes: most bytes of full parameters at once, and what the budget allows.
+        live_bytes: most bytes at once besides shards: activations, full parameters, gradients.
+    """
+
+    kind: str
+    nodes: int
+    gathers: tuple[Gather, ...]
+    gathered_bytes: int
+    reduced_bytes: int
+    compute_ms: float
+    exposed_ms: float
+    slowed_ms: float
+    full_bytes: int
+    bound_bytes: int
+    live_bytes: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A step on paper: its graphs run one after the other, and AdamW with fp32 states behind them.
+
+    Attributes:
+        parameters: how many elements the sharded parameters have.
+        step_ms, peak_bytes: predicted, on one rank; the transport's own memory is part of it where the plan knows of it.
+        rests_on: where the figures that it was computed from come from.
+    """
+
+    world: int
+    transport: str
+    hardware: str
+    gather_budget_bytes: int
+    parameters: int
+    graphs: tuple[PlannedGraph, ...]
+    optimizer_ms: float
+    step_ms: float
+    exposed_ms: float
+    peak_bytes: int
+    rests_on: str
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        from zcompile.tables import text_of
+
+        return text_of(self)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph of a model before it is scheduled, and the names of the parameters whose shards it takes."""
+
+    kind: str
+    graph: Graph
+    names: Mapping[Node, str]
+
+
+def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Explanation:
+    """Plan a step of a model that `zcompile.shard` sharded, and say what was planned and why.
+
+    Traces `model(*args, **kwargs)` and its backward, runs the forward once, so that what follows a graph break is seen too, and
+    leaves the compiled model alone. All ranks call it, as they would a forward. Plans are those of the graphs before
+    Inductor simplifies them, and the same on every rank.
+
+    Args:
+        options: as for `torch.compile(model, backend="zcompile", options=...)`.
+
+    Raises:
+        RuntimeError: the model is not sharded.
+        ValueError: an unknown option.
+    """
+    from zcompile.config import Settings
+    from zcompile.sharding import state_of
+
+    settings, state = Settings.parse(options), state_of(model)
+    names = {id(sharded.leaf): name for name, sharded in state.parameters.items()}
+    transport = state.transport.transport if settings.transport == "auto" else settings.transport
+    plan = settings.plan(state.hardware.over(transport, state.runtime.world), state.free_bytes)
+    traced = trace(functools.partial(model, *args, **kwargs), plan, lambda leaf: names.get(id(leaf)))
+    count = sum(sharded.parameter.numel() for sharded in state.parameters.values())
+    return explanation(traced, plan, count, plan.link.world)
+
+
+def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | None]) -> list[Traced]:
+    """The graphs of a forward, which `run` runs, and of its backward, after the passes on joint graphs.
+
+    Args:
+        name_of: the name of the parameter that an input of a Dynamo graph is the shard of, or None.
+    """
+    from zcompile.backend import compile_aot_eager
+
+    found: list[Traced] = []
+
+    def backend(gm, example_inputs):
+        def look(graph: Graph) -> None:
+            found.append(_taken(graph, [name_of(one) for one in example_inputs]))
+
+        return compile_aot_eager(gm, example_inputs, plan, look)
+
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        torch.compile(lambda: run(), backend=backend)()
+    return found
+
+
+def _taken(graph: Graph, names: Sequence[str | None]) -> Traced:
+    kept, copies = copied(graph)
+    placeholders = graph.find_nodes(op="placeholder")
+    origins = {node: node.meta.get("desc") for node in placeholders}
+    if any(isinstance(origin, TangentAOTInput) for origin in origins.values()):
+        kind = "backward"
+    else:
+        kind = "forward"
+    found = {
+        copies[node]: names[origin.idx]
+        for node, origin in origins.items()
+        if isinstance(origin, PlainAOTInput) and names[origin.idx] is not None
+    }
+    return Traced(kind, kept, found)
+
+
+def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy of `graph`, and its node for each node."""
+    made, nodes = Graph(), {}
+    made.output(made.graph_copy(graph, nodes))
+    return made, nodes
+
+
+def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_world: int) -> Explanation:
+    """What `plan` makes of traced graphs, which stay as they are.
+
+    Args:
+        parameters: elements of all sharded parameters.
+        traced_world: the number of ranks for which the graphs were traced; the plan's may be another.
+    """
+    link = plan.link
+    graphs = tuple(_planned(one, plan, traced_world) for one in traced)
+    share = -(-parameters // link.world)
+    optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.bytes_s
+    exposed_ms = sum(one.exposed_ms for one in graphs)
+    step_ms = sum(one.compute_ms + one.exposed_ms + one.slowed_ms for one in graphs) + optimizer_ms
+    live = [one.live_bytes for one in graphs]
+    static = share * (STATE_BYTES - 4)  # gradients are the graphs'
+    if link.wire.transport == "p2p":  # shards in compute width, and staging: docs/design.md
+        static += 2 * share + (192 << 20)
+    return Explanation(
+        world=link.world,
+        transport=link.wire.transport,
+        hardware=link.hardware.name,
+        gather_budget_bytes=plan.gather_budget_bytes,
+        parameters=parameters,
+        graphs=graphs,
+        optimizer_ms=optimizer_ms,
+        step_ms=step_ms,
+        exposed_ms=exposed_ms,
+        peak_bytes=static + max(live, default=0),
+        rests_on=link.hardware.source,
+    )
+
+
+def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
+    graph, copies = copied(traced.graph)
+    passes.run(graph, passes.schedule(plan))
+    names = {copies[node]: name for node, name in traced.names.items()}
+    costs = Costs(graph, plan.link, plan.fused)
+    timeline = simulate(graph, costs)
+    windows = Windows(graph)
+    live = costs.liveness.live_bytes(but=_shards(graph), scaled=_gradients(graph), scale=traced_world / plan.link.world)
+    gathers, reduces = ([start for start in calls(graph, *kinds)] for kinds in (GATHERS, REDUCES))
+    return PlannedGraph(
+        kind=traced.kind,
+        nodes=len(costs.liveness.nodes),
+        gathers=_gathers(windows, timeline, names),
+        gathered_bytes=sum(map(bytes_of, gathers)),
+        reduced_bytes=sum(map(bytes_of, reduces)),
+        compute_ms=1e3 * timeline.compute_s,
+        exposed_ms=1e3 * timeline.exposed_s,
+        slowed_ms=1e3 * timeline.slowed_s,
+        full_bytes=max(windows.full_bytes()),
+        bound_bytes=windows.bound(plan.gather_budget_bytes),
+        live_bytes=max(live),
+    )
+
+
+def _shards(graph: Graph) -> set[Node]:
+    """Inputs that are shards, which live as long as the model."""
+    found: set[Node] = set()
+    for start in calls(graph, *GATHERS):
+        found |= set(start.args[0]) if start.target is GATHER_GROUP_START else {start.args[0]}
+    for start in calls(graph, *REDUCES):
+        found |= set(start.args[1]) if start.target is REDUCE_GROUP_START else {start.args[1]}
+    return found
+
+
+def _gradients(graph: Graph) -> set[Node]:
+    return set(calls(graph, *REDUCES))
+
+
+def _gathers(windows: Windows, timeline: Timeline, names: Mapping[Node, str]) -> tuple[Gather, ...]:
+    transfers = {transfer.start: transfer for transfer in timeline.transfers}
+    buckets = {start: number for number, start in enumerate(w.start for w in windows.windows if w.start.target is GATHER_GROUP_START)}
+
+    def row(window: Window) -> Gather:
+        transfer = transfers[window.start]
+        part = window.nbytes / max(transfer.nbytes, 1)
+        return Gather(
+            parameter=names.get(window.shard, window.shard.name),
+            shape=tuple(value(window.wait).shape),
+            dtype=str(value(window.wait).dtype).removeprefix("torch."),
+            nbytes=window.nbytes,
+            bucket=buckets.get(window.start),
+            starts=window.begins,
+            arrives=windows.liveness.at[window.wait],
+            dies=window.ends,
+            transfer_us=1e6 * part * (transfer.ends_s - transfer.begins_s),
+            exposed_us=1e6 * part * transfer.exposed_s,
+            kept=window.returned,
+        )
+
+    return tuple(map(row, windows.windows))

@@ -1,0 +1,86 @@
+"""Windows of full parameters: how many bytes are full or on their way at each node of a planned graph."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch.fx import Graph, Node
+
+from zcompile.graph import GATHER_GROUP_START, GATHER_START, bytes_of, calls, waits_of
+from zcompile.liveness import Liveness
+
+
+@dataclass(frozen=True)
+class Window:
+    """One full parameter, from the start of its gather to its last reader, as places in the graph."""
+
+    shard: Node
+    start: Node
+    wait: Node
+    nbytes: int
+    begins: int
+    ends: int
+    returned: bool  # kept beyond the graph, and counted in no budget
+
+
+class Windows:
+    """All windows of a graph in which gathers are split into starts and waits, in the order of the starts."""
+
+    def __init__(self, graph: Graph):
+        self.liveness = Liveness(graph, fused=False)
+        position, storages = self.liveness.at, self.liveness.storages
+        end = len(self.liveness.nodes)
+        self.windows: list[Window] = []
+        for start in calls(graph, GATHER_START, GATHER_GROUP_START):
+            shards = start.args[0] if start.target is GATHER_GROUP_START else [start.args[0]]
+            for shard, wait, storage in zip(shards, waits_of(start), storages[start], strict=True):
+                dies = min(storage.dies, end - 1)
+                window = Window(shard, start, wait, storage.nbytes, position[start], dies, returned=storage.dies == end)
+                self.windows.append(window)
+
+    def full_bytes(self) -> list[int]:
+        """At each node, bytes of the windows that it stands in."""
+        change = [0] * (len(self.liveness.nodes) + 1)
+        for window in self.windows:
+            if not window.returned:
+                change[window.begins] += window.nbytes
+                change[window.ends + 1] -= window.nbytes
+        return list(accumulate(change))
+
+    def given_up(self) -> dict[Node, int]:
+        """Starts that gather something again -> the first place after all readers of what they gathered before."""
+        ends: dict[Node, int] = {}  # shard -> end of its last window
+        found: dict[Node, int] = {}
+        for window in self.windows:
+            if window.shard in ends:
+                found[window.start] = max(found.get(window.start, 0), ends[window.shard] + 1)
+            ends[window.shard] = window.ends
+        return found
+
+    def bound(self, gather_budget_bytes: int) -> int:
+        """Most bytes of full parameters that a plan under this budget may have at one node.
+
+        The budget, and beside it one more that is on its way or in use: the largest, or what one node reads at once, or what
+        arrives together, if that is more.
+        """
+        read_at_once: dict[Node, int] = defaultdict(int)
+        for window in self.windows:
+            for reader in self._readers(window.wait):
+                read_at_once[reader] += window.nbytes
+        together = map(bytes_of, {window.start for window in self.windows})
+        return gather_budget_bytes + max([*read_at_once.values(), *together], default=0)
+
+    def _readers(self, wait: Node) -> set[Node]:
+        """Of the memory that `wait` returns, through views."""
+        storage = self.liveness.storages[wait]
+        pending, found, seen = [wait], set(), {wait}
+        while pending:
+            for user in pending.pop().users:
+                if user in seen or user.op == "output":
+                    continue
+                seen.add(user)
+                if self.liveness.storages[user] == storage:
+                    pending.append(user)
+                else:
+                    found.add(user)
+        return found
