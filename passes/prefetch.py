@@ -19,9 +19,9 @@ from zcompile.graph import (
 from zcompile.hardware import Link
 from zcompile.windows import Windows
 
-# How much longer than its estimate a transfer may take and still be hidden, and what the host and the first bytes take. Costs are
-# estimates; an early start costs a little memory, a late one makes every rank wait.
-SAFETY, SLACK_S = 1.5, 30e-6
+# How much of its own time, and how long besides, a transfer starts before it must. Costs are estimates, and an early start costs
+# a little memory, a late one makes every rank wait.
+EARLY, SLACK_S = 0.5, 30e-6
 
 
 def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = True) -> None:
@@ -67,12 +67,13 @@ def _latest_s(
     """For each start the time, in seconds of compute since the graph's beginning, at which it must begin to be hidden."""
     gather_s = sum(transfer_s(start, link) for start in starts)
     reduce_s = sum(transfer_s(start, link) for start in calls(graph, REDUCE_START, REDUCE_GROUP_START))
-    stretch = SAFETY * (1.0 + reduce_s / gather_s) if gather_s else SAFETY
+    shared = 1.0 + reduce_s / gather_s if gather_s else 1.0
     latest_s: list[float] = []
-    done_s = float("inf")
+    begins_s = float("inf")  # of the next one
     for start in reversed(starts):
+        takes_s = shared * transfer_s(start, link)
         first_reader_s = before_s[min(position[wait] for wait in waits_of(start))]
-        done_s = min(done_s, first_reader_s) - stretch * transfer_s(start, link) - SLACK_S
-        latest_s.append(done_s)
+        begins_s = min(begins_s, first_reader_s) - takes_s
+        latest_s.append(begins_s - EARLY * takes_s - SLACK_S)  # once, not for each: it would add up where the wire is busy
     return latest_s[::-1]
 

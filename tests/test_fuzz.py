@@ -1,21 +1,30 @@
-"""Random modules, options and delays, compiled and sharded, against the same modules in one piece.
+"""Random modules, options and delays, compiled and sharded, against the same modules in one piece; and random plans of them.
 
-    ZCOMPILE_FUZZ_GRAPHS=10000 python -m pytest tests/test_fuzz.py
+    ZCOMPILE_FUZZ_GRAPHS=10000 python -m pytest tests/test_fuzz.py -s
 """
 
 import copy
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.fx import GraphModule, Interpreter
 
 import fuzz
 import zcompile
-from zcompile.words import STATE
+from zcompile import passes
+from zcompile.backend import compile_aot_eager
+from zcompile.config import Settings
+from zcompile.hardware import CPU, H200
+from zcompile.report import copied
+from zcompile.sharding import state_of
+from zcompile.windows import Windows
 
-SECONDS = 120  # of fuzzing, unless a number of graphs is asked for
+SECONDS = 60  # of each test, unless a number of graphs is asked for
 GRAPHS = int(os.environ.get("ZCOMPILE_FUZZ_GRAPHS", 0))
+PLANS = 20  # of each module, twice: forward and backward
 FIRST = int(os.environ.get("ZCOMPILE_FUZZ_FIRST", 0))  # seed
 
 
@@ -29,8 +38,7 @@ def one(seed, rank, world):
     eager, compiled = (zcompile.shard(copy.deepcopy(reference)) for _ in range(2))
     options = fuzz.options_of(seed)
     compiled.compile(backend="zcompile", options={"inner": "aot_eager", **options}, fullgraph=True)
-    state = next(module.__dict__[STATE] for module in compiled.modules() if STATE in module.__dict__)
-    state.runtime.use_transport("late c10d")  # NaN until waited for, gradients read as late as their wait
+    state_of(compiled).runtime.use_transport("late c10d")  # NaN until waited for, gradients read as late as their wait
     for step in range(2):
         ours, beside = compiled(batch(seed + step, rank)), eager(batch(seed + step, rank))
         theirs = [reference(batch(seed + step, other)) for other in range(world)]
@@ -49,6 +57,7 @@ def one(seed, rank, world):
         for model in (compiled, eager, reference):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
+    return 2
 
 
 def same(one, other, what):
@@ -60,16 +69,70 @@ def near(one, other, what):
     assert error <= 3e-2 * norm + 1e-3, f"{what}: {one} is not near {other}"  # products in bf16, summed in another order
 
 
-def fuzzed(rank, world, first, graphs, seconds):
-    begin, seed = time.monotonic(), first
-    while seed < first + graphs if graphs else not late(begin + seconds):
+class Poisoner(Interpreter):
+    """Runs a planned graph, and overwrites each full parameter with NaN directly after its window."""
+
+    def __init__(self, graph):
+        super().__init__(GraphModule(torch.nn.Module(), graph), garbage_collect_values=False)
+        windows = Windows(self.module.graph)
+        self.dead = {}
+        for window in windows.windows:
+            if not window.returned:
+                self.dead.setdefault(windows.liveness.nodes[window.ends], []).append(window.wait)
+
+    def run_node(self, node):
+        result = super().run_node(node)
+        for wait in self.dead.get(node, ()):
+            (result if wait is node else self.env[wait]).fill_(float("nan"))
+        return result
+
+
+def plans(seed, rank, world):
+    """Random plans of one module's forward and backward, bitwise what the graphs give before they are planned; how many."""
+    model = zcompile.shard(fuzz.Model(seed))
+    state_of(model).runtime.use_transport("late c10d")
+    taken = []
+
+    def backend(gm, example_inputs):
+        plan = Settings.parse({"persist_bytes": fuzz.options_of(seed)["persist_bytes"]}).plan(CPU.over("gloo", world), 1 << 30)
+        return compile_aot_eager(gm, example_inputs, plan, lambda graph: taken.append((copied(graph)[0], example_inputs)))
+
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        torch.compile(model, backend=backend, fullgraph=True)(batch(seed, rank))
+    (forward, inputs), (backward, _) = taken
+    given = [inputs[node.meta["desc"].idx] for node in forward.find_nodes(op="placeholder")]
+    with torch.no_grad():
+        results = run(forward, given)
+        tangents_and_saved = [*results[1:], torch.ones_like(results[0])]
+        for number in range(PLANS):
+            drawn = Settings.parse(fuzz.options_of(1000 * seed + number))
+            link = [CPU.over("gloo", world), H200.over("p2p", 8), H200.over("nccl", 4096)][number % 3]
+            schedule = passes.schedule(drawn.plan(link, 1 << 30))
+            for graph, arguments in ((forward, given), (backward, tangents_and_saved)):
+                planned, _ = copied(graph)
+                passes.run(planned, schedule)
+                expected = run(graph, arguments)
+                found = Poisoner(planned).run(*arguments)
+                for one, other in zip(found, expected, strict=True):
+                    assert one is None and other is None or torch.equal(one, other), (number, fuzz.options_of(1000 * seed + number))
+    return 2 * PLANS
+
+
+def run(graph, arguments):
+    return Interpreter(GraphModule(torch.nn.Module(), graph)).run(*arguments)
+
+
+def fuzzed(rank, world, check, first, graphs, seconds):
+    """How many graphs were checked, of seeds from `first` on: `graphs` of them, or as many as there is time for."""
+    begin, seed, done = time.monotonic(), first, 0
+    while done < graphs if graphs else not late(begin + seconds):
         torch._dynamo.reset()
         try:
-            one(seed, rank, world)
+            done += globals()[check](seed, rank, world)
         except Exception as error:
             raise AssertionError(f"seed {seed}, options {fuzz.options_of(seed)}") from error
         seed += 1
-    return seed - first
+    return done
 
 
 def late(deadline):
@@ -79,7 +142,10 @@ def late(deadline):
     return bool(past)
 
 
-def test_fuzzed_modules(ranks):
-    counts = ranks(2).run(fuzzed, FIRST, GRAPHS, SECONDS, timeout=GRAPHS + 2 * SECONDS)
-    print(f"{counts[0]} graphs")
-    assert min(counts) >= (GRAPHS or 20)
+@pytest.mark.parametrize("check", ["one", "plans"])
+def test_fuzzed(ranks, check):
+    """Modules end to end, and more plans of each than there is time to compile."""
+    graphs = GRAPHS // 10 if check == "one" else GRAPHS
+    counts = ranks(2).run(fuzzed, check, FIRST, graphs, SECONDS, timeout=2 * GRAPHS + 4 * SECONDS)
+    print(f"{check}: {counts[0]} graphs")
+    assert min(counts) >= (graphs or 20)

@@ -241,6 +241,14 @@ def test_engines_that_fail_leave_the_others(tmp_path, capsys):
     assert "the second rank does not like this batch" in told and "eager" in told
 
 
+def test_the_example_of_a_model_of_ones_own(tmp_path):
+    example = Path(__file__).resolve().parents[1] / "examples/profile.py"
+    run = subprocess.run([sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    losses = json.loads((tmp_path / "results.json").read_text())["engines"]["eager"]["losses"]
+    assert len(losses) == 5 and all(2.0 < loss < 4.0 for loss in losses)  # ten classes: log(10) and noise
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [

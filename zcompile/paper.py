@@ -12,18 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.config import Settings
 from zcompile.hardware import TABLES
+from zcompile.profile.commandline import Parser, positive
 from zcompile.profile.models import SIZES, BadInput, Workload, load
 from zcompile.report import Explanation, Traced, explanation, trace
 from zcompile.sharding import read_on_paper
+from zcompile.tables import comparison
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> Parser:
@@ -35,21 +30,14 @@ def parser() -> Parser:
     add("--ranks", default="8", help="how many, or several numbers with commas between them")
     add("--hardware", choices=TABLES, default="h200", help="whose tables to use")
     add("--transport", default="", help="the table's first, unless it is p2p or nccl")
-    add("--batch", type=_positive, help="sequences a rank; 1, or 8 of the tiny model")
-    add("--tokens", type=_positive, help="per sequence")
+    add("--batch", type=positive, help="sequences a rank; 1, or 8 of the tiny model")
+    add("--tokens", type=positive, help="per sequence")
     add("--precision", choices=PRECISIONS, default="bf16", help="of compute; masters are fp32")
     add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
     add("--budgets", default="", help="what if: step time and memory under these budgets, in MiB, with commas between them")
     add("--persist", type=int, help="MiB of full parameters kept from forward to backward; the largest one")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     return made
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return value
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -107,8 +95,6 @@ def main(argv: list[str] | None = None) -> int:
     except BadInput as error:
         made.error(str(error))
     print(found[0])
-    from zcompile.tables import comparison
-
     print(comparison("ranks", [(one.world, one) for one in found]))
     if what_if:
         print(comparison("budget MiB", [(one.gather_budget_bytes >> 20, one) for one in what_if]))

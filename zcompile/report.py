@@ -21,6 +21,7 @@ from zcompile.windows import Window, Windows
 
 ADAM_BYTES = 28  # a parameter: weight, gradient and two moments are read, all but the gradient written, in fp32
 STATE_BYTES = 4 + 4 + 8  # a parameter: weight, gradient, two moments
+STAGING_BYTES = 192 << 20  # of reduces, peer to peer
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,8 @@ def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_wo
     step_ms = sum(one.compute_ms + one.exposed_ms + one.slowed_ms for one in graphs) + optimizer_ms
     live = [one.live_bytes for one in graphs]
     static = share * (STATE_BYTES - 4)  # gradients are the graphs'
-    if link.wire.transport == "p2p":  # shards in compute width, and staging: docs/design.md
-        static += 2 * share + (192 << 20)
+    if link.wire.transport == "p2p":
+        static += 2 * share + STAGING_BYTES  # published shards in compute width
     return Explanation(
         world=link.world,
         transport=link.wire.transport,
@@ -221,7 +222,10 @@ def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
     costs = Costs(graph, plan.link, plan.fused)
     timeline = simulate(graph, costs)
     windows = Windows(graph)
-    live = costs.liveness.live_bytes(but=_shards(graph), scaled=_gradients(graph), scale=traced_world / plan.link.world)
+    # Peer to peer, half of each gradient takes the place of published shards that backward has done with (csrc/cuda/published.h).
+    own = 0.5 if plan.link.wire.transport == "p2p" else 1.0
+    scale = own * traced_world / plan.link.world
+    live = costs.liveness.live_bytes(but=_shards(graph), scaled=set(calls(graph, *REDUCES)), scale=scale)
     gathers, reduces = ([start for start in calls(graph, *kinds)] for kinds in (GATHERS, REDUCES))
     return PlannedGraph(
         kind=traced.kind,
@@ -246,10 +250,6 @@ def _shards(graph: Graph) -> set[Node]:
     for start in calls(graph, *REDUCES):
         found |= set(start.args[1]) if start.target is REDUCE_GROUP_START else {start.args[1]}
     return found
-
-
-def _gradients(graph: Graph) -> set[Node]:
-    return set(calls(graph, *REDUCES))
 
 
 def _gathers(windows: Windows, timeline: Timeline, names: Mapping[Node, str]) -> tuple[Gather, ...]:

@@ -5,24 +5,17 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zcompile.profile import report
+from zcompile.profile.commandline import Parser, positive
 from zcompile.profile.compare import compare, count
 from zcompile.profile.engines import ENGINES, PRECISIONS
 from zcompile.profile.models import SIZES, BadInput
 from zcompile.profile.worker import Job
-
-
-class Parser(argparse.ArgumentParser):
-    """Bad input is one line, and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"zcompile.profile: {message}\n")
 
 
 def parser() -> Parser:
@@ -36,28 +29,21 @@ def parser() -> Parser:
     add("--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)")
     add("--module", metavar="FILE.py:FUNCTION", help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)")
     add("--engines", default="zcompile,limit,fsdp2", help="comma-separated, of those below, or 'all'")
-    add("--ranks", type=_positive, help="processes; all GPUs, or 2 where there is none")
-    add("--batch", type=_positive, help="sequences a rank and micro-step; 1, or 8 of the tiny model")
-    add("--tokens", type=_positive, help="per sequence")
+    add("--ranks", type=positive, help="processes; all GPUs, or 2 where there is none")
+    add("--batch", type=positive, help="sequences a rank and micro-step; 1, or 8 of the tiny model")
+    add("--tokens", type=positive, help="per sequence")
     about = "; ".join(f"{name}: {what}" for name, what in PRECISIONS.items())
     add("--precision", choices=PRECISIONS, help=f"{about}. bf16 on GPUs, fp32 on CPUs")
     add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
-    add("--accumulation", type=_positive, default=1, help="micro-steps a step")
-    add("--steps", type=_positive, default=20, help="timed, in each repeat")
-    add("--warmup", type=_positive, default=8, help="steps before them; DeepCompile compiles again after five")
-    add("--repeats", type=_positive, default=2, help="of each engine, in turns")
+    add("--accumulation", type=positive, default=1, help="micro-steps a step")
+    add("--steps", type=positive, default=20, help="timed, in each repeat")
+    add("--warmup", type=positive, default=8, help="steps before them; DeepCompile compiles again after five")
+    add("--repeats", type=positive, default=2, help="of each engine, in turns")
     add("--lr", type=float, default=2e-5, help="of AdamW, after a rise over 20 steps; steeper, and runs that differ by rounding may part")
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds that one run may take")
     add("--output", type=Path, default=Path("out/profile"), help="a folder")
     return made
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return value
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
