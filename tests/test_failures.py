@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import zcompile
 from models import Transformer
 from reference import compiled, lm_loss
 from zcompile.config import Settings
+from zcompile.sharding import state_of
 
 
 def raises(error, pattern, call):
@@ -98,6 +100,44 @@ def disagreement(rank, world):
 
 def test_ranks_that_disagree(ranks):
     ranks(2).run(disagreement)
+
+
+class TwoOrders(nn.Module):
+    """Reads its second layer first if it is told to."""
+
+    def __init__(self, turned):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.turned = turned
+
+    def forward(self, x):
+        for layer in reversed(self.layers) if self.turned else self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def different_programs(rank, world):
+    """As over NCCL, where ranks do not agree before each collective."""
+    for turned, error in ((False, None), (rank == 1, "First difference: on rank [01] reads 'layers.[01].weight'")):
+        torch._dynamo.reset()
+        model = zcompile.shard(TwoOrders(turned))
+        state = state_of(model)
+        state.agreement = state.new_agreement()
+        model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True)
+        begin = time.monotonic()
+        if error:
+            raises(RuntimeError, error, lambda: model(torch.ones(2, 4)))
+            assert time.monotonic() - begin < 30
+        else:
+            for length in (2, 3 + rank, 5):  # lengths may differ, and one rank may compile where another does not
+                model(torch.ones(length, 4)).backward()
+    alone = type(state.agreement)("alone", rank, world, timeout_s=0.5)
+    if rank == 0:
+        raises(RuntimeError, "rank 0 has waited 0 s for rank 1 to come to a graph that begins with: first", lambda: alone.check(["first"]))
+
+
+def test_ranks_that_run_different_programs_are_told(ranks):
+    ranks(2).run(different_programs)
 
 
 def replaced(rank, world):

@@ -57,7 +57,9 @@ def compile_graph(
         compiled = compile_aot_eager(gm, example_inputs, plan)
     else:
         compiled = _compile_inductor(gm, example_inputs, plan, settings.inductor, mode)
-    return compiled if settings.transport == "auto" else _over(settings.transport, compiled)
+    if settings.transport == "auto" and not any(model.agreement for model in map(model_of, example_inputs) if model):
+        return compiled
+    return _at_first(compiled, settings.transport, _told(gm, example_inputs, plan))
 
 
 def _plan(example_inputs: Sequence[Any], settings: Settings) -> passes.Plan:
@@ -71,8 +73,8 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> passes.Plan:
     return settings.plan(link, free_bytes)
 
 
-def _over(transport: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, which puts its model on `transport` when it is first called."""
+def _at_first(compiled: Callable[..., Any], transport: str, told: Sequence[str]) -> Callable[..., Any]:
+    """`compiled`, which when it is first called puts its model on `transport`, and compares with other ranks what they run."""
     done = False
 
     def run(*args: Any) -> Any:
@@ -80,11 +82,27 @@ def _over(transport: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
         if not done:
             models = {id(model): model for arg in args if (model := model_of(arg)) is not None}
             for model in models.values():
-                model.use_transport(transport)
+                if transport != "auto":
+                    model.use_transport(transport)
+                if model.agreement is not None:
+                    model.agreement.check(told)
             done = True
         return compiled(*args)
 
     return run
+
+
+def _told(gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan) -> list[str]:
+    """A line for each thing that must be the same on all ranks: what decides which parameters travel, in which order and groups."""
+    models = {id(model): model for one in example_inputs if (model := model_of(one)) is not None}
+    names = {id(sharded.leaf): name for model in models.values() for name, sharded in model.parameters.items()}
+    origin = dict(zip(gm.graph.find_nodes(op="placeholder"), map(id, example_inputs), strict=True))
+    lines = []
+    for node in calls(gm.graph, GATHER):
+        shard, shape, dtype = node.args
+        where = " ".join(map(str.strip, (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]))
+        lines.append(f"reads '{names.get(origin.get(shard), '?')}' {list(shape)} {dtype} ({where})")
+    return [*lines, f"plans under {plan}", f"has torch {torch.__version__} and zcompile {_sources()[:12]}"]
 
 
 def _refuse_writes(gm: GraphModule) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zcompile import _C
+from zcompile.agreement import Agreement
 from zcompile.checks import agree_on_model, check_mesh, check_model, signature
 from zcompile.hardware import table_of
 from zcompile.materialize import materialize
@@ -99,6 +100,7 @@ class ShardedModel:
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))
         self.free_bytes = 0
+        self.agreement: Agreement | None = None  # where a difference between ranks would hang
         self.at_rest = False  # whether an uncompiled read outside of backward is of the parameter and not of its values
 
     def use_transport(self, wanted: str) -> None:
@@ -113,7 +115,12 @@ class ShardedModel:
         if choice.transport != self.transport.transport:
             self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
         self.wanted_transport, self.transport = wanted, choice
+        self.agreement = self.new_agreement() if choice.transport == "nccl" and self.runtime.world > 1 else None
         log.info("zcompile: transport %s: %s", *choice)
+
+    def new_agreement(self) -> Agreement:
+        """For the ranks that share the shards, over NCCL: ranks on gloo agree at run time, and peers by the words for which they wait."""
+        return Agreement(f"zcompile/{self.groups['reduce']}", self.groups["rank"], self.groups["world"])
 
     def measure_memory(self) -> None:
         """Note what is free for training, on the rank that has least; all ranks together.
