@@ -22,7 +22,7 @@ from zcompile.passes.reduce import narrow_reduces, sum_reduces
 from zcompile.passes.sink import sink
 from zcompile.passes.split import split
 from zcompile.passes.unify import unify
-from zcompile.passes.verify import verify, verify_widths, verify_windows
+from zcompile.passes.verify import verify, verify_widths, watch_windows
 
 log = logging.getLogger("zcompile")
 
@@ -80,7 +80,7 @@ def schedule(plan: Plan) -> tuple[Pass, ...]:
         partial(defer, reduce_budget_bytes=plan.reduce_budget_bytes),
     )
     bounded = not {"sink", "fit"} & set(plan.disabled)
-    return (*planned, partial(verify_windows, gather_budget_bytes=budget)) if bounded else planned
+    return (*planned, partial(watch_windows, gather_budget_bytes=budget)) if bounded else planned
 
 
 def name_of(one: Pass) -> str:

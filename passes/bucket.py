@@ -29,8 +29,9 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
     Each tensor keeps a wait of its own.
     """
     starts = calls(graph, GATHER_START)
-    first = {start.args[0]: start for start in reversed(starts)}
-    for group in _runs([start for start in starts if first[start.args[0]] is start], gather_bytes):  # others must not come early
+    first = {(start.args[0], start.args[2]): start for start in reversed(starts)}
+    once = [start for start in starts if first[start.args[0], start.args[2]] is start]  # another one must not come early
+    for group in _runs(once, gather_bytes):
         _merge_gathers(graph, group)
     returned = [start for start in calls(graph, REDUCE_START) if all(map(is_returned, waits_of(start)))]
     for group in _runs(returned, reduce_bytes):

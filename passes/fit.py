@@ -80,6 +80,7 @@ def _gather_again(graph: Graph, gather: Node, places: list[int], position: dict[
             sources = {source: copied(which, source, reader) for source in link.all_input_nodes if source in inside}
             with graph.inserting_before(reader):
                 copies[which, link] = graph.node_copy(link, lambda source: sources.get(source, source))
+            position[copies[which, link]] = position[reader]  # it may be a reader of another gather
         return copies[which, link]
 
     for link, reader in sorted(readers(gather, links), key=lambda pair: position[pair[1]]):

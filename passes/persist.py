@@ -28,7 +28,7 @@ def persist(graph: Graph, persist_bytes: int | None) -> None:
     room = persist_bytes
     if room is None:
         tangents = [node for node in graph.find_nodes(op="placeholder") if is_tangent(node)]
-        computes_loss = tangents and all(value(tangent).ndim == 0 for tangent in tangents)
+        computes_loss = any(value(tangent).ndim == 0 for tangent in tangents)
         room = max(map(nbytes, last_read), default=0) * 9 // 8 if computes_loss else 0
     for gather in sorted(last_read, key=last_read.get, reverse=True):
         room -= nbytes(gather)

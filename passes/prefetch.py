@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
@@ -45,14 +46,19 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
     given_up = windows.given_up()
     place = next(at for at, node in enumerate(nodes) if node.op != "placeholder")
     moves: list[tuple[Node, int]] = []
-    for start, latest_s in zip(starts, _latest_s(graph, starts, link, position, before_s), strict=True):
-        place = max(place, bisect_right(before_s, latest_s) - 1, given_up.get(start, 0))
+    waited_s = free_s = 0.0  # how long compute has waited by now; when the wire is free, as compute's clock shows it
+    for start, needs in zip(starts, _needs(graph, starts, link, position, before_s), strict=True):
+        queued_s = free_s - waited_s - needs.takes_s  # farther behind what is on the wire it would only take memory
+        earliest_s = max(needs.begins_s, queued_s) - EARLY * needs.takes_s - SLACK_S
+        place = max(place, bisect_right(before_s, earliest_s) - 1, given_up.get(start, 0))
         at = position[start]
         while at > place and full[at - 1] + counted[start] <= limit:
             at -= 1
             full[at] += counted[start]
-        place = max(place, at)
+        place = min(max(place, at), position[start])
         moves.append((start, place))
+        free_s = max(free_s, before_s[place] + waited_s) + needs.takes_s
+        waited_s += max(0.0, free_s - waited_s - needs.reader_s)
     items = {start: started(start) if start.target is GATHER_GROUP_START else [] for start in starts}
     moved = {node for start in starts for node in (start, *items[start])}
     for start, place in moves:
@@ -61,19 +67,26 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
             before.prepend(node)
 
 
-def _latest_s(
+class _Needs(NamedTuple):
+    """When a transfer must begin to be hidden, when its first reader comes, and how long it takes; seconds of compute."""
+
+    begins_s: float
+    reader_s: float
+    takes_s: float
+
+
+def _needs(
     graph: Graph, starts: list[Node], link: Link, position: dict[Node, int], before_s: list[float]
-) -> list[float]:
-    """For each start the time, in seconds of compute since the graph's beginning, at which it must begin to be hidden."""
+) -> list[_Needs]:
+    """Of each start, with one transfer at a time on the wire."""
     gather_s = sum(transfer_s(start, link) for start in starts)
     reduce_s = sum(transfer_s(start, link) for start in calls(graph, REDUCE_START, REDUCE_GROUP_START))
     shared = 1.0 + reduce_s / gather_s if gather_s else 1.0
-    latest_s: list[float] = []
+    found: list[_Needs] = []
     begins_s = float("inf")  # of the next one
     for start in reversed(starts):
         takes_s = shared * transfer_s(start, link)
-        first_reader_s = before_s[min(position[wait] for wait in waits_of(start))]
-        begins_s = min(begins_s, first_reader_s) - takes_s
-        latest_s.append(begins_s - EARLY * takes_s - SLACK_S)  # once, not for each: it would add up where the wire is busy
-    return latest_s[::-1]
-
+        reader_s = before_s[min(position[wait] for wait in waits_of(start))]
+        begins_s = min(begins_s, reader_s) - takes_s
+        found.append(_Needs(begins_s, reader_s, takes_s))
+    return found[::-1]

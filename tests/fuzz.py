@@ -25,10 +25,10 @@ class Program(nn.Module):
         if self.random.random() < 0.2:
             self.parameter(3)  # of which nothing is read
 
-    def parameter(self, *shape: int) -> int:
-        """The place in `parts` of a parameter of this shape: a new one, or an earlier one."""
+    def parameter(self, *shape: int, alone: bool = False) -> int:
+        """The place in `parts` of a parameter of this shape: a new one, or an earlier one, if it need not be `alone`."""
         alike = [at for at, part in enumerate(self.parts) if tuple(part.shape) == shape]
-        if alike and self.random.random() < 0.3:
+        if alike and not alone and self.random.random() < 0.3:
             return self.random.choice(alike)
         generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
         trains = self.random.random() < 0.85
@@ -90,12 +90,21 @@ class Bottleneck:
 
 
 class Halves:
-    """Views of one parameter: both halves, a slice, or one of several stacked matrices."""
+    """Views of one parameter: both halves, a slice, a diagonal beside the whole, one of several stacked matrices, or a copy of one."""
+
+    SHAPES = {
+        "chunk": (2 * WIDTH,),
+        "slice": (WIDTH + 3,),
+        "stack": (3, WIDTH, WIDTH),
+        "unbind": (2, WIDTH),
+        "diagonal": (WIDTH + 2, WIDTH),  # used twice: with a third use, eager adds the three gradients in another order
+        "picked": (3, WIDTH, WIDTH),
+    }
 
     def __init__(self, module):
-        self.how = module.random.choice(["chunk", "slice", "stack", "unbind"])
-        shape = {"chunk": (2 * WIDTH,), "slice": (WIDTH + 3,), "stack": (3, WIDTH, WIDTH), "unbind": (2, WIDTH)}[self.how]
-        self.part = module.parameter(*shape)
+        self.how, shape = module.random.choice(list(self.SHAPES.items()))
+        self.part = module.parameter(*shape, alone=self.how == "diagonal")
+        self.bias = module.parameter(WIDTH) if self.how == "picked" else None
 
     def __call__(self, module, x):
         part = module.parts[self.part]
@@ -106,6 +115,12 @@ class Halves:
             return x * part[1 : WIDTH + 1]
         if self.how == "stack":
             return x @ part[1] + x @ part[2]
+        if self.how == "diagonal":
+            diagonal = part[:WIDTH].diagonal()
+            return torch.relu(x @ part[:WIDTH]) * diagonal
+        if self.how == "picked":
+            one = (x.detach().sum().abs() * 7).long().view(1) % len(part)
+            return torch.baddbmm(module.parts[self.bias], x[None], part[one])[0]
         first, second = part.unbind(0)
         return (x * first).add_(second)
 

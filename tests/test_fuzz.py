@@ -18,6 +18,7 @@ from zcompile import passes
 from zcompile.backend import compile_aot_eager
 from zcompile.config import Settings
 from zcompile.hardware import CPU, H200
+from zcompile.passes.verify import verify_windows
 from zcompile.report import copied
 from zcompile.sharding import state_of
 from zcompile.windows import Windows
@@ -111,6 +112,8 @@ def plans(seed, rank, world):
             for graph, arguments in ((forward, given), (backward, tangents_and_saved)):
                 planned, _ = copied(graph)
                 passes.run(planned, schedule)
+                if not {"sink", "fit"} & set(drawn.disable_passes):
+                    verify_windows(planned, drawn.gather_budget_bytes)
                 expected = run(graph, arguments)
                 found = Poisoner(planned).run(*arguments)
                 for one, other in zip(found, expected, strict=True):

@@ -269,6 +269,44 @@ def test_explain_says_what_a_run_does(ranks, persist_bytes):
     assert "embed" in str(plan)
 
 
+class Broken(nn.Linear):
+    """A forward in two graphs."""
+
+    def forward(self, x):
+        x = torch.relu(super().forward(x))
+        torch._dynamo.graph_break()
+        return (x * self.weight.sum()).sum()
+
+
+def explained_often(rank, world):
+    torch._dynamo.reset()
+    model = zcompile.shard(Broken(4, 4))
+    plans = [zcompile.explain(model, torch.ones(2, 4)) for _ in range(10)]
+    assert all(plan == plans[0] for plan in plans)
+    return [one.kind for one in plans[0].graphs]
+
+
+def test_explain_again_and_again(ranks):
+    assert ranks(2).run(explained_often) == 2 * [["forward", "backward"] * 2]
+
+
+def unplanned(rank, world):
+    model = zcompile.shard(nn.Linear(4, 4))
+    model.forward = torch._dynamo.disable(model.forward)
+    with pytest.raises(RuntimeError, match="no graph was captured"):
+        zcompile.explain(model, torch.ones(2, 4))
+    with pytest.raises(ValueError, match="'p2p' is not possible here"):
+        zcompile.explain(model, torch.ones(2, 4), options={"transport": "p2p"})
+
+
+def test_explain_what_cannot_be(ranks):
+    ranks(2).run(unplanned)
+
+
+def pair():
+    return 1, 2
+
+
 def test_explain_on_paper(tmp_path, capsys):
     arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1", "--json", str(tmp_path / "plan.json")]
     assert main(arguments) == 0
@@ -301,6 +339,10 @@ def test_what_passes_change_is_logged_and_traced(tmp_path):
         (["--model", "no/such model"], "no model 'no/such model'"),
         (["--hardware", "abacus"], "invalid choice"),
         (["--budgets", "-1"], "--budgets takes"),
+        (["--persist", "-1"], "--persist takes"),
+        (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
+        (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
+        (["--module", f"{__file__}:pair"], "must return a module, batch"),
     ],
 )
 def test_bad_input_is_one_line(arguments, says, capsys):

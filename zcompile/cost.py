@@ -3,6 +3,7 @@
 Everything here is a function of the graph and the table, so that ranks which compile one graph make one plan.
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils.flop_counter import flop_registry
 from zcompile.graph import GATHER, GATHERS, REDUCE, REDUCES, WAITS, aten, bytes_of, shape_hint, sizes_of, started, value
 from zcompile.hardware import Link
 from zcompile.liveness import Liveness, aliases, fuses
+
+log = logging.getLogger("zcompile")
 
 
 def operations(node: Node) -> int:
@@ -38,7 +41,11 @@ def operations(node: Node) -> int:
     arguments, keywords = map_aggregate((node.args, node.kwargs), shape)
     result = node.meta["val"]
     out = tuple(map(shape, result)) if isinstance(result, (tuple, list)) else shape(result)
-    return formula(*arguments, **keywords, out_val=out)
+    try:
+        return formula(*arguments, **keywords, out_val=out)
+    except Exception as error:  # some look at tensors, not shapes; an estimate is no reason to fail
+        log.debug("zcompile: %s is taken to compute nothing: %s", node.target, error)
+        return 0
 
 
 def _attention_operations(node: Node) -> int:
@@ -142,7 +149,7 @@ class Timeline:
 def simulate(graph: Graph, costs: Costs) -> Timeline:
     """Run `graph` on paper: compute in order, and one wire, which serves transfers in the order of their starts."""
     link = costs.link
-    now = wire_free = compute = exposed = hidden = 0.0
+    now = wire_free = compute = exposed = 0.0
     ends: dict[Node, float] = {}  # of what a start fills
     found: dict[Node, list] = {}  # start -> [nbytes, begins, ends, exposed]
     for node in graph.nodes:

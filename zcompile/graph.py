@@ -102,9 +102,16 @@ def leaves(argument: object) -> list[Node]:
     return found
 
 
+def is_view(node: Node, source: Node) -> bool:
+    """Whether the result of `node` is memory of `source`, which it does not write."""
+    return node.op == "call_function" and getattr(node.target, "is_view", False) and node.args[0] is source
+
+
 def is_movement(node: Node, source: Node) -> bool:
-    """Whether `node` only moves data of `source`."""
-    return node.op == "call_function" and node.target in MOVEMENT and node.args[0] is source
+    """Whether `node` only moves data of `source`, elements of which it does not look into."""
+    if node.op == "call_function" and node.target in MOVEMENT and node.args[0] is source:
+        return True
+    return is_view(node, source) and value(node).dtype == value(source).dtype
 
 
 def is_cast(node: Node) -> bool:
@@ -147,7 +154,7 @@ def chain(source: Node) -> list[Node]:
     """`source` and everything made from it by moving and casting alone."""
     nodes = [source]
     for node in nodes:
-        nodes += [user for user in node.users if is_movement(user, node) or is_cast(user)]
+        nodes += [user for user in node.users if is_movement(user, node) or is_view(user, node) or is_cast(user)]
     return nodes
 
 

@@ -170,11 +170,12 @@ def _real_readers(node: Node) -> Iterator[Node]:
     """Readers of `node`, through views."""
     pending, seen = [node], {node}
     while pending:
-        for user in pending.pop().users:
+        source = pending.pop()
+        for user in source.users:
             if user in seen:
                 continue
             seen.add(user)
-            if user.op == "call_function" and aliases(user):
+            if user.op == "call_function" and source in (aliases(user) or ()):
                 pending.append(user)
             else:
                 yield user

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.config import Settings
-from zcompile.hardware import TABLES
+from zcompile.hardware import TABLES, Hardware, Link
 from zcompile.profile.commandline import Parser, positive
 from zcompile.profile.models import SIZES, BadInput, Workload, load
 from zcompile.report import Explanation, Traced, explanation, trace
@@ -29,13 +29,13 @@ def parser() -> Parser:
     add("--module", metavar="FILE.py:FUNCTION", help="your own, as for zcompile.profile")
     add("--ranks", default="8", help="how many, or several numbers with commas between them")
     add("--hardware", choices=TABLES, default="h200", help="whose tables to use")
-    add("--transport", default="", help="the table's first, unless it is p2p or nccl")
+    add("--transport", help="p2p or nccl, gloo on CPUs; p2p where all ranks share the fast links, else nccl")
     add("--batch", type=positive, help="sequences a rank; 1, or 8 of the tiny model")
     add("--tokens", type=positive, help="per sequence")
     add("--precision", choices=PRECISIONS, default="bf16", help="of compute; masters are fp32")
     add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
     add("--budgets", default="", help="what if: step time and memory under these budgets, in MiB, with commas between them")
-    add("--persist", type=int, help="MiB of full parameters kept from forward to backward; the largest one")
+    add("--persist", help="MiB of full parameters kept from forward to backward; those of the largest and an eighth, if forward returns a loss")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     return made
 
@@ -48,6 +48,21 @@ def _numbers(name: str, text: str) -> list[int]:
     if any(one < (1 if name == "--ranks" else 0) for one in found):
         raise BadInput(f"{name} takes whole numbers with commas between them, not {text!r}")
     return found
+
+
+def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
+    """Raises:
+    BadInput: the table does not have the transport, or it does not reach so many ranks.
+    """
+    known = list(dict.fromkeys(wire.transport for wire in hardware.wires))
+    far = world > hardware.domain
+    if transport is None:
+        transport = next(name for name in known if not (far and name == "p2p"))
+    if transport not in known:
+        raise BadInput(f"--transport must be one of {', '.join(known)} on {hardware.name}, not {transport!r}")
+    if far and transport == "p2p":
+        raise BadInput(f"p2p reaches the {hardware.domain} ranks that share the fast links, not {world}: take --transport nccl")
+    return hardware.over(transport, world)
 
 
 def on_paper(workload: Workload, dtype: torch.dtype) -> dict[int, str]:
@@ -70,16 +85,19 @@ def explained(arguments: argparse.Namespace) -> tuple[list[Explanation], list[Ex
     if not ranks:
         raise BadInput("--ranks takes at least one number")
     hardware = TABLES[arguments.hardware]
-    persist_bytes = None if arguments.persist is None else arguments.persist << 20
-    settings = Settings(persist_bytes=persist_bytes)
-    plans = [settings.plan(hardware.over(arguments.transport, world), hardware.memory_bytes) for world in ranks]
+    persist = _numbers("--persist", arguments.persist or "")
+    settings = Settings.parse({"persist_bytes": persist[0] << 20} if persist else {})
+    plans = [settings.plan(_link(hardware, arguments.transport, world), hardware.memory_bytes) for world in ranks]
     begin = time.monotonic()
     with FakeTensorMode(allow_non_fake_inputs=True):
         workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         names = on_paper(workload, PRECISIONS[arguments.precision])
         batch = workload.batch(0, 0)
-        traced: list[Traced] = trace(lambda: workload.model(batch), plans[0], lambda leaf: names.get(id(leaf)))
+        try:
+            traced: list[Traced] = trace(lambda: workload.model(batch), plans[0], lambda leaf: names.get(id(leaf)))
+        except RuntimeError as error:
+            raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
     seconds = time.monotonic() - begin
     found = [explanation(traced, plan, parameters, 1) for plan in plans]
     what_if = [explanation(traced, replace(plans[0], gather_budget_bytes=one << 20), parameters, 1) for one in budgets]
@@ -92,13 +110,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = made.parse_args(argv)
     try:
         found, what_if, seconds = explained(arguments)
-    except BadInput as error:
+        if arguments.json:
+            everything = {"ranks": [asdict(one) for one in found], "budgets": [asdict(one) for one in what_if]}
+            arguments.json.write_text(json.dumps(everything, indent=1))
+    except (BadInput, OSError) as error:
         made.error(str(error))
     print(found[0])
     print(comparison("ranks", [(one.world, one) for one in found]))
     if what_if:
         print(comparison("budget MiB", [(one.gather_budget_bytes >> 20, one) for one in what_if]))
     print(f"Traced in {seconds:.1f} s.")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"ranks": [asdict(one) for one in found], "budgets": [asdict(one) for one in what_if]}, indent=1))
     return 0

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from zcompile.passes import Plan
 from zcompile.windows import Window, Windows
 
 ADAM_BYTES = 28  # a parameter: weight, gradient and two moments are read, all but the gradient written, in fp32
-STATE_BYTES = 4 + 4 + 8  # a parameter: weight, gradient, two moments
+STATE_BYTES = 12  # a parameter: weight and two moments; gradients are the graphs'
 STAGING_BYTES = 192 << 20  # of reduces, peer to peer
 
 
@@ -54,10 +55,11 @@ class PlannedGraph:
     """One graph, planned.
 
     Attributes:
-        kind: "forward", "backward" or "inference".
+        kind: "forward" or "backward".
         gathers: in the order in which they start.
         full_bytes, bound_bytes: most bytes of full parameters at once, and what the budget allows.
         live_bytes: most bytes at once besides shards: activations, full parameters, gradients.
+        saved_bytes: of a backward, what it takes from its forward.
     """
 
     kind: str
@@ -71,6 +73,7 @@ class PlannedGraph:
     full_bytes: int
     bound_bytes: int
     live_bytes: int
+    saved_bytes: int
 
 
 @dataclass(frozen=True)
@@ -116,23 +119,26 @@ class Traced:
 def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Explanation:
     """Plan a step of a model that `zcompile.shard` sharded, and say what was planned and why.
 
-    Traces `model(*args, **kwargs)` and its backward, runs the forward once, so that what follows a graph break is seen too, and
-    leaves the compiled model alone. All ranks call it, as they would a forward. Plans are those of the graphs before
-    Inductor simplifies them, and the same on every rank.
+    Traces `model(*args, **kwargs)` and its backward, and runs the forward once, so that what follows a graph break is seen too. All
+    ranks call it, as they would a forward, on the model itself rather than on what torch.compile returned. Plans are those of the
+    graphs before Inductor simplifies them, and the same on every rank.
 
     Args:
         options: as for `torch.compile(model, backend="zcompile", options=...)`.
 
     Raises:
-        RuntimeError: the model is not sharded.
-        ValueError: an unknown option.
+        RuntimeError: the model is not sharded, or Dynamo captured nothing of it.
+        ValueError: an unknown option, or a transport that is not possible here.
     """
     from zcompile.config import Settings
     from zcompile.sharding import state_of
+    from zcompile.transport import choose
 
     settings, state = Settings.parse(options), state_of(model)
     names = {id(sharded.leaf): name for name, sharded in state.parameters.items()}
-    transport = state.transport.transport if settings.transport == "auto" else settings.transport
+    transport = state.transport.transport
+    if settings.transport != "auto":
+        transport = choose(settings.transport, state.mesh, state.new_runtime).transport
     plan = settings.plan(state.hardware.over(transport, state.runtime.world), state.free_bytes)
     traced = trace(functools.partial(model, *args, **kwargs), plan, lambda leaf: names.get(id(leaf)))
     count = sum(sharded.parameter.numel() for sharded in state.parameters.values())
@@ -144,6 +150,9 @@ def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | Non
 
     Args:
         name_of: the name of the parameter that an input of a Dynamo graph is the shard of, or None.
+
+    Raises:
+        RuntimeError: Dynamo captured nothing.
     """
     from zcompile.backend import compile_aot_eager
 
@@ -155,9 +164,16 @@ def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | Non
 
         return compile_aot_eager(gm, example_inputs, plan, look)
 
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-        torch.compile(lambda: run(), backend=backend)()
+    fresh = types.FunctionType(_call.__code__.replace(), globals())  # Dynamo counts compilations by code object, and stops at some number
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True), torch._dynamo.config.patch(recompile_limit=1000):
+        torch.compile(fresh, backend=backend)(run)
+    if not found:
+        raise RuntimeError("zcompile: no graph was captured, so there is nothing to plan: is the forward excluded from Dynamo?")
     return found
+
+
+def _call(run: Callable[[], Any]) -> Any:
+    return run()
 
 
 def _taken(graph: Graph, names: Sequence[str | None]) -> Traced:
@@ -196,8 +212,7 @@ def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_wo
     optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.bytes_s
     exposed_ms = sum(one.exposed_ms for one in graphs)
     step_ms = sum(one.compute_ms + one.exposed_ms + one.slowed_ms for one in graphs) + optimizer_ms
-    live = [one.live_bytes for one in graphs]
-    static = share * (STATE_BYTES - 4)  # gradients are the graphs'
+    static = share * STATE_BYTES
     if link.wire.transport == "p2p":
         static += 2 * share + STAGING_BYTES  # published shards in compute width
     return Explanation(
@@ -210,9 +225,18 @@ def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_wo
         optimizer_ms=optimizer_ms,
         step_ms=step_ms,
         exposed_ms=exposed_ms,
-        peak_bytes=static + max(live, default=0),
+        peak_bytes=static + _peak_bytes(graphs),
         rests_on=link.hardware.source,
     )
+
+
+def _peak_bytes(graphs: Sequence[PlannedGraph]) -> int:
+    """Most bytes alive, where forwards run in order and their backwards in reverse: what other graphs have saved is alive too."""
+    peak = saved = 0
+    for graph in graphs:  # each forward before its backward, as they were traced
+        peak = max(peak, saved + graph.live_bytes)
+        saved += graph.saved_bytes
+    return peak
 
 
 def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
@@ -222,11 +246,13 @@ def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
     costs = Costs(graph, plan.link, plan.fused)
     timeline = simulate(graph, costs)
     windows = Windows(graph)
+    shards = _shards(graph)
     # Peer to peer, half of each gradient takes the place of published shards that backward has done with (csrc/cuda/published.h).
     own = 0.5 if plan.link.wire.transport == "p2p" else 1.0
     scale = own * traced_world / plan.link.world
-    live = costs.liveness.live_bytes(but=_shards(graph), scaled=set(calls(graph, *REDUCES)), scale=scale)
-    gathers, reduces = ([start for start in calls(graph, *kinds)] for kinds in (GATHERS, REDUCES))
+    live = costs.liveness.live_bytes(but=shards, scaled=set(calls(graph, *REDUCES)), scale=scale)
+    gathers, reduces = calls(graph, *GATHERS), calls(graph, *REDUCES)
+    inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
     return PlannedGraph(
         kind=traced.kind,
         nodes=len(costs.liveness.nodes),
@@ -239,6 +265,7 @@ def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
         full_bytes=max(windows.full_bytes()),
         bound_bytes=windows.bound(plan.gather_budget_bytes),
         live_bytes=max(live),
+        saved_bytes=sum(sum(sizes_of(node)) for node in inputs) if traced.kind == "backward" else 0,
     )
 
 
@@ -254,7 +281,8 @@ def _shards(graph: Graph) -> set[Node]:
 
 def _gathers(windows: Windows, timeline: Timeline, names: Mapping[Node, str]) -> tuple[Gather, ...]:
     transfers = {transfer.start: transfer for transfer in timeline.transfers}
-    buckets = {start: number for number, start in enumerate(w.start for w in windows.windows if w.start.target is GATHER_GROUP_START)}
+    groups = dict.fromkeys(window.start for window in windows.windows if window.start.target is GATHER_GROUP_START)
+    buckets = {start: number for number, start in enumerate(groups)}
 
     def row(window: Window) -> Gather:
         transfer = transfers[window.start]

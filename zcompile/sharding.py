@@ -111,12 +111,16 @@ class ShardedModel:
         """
         if wanted == self.wanted_transport:
             return
-        choice = choose(wanted, self.mesh, lambda: _C.Model(**self.groups))
+        choice = choose(wanted, self.mesh, self.new_runtime)
         if choice.transport != self.transport.transport:
             self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
         self.wanted_transport, self.transport = wanted, choice
         self.agreement = self.new_agreement() if choice.transport == "nccl" and self.runtime.world > 1 else None
         log.info("zcompile: transport %s: %s", *choice)
+
+    def new_runtime(self) -> _C.Model:
+        """An empty one over the same process groups, to measure on."""
+        return _C.Model(**self.groups)
 
     def new_agreement(self) -> Agreement:
         """For the ranks that share the shards, over NCCL: ranks on gloo agree at run time, and peers by the words for which they wait."""
@@ -130,8 +134,8 @@ class ShardedModel:
         if self.mesh.device_type == "cuda":
             free = torch.cuda.mem_get_info()[0]
         else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.mesh.size()
-        self.free_bytes = 1 << (min(of_all(self.mesh, free)).bit_length() - 1)
+            free = _available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size()))
+        self.free_bytes = 1 << (max(1, min(of_all(self.mesh, free))).bit_length() - 1)
 
     def bind(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""
@@ -420,6 +424,15 @@ def _replaced(name: str) -> str:
         f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into the "
         "DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before zcompile.shard."
     )
+
+
+def _available_bytes() -> int:
+    """Memory that processes of this machine could still take."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

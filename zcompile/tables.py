@@ -53,7 +53,7 @@ def _console(width: int):
         from rich.console import Console
     except ImportError as error:
         raise ImportError("zcompile: a plan as a table needs rich: pip install 'zcompile[profile]', or use .to_json()") from error
-    return Console(file=io.StringIO(), width=width, highlight=False)
+    return Console(file=io.StringIO(), width=width, highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(first: str, *columns: str):

@@ -4,9 +4,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch.fx import Graph, Node
 
-from zcompile.graph import GATHER_GROUP_START, GATHER_START, bytes_of, calls, waits_of
+from zcompile.graph import GATHER_GROUP_START, GATHER_START, bytes_of, calls, chain, readers, value, waits_of
 from zcompile.liveness import Liveness
 
 
@@ -49,38 +50,24 @@ class Windows:
 
     def given_up(self) -> dict[Node, int]:
         """Starts that gather something again -> the first place after all readers of what they gathered before."""
-        ends: dict[Node, int] = {}  # shard -> end of its last window
+        ends: dict[tuple[Node, torch.dtype], int] = {}  # of what was gathered last
         found: dict[Node, int] = {}
         for window in self.windows:
-            if window.shard in ends:
-                found[window.start] = max(found.get(window.start, 0), ends[window.shard] + 1)
-            ends[window.shard] = window.ends
+            gathered = window.shard, value(window.wait).dtype
+            if gathered in ends:
+                found[window.start] = max(found.get(window.start, 0), ends[gathered] + 1)
+            ends[gathered] = window.ends
         return found
 
     def bound(self, gather_budget_bytes: int) -> int:
         """Most bytes of full parameters that a plan under this budget may have at one node.
 
-        The budget, and beside it one more that is on its way or in use: the largest, or what one node reads at once, or what
-        arrives together, if that is more.
+        The budget, and beside it one more that is on its way or in use: the largest, or what one node reads at once, itself or
+        moved and cast, or what arrives together, if that is more.
         """
         read_at_once: dict[Node, int] = defaultdict(int)
         for window in self.windows:
-            for reader in self._readers(window.wait):
+            for reader in {reader for _, reader in readers(window.wait, chain(window.wait)) if reader.op != "output"}:
                 read_at_once[reader] += window.nbytes
         together = map(bytes_of, {window.start for window in self.windows})
         return gather_budget_bytes + max([*read_at_once.values(), *together], default=0)
-
-    def _readers(self, wait: Node) -> set[Node]:
-        """Of the memory that `wait` returns, through views."""
-        storage = self.liveness.storages[wait]
-        pending, found, seen = [wait], set(), {wait}
-        while pending:
-            for user in pending.pop().users:
-                if user in seen or user.op == "output":
-                    continue
-                seen.add(user)
-                if self.liveness.storages[user] == storage:
-                    pending.append(user)
-                else:
-                    found.add(user)
-        return found

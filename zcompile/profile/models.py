@@ -157,7 +157,10 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
         BadInput: there is no such model.
     """
     if module:
-        model, batch, loss = function_of(module)()
+        made = function_of(module)()
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise BadInput(f"{module} must return a module, batch(step, rank) and loss(module, batch)")
+        model, batch, loss = made
         return Workload(WithLoss(model, loss), batch, None)
     if name in SIZES:
         size = SIZES[name]
