@@ -63,8 +63,7 @@ def schedule(plan: Plan) -> tuple[Pass, ...]:
     """Passes on each of the graphs that come of it.
 
     Downcast again: a parameter that forward reads in fp32 too may be bf16 in backward, and so may one of two gathers that `fit`
-    made of one. Buckets stay within an eighth of the
-    budget for each width, which with what `fit` keeps leaves room to start early.
+    made of one. Buckets stay within an eighth of the budget for each width, which with what `fit` keeps leaves room to start early.
     """
     budget = plan.gather_budget_bytes
     together = min(plan.bucket_bytes, budget // 8)

@@ -174,7 +174,7 @@ LINKS = {"h200 p2p": H200.over("p2p", 8), "h200 nccl": H200.over("nccl", 2), "cp
 @pytest.mark.parametrize("budget", [0, 10_000, 50_000, 1 << 30])
 def test_prefetch_hides_as_much_as_starting_everything_first_within_the_budget(traced, link, budget):
     """Simulated exposure, against all gathers at the graph's beginning, as their order allows, and against none early."""
-    exposed, full = {}, {}
+    exposed = {}
     for name, settings in {
         "planned": Settings(gather_budget_bytes=budget, bucket_bytes=0),
         "late": Settings(gather_budget_bytes=budget, bucket_bytes=0, disable_passes=["prefetch"]),
@@ -186,7 +186,6 @@ def test_prefetch_hides_as_much_as_starting_everything_first_within_the_budget(t
             windows = Windows(graph)
             assert max(windows.full_bytes()) <= windows.bound(budget)
             exposed[name, at] = simulate(graph, Costs(graph, link)).exposed_s
-            full[name, at] = max(windows.full_bytes())
             if name == "planned":
                 first = next(node for node in graph.nodes if node.op != "placeholder")
                 for start in calls(graph, *GATHERS):

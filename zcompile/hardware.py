@@ -129,7 +129,7 @@ H200 = Hardware(
     network=Network(bytes_s=45e9, latency_s=15e-6),
     memory_bytes=140 << 30,
     source="transfers alone and beside matrix products on 2 and 4 H200 and the parts of a step on 2 (docs/measurements.md); of 8, gathers "
-    "as the design notes have them, reduces scaled from 4; between hosts, 400 Gb/s for each GPU are assumed",
+    "as the design notes have them, reduces scaled from 4; attention and launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
 )
 
 CPU = Hardware(
@@ -142,7 +142,7 @@ CPU = Hardware(
     domain=64,
     network=Network(bytes_s=1e9, latency_s=100e-6),
     memory_bytes=8 << 30,
-    source="two ranks of one thread on two cores, docs/measurements.md",
+    source="rough estimates for one thread and gloo on one host, not measured",
 )
 
 TABLES = {"h200": H200, "cpu": CPU}

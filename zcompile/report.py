@@ -180,10 +180,7 @@ def _taken(graph: Graph, names: Sequence[str | None]) -> Traced:
     kept, copies = copied(graph)
     placeholders = graph.find_nodes(op="placeholder")
     origins = {node: node.meta.get("desc") for node in placeholders}
-    if any(isinstance(origin, TangentAOTInput) for origin in origins.values()):
-        kind = "backward"
-    else:
-        kind = "forward"
+    kind = "backward" if any(isinstance(origin, TangentAOTInput) for origin in origins.values()) else "forward"
     found = {
         copies[node]: names[origin.idx]
         for node, origin in origins.items()
@@ -285,6 +282,7 @@ def _gathers(windows: Windows, timeline: Timeline, names: Mapping[Node, str]) ->
     buckets = {start: number for number, start in enumerate(groups)}
 
     def row(window: Window) -> Gather:
+        """What is told of one window."""
         transfer = transfers[window.start]
         part = window.nbytes / max(transfer.nbytes, 1)
         return Gather(

@@ -28,6 +28,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     asking = False  # the other finders
 
     def find_spec(self, name, path=None, target=None):
+        """The engine's spec, whose loader also wraps the engine; None for all other modules."""
         if name != _ENGINE or self.asking:
             return None
         self.asking = True
@@ -54,6 +55,7 @@ def _wrap(module) -> None:
 
     @functools.wraps(initialize)
     def wrapped(self, *args, **kwargs):
+        """`DeepSpeedEngine.__init__`, which zcompile takes over from if the config asks for it."""
         given = signature.bind(self, *args, **kwargs).arguments
         config = getattr(given.get("config_class"), "_param_dict", None) or {}
         if "zcompile" not in config:
