@@ -49,6 +49,7 @@ class Plan:
     reduce_budget_bytes: int
     bucket_bytes: int
     persist_bytes: int | None
+    rematerialize: bool = True
     fused: bool = True
     disabled: tuple[str, ...] = ()
 

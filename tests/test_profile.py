@@ -253,7 +253,10 @@ def test_the_example_of_a_model_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, zcompile-p2p"),
+        (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, limit"),
+        (["--engines", "zcompile:fast=1"], "unknown option 'fast'"),
+        (["--engines", "zcompile:transport"], "reads key=value, not 'transport'"),
+        (["--engines", "fsdp2:transport=nccl"], "engine 'fsdp2' takes no options"),
         (["--model", "no/such model"], "no model 'no/such model': built in are tiny"),
         (["--module", "missing.py:build"], "there is no file 'missing.py'"),
         (["--module", f"{__file__}:absent"], "has no function 'absent'"),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx import Graph, GraphModule
@@ -136,7 +137,7 @@ def compile_aot_eager(
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any):
         passes.run(joint.graph, before)
-        return _partition(joint, joint_inputs, **kwargs)
+        return _partition(plan, joint, joint_inputs, **kwargs)
 
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool):
         if joint:
@@ -165,7 +166,7 @@ def _compile_inductor(
     patches = {
         **(list_mode_options(mode) if mode else {}),
         "joint_custom_pre_pass": _Passes(passes.joint(plan), plan),
-        "custom_partitioner_fn": _Partitioner(),
+        "custom_partitioner_fn": _Partitioner(plan),
         "post_grad_custom_post_pass": _Passes(passes.schedule(plan), plan),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
         "shape_padding": False,  # it measures, so that ranks get different graphs and gather and reduce in different orders
@@ -174,10 +175,10 @@ def _compile_inductor(
     return compile_fx(gm, list(example_inputs), config_patches=patches)
 
 
-def _partition(joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any):
-    forward, backward = min_cut_rematerialization_partition(
-        joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-    )
+def _partition(plan: passes.Plan, joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any):
+    save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
+    with config.patch(ban_recompute_materialized_backward=save_more):
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     verify_partition(forward, num_fwd_outputs)
     return forward, backward
 
@@ -205,11 +206,14 @@ class _Passes(CustomGraphPass):
 
 
 class _Partitioner(CustomPartitionerFn):
+    def __init__(self, plan: passes.Plan):
+        self.plan = plan
+
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
-        return _partition(gm, joint_inputs, **kwargs)
+        return _partition(self.plan, gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        return _sources()
+        return f"{self.plan} {_sources()}"
 
 
 @functools.cache

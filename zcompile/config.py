@@ -39,6 +39,11 @@ class Settings:
     reads last. Default: those of the largest parameter and an eighth more in a graph that computes the loss, since backward begins
     with what forward read last and has nothing yet to hide its gather behind; 0 in other graphs."""
 
+    rematerialize: bool = True
+    """Make again in backward what pointwise kernels make of tensors that are saved anyway, such as the result of a norm or an
+    activation that a product reads, rather than save that too. Of a Llama block a third of what is saved; False: only where
+    it costs no writing, as torch.compile does by default."""
+
     bucket_bytes: int = 8 << 20
     """Most bytes of full parameters, or of gradients, that travel as one transfer: what NVLink moves in about the time that
     starting a transfer takes. 0: each travels alone."""
@@ -76,6 +81,8 @@ class Settings:
             raise ValueError(
                 f"zcompile: option 'disable_passes' must be a list of {', '.join(OPTIONAL)}, not {settings.disable_passes!r}."
             )
+        if not isinstance(settings.rematerialize, bool):
+            raise ValueError(f"zcompile: option 'rematerialize' must be true or false, not {settings.rematerialize!r}.")
         for one in dataclasses.fields(cls):
             given = getattr(settings, one.name)
             if one.name.endswith("_bytes") and not (given is None and one.default is None):
@@ -96,6 +103,7 @@ class Settings:
             reduce_budget_bytes=self.reduce_budget_bytes,
             bucket_bytes=self.bucket_bytes,
             persist_bytes=self.persist_bytes,
+            rematerialize=self.rematerialize,
             fused=self.inner == "inductor",
             disabled=tuple(self.disable_passes),
         )

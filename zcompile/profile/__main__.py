@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from zcompile.profile import report
 from zcompile.profile.commandline import Parser, positive
 from zcompile.profile.compare import compare, count
-from zcompile.profile.engines import ENGINES, PRECISIONS
+from zcompile.profile.engines import ENGINES, PRECISIONS, find
 from zcompile.profile.models import SIZES, BadInput
 from zcompile.profile.worker import Job
 
@@ -28,7 +28,7 @@ def parser() -> Parser:
     add = made.add_argument
     add("--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)")
     add("--module", metavar="FILE.py:FUNCTION", help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)")
-    add("--engines", default="zcompile,limit,fsdp2", help="comma-separated, of those below, or 'all'")
+    add("--engines", default="zcompile,limit,fsdp2", help="comma-separated, of those below, or 'all'; the backend's options as in zcompile:transport=nccl:persist_bytes=0")
     add("--ranks", type=positive, help="processes; all GPUs, or 2 where there is none")
     add("--batch", type=positive, help="sequences a rank and micro-step; 1, or 8 of the tiny model")
     add("--tokens", type=positive, help="per sequence")
@@ -48,12 +48,11 @@ def parser() -> Parser:
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
     """Raises:
-    BadInput: no such engine, or more ranks than GPUs.
+    BadInput: no such engine or option, or more ranks than GPUs.
     """
     engines = list(ENGINES) if arguments.engines == "all" else list(dict.fromkeys(arguments.engines.split(",")))
-    unknown = [name for name in engines if name not in ENGINES]
-    if unknown:
-        raise BadInput(f"no engine {', '.join(map(repr, unknown))}; there are {', '.join(ENGINES)}")
+    for name in engines:
+        find(name)
     gpus = torch.cuda.device_count()
     ranks = arguments.ranks or gpus or 2
     if gpus and ranks > gpus:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zcompile.profile import launch
-from zcompile.profile.engines import ENGINES
+from zcompile.profile.engines import find
 from zcompile.profile.models import BadInput, Llama, Workload, function_of, load
 from zcompile.profile.worker import Job
 
@@ -100,7 +100,7 @@ def compare(
     """
     results: dict[str, list[dict]] = {name: [] for name in engines}
     failed: dict[str, str] = {}
-    skipped = {name: reason for name in engines if (reason := ENGINES[name].missing(job.device))}
+    skipped = {name: reason for name in engines if (reason := find(name)[0].missing(job.device))}
     runs = (output / "runs").absolute()
     try:
         for repeat, name in itertools.product(range(repeats), engines):

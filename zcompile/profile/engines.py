@@ -1,7 +1,8 @@
 """The engines that are compared. Each trains the same model on the same batches, and knows nothing of how it is measured."""
 
 import importlib.util
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 import zcompile
-from zcompile.profile.models import blocks_of
+from zcompile.config import Settings
+from zcompile.profile.models import BadInput, blocks_of
 
 PRECISIONS = {
     "fp32": "all in fp32",
@@ -36,8 +38,9 @@ class Training:
 class Engine:
     """A model in training. Subclasses make `model`; the optimizer is AdamW, fused."""
 
-    def __init__(self, model: nn.Module, training: Training):
+    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         self.training = training
+        self.options = options
         self.model = self.prepare(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.learning_rate, fused=True)
         self.steps = 0
@@ -100,27 +103,17 @@ class Eager(Engine):
 
 
 class Zcompile(Eager):
-    transport = "auto"
-
     def prepare(self, model):
         model = super().prepare(model)
-        model.compile(backend="zcompile", options={"transport": self.transport})
+        model.compile(backend="zcompile", options=self.options)
         return model
-
-
-class ZcompileP2p(Zcompile):
-    transport = "p2p"
-
-
-class ZcompileNccl(Zcompile):
-    transport = "nccl"
 
 
 class Limit(Engine):
     """Compute alone: whole weights in the width of compute, no communication, and Adam on a rank's share of fp32 state."""
 
-    def __init__(self, model: nn.Module, training: Training):
-        super().__init__(model, training)
+    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
+        super().__init__(model, training, options)
         share = sum(parameter.numel() for parameter in self.model.parameters()) // dist.get_world_size()
         state = nn.Parameter(torch.zeros(share, device=next(self.model.parameters()).device))
         state.grad = torch.zeros_like(state)
@@ -176,16 +169,19 @@ class Fsdp2Compile(Fsdp2):
 class Zero3(Engine):
     """DeepSpeed's stage 3."""
 
-    config: dict[str, Any] = {}
+    def config(self) -> dict[str, Any]:
+        """What is its own in DeepSpeed's configuration."""
+        return {}
 
-    def __init__(self, model: nn.Module, training: Training):
+    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         import deepspeed
 
         self.training = training
+        self.options = options
         self.model = model
         self.steps = 0
         optimizer = {"lr": training.learning_rate, "weight_decay": 1e-2, "torch_adam": True, "fused": True}  # decay: torch's
-        config = self.config | {
+        config = self.config() | {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": training.micro_steps,
             "gradient_clipping": 0.0,  # the other engines do not clip
@@ -210,11 +206,13 @@ class Zero3(Engine):
 
 
 class DeepCompile(Zero3):
-    config = {"compile": {"deepcompile": True}}
+    def config(self):
+        return {"compile": {"deepcompile": True}}
 
 
 class Zero3Zcompile(Zero3):
-    config = {"zcompile": {"enabled": True}}
+    def config(self):
+        return {"zcompile": {"enabled": True, **self.options}}
 
     def taken(self) -> bool:
         return self.engine.zcompile.state is not None
@@ -242,15 +240,14 @@ def _needs_deepspeed_and_cuda(device: str) -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    make: Callable[[nn.Module, Training], Engine]
+    make: Callable[[nn.Module, Training, Mapping[str, Any]], Engine]
     about: str
     missing: Callable[[str], str | None] = lambda device: None  # why it cannot run on this kind of device
+    takes_options: bool = False  # those of the backend
 
 
 ENGINES = {
-    "zcompile": Entry(Zcompile, "zcompile.shard and torch.compile(backend='zcompile')"),
-    "zcompile-p2p": Entry(ZcompileP2p, "the same, over copy engines", _needs_cuda),
-    "zcompile-nccl": Entry(ZcompileNccl, "the same, over NCCL", _needs_cuda),
+    "zcompile": Entry(Zcompile, "zcompile.shard and torch.compile(backend='zcompile')", takes_options=True),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
     "eager": Entry(Eager, "zcompile.shard, not compiled"),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
@@ -258,5 +255,34 @@ ENGINES = {
     "ddp": Entry(Ddp, "DistributedDataParallel: nothing is sharded"),
     "zero3": Entry(Zero3, "DeepSpeed ZeRO-3", _needs_deepspeed),
     "deepcompile": Entry(DeepCompile, "DeepSpeed ZeRO-3 with its compiler", _needs_deepspeed_and_cuda),
-    "zero3+zcompile": Entry(Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed),
+    "zero3+zcompile": Entry(Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed, takes_options=True),
 }
+
+
+def find(name: str) -> tuple[Entry, dict[str, Any]]:
+    """The engine of a name such as "fsdp2" or "zcompile:transport=nccl:persist_bytes=0", and the backend's options in it.
+
+    Raises:
+        BadInput: no such engine, or it does not take such options.
+    """
+    kind, *settings = name.split(":")
+    if kind not in ENGINES:
+        raise BadInput(f"no engine {kind!r}; there are {', '.join(ENGINES)}")
+    options = dict(map(_option, settings))
+    if options and not ENGINES[kind].takes_options:
+        raise BadInput(f"engine {kind!r} takes no options")
+    try:
+        Settings.parse(options)
+    except ValueError as error:
+        raise BadInput(f"engine {name!r}: {error}") from error
+    return ENGINES[kind], options
+
+
+def _option(setting: str) -> tuple[str, Any]:
+    key, equals, text = setting.partition("=")
+    if not equals:
+        raise BadInput(f"an option of an engine reads key=value, not {setting!r}")
+    try:
+        return key, json.loads(text)
+    except json.JSONDecodeError:
+        return key, text

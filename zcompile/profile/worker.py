@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from zcompile.profile.engines import ENGINES, Engine, Training
+from zcompile.profile.engines import Engine, Training, find
 from zcompile.profile.models import Workload, load
 from zcompile.profile.timeline import STEP, Parts, parts_of_step
 
@@ -116,7 +116,9 @@ class Run:
             self.workload: Workload = load(job.model, job.module, job.sequences, job.tokens, job.checkpointing)
         self.workload.model.to(job.device)
         self.parameters = sum(parameter.numel() for parameter in self.workload.model.parameters())
-        self.engine: Engine = ENGINES[job.engine].make(self.workload.model, Training(job.precision, job.learning_rate, job.accumulation))
+        entry, options = find(job.engine)
+        training = Training(job.precision, job.learning_rate, job.accumulation)
+        self.engine: Engine = entry.make(self.workload.model, training, options)
         self.losses: list[torch.Tensor] = []
 
     def batches(self) -> list[Any]:
