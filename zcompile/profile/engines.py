@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import zcompile
 from zcompile.profile.models import blocks_of
+from zcompile.report import Explanation
 
 PRECISIONS = {
     "fp32": "all in fp32",
@@ -86,6 +87,10 @@ class Engine:
         """Bytes of full parameters and gradients that this rank gathered and reduced since it was made; None if unknown."""
         return None
 
+    def explain(self, batch: Any) -> Explanation | None:
+        """The plan of a micro-step, if there is one; all ranks call it."""
+        return None
+
 
 class Eager(Engine):
     def prepare(self, model):
@@ -106,6 +111,12 @@ class Zcompile(Eager):
         model = super().prepare(model)
         model.compile(backend="zcompile", options={"transport": self.transport})
         return model
+
+
+    def explain(self, batch: Any) -> Explanation:
+        device = next(self.model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocasts()):
+            return zcompile.explain(self.model, batch, options={"transport": self.transport})
 
 
 class ZcompileP2p(Zcompile):
