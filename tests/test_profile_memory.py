@@ -10,9 +10,11 @@ from zcompile.curve import thinned
 from zcompile.profile.blocks import KINDS, blocks_of
 from zcompile.profile.memory import memory_of_step
 from zcompile.profile.owned import WALK, Owned
+from zcompile.profile.plan import planned
 from zcompile.profile.timeline import STEP, clock
 from zcompile.profile.windows import windows_of_step
 from zcompile.profile.wire import wire_bytes
+from zcompile.report import Explanation, PlannedGraph, in_order
 
 GAP = 100.0  # us between things that happen
 CALLS = [  # from the outermost to the innermost range around an allocation, and what it is for
@@ -197,6 +199,26 @@ def test_windows_without_names():
     found = windows_of_step(trace, blocks_of(trace, 0))
     assert [(one.nbytes, one.begin_ms, one.end_ms) for one in found.windows] == [(512, 0.105, 0.4), (100, 0.125, 0.9), (612, 0.15, 0.91)]
     assert windows_of_step({"traceEvents": GATHERS[:1]}, []) is None
+
+
+def graph(kind, live, full, saved=0, ms=10.0):
+    """One that has `live` and `full` bytes in its first half, and half of both in its second; and one transfer."""
+    memory = ((0.0, live, full), (ms / 2, live // 2, full // 2))
+    return PlannedGraph(kind, 2, (), 0, 0, ms, 0.0, 0.0, full, full, live, saved, memory, ((1.0, 3.0),))
+
+
+def test_a_plan_as_a_course():
+    """Forwards, then backwards in reverse; what others have saved, and gradients of the first micro-step, are there beside each."""
+    graphs = (graph("forward", 100, 40), graph("backward", 80, 40, saved=16), graph("forward", 60, 20), graph("backward", 50, 20, saved=8))
+    assert [(one.live_bytes, saved) for one, saved in in_order(graphs)] == [(100, 0), (60, 16), (50, 16), (80, 0)]
+    explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 45.0, 1.0, 1100, 1000, "guesses")
+    found = planned(explained, micro_steps=2)
+    assert (found.step_ms, found.exposed_ms, found.rests_on) == (85.0, 2.0, "guesses")
+    once = [(0, 1100, 1040), (5, 1050, 1020), (10, 1076, 1020), (15, 1046, 1010), (20, 1066, 1020), (25, 1041, 1010), (30, 1080, 1040), (35, 1040, 1020)]
+    gradients = 4 * 10 // 2
+    again = [(40 + ms, nbytes + gradients, full) for ms, nbytes, full in once]
+    assert found.memory == [*once, *again, (80, 1000 + gradients, 1000), (85, 1000 + gradients, 1000)]
+    assert found.peak_bytes == 1120 and found.transfers == [(10 * at + 1, 10 * at + 3) for at in range(8)]
 
 
 def test_bytes_on_the_wire():

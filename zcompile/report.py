@@ -133,7 +133,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
 
     Traces `model(*args, **kwargs)` and its backward, and runs the forward once, so that what follows a graph break is seen too. All
     ranks call it, as they would a forward, on the model itself rather than on what torch.compile returned. Plans are those of the
-    graphs before Inductor simplifies them, and the same on every rank.
+    graphs before Inductor simplifies them, and the same on every rank but for how large its shards are.
 
     Args:
         options: as for `torch.compile(model, backend="zcompile", options=...)`.
