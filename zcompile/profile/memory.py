@@ -42,12 +42,20 @@ class Memory:
     allocator_bytes: int
 
 
-def memory_of_step(trace: dict, walks: list[list[Owned]], blocks: list[Block], device: int | None, transport_bytes: int) -> Memory:
+def memory_of_step(
+    trace: dict,
+    walks: list[list[Owned]],
+    blocks: list[Block],
+    device: int | None,
+    transport_bytes: int,
+    peak_bytes: int | None = None,
+) -> Memory:
     """Args:
     walks: what was known by address at each range named WALK.
     blocks: those of the trace; become of the kinds that `walks` say.
     device: the GPU's index; None for the CPU.
     transport_bytes: of the transport, outside of the allocator.
+    peak_bytes: the allocator's in the last step; None to take it from the trace.
     """
     reports = reports_of(trace, device)
     times = sorted(event["ts"] for event in trace["traceEvents"] if event.get("name") == WALK and event.get("cat") == "user_annotation")
@@ -58,13 +66,14 @@ def memory_of_step(trace: dict, walks: list[list[Owned]], blocks: list[Block], d
     unknown = 0 if device is None else max(0, counted - known)
     blocks += [Block(0, unknown, -math.inf), Block(0, transport_bytes, -math.inf, kind="transport")]
     begin, end = last_step(trace)
-    unseen = [block for block in blocks if block.lost] if device is None else []
-    highest = transport_bytes + most_counted(reports, unseen, begin, end) + (known - counted if device is None else 0)
+    if peak_bytes is None:
+        unseen = [block for block in blocks if block.lost] if device is None else []
+        peak_bytes = most_counted(reports, unseen, begin, end) + (known - counted if device is None else 0)
     at = clock(trace)
     points = thinned(list(bytes_over_time(blocks, begin, end)), POINTS, lambda point: sum(point[1].values()))
     ms = [max(0.0, (at(time) - at(begin)) / 1e3) for time, _ in points]
     peak = max(range(len(points)), key=lambda one: sum(points[one][1].values()))
-    return Memory(ms, {kind: [held[kind] for _, held in points] for kind in KINDS}, points[peak][1], ms[peak], highest)
+    return Memory(ms, {kind: [held[kind] for _, held in points] for kind in KINDS}, points[peak][1], ms[peak], peak_bytes + transport_bytes)
 
 
 def most_counted(reports: list[dict], unseen: list[Block], begin: float, end: float) -> int:

@@ -260,8 +260,11 @@ class Run:
             name_deepspeed_transfers()
         with Walks(self.engine) as walks, torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
             for _ in range(DETAILED_STEPS):
+                if self.cuda:
+                    torch.cuda.reset_peak_memory_stats()
                 with torch.profiler.record_function(STEP):
                     self.step()
+                peak_bytes = torch.cuda.max_memory_allocated() if self.cuda else None
                 walks.again()
             self.synchronize()
         if dist.get_rank() != 0:
@@ -273,12 +276,18 @@ class Run:
         device = torch.cuda.current_device() if self.cuda else None
         blocks = blocks_of(trace, device)
         windows = windows_of_step(trace, blocks)
-        memory = memory_of_step(trace, walks.found, blocks, device, self.engine.extra_bytes())
+        memory = memory_of_step(trace, walks.found, blocks, device, self.engine.extra_bytes(), peak_bytes)
         return memory, windows, wire_bytes(trace, self.job.ranks) // DETAILED_STEPS
 
     def planned(self) -> Planned | None:
-        """What zcompile's plan predicts; all ranks trace the model again."""
-        explained = self.engine.explain(self.batches()[0]) if self.job.trace else None
+        """What zcompile's plan predicts; all ranks trace the model again. None also if that fails, for the rest is measured by then."""
+        if not self.job.trace:
+            return None
+        try:
+            explained = self.engine.explain(self.batches()[0])
+        except RuntimeError:
+            traceback.print_exc()
+            return None
         return explained and planned(explained, self.job.accumulation)
 
     def snapshot(self) -> None:
