@@ -44,4 +44,5 @@ def planned(explained: Explanation, micro_steps: int) -> Planned:
     memory += [(at, static + gradients, static) for at in (now, now + explained.optimizer_ms)]
     peak = max(nbytes for _, nbytes, _ in memory)
     exposed_ms = micro_steps * explained.exposed_ms
-    return Planned(now + explained.optimizer_ms, exposed_ms, peak, thinned(memory, POINTS, lambda point: point[1]), union(transfers), explained.rests_on)
+    few = thinned(memory, POINTS, lambda point: point[1])
+    return Planned(now + explained.optimizer_ms, exposed_ms, peak, few, union(transfers), explained.rests_on)

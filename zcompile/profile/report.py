@@ -44,8 +44,8 @@ def predictions(results: Results) -> list[str]:
     for name, one in finished(results).items():
         if (plan := one.get("plan")) and (memory := one.get("memory")):
             told.append(
-                f"The plan of {name} predicted a step of {plan['step_ms']:.1f} ms and {plan['peak_bytes'] / 2**20:,.0f} MiB at most; measured were "
-                f"{one['step_ms']['median']:.1f} ms and {memory['allocator_bytes'] / 2**20:,.0f} MiB by the allocator's count. It rests on: "
+                f"The plan of {name} predicted a step of {plan['step_ms']:.1f} ms and {plan['peak_bytes'] / 2**20:,.0f} MiB at most; measured "
+                f"were {one['step_ms']['median']:.1f} ms and {memory['allocator_bytes'] / 2**20:,.0f} MiB by the allocator's count. It rests on: "
                 f"{plan['rests_on']}."
             )
     return told
@@ -284,13 +284,13 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
     "timeline": ("About one traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
     "memory": ("Peak memory of rank 0 during the timed steps.", draw_memory),
     "kinds": (
-        "Memory over one traced step by what it is for, rank 0, on one scale. The red line is zcompile's plan, the dotted one of it what is kept and full parameters. "
-        "On a GPU, the time is when the device got to what the host had asked for.",
+        "Memory over one traced step by what it is for, rank 0, on one scale. The red line is zcompile's plan, the dotted one of it what is "
+        "kept and full parameters. On a GPU, the time is when the device got to what the host had asked for.",
         draw_kinds,
     ),
     "windows": (
-        "One traced step: what streams (on a CPU, threads) did, when the plan has transfers, and below it how long each of the largest parameters was "
-        "in full, from the start of its gather until its memory was freed.",
+        "One traced step: what streams (on a CPU, threads) did, when the plan has transfers, and below it how long each of the largest "
+        "parameters was in full, from the start of its gather until its memory was freed.",
         draw_windows,
     ),
     "losses": ("Losses, means over ranks. 'limit' is left out, for it does not train.", draw_losses),
