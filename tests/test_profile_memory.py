@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from zcompile.curve import thinned
 from zcompile.profile.blocks import KINDS, blocks_of
 from zcompile.profile.memory import memory_of_step
-from zcompile.profile.owned import WALK, Owned
+from zcompile.profile.owned import WALK, Owned, Walks
 from zcompile.profile.plan import planned
 from zcompile.profile.timeline import STEP, clock
 from zcompile.profile.windows import windows_of_step
@@ -87,7 +88,12 @@ class Made:
         known = self.truth[:3] + [block for block in alive if generator.random() < 0.3]
         for block in known[3:]:
             block[3] = generator.choice(("gradients", "shards"))
-        self.walks = [[Owned(block[4], block[2], block[3]) for block in known]]
+        owned = [Owned(block[4], block[2], block[3]) for block in known]
+        self.walks = Walks(None, on_gpu=False)
+        self.walks.found = [owned]
+        if self.device is not None:  # whose allocator gives out more than is asked for, and has not given out a transport's memory
+            self.walks.before = {block[4]: block[2] for block in known[:3]}
+            self.walks.found = [[replace(one, nbytes=one.nbytes - 500) for one in owned] + [Owned(1 << 40, 1 << 30, "gradients")]]
         self.events += [ranged(WALK, self.end - GAP / 4, self.end - GAP / 8), ranged(STEP, *self.step)]
 
     def held(self, time) -> dict[str, int]:
@@ -133,7 +139,7 @@ def test_frees_that_nobody_saw():
     ]
     trace = {"traceEvents": events}
     blocks = blocks_of(trace, None)
-    found = memory_of_step(trace, [], blocks, None, 0)
+    found = memory_of_step(trace, Walks(None, on_gpu=False), blocks, None, 0)
     assert [(block.begins, block.ends, block.lost) for block in blocks] == [
         (110, 300, True),
         (300, 700, False),

@@ -2,8 +2,8 @@
 
 [Note: how kinds are told]
 The trace has every allocation and every free. What it is for is told by the ranges around the allocation on its thread,
-of which the innermost that tells counts (TELLS in blocks.py): a gather's is full parameters. What the engine keeps at the end of a
-backward is told by its address (owned.py), which comes first. All else is activations and the rest.
+of which the innermost that tells counts (TELLS in blocks.py): a gather's is full parameters. What the engine keeps at the
+end of a backward is told by its address (owned.py), which comes first. All else is activations and the rest.
 
 What was there before the trace: on CUDA the allocator's own count says how much, and what of it has no known address is
 the rest. On a CPU nobody counts before, so it is what has a known address.
@@ -11,16 +11,15 @@ the rest. On a CPU nobody counts before, so it is what has a known address.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from zcompile.curve import thinned
 from zcompile.profile.blocks import KINDS, Block, end_unseen, reports_of
-from zcompile.profile.owned import WALK, Owned
+from zcompile.profile.owned import WALK, Owned, Walks
 from zcompile.profile.timeline import clock, last_step
 
 POINTS = 400  # of a curve
-CUDA_ROUNDS_TO = 512  # bytes
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Memory:
 
 def memory_of_step(
     trace: dict,
-    walks: list[list[Owned]],
+    walks: Walks,
     blocks: list[Block],
     device: int | None,
     transport_bytes: int,
     peak_bytes: int | None = None,
 ) -> Memory:
     """Args:
-    walks: what was known by address at each range named WALK.
+    walks: those of the trace.
     blocks: those of the trace; become of the kinds that `walks` say.
     device: the GPU's index; None for the CPU.
     transport_bytes: of the transport, outside of the allocator.
@@ -59,7 +58,7 @@ def memory_of_step(
     """
     reports = reports_of(trace, device)
     times = sorted(event["ts"] for event in trace["traceEvents"] if event.get("name") == WALK and event.get("cat") == "user_annotation")
-    blocks = blocks + tell_by_address(blocks, zip(times, walks), CUDA_ROUNDS_TO if device is not None else 1)
+    blocks = blocks + tell_by_address(blocks, zip(times, walks.found), walks.before)
     end_unseen(blocks)
     known = sum(block.nbytes for block in blocks if block.begins == -math.inf)
     counted = reports[0]["args"]["Total Allocated"] - reports[0]["args"]["Bytes"]  # before the trace
@@ -83,22 +82,26 @@ def most_counted(reports: list[dict], unseen: list[Block], begin: float, end: fl
     return max(nbytes - sum(block.nbytes for block in unseen if block.ends <= time) for time, nbytes in inside)
 
 
-def tell_by_address(blocks: list[Block], walks: Iterable[tuple[float, list[Owned]]], rounds_to: int) -> list[Block]:
-    """Give blocks that were alive at a walk the kind of what lay there; what no block is of was there before, and is returned."""
+def tell_by_address(blocks: list[Block], walks: Iterable[tuple[float, list[Owned]]], known: Mapping[int, int] | None) -> list[Block]:
+    """Give blocks that were alive at a walk the kind of what lay there; what no block is of was there before, and is returned.
+
+    Args:
+        known: address -> bytes before the trace, and nothing else was there; None if that is not known.
+    """
     by_address: dict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         by_address[block.address].append(block)
     before = []
-    for time, walk in walks:
-        for one in walk:
-            block = next((other for other in by_address[one.address] if other.begins <= time < other.ends), None)
-            if block is None:
-                block = Block(one.address, -(-one.nbytes // rounds_to) * rounds_to, -math.inf)
-                # Until the first that is made at its address.
-                block.ends = min((other.begins for other in by_address[one.address] if other.begins > time), default=math.inf)
-                by_address[one.address].append(block)
-                before.append(block)
-            block.kind, block.range = one.kind, None
+    for time, one in ((time, one) for time, walk in walks for one in walk):
+        block = next((other for other in by_address[one.address] if other.begins <= time < other.ends), None)
+        if block is None:
+            if known is not None and one.address not in known:
+                continue
+            until = min((other.begins for other in by_address[one.address] if other.begins > time), default=math.inf)
+            block = Block(one.address, one.nbytes if known is None else known[one.address], -math.inf, until)
+            by_address[one.address].append(block)
+            before.append(block)
+        block.kind, block.range = one.kind, None
     return before
 
 

@@ -26,13 +26,19 @@ class Walks:
 
     Attributes:
         found: one list for each range named WALK in the trace, in order.
+        before: address -> bytes of what the allocator had given out before; None for a CPU, where nobody knows. Gradients may
+            lie in a transport's memory, which is not the allocator's.
     """
 
-    def __init__(self, engine: Any):
-        self.engine = engine
+    def __init__(self, engine: Any, on_gpu: bool):
+        self.engine, self.on_gpu = engine, on_gpu
         self.found: list[list[Owned]] = []
+        self.before: dict[int, int] | None = None
 
     def __enter__(self) -> "Walks":
+        if self.on_gpu:
+            blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
+            self.before = {block["address"]: block["size"] for block in blocks if block["state"] == "active_allocated"}
         self.hook = register_optimizer_step_pre_hook(self._walk)
         return self
 

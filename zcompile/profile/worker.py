@@ -258,7 +258,7 @@ class Run:
             return None, None, None
         if "deepspeed" in sys.modules:
             name_deepspeed_transfers()
-        with Walks(self.engine) as walks, torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
+        with Walks(self.engine, self.cuda) as walks, torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
             for _ in range(DETAILED_STEPS):
                 if self.cuda:
                     torch.cuda.reset_peak_memory_stats()
@@ -276,7 +276,7 @@ class Run:
         device = torch.cuda.current_device() if self.cuda else None
         blocks = blocks_of(trace, device)
         windows = windows_of_step(trace, blocks)
-        memory = memory_of_step(trace, walks.found, blocks, device, self.engine.extra_bytes(), peak_bytes)
+        memory = memory_of_step(trace, walks, blocks, device, self.engine.extra_bytes(), peak_bytes)
         return memory, windows, wire_bytes(trace, self.job.ranks) // DETAILED_STEPS
 
     def planned(self) -> Planned | None:
