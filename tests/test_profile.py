@@ -1,6 +1,9 @@
 """The profiler: what it adds up, what it says of engines that fail, and that its report can be looked at."""
 
 import functools
+import gzip
+import html
+import importlib.util
 import json
 import random
 import re
@@ -9,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -21,8 +25,10 @@ from zcompile.profile import compare, report
 from zcompile.profile.__main__ import job_of, main, parser
 from zcompile.profile.models import blocks_of, load
 from zcompile.profile.timeline import clip, length, parts_of_step, subtract, union
+from zcompile.profile.wire import wire_bytes
 
 SHORT = ["--ranks", "2", "--steps", "3", "--warmup", "2", "--repeats", "1"]
+ZERO3 = ["zero3"] if importlib.util.find_spec("deepspeed") else []
 
 
 def test_intervals_against_points():
@@ -104,16 +110,16 @@ def test_an_interruption_keeps_what_there_is(tmp_path, monkeypatch):
 def profiled(tmp_path_factory):
     """A folder with the report on four engines."""
     folder = tmp_path_factory.mktemp("profile")
-    engines = "zcompile,limit,fsdp2,deepcompile"
+    engines = ",".join(["zcompile", "limit", "fsdp2", "deepcompile", *ZERO3])
     batches = ["--tokens", "32", "--batch", "2", "--accumulation", "2"]
-    assert main([*SHORT, "--engines", engines, *batches, "--output", str(folder)]) == 0
+    assert main([*SHORT, "--engines", engines, *batches, "--trace", "--output", str(folder)]) == 0
     return folder
 
 
 def test_results(profiled):
     results = json.loads((profiled / "results.json").read_text())
     engines = results["engines"]
-    assert list(engines) == ["zcompile", "limit", "fsdp2", "deepcompile"]
+    assert list(engines) == ["zcompile", "limit", "fsdp2", "deepcompile", *ZERO3]
     assert "needs CUDA" in engines["deepcompile"]["skipped"]
     for name in ("zcompile", "limit", "fsdp2"):
         one = engines[name]
@@ -135,6 +141,85 @@ def test_results(profiled):
     assert results["workload"]["flops"] > 6 * 2 * 64 * (parameters - embedding)  # 2 x 3 a token and weight, and attention
 
 
+def test_memory_by_kind(profiled):
+    results = json.loads((profiled / "results.json").read_text())
+    shard = 4 * results["workload"]["parameters"] // 2  # fp32, two ranks
+    embedding = 4 * 2048 * 192
+    for name in ("zcompile", "limit", "fsdp2", *ZERO3):
+        memory = results["engines"][name]["memory"]
+        sums = [sum(at) for at in zip(*memory["kinds"].values())]
+        assert sum(memory["at_peak"].values()) == max(sums) == pytest.approx(memory["allocator_bytes"], rel=0.02)
+        assert memory["ms"] == sorted(memory["ms"]) and len(memory["ms"]) <= 402
+        assert memory["ms"][sums.index(max(sums))] == memory["peak_ms"]
+        kept = {"limit": 3 * shard, "zero3": 2 * shard}  # all parameters, and a share to have Adam's state of; partitions and masters
+        assert set(memory["kinds"]["shards"]) == {kept.get(name, shard)}
+        (state,) = set(memory["kinds"]["optimizer"])
+        assert state == pytest.approx(2 * shard, abs=4 * 39)  # and the number of steps
+        assert (max(memory["kinds"]["full"]) > 0) == (name != "limit")
+        assert max(memory["kinds"]["activations"]) > 4 * 2 * 32 * 2048  # logits
+        gradients = memory["kinds"]["gradients"]
+        held = shard if name in ("limit", "zero3") else 0  # between steps: a share's gradient, and DeepSpeed's buffer
+        assert gradients[-1] == held and max(gradients) >= shard + held
+    zcompile = results["engines"]["zcompile"]
+    full = zcompile["memory"]["kinds"]["full"]
+    static = zcompile["memory"]["kinds"]["shards"][0] + zcompile["memory"]["kinds"]["optimizer"][0]
+    assert max(full) == 2 * shard - embedding  # all but the head, which is as large and is gathered when others have gone
+    plan = zcompile["plan"]
+    assert max(nbytes for _, _, nbytes in plan["memory"]) - static == pytest.approx(max(full), rel=1e-3)
+    assert plan["peak_bytes"] == max(nbytes for _, nbytes, _ in plan["memory"]) and plan["step_ms"] == pytest.approx(plan["memory"][-1][0])
+
+
+def test_windows_and_traces(profiled):
+    results = json.loads((profiled / "results.json").read_text())
+    assert [name for name, one in results["engines"].items() if one.get("windows")] == ["zcompile"]
+    found = results["engines"]["zcompile"]["windows"]
+    assert len({one["parameter"] for one in found["windows"]}) == 20 and len(found["streams"]) >= 2
+    assert all(0 <= one["begin_ms"] < one["end_ms"] <= found["step_ms"] for one in found["windows"])
+    windows = [one for one in found["windows"] if one["parameter"] in ("embedding.weight", "head.weight", "blocks.0.gate.weight")]
+    counts = Counter((one["parameter"], one["nbytes"]) for one in windows)  # in two micro-steps
+    assert counts == {
+        ("embedding.weight", 4 * 2048 * 192): 2,  # backward does not read it
+        ("head.weight", 4 * 2048 * 192): 2,  # it stays full for backward
+        ("blocks.0.gate.weight", 4 * 512 * 192): 4,
+    }
+    for name in ("zcompile", "limit", "fsdp2"):
+        events = json.loads(gzip.decompress((profiled / f"{name}.trace.json.gz").read_bytes()))["traceEvents"]
+        assert sum(event.get("name") == "zcompile.profile::step" for event in events) == 2
+
+
+def test_bytes_on_the_wire_by_trace_and_by_arithmetic(profiled):
+    """FSDP2 gathers each block twice in a micro-step and what is in none of them once; zcompile's own count is that of gloo's events."""
+    results = json.loads((profiled / "results.json").read_text())
+    model = load("tiny", None, 2, 32, False).model
+    sizes = {name: padded(parameter) for name, parameter in model.named_parameters()}
+    blocks = sum(size for name, size in sizes.items() if name.startswith("blocks."))
+    assert results["engines"]["fsdp2"]["wire_bytes"] == 2 * 4 * (2 * sum(sizes.values()) + blocks)
+    trace = json.loads(gzip.decompress((profiled / "zcompile.trace.json.gz").read_bytes()))
+    assert wire_bytes(trace, 2) / 2 == pytest.approx(results["engines"]["zcompile"]["wire_bytes"], rel=1e-3)  # ranks also agree on what to gather
+    assert results["engines"]["limit"]["wire_bytes"] == 0
+
+
+def padded(parameter):
+    """Elements, with rows for two equal shards."""
+    rows = parameter.shape[0]
+    return parameter.numel() // rows * (rows + rows % 2)
+
+
+def test_plans_beside_measurements(profiled):
+    results = json.loads((profiled / "results.json").read_text())
+    (told,) = report.predictions(results)
+    plan = results["engines"]["zcompile"]["plan"]
+    assert f"predicted a step of {plan['step_ms']:.1f} ms" in told and plan["rests_on"] in told
+    assert told in html.unescape((profiled / "report.html").read_text())
+
+
+def test_a_picture_of_nothing_is_left_out(profiled, tmp_path):
+    results = json.loads((profiled / "results.json").read_text())
+    results["engines"] = {"limit": results["engines"]["limit"] | {"memory": None}}
+    names = {one.stem for one in report.write(results, tmp_path) if one.suffix == ".png"}
+    assert set(report.PICTURES) - names == {"kinds", "windows"}
+
+
 def test_report_in_a_browser(profiled):
     """Every picture has something in it, and nothing on the page complains."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -145,7 +230,7 @@ def test_report_in_a_browser(profiled):
     script = f"<script>document.body.dataset.where = JSON.stringify({where})</script></body>"
     page.write_text((profiled / "report.html").read_text().replace("</body>", script))
     run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=60)
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,4000", "--enable-logging=stderr"]
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,6000", "--enable-logging=stderr"]
     looked = run([*command, "--dump-dom", page.as_uri()])
     assert "CONSOLE" not in looked.stderr
     places = json.loads(re.search(r'data-where="([^"]*)"', looked.stdout)[1])
@@ -262,6 +347,7 @@ def test_the_example_of_a_model_of_ones_own(tmp_path):
         (["--module", f"{__file__}:absent"], "has no function 'absent'"),
         (["--ranks", "0"], "must be at least 1"),
         (["--steps", "many"], "invalid"),
+        pytest.param(["--snapshot"], "--snapshot needs a GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
         (["--model", "7b", "--ranks", "1"], "take more ranks or a smaller model"),
         (["--module", f"{__file__}:event", "--checkpointing"], "--checkpointing has no meaning"),
         (["--module", f"{__file__}:event", "--batch", "4"], "--batch and --tokens have no meaning"),

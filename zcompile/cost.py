@@ -140,6 +140,7 @@ class Timeline:
     compute_s: float
     exposed_s: float  # compute waits for the wire
     slowed_s: float  # compute is slower because the wire is at work
+    begins_s: tuple[float, ...]  # of each node, without that
 
     @property
     def total_s(self) -> float:
@@ -152,7 +153,9 @@ def simulate(graph: Graph, costs: Costs) -> Timeline:
     now = wire_free = compute = exposed = 0.0
     ends: dict[Node, float] = {}  # of what a start fills
     found: dict[Node, list] = {}  # start -> [nbytes, begins, ends, exposed]
+    begun: list[float] = []
     for node in graph.nodes:
+        begun.append(now)
         if node.op != "call_function":
             continue
         if node.target in GATHERS | REDUCES:
@@ -177,7 +180,7 @@ def simulate(graph: Graph, costs: Costs) -> Timeline:
             compute += costs.seconds[node]
     hidden = max(0.0, sum(ends_s - begins for _, begins, ends_s, _ in found.values()) - exposed)
     transfers = tuple(Transfer(start, *figures) for start, figures in found.items())
-    return Timeline(transfers, compute, exposed, hidden * link.wire.interference)
+    return Timeline(transfers, compute, exposed, hidden * link.wire.interference, tuple(begun))
 
 
 def transfer_s(start: Node, link: Link) -> float:

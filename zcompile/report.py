@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from zcompile import passes
 from zcompile.cost import Costs, Timeline, simulate
+from zcompile.curve import thinned
 from zcompile.graph import GATHER_GROUP_START, GATHERS, REDUCE_GROUP_START, REDUCES, bytes_of, calls, sizes_of, value
 from zcompile.hardware import Link
 from zcompile.passes import Plan
@@ -23,6 +24,7 @@ from zcompile.windows import Window, Windows
 ADAM_BYTES = 28  # a parameter: weight, gradient and two moments are read, all but the gradient written, in fp32
 STATE_BYTES = 12  # a parameter: weight and two moments; gradients are the graphs'
 STAGING_BYTES = 192 << 20  # of reduces, peer to peer
+POINTS = 100  # of a graph's curve of memory
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class PlannedGraph:
         full_bytes, bound_bytes: most bytes of full parameters at once, and what the budget allows.
         live_bytes: most bytes at once besides shards: activations, full parameters, gradients.
         saved_bytes: of a backward, what it takes from its forward.
+        memory: (ms since the graph began, live bytes as above, bytes of full parameters that it gathered), at most about POINTS.
+        transfers: (begin, end) in ms since the graph began, of each gather and reduce in the order of their starts.
     """
 
     kind: str
@@ -74,6 +78,12 @@ class PlannedGraph:
     bound_bytes: int
     live_bytes: int
     saved_bytes: int
+    memory: tuple[tuple[float, int, int], ...]
+    transfers: tuple[tuple[float, float], ...]
+
+    @property
+    def total_ms(self) -> float:
+        return self.compute_ms + self.exposed_ms + self.slowed_ms
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class Explanation:
     Attributes:
         parameters: how many elements the sharded parameters have.
         step_ms, peak_bytes: predicted, on one rank; the transport's own memory is part of it where the plan knows of it.
+        static_bytes: of that, what lives as long as the model: shards, optimizer's state, the transport's memory.
         rests_on: where the figures that it was computed from come from.
     """
 
@@ -96,6 +107,7 @@ class Explanation:
     step_ms: float
     exposed_ms: float
     peak_bytes: int
+    static_bytes: int
     rests_on: str
 
     def to_json(self) -> str:
@@ -121,7 +133,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
 
     Traces `model(*args, **kwargs)` and its backward, and runs the forward once, so that what follows a graph break is seen too. All
     ranks call it, as they would a forward, on the model itself rather than on what torch.compile returned. Plans are those of the
-    graphs before Inductor simplifies them, and the same on every rank.
+    graphs before Inductor simplifies them, and the same on every rank but for how large its shards are.
 
     Args:
         options: as for `torch.compile(model, backend="zcompile", options=...)`.
@@ -208,7 +220,7 @@ def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_wo
     share = -(-parameters // link.world)
     optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.bytes_s
     exposed_ms = sum(one.exposed_ms for one in graphs)
-    step_ms = sum(one.compute_ms + one.exposed_ms + one.slowed_ms for one in graphs) + optimizer_ms
+    step_ms = sum(one.total_ms for one in graphs) + optimizer_ms
     static = share * STATE_BYTES
     if link.wire.transport == "p2p":
         static += 2 * share + STAGING_BYTES  # published shards in compute width
@@ -222,18 +234,23 @@ def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_wo
         optimizer_ms=optimizer_ms,
         step_ms=step_ms,
         exposed_ms=exposed_ms,
-        peak_bytes=static + _peak_bytes(graphs),
+        peak_bytes=static + max((saved + graph.live_bytes for graph, saved in in_order(graphs)), default=0),
+        static_bytes=static,
         rests_on=link.hardware.source,
     )
 
 
-def _peak_bytes(graphs: Sequence[PlannedGraph]) -> int:
-    """Most bytes alive, where forwards run in order and their backwards in reverse: what other graphs have saved is alive too."""
-    peak = saved = 0
-    for graph in graphs:  # each forward before its backward, as they were traced
-        peak = max(peak, saved + graph.live_bytes)
+def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
+    """The graphs of a step as they run, forwards and then their backwards in reverse, each with the bytes that others have saved by then.
+
+    Args:
+        graphs: each forward before its backward, as they were traced.
+    """
+    forwards, backwards, saved = [], [], 0
+    for graph in graphs:
+        (backwards if graph.kind == "backward" else forwards).append((graph, saved))
         saved += graph.saved_bytes
-    return peak
+    return forwards + backwards[::-1]
 
 
 def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
@@ -250,6 +267,8 @@ def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
     live = costs.liveness.live_bytes(but=shards, scaled=set(calls(graph, *REDUCES)), scale=scale)
     gathers, reduces = calls(graph, *GATHERS), calls(graph, *REDUCES)
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
+    ms = _stretched(timeline)
+    curve = [(ms(begins_s), *nbytes) for begins_s, *nbytes in zip(timeline.begins_s, live, windows.full_bytes(kept=True))]
     return PlannedGraph(
         kind=traced.kind,
         nodes=len(costs.liveness.nodes),
@@ -263,7 +282,16 @@ def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
         bound_bytes=windows.bound(plan.gather_budget_bytes),
         live_bytes=max(live),
         saved_bytes=sum(sum(sizes_of(node)) for node in inputs) if traced.kind == "backward" else 0,
+        memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
+        transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
     )
+
+
+def _stretched(timeline: Timeline) -> Callable[[float], float]:
+    """From a simulated time in s to ms, to the us, in which what slows compute is spread over the graph."""
+    running = timeline.compute_s + timeline.exposed_s
+    factor = 1e3 * timeline.total_s / running if running else 1e3
+    return lambda seconds: round(factor * seconds, 3)
 
 
 def _shards(graph: Graph) -> set[Node]:

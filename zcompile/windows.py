@@ -39,11 +39,11 @@ class Windows:
                 window = Window(shard, start, wait, storage.nbytes, position[start], dies, returned=storage.dies == end)
                 self.windows.append(window)
 
-    def full_bytes(self) -> list[int]:
-        """At each node, bytes of the windows that it stands in."""
+    def full_bytes(self, kept: bool = False) -> list[int]:
+        """At each node, bytes of the windows that it stands in; `kept`: also of those that are kept beyond the graph."""
         change = [0] * (len(self.liveness.nodes) + 1)
         for window in self.windows:
-            if not window.returned:
+            if kept or not window.returned:
                 change[window.begins] += window.nbytes
                 change[window.ends + 1] -= window.nbytes
         return list(accumulate(change))

@@ -43,6 +43,8 @@ def parser() -> Parser:
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds that one run may take")
     add("--output", type=Path, default=Path("out/profile"), help="a folder")
+    add("--trace", action="store_true", help="keep a trace of two steps of each engine, OUTPUT/ENGINE.trace.json.gz, for ui.perfetto.dev")
+    add("--snapshot", action="store_true", help="keep a CUDA memory snapshot of a step, OUTPUT/ENGINE.snapshot.pickle, for pytorch.org/memory_viz")
     return made
 
 
@@ -63,6 +65,8 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         raise BadInput("--batch and --tokens have no meaning with --module: your batch(step, rank) decides")
     if arguments.steps < 2:
         raise BadInput("--steps must be at least 2, for a median and its spread")
+    if arguments.snapshot and not gpus:
+        raise BadInput("--snapshot needs a GPU: it is of CUDA's allocator")
     job = Job(
         engine="",
         device="cuda" if gpus else "cpu",
@@ -82,6 +86,8 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         trace=False,
         folder="",
         cache="",
+        keep_trace=arguments.trace,
+        keep_snapshot=arguments.snapshot,
     )
     return job, engines
 
@@ -109,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     results["command"] = "python -m zcompile.profile " + shlex.join(argv if argv is not None else sys.argv[1:])
     written = report.write(results, arguments.output)
     console.print(report.table(results))
+    for told in report.predictions(results):
+        console.print(told, markup=False, highlight=False)
     for name, why in report.absent(results).items():
         console.print(f"[bold]{name}[/]: not measured: ", end="")
         console.print(why, markup=False, highlight=False)

@@ -127,7 +127,7 @@ def compare(
             engine_results[name] = together(results[name], counted, job.precision)
     compare_with_limit(engine_results)
     mark_strays(engine_results, STRAYS[job.precision])
-    workload = {key: value for key, value in vars(job).items() if key not in ("engine", "folder", "trace", "cache")}
+    workload = {key: value for key, value in vars(job).items() if key not in ("engine", "folder", "trace", "cache", "keep_trace", "keep_snapshot")}
     workload["parameters"] = counted.parameters if counted else None
     workload["flops"] = counted.flops if counted else None
     return {"workload": workload, "repeats": repeats, "engines": engine_results}

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 import zcompile
 from zcompile.config import Settings
 from zcompile.profile.models import BadInput, blocks_of
+from zcompile.report import Explanation
 
 PRECISIONS = {
     "fp32": "all in fp32",
@@ -89,6 +90,10 @@ class Engine:
         """Bytes of full parameters and gradients that this rank gathered and reduced since it was made; None if unknown."""
         return None
 
+    def explain(self, batch: Any) -> Explanation | None:
+        """The plan of a micro-step, if there is one; all ranks call it."""
+        return None
+
 
 class Eager(Engine):
     def prepare(self, model):
@@ -107,6 +112,11 @@ class Zcompile(Eager):
         model = super().prepare(model)
         model.compile(backend="zcompile", options=self.options)
         return model
+
+    def explain(self, batch: Any) -> Explanation:
+        device = next(self.model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocasts()):
+            return zcompile.explain(self.model, batch, options=self.options)
 
 
 class Limit(Engine):

@@ -14,6 +14,15 @@ from rich.table import Table
 from zcompile.profile.models import BadInput
 
 COMPUTE, EXPOSED, IDLE, NEUTRAL = "#2f6db5", "#d95f02", "#bbbbbb", "#5b8c5a"
+KIND_COLORS = {  # from the bottom of the stack: what is always there, what engines differ in, what the model makes
+    "shards": ("#1b4f72", "parameters as kept"),
+    "optimizer": ("#7fb3d5", "optimizer"),
+    "transport": ("#7f7f7f", "transport"),
+    "full": (EXPOSED, "full parameters"),
+    "gradients": (NEUTRAL, "gradients"),
+    "activations": ("#f2d7a0", "activations and the rest"),
+}
+PLAN = "#c0392b"
 
 Results = Mapping[str, Any]
 
@@ -29,10 +38,23 @@ def absent(results: Results) -> dict[str, str]:
     return {name: reason for name, reason in why.items() if reason}
 
 
+def predictions(results: Results) -> list[str]:
+    """What plans predicted beside what was measured, a sentence for each engine that has a plan."""
+    told = []
+    for name, one in finished(results).items():
+        if (plan := one.get("plan")) and (memory := one.get("memory")):
+            told.append(
+                f"The plan of {name} predicted a step of {plan['step_ms']:.1f} ms and {plan['peak_bytes'] / 2**20:,.0f} MiB at most; measured "
+                f"were {one['step_ms']['median']:.1f} ms and {memory['allocator_bytes'] / 2**20:,.0f} MiB by the allocator's count. It rests on: "
+                f"{plan['rests_on']}."
+            )
+    return told
+
+
 def rows(results: Results) -> tuple[list[str], list[list[str]]]:
     """The table: its head, and a row of text for each engine that was measured, the fastest first."""
     on_gpu = results["workload"]["device"] == "cuda"
-    head = ["engine", "step ms", "x limit", "tokens/s", "peak GiB" if on_gpu else "peak GiB (resident)", "first step s", "exposed", "idle"]
+    head = ["engine", "step ms", "x limit", "tokens/s", "peak GiB" if on_gpu else "peak GiB (resident)", "wire GiB", "first step s", "exposed", "idle"]
     head += ["MFU", "host ms"] if on_gpu else []
     body = []
     for name, one in sorted(finished(results).items(), key=lambda item: item[1]["step_ms"]["median"]):
@@ -44,6 +66,7 @@ def rows(results: Results) -> tuple[list[str], list[list[str]]]:
             f"{one['x_limit']:.2f}" if "x_limit" in one else "",
             f"{one['tokens_per_s']:,.0f}" if one["tokens_per_s"] else "",
             f"{one['peak_bytes'] / 2**30:.2f}",
+            f"{one['wire_bytes'] / 2**30:.2f}" if one["wire_bytes"] is not None else "",
             f"{one['first_step_s']:.1f}",
             f"{parts['exposed_ms'] / parts['step_ms']:.0%}" if parts else "",
             f"{parts['idle_ms'] / parts['step_ms']:.0%}" if parts else "",
@@ -82,6 +105,8 @@ def clear(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "report.html", *(f"{picture}.png" for picture in PICTURES)):
             (folder / name).unlink(missing_ok=True)
+        for kept in (*folder.glob("*.trace.json.gz"), *folder.glob("*.snapshot.pickle")):
+            kept.unlink()
     except OSError as error:
         raise BadInput(f"--output {folder}: {error.strerror}") from None
 
@@ -94,6 +119,8 @@ def write(results: Results, folder: Path) -> list[Path]:
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         for name, (caption, draw) in PICTURES.items() if finished(results) else ():
             figure = draw(results)
+            if figure is None:
+                continue
             written.append(folder / f"{name}.png")
             figure.savefig(written[-1], dpi=150)
             pictures.append({"name": name, "caption": caption, "svg": _svg(figure)})
@@ -102,7 +129,7 @@ def write(results: Results, folder: Path) -> list[Path]:
         loader=jinja2.PackageLoader("zcompile.profile", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
     page = environment.get_template("report.html.j2").render(
-        title=title(results), head=head, body=body, absent=absent(results), pictures=pictures, results=results
+        title=title(results), head=head, body=body, absent=absent(results), pictures=pictures, predictions=predictions(results), results=results
     )
     written.append(folder / "report.html")
     written[-1].write_text(page)
@@ -166,6 +193,60 @@ def draw_timeline(results: Results) -> Figure:
     return figure
 
 
+def draw_kinds(results: Results) -> Figure | None:
+    """Memory of each engine over a step, stacked by kind, on one scale; over it the plan."""
+    engines = {name: one for name, one in finished(results).items() if one.get("memory")}
+    if not engines:
+        return None
+    large = max(sum(one["memory"]["at_peak"].values()) for one in engines.values()) >= 2**30
+    scale, unit = (2**30, "GiB") if large else (2**20, "MiB")
+    figure = Figure(figsize=(7, 0.8 + 1.5 * len(engines)), layout="constrained")
+    plots = figure.subplots(len(engines), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (name, one) in zip(plots, engines.items()):
+        memory, plan = one["memory"], one.get("plan")
+        stacks = [[nbytes / scale for nbytes in memory["kinds"][kind]] for kind in KIND_COLORS]
+        colors, labels = zip(*KIND_COLORS.values())
+        axes.stackplot(memory["ms"], stacks, colors=colors, labels=labels, step="post", linewidth=0)
+        if plan:
+            ms, *levels = zip(*plan["memory"])
+            for level, style, label in zip(levels, ("-", ":"), ("plan", "plan: full parameters")):
+                axes.step(ms, [nbytes / scale for nbytes in level], style, where="post", color=PLAN, linewidth=1, label=label)
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.set_ylabel(unit)
+    plots[0].set_xlim(left=0)
+    plots[0].set_ylim(bottom=0)
+    plots[-1].set_xlabel("ms since the step began")
+    shown = {label: handle for axes in plots for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown.keys(), fontsize=7, loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def draw_windows(results: Results) -> Figure | None:
+    """One step of the fastest engine that tells: streams, the transfers that its plan has, and windows of full parameters."""
+    engines = {name: one for name, one in finished(results).items() if one.get("windows")}
+    if not engines:
+        return None
+    name, one = min(engines.items(), key=lambda item: item[1]["step_ms"]["median"])
+    found, plan = one["windows"], one.get("plan")
+    rows = [(stream, COMPUTE if at == 0 else EXPOSED, bars) for at, (stream, bars) in enumerate(found["streams"].items())]
+    if plan:
+        rows.append(("plan: transfers", PLAN, plan["transfers"]))
+    windows: dict[str, list] = {}
+    for window in found["windows"]:
+        windows.setdefault(f"{window['parameter']} ({window['nbytes'] / 2**20:.3g} MiB)", []).append((window["begin_ms"], window["end_ms"]))
+    rows += [(label, NEUTRAL, bars) for label, bars in windows.items()]
+    figure = Figure(figsize=(7, 0.9 + 0.2 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for at, (_, color, bars) in enumerate(rows):
+        axes.broken_barh([(begin, end - begin) for begin, end in bars], (at - 0.35, 0.7), color=color, linewidth=0)
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize=7)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("ms since the step began")
+    axes.set_title(name, loc="left", fontsize=9)
+    return figure
+
+
 def draw_losses(results: Results) -> Figure:
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.add_subplot()
@@ -194,13 +275,24 @@ def draw_every_step(results: Results) -> Figure:
     return figure
 
 
-PICTURES: dict[str, tuple[str, Callable[[Results], Figure]]] = {
+# Of each its caption, and what draws it: None if no engine has what it shows.
+PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
     "step_time": (
         "Where a step goes: mean of the traced steps, rank 0. The black marks are the steps that were timed, without a profiler.",
         draw_step_time,
     ),
     "timeline": ("About one traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
     "memory": ("Peak memory of rank 0 during the timed steps.", draw_memory),
+    "kinds": (
+        "Memory over one traced step by what it is for, rank 0, on one scale. The red line is zcompile's plan, the dotted one of it what is "
+        "kept and full parameters. On a GPU, the time is when the device got to what the host had asked for.",
+        draw_kinds,
+    ),
+    "windows": (
+        "One traced step: what streams (on a CPU, threads) did, when the plan has transfers, and below it how long each of the largest "
+        "parameters was in full, from the start of its gather until its memory was freed.",
+        draw_windows,
+    ),
     "losses": ("Losses, means over ranks. 'limit' is left out, for it does not train.", draw_losses),
     "steps": ("Every timed step of rank 0.", draw_every_step),
 }

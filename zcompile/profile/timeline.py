@@ -1,8 +1,10 @@
 """What a step consists of, read from a trace of torch.profiler."""
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 STEP = "zcompile.profile::step"
 
@@ -32,18 +34,18 @@ def parts_of_step(trace: dict, count: int) -> Parts:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
-        busiest = _busiest_stream(device)
-        computes = [not _is_nccl(event) and event["args"]["stream"] == busiest for event in device]
-        compute = [_interval(event) for event, is_compute in zip(device, computes) if is_compute]
-        wire = [_interval(event) for event, is_compute in zip(device, computes) if not is_compute]
-        steps = [_interval(event) for event in device]
+        busiest = busiest_stream(device)
+        computes = [not is_nccl(event) and event["args"]["stream"] == busiest for event in device]
+        compute = [interval(event) for event, is_compute in zip(device, computes) if is_compute]
+        wire = [interval(event) for event, is_compute in zip(device, computes) if not is_compute]
+        steps = [interval(event) for event in device]
     else:
         ops = [event for event in events if event.get("cat") == "cpu_op"]
         computing = [event for event in ops if event["name"].startswith(("aten::", "## Call CompiledFxGraph"))]
-        waits = union(_interval(event) for event in ops if _is_host_wait(event["name"]))
-        wire = [*waits, *(_interval(event) for event in events if event["name"].startswith("gloo:"))]
-        steps = [_interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
-        compute = subtract(union(map(_interval, computing)), waits)
+        waits = union(interval(event) for event in ops if _is_host_wait(event["name"]))
+        wire = [*waits, *(interval(event) for event in events if event["name"].startswith("gloo:"))]
+        steps = [interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
+        compute = subtract(union(map(interval, computing)), waits)
     wire, compute = union(wire), union(compute)
     begin, end = min(begin for begin, _ in steps), max(end for _, end in steps)
     compute, wire = clip(compute, (begin, end)), clip(wire, (begin, end))
@@ -61,15 +63,38 @@ def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
     return [((begin - step[0]) / 1e3, (end - gap - step[0]) / 1e3) for begin, end in widened]
 
 
-def _is_nccl(event: dict) -> bool:
+def last_step(trace: dict) -> Interval:
+    """The last traced step, as the host saw it."""
+    steps = [event for event in trace["traceEvents"] if event.get("name") == STEP and event.get("cat") == "user_annotation"]
+    return interval(max(steps, key=lambda event: event["ts"]))
+
+
+def clock(trace: dict) -> Callable[[float], float]:
+    """Of a time on the host, when the GPU got there, us: to the next kernel, on the busiest stream, that was launched from then on.
+
+    On a CPU there is one time.
+    """
+    device = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not device:
+        return lambda host: host
+    busiest = busiest_stream(device)
+    runs = {event["args"]["correlation"]: event for event in device if event["args"]["stream"] == busiest}
+    launches = (event for event in trace["traceEvents"] if event.get("cat") in ("cuda_runtime", "cuda_driver"))
+    pairs = sorted((event["ts"], runs[one]["ts"]) for event in launches if (one := event["args"].get("correlation")) in runs)
+    hosts, begins = [host for host, _ in pairs], list(accumulate((begin for _, begin in pairs), max))
+    end = max(interval(event)[1] for event in runs.values())
+    return lambda host: begins[at] if (at := bisect_left(hosts, host)) < len(begins) else max(host, end)
+
+
+def is_nccl(event: dict) -> bool:
     return event["name"].startswith("nccl")
 
 
-def _busiest_stream(device: list[dict]) -> int:
+def busiest_stream(device: list[dict]) -> int:
     """The one with most time in kernels that are not NCCL's."""
     busy: Counter[int] = Counter()
     for event in device:
-        if event["cat"] == "kernel" and not _is_nccl(event):
+        if event["cat"] == "kernel" and not is_nccl(event):
             busy[event["args"]["stream"]] += event["dur"]
     return busy.most_common(1)[0][0]
 
@@ -79,7 +104,7 @@ def _is_host_wait(op: str) -> bool:
     return op.startswith(("c10d::", "zcompile::gather", "zcompile::reduce", "_c10d_functional::wait_tensor"))
 
 
-def _interval(event: dict) -> Interval:
+def interval(event: dict) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 

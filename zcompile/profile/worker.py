@@ -4,6 +4,7 @@ Run by `launch.py` with the usual variables of torch.distributed and the path of
 """
 
 import ctypes
+import gzip
 import json
 import os
 import signal
@@ -19,11 +20,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from zcompile.profile.blocks import blocks_of
 from zcompile.profile.engines import Engine, Training, find
+from zcompile.profile.memory import Memory, memory_of_step
 from zcompile.profile.models import Workload, load
+from zcompile.profile.owned import Walks, name_deepspeed_transfers
+from zcompile.profile.plan import Planned, planned
 from zcompile.profile.timeline import STEP, Parts, parts_of_step
+from zcompile.profile.windows import Windows, windows_of_step
+from zcompile.profile.wire import wire_bytes
 
 TRACED_STEPS = 3
+DETAILED_STEPS = 2  # the first is for what was allocated before and is freed in it
 PARENT = "ZCOMPILE_PROFILER_PID"  # the variable that says who starts a worker
 
 
@@ -49,9 +57,15 @@ class Job:
     trace: bool
     folder: str  # where results, errors and traces go
     cache: str  # a folder for what Inductor compiles, empty at an engine's first run
+    keep_trace: bool
+    keep_snapshot: bool
 
     def file(self, name: str) -> Path:
         return Path(self.folder) / name
+
+    def kept(self, name: str) -> Path:
+        """A file of this engine's in the folder of the report."""
+        return Path(self.folder).parents[1] / f"{self.engine}.{name}"
 
 
 @dataclass
@@ -70,6 +84,9 @@ class Result:
     parameters: int
     tokens: int | None  # a step, over all ranks
     parts: Parts | None
+    memory: Memory | None
+    windows: Windows | None  # None also if zcompile gathers nothing
+    plan: Planned | None  # of zcompile
     about: str
     versions: dict[str, str]
 
@@ -187,17 +204,24 @@ class Run:
                 "retries": None,
                 "held_bytes": memory.now() - memory.before,
             }
-        wire_bytes = None if wire is None else (self.engine.wire_bytes() - wire) // self.job.steps
+        counted = None if wire is None else (self.engine.wire_bytes() - wire) // self.job.steps
+        parts = self.traced()
+        memory_of_kinds, windows, traced_wire = self.detailed()
+        plan = self.planned()
+        self.snapshot()
         tokens = self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks
         return Result(
             step_ms=step_ms,
             first_step_s=first_step_s,
             host_ms=self.host_ms() if self.cuda else None,
-            wire_bytes=wire_bytes,
+            wire_bytes=traced_wire if counted is None else counted,
             losses=self.mean_losses(),
             parameters=self.parameters,
             tokens=tokens,
-            parts=self.traced(),
+            parts=parts,
+            memory=memory_of_kinds,
+            windows=windows,
+            plan=plan,
             about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
             versions={"torch": torch.__version__},
             **memory,
@@ -229,6 +253,59 @@ class Run:
         file = self.job.file(f"trace-{dist.get_rank()}.json")
         profiler.export_chrome_trace(str(file))
         return parts_of_step(json.loads(file.read_text()), TRACED_STEPS) if dist.get_rank() == 0 else None
+
+    def detailed(self) -> tuple[Memory | None, Windows | None, int | None]:
+        """Memory by kind, windows, and bytes on the wire of a step, from a second trace: what it records would disturb the times of the first."""
+        if not self.job.trace:
+            return None, None, None
+        if "deepspeed" in sys.modules:
+            name_deepspeed_transfers()
+        with Walks(self.engine, self.cuda) as walks, torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
+            for _ in range(DETAILED_STEPS):
+                if self.cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                with torch.profiler.record_function(STEP):
+                    self.step()
+                peak_bytes = torch.cuda.max_memory_allocated() if self.cuda else None
+                walks.again()
+            self.synchronize()
+        if dist.get_rank() != 0:
+            return None, None, None
+        file = self.job.kept("trace.json.gz") if self.job.keep_trace else self.job.file("detailed.json")
+        profiler.export_chrome_trace(str(file))
+        with gzip.open(file) if file.suffix == ".gz" else file.open() as opened:
+            trace = json.load(opened)
+        device = torch.cuda.current_device() if self.cuda else None
+        try:
+            blocks = blocks_of(trace, device)
+            windows = windows_of_step(trace, blocks)
+            memory = memory_of_step(trace, walks, blocks, device, self.engine.extra_bytes(), peak_bytes)
+            return memory, windows, wire_bytes(trace, self.job.ranks) // DETAILED_STEPS
+        except (KeyError, ValueError, IndexError):  # traces differ between versions of torch; the rest is measured by then
+            traceback.print_exc()
+            return None, None, None
+
+    def planned(self) -> Planned | None:
+        """What zcompile's plan predicts; all ranks trace the model again. None also if that fails, for the rest is measured by then."""
+        if not self.job.trace:
+            return None
+        try:
+            explained = self.engine.explain(self.batches()[0])
+        except RuntimeError:
+            traceback.print_exc()
+            return None
+        return explained and planned(explained, self.job.accumulation)
+
+    def snapshot(self) -> None:
+        """A step's allocations with where they were made, for docs.pytorch.org/memory_viz. All ranks take the step."""
+        if not (self.job.trace and self.job.keep_snapshot):
+            return
+        torch.cuda.memory._record_memory_history()
+        self.step()
+        self.synchronize()
+        if dist.get_rank() == 0:
+            torch.cuda.memory._dump_snapshot(str(self.job.kept("snapshot.pickle")))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _to(batch: Any, device: str) -> Any:

@@ -1,0 +1,48 @@
+"""zcompile's plan as a course of one step, to lay over what was measured."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+from zcompile.curve import thinned
+from zcompile.profile.memory import POINTS
+from zcompile.profile.timeline import Interval, union
+from zcompile.report import Explanation, in_order
+
+GRADIENT_BYTES = 4  # an element of a shard
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Predicted for a step on one rank.
+
+    Attributes:
+        memory: (ms since the step began, bytes, bytes without activations and gradients).
+        transfers: (begin, end) in ms of gathers and reduces, those that follow each other without a gap as one.
+        rests_on: where the figures that it was computed from come from.
+    """
+
+    step_ms: float
+    exposed_ms: float
+    peak_bytes: int
+    memory: list[tuple[float, int, int]]
+    transfers: list[Interval]
+    rests_on: str
+
+
+def planned(explained: Explanation, micro_steps: int) -> Planned:
+    """The course of a step of so many micro-steps, whose gradients are kept until the optimizer's step."""
+    gradients = GRADIENT_BYTES * -(-explained.parameters // explained.world)
+    memory: list[tuple[float, int, int]] = []
+    transfers: list[Interval] = []
+    static, now = explained.static_bytes, 0.0
+    runs = chain.from_iterable(((graph, saved, bool(micro)) for graph, saved in in_order(explained.graphs)) for micro in range(micro_steps))
+    for graph, saved, again in runs:
+        held = saved + again * gradients
+        memory += [(now + ms, static + held + live, static + full) for ms, live, full in graph.memory]
+        transfers += [(now + begin, now + end) for begin, end in graph.transfers]
+        now += graph.total_ms
+    memory += [(at, static + gradients, static) for at in (now, now + explained.optimizer_ms)]
+    peak = max(nbytes for _, nbytes, _ in memory)
+    exposed_ms = micro_steps * explained.exposed_ms
+    few = thinned(memory, POINTS, lambda point: point[1])
+    return Planned(now + explained.optimizer_ms, exposed_ms, peak, few, union(transfers), explained.rests_on)

@@ -1,0 +1,39 @@
+"""Bytes that a traced engine gathered and reduced."""
+
+import math
+
+BYTES = {  # of a dtype, by the names of gloo's events and of NCCL's
+    "double": 8,
+    "long int": 8,
+    "long": 8,
+    "float": 4,
+    "int": 4,
+    "half": 2,
+    "bfloat16": 2,
+}
+ONE_TO_ALL = ("broadcast", "barrier", "wait", "init", "send", "recv")  # what sets up or waits
+
+
+def wire_bytes(trace: dict, ranks: int) -> int:
+    """Bytes of full tensors that this rank gathered and reduced in all of the trace: outputs of all-gathers, inputs of
+    reduce-scatters, all-reduces and all-to-alls. The same that `zcompile.stats` counts, with what else an engine sends: the
+    norms of gradients, and what ranks agree on. What really crosses a link is (W - 1) / W of it, and of an all-reduce twice that.
+
+    Args:
+        ranks: of the groups in which gloo gathers; its events do not tell.
+    """
+    total = 0
+    for event in trace["traceEvents"]:
+        name, args = event.get("name", ""), event.get("args", {})
+        if name == "record_param_comms" and "Collective name" in args:
+            if not any(word in args["Collective name"] for word in ONE_TO_ALL):
+                elements = max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
+                total += elements * _width(args["dtype"])
+        elif name.startswith("gloo:") and not name.endswith(ONE_TO_ALL) and args.get("Input Dims"):
+            gathered = ranks if name == "gloo:all_gather" else 1
+            total += gathered * sum(math.prod(dims) * _width(dtype) for dims, dtype in zip(args["Input Dims"], args["Input type"]))
+    return total
+
+
+def _width(dtype: str) -> int:
+    return BYTES.get(dtype.lower().removeprefix("c10::"), 1)
