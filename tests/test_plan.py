@@ -24,7 +24,7 @@ from zcompile import passes
 from zcompile.config import Settings
 from zcompile.cost import Costs, operations, simulate
 from zcompile.paper import main, on_paper
-from zcompile.graph import GATHER, GATHERS, aten, calls, insert
+from zcompile.graph import GATHER, GATHERS, aten, calls, chain, insert, readers, value
 from zcompile.hardware import CPU, H200
 from zcompile.liveness import Liveness
 from zcompile.passes.fit import given_up
@@ -359,3 +359,44 @@ def test_bad_input_is_one_line(arguments, says, capsys):
         main(arguments)
     told = capsys.readouterr().err
     assert stopped.value.code == 2 and says in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_rematerialized_is_what_products_read_of_pointwise_kernels(inner):
+    """Bytes saved for backward, as autograd sees them, with and without: the results of norms and of the gated activation."""
+    tokens = torch.randint(0, SIZE.vocabulary, (2, 25), generator=torch.Generator().manual_seed(0))
+    saved, gradients = {}, {}
+    for rematerialize in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Llama(SIZE)
+        model.compile(backend="zcompile", options={"inner": inner, "rematerialize": rematerialize})
+        kept: dict[int, int] = {}
+
+        def pack(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(tokens)
+        loss.backward()
+        saved[rematerialize] = sum(kept.values())
+        gradients[rematerialize] = [parameter.grad for parameter in model.parameters()]
+    rows, width = 2 * 24, 4
+    made_again = SIZE.layers * rows * (2 * SIZE.width + SIZE.hidden) + rows * SIZE.width
+    attended = SIZE.layers * rows * SIZE.width  # under Inductor, also the copy of what attention returns that has its heads side by side
+    assert saved[False] - saved[True] == (made_again + attended * (inner == "inductor")) * width
+    exact = {"rtol": 0, "atol": 0} if inner == "aot_eager" else {"rtol": 1e-5, "atol": 1e-7}
+    for one, other in zip(*gradients.values(), strict=True):
+        torch.testing.assert_close(one, other, **exact)
+
+
+def test_full_matrices_die_at_their_first_reader(traced):
+    """Why no pass reorders the user's nodes: there is nothing between a decoder's first and last reader of a matrix."""
+    for one in traced:
+        graph, _ = copied(one.graph)
+        passes.run(graph, passes.schedule(Settings().plan(H200.over("p2p", 8), 1 << 40)))
+        for window in Windows(graph).windows:
+            if not window.returned and value(window.wait).ndim > 1:
+                outside = {reader for _, reader in readers(window.wait, chain(window.wait))}
+                assert len(outside) == 1, window.shard
