@@ -132,17 +132,23 @@ H200 = Hardware(
     "as the design notes have them, reduces scaled from 4; attention and launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
 )
 
+KIB = 1 << 10
+
 CPU = Hardware(
     name="CPU",
-    products=((torch.float32, 50e9), (torch.bfloat16, 10e9)),
-    attention=20e9,
-    bytes_s=5e9,
-    kernel_s=5e-6,
-    wires=(Wire("gloo", 2, ((1024, 0.4e-3), (MIB, 2e-3)), ((1024, 0.4e-3), (MIB, 2.5e-3)), 0.5),),
+    products=((torch.float32, 105e9), (torch.bfloat16, 470e9)),
+    attention=30e9,
+    bytes_s=20e9,
+    kernel_s=3e-6,
+    wires=(
+        Wire(
+            "gloo", 2, ((32 * KIB, 0.4e-3), (512 * KIB, 1.1e-3), (8 * MIB, 15e-3)), ((32 * KIB, 0.35e-3), (512 * KIB, 0.7e-3), (8 * MIB, 9.5e-3)), 0.5
+        ),
+    ),
     domain=64,
     network=Network(bytes_s=1e9, latency_s=100e-6),
     memory_bytes=8 << 30,
-    source="rough estimates for one thread and gloo on one host, not measured",
+    source="one thread of a server with AMX, and gloo between two ranks on one host; other CPUs differ by factors; between hosts, 8 Gb/s are assumed",
 )
 
 TABLES = {"h200": H200, "cpu": CPU}
