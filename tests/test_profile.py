@@ -21,9 +21,11 @@ import torch
 from PIL import Image
 from torch import nn
 
+from models import Transformer, batch, loss_of
 from zcompile.profile import compare, report
 from zcompile.profile.__main__ import job_of, main, parser
-from zcompile.profile.models import blocks_of, load
+from zcompile.profile.engines import RATE_STEPS, Training, find
+from zcompile.profile.models import WithLoss, blocks_of, load
 from zcompile.profile.timeline import clip, length, parts_of_step, subtract, union
 from zcompile.profile.wire import wire_bytes
 
@@ -242,6 +244,35 @@ def test_report_in_a_browser(profiled):
         colors = seen.getcolors(maxcolors=1 << 20)
         colored = sum(count for count, (red, green, blue) in colors if max(red, green, blue) - min(red, green, blue) > 40)
         assert seen.width > 400 and seen.height > 50 and colored > 200, place
+
+
+def losses_of(rank, world, engine):
+    """Of four steps of a model with tied weights and a scalar, not compiled; and of the same on one rank with everybody's batches."""
+    found = []
+    for name in (engine, None):
+        torch.manual_seed(0)
+        model = WithLoss(Transformer(), loss_of)
+        if name:
+            with torch.compiler.set_stance("force_eager"):
+                trained = find(name)[0].make(model, Training("fp32", 1e-2, 1), {})
+                found.append([trained.step([batch(step, rank)]) for step in range(4)])
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+            found.append([])
+            for step in range(4):
+                optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / RATE_STEPS
+                losses = [model(batch(step, of)) for of in range(world)]
+                torch.stack(losses).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found[-1].append(losses[rank].detach())
+    return [[loss.item() for loss in losses] for losses in found]
+
+
+@pytest.mark.parametrize("engine", ["simplefsdp", "ddp", "eager"])
+def test_engines_train_as_one_rank_does(ranks, engine):
+    for ours, theirs in ranks(2).run(losses_of, engine):
+        assert ours == pytest.approx(theirs, rel=1e-5) and ours[0] != pytest.approx(ours[-1], rel=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
 from zcompile.config import Settings
@@ -176,6 +180,45 @@ class Fsdp2Compile(Fsdp2):
         return super().prepare(model)
 
 
+class SimpleFsdp(Engine):
+    """Gathers are what reading a parameter computes, so that one graph has them all (arXiv:2411.00284); their order is Inductor's."""
+
+    def prepare(self, model):
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        whole = Whole(torch.bfloat16 if self.training.precision == "bf16" else None)
+        sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay so
+        for module in list(model.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter not in sharded:
+                    placement = Shard(0) if parameter.ndim else Replicate()
+                    sharded[parameter] = nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]))
+                setattr(module, name, sharded[parameter])
+                register_parametrization(module, name, whole, unsafe=True)
+        model.compile()
+        return model
+
+    def in_width(self, batch):
+        return _narrow(batch) if self.training.precision == "bf16" else batch
+
+
+class Whole(nn.Module):
+    """The parametrization: a shard gathered in the width of compute. Backward gathers again."""
+
+    def __init__(self, dtype: torch.dtype | None):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, shard: DTensor) -> torch.Tensor:
+        return checkpoint(self.gather, shard, use_reentrant=False, context_fn=_gather_again)
+
+    def gather(self, shard: DTensor) -> torch.Tensor:
+        return shard.redistribute(placements=[Replicate()], forward_dtype=self.dtype).to_local(grad_placements=[Partial("avg")])
+
+
+def _gather_again():
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+
+
 class Zero3(Engine):
     """DeepSpeed's stage 3."""
 
@@ -263,6 +306,7 @@ ENGINES = {
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
     "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block"),
     "ddp": Entry(Ddp, "DistributedDataParallel: nothing is sharded"),
+    "simplefsdp": Entry(SimpleFsdp, "parametrized gathers in one graph, torch.compile"),
     "zero3": Entry(Zero3, "DeepSpeed ZeRO-3", _needs_deepspeed),
     "deepcompile": Entry(DeepCompile, "DeepSpeed ZeRO-3 with its compiler", _needs_deepspeed_and_cuda),
     "zero3+zcompile": Entry(Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed, takes_options=True),
