@@ -354,14 +354,14 @@ void gather_wait(const at::Tensor& full) {
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads) {
   auto& model = model_of(parameters);
   const auto transport = model.transport();
-  const Range all("reduce", parameters, grads.front().scalar_type());
-  std::vector<at::Tensor> outs;
+  std::vector<at::Tensor> wires, outs;
+  for (size_t at = 0; at < parameters.size(); ++at) wires.push_back(as_wire(*parameters[at], grads[at]));
+  const Range all("reduce", parameters, wires.front().scalar_type());
   c10::SmallVector<ReduceRequest, 1> requests;
   for (size_t at = 0; at < parameters.size(); ++at) {
-    auto wire = as_wire(*parameters[at], grads[at]);
-    model.count_reduce(wire);
+    model.count_reduce(wires[at]);
     outs.push_back(transport->make_gradient(*parameters[at]));
-    requests.push_back({parameters[at], std::move(wire), outs.back()});
+    requests.push_back({parameters[at], std::move(wires[at]), outs.back()});
   }
   const auto transfer = std::make_shared<Shared>(transport, transport->reduce(requests));
   for (size_t at = 0; at < outs.size(); ++at) {

@@ -24,7 +24,7 @@ from torch import nn
 from models import Transformer, batch, loss_of
 from zcompile.profile import compare, report
 from zcompile.profile.__main__ import job_of, main, parser
-from zcompile.profile.engines import RATE_STEPS, Training, find
+from zcompile.profile.engines import RATE_STEPS, Training, file_name, find, names_of
 from zcompile.profile.models import WithLoss, blocks_of, load
 from zcompile.profile.timeline import clip, length, parts_of_step, subtract, union
 from zcompile.profile.wire import wire_bytes
@@ -89,8 +89,19 @@ def test_parts_of_a_step(events):
 def test_a_loss_that_strays_is_marked():
     engines = {"one": {"losses": [3.0, 2.0]}, "two": {"losses": [3.0, 2.0]}, "other": {"losses": [3.0, 2.1]}, "limit": {"losses": [3.0, 3.0]}}
     engines["none"] = {"losses": [3.0, float("nan")]}
+    engines |= {f"other:fit={at}": {"losses": [3.0, 2.1]} for at in range(3)}  # which counts as one
     compare.mark_strays(engines, 1e-3)
+    engines = {name: one for name, one in engines.items() if ":" not in name}
     assert {name: one.get("strays") for name, one in engines.items()} == {"one": False, "two": False, "other": True, "limit": None, "none": True}
+
+
+def test_options_in_the_names_of_engines():
+    text = 'fsdp2,zcompile:disable_passes=["fit","bucket"]:inductor={"max_autotune":true,"epilogue_fusion":false}:transport=nccl,ddp'
+    names = names_of(text)
+    assert [name.partition(":")[0] for name in names] == ["fsdp2", "zcompile", "ddp"]
+    inductor = {"max_autotune": True, "epilogue_fusion": False}
+    assert find(names[1])[1] == {"disable_passes": ["fit", "bucket"], "inductor": inductor, "transport": "nccl"}
+    assert re.fullmatch(r"[\w.=+-]+", file_name(names[1]))
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path, monkeypatch):
@@ -150,7 +161,7 @@ def test_memory_by_kind(profiled):
     for name in ("zcompile", "limit", "fsdp2", *ZERO3):
         memory = results["engines"][name]["memory"]
         sums = [sum(at) for at in zip(*memory["kinds"].values())]
-        assert sum(memory["at_peak"].values()) == max(sums) == pytest.approx(memory["allocator_bytes"], rel=0.02)
+        assert sum(memory["at_peak"].values()) == max(sums) and memory["allocator_bytes"] is None
         assert memory["ms"] == sorted(memory["ms"]) and len(memory["ms"]) <= 402
         assert memory["ms"][sums.index(max(sums))] == memory["peak_ms"]
         kept = {"limit": 3 * shard, "zero3": 2 * shard}  # all parameters, and a share to have Adam's state of; partitions and masters
@@ -358,6 +369,28 @@ def test_engines_that_fail_leave_the_others(tmp_path, capsys):
     assert "the second rank does not like this batch" in told and "eager" in told
 
 
+def test_a_plan_that_fails_on_one_rank_takes_nothing_with_it(tmp_path):
+    """The other rank is in the forward by then, and waits."""
+    (tmp_path / "mine.py").write_text(
+        FAILING + """
+import zcompile
+explain = zcompile.explain
+def fails(*args, **kwargs):
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("no room for a plan")
+    return explain(*args, **kwargs)
+zcompile.explain = fails
+"""
+    )
+    engine = 'zcompile:inner=aot_eager:disable_passes=["bucket"]'
+    arguments = ["--module", f"{tmp_path}/mine.py:build", "--engines", engine, "--output", str(tmp_path)]
+    assert main([*SHORT, *arguments]) == 0
+    one = json.loads((tmp_path / "results.json").read_text())["engines"][engine]
+    assert one["plan"] is None and one["memory"] and len(one["losses"]) == 5
+    assert one["missing"] == ["plan (OutOfMemoryError: no room for a plan)"]
+    assert "there is no plan (OutOfMemoryError" in (tmp_path / "report.html").read_text()
+
+
 def test_the_example_of_a_model_of_ones_own(tmp_path):
     example = Path(__file__).resolve().parents[1] / "examples/profile.py"
     run = subprocess.run([sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path], capture_output=True, text=True)
@@ -372,6 +405,9 @@ def test_the_example_of_a_model_of_ones_own(tmp_path):
         (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, limit"),
         (["--engines", "zcompile:fast=1"], "unknown option 'fast'"),
         (["--engines", "zcompile:transport"], "reads key=value, not 'transport'"),
+        (["--engines", "zcompile:inductor=3"], "option 'inductor' must be a mapping"),
+        (["--engines", "zcompile:disable_passes=[[1]]"], "option 'disable_passes' must be a list"),
+        (["--engines", "zcompile:gather_budget_bytes=true"], "must be at least 0, not True"),
         (["--engines", "fsdp2:transport=nccl"], "engine 'fsdp2' takes no options"),
         (["--model", "no/such model"], "no model 'no/such model': built in are tiny"),
         (["--module", "missing.py:build"], "there is no file 'missing.py'"),

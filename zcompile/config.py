@@ -66,6 +66,8 @@ class Settings:
                 "(Inductor's own go into 'inductor')."
             )
         settings = cls(**(options or {}))
+        if not isinstance(settings.inductor, Mapping):
+            raise ValueError(f"zcompile: option 'inductor' must be a mapping of Inductor's settings, not {settings.inductor!r}.")
         if settings.inductor.get("shape_padding") and not settings.inductor.get("force_shape_pad"):
             raise ValueError(
                 "zcompile: Inductor's 'shape_padding' decides by measuring, which differs between ranks; set 'force_shape_pad' "
@@ -77,16 +79,17 @@ class Settings:
             raise ValueError(
                 f"zcompile: option 'transport' must be one of {', '.join(TRANSPORTS)}, not {settings.transport!r}."
             )
-        if not isinstance(settings.disable_passes, (list, tuple)) or not set(settings.disable_passes) <= set(OPTIONAL):
+        disabled = settings.disable_passes
+        if not isinstance(disabled, (list, tuple)) or not all(isinstance(name, str) and name in OPTIONAL for name in disabled):
             raise ValueError(
-                f"zcompile: option 'disable_passes' must be a list of {', '.join(OPTIONAL)}, not {settings.disable_passes!r}."
+                f"zcompile: option 'disable_passes' must be a list of {', '.join(OPTIONAL)}, not {disabled!r}."
             )
         if not isinstance(settings.rematerialize, bool):
             raise ValueError(f"zcompile: option 'rematerialize' must be true or false, not {settings.rematerialize!r}.")
         for one in dataclasses.fields(cls):
             given = getattr(settings, one.name)
             if one.name.endswith("_bytes") and not (given is None and one.default is None):
-                if not isinstance(given, int) or given < 0:
+                if not isinstance(given, int) or isinstance(given, bool) or given < 0:
                     raise ValueError(f"zcompile: option {one.name!r} must be at least 0, not {given!r}.")
         return settings
 

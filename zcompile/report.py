@@ -22,7 +22,8 @@ from zcompile.passes import Plan
 from zcompile.windows import Window, Windows
 
 ADAM_BYTES = 28  # a parameter: weight, gradient and two moments are read, all but the gradient written, in fp32
-STATE_BYTES = 12  # a parameter: weight and two moments; gradients are the graphs'
+STATE_BYTES = 12  # a parameter: weight and two moments
+GRADIENT_BYTES = 4  # an element of a shard
 STAGING_BYTES = 192 << 20  # of reduces, peer to peer
 POINTS = 100  # of a graph's curve of memory
 
@@ -94,6 +95,7 @@ class Explanation:
         parameters: how many elements the sharded parameters have.
         step_ms, peak_bytes: predicted, on one rank; the transport's own memory is part of it where the plan knows of it.
         static_bytes: of that, what lives as long as the model: shards, optimizer's state, the transport's memory.
+        gradient_bytes: beside that, at the optimizer's step.
         rests_on: where the figures that it was computed from come from.
     """
 
@@ -108,6 +110,7 @@ class Explanation:
     exposed_ms: float
     peak_bytes: int
     static_bytes: int
+    gradient_bytes: int
     rests_on: str
 
     def to_json(self) -> str:
@@ -236,6 +239,7 @@ def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_wo
         exposed_ms=exposed_ms,
         peak_bytes=static + max((saved + graph.live_bytes for graph, saved in in_order(graphs)), default=0),
         static_bytes=static,
+        gradient_bytes=round(GRADIENT_BYTES * share * _beside_shards(link)),
         rests_on=link.hardware.source,
     )
 
@@ -261,9 +265,7 @@ def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
     timeline = simulate(graph, costs)
     windows = Windows(graph)
     shards = _shards(graph)
-    # Peer to peer, half of each gradient takes the place of published shards that backward has done with (csrc/cuda/published.h).
-    own = 0.5 if plan.link.wire.transport == "p2p" else 1.0
-    scale = own * traced_world / plan.link.world
+    scale = _beside_shards(plan.link) * traced_world / plan.link.world
     live = costs.liveness.live_bytes(but=shards, scaled=set(calls(graph, *REDUCES)), scale=scale)
     gathers, reduces = calls(graph, *GATHERS), calls(graph, *REDUCES)
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
@@ -285,6 +287,12 @@ def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
         memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
         transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
     )
+
+
+def _beside_shards(link: Link) -> float:
+    """How much of a gradient has memory of its own: peer to peer, half takes the place of published shards that backward has done
+    with (csrc/cuda/published.h)."""
+    return 0.5 if link.wire.transport == "p2p" else 1.0
 
 
 def _stretched(timeline: Timeline) -> Callable[[float], float]:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from zcompile.profile import report
 from zcompile.profile.commandline import Parser, positive
 from zcompile.profile.compare import compare, count
-from zcompile.profile.engines import ENGINES, PRECISIONS, find
+from zcompile.profile.engines import ENGINES, PRECISIONS, find, names_of
 from zcompile.profile.models import SIZES, BadInput
 from zcompile.profile.worker import Job
 
@@ -52,7 +52,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
     """Raises:
     BadInput: no such engine or option, or more ranks than GPUs.
     """
-    engines = list(ENGINES) if arguments.engines == "all" else list(dict.fromkeys(arguments.engines.split(",")))
+    engines = names_of(arguments.engines)
     for name in engines:
         find(name)
     gpus = torch.cuda.device_count()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zcompile.profile import launch
-from zcompile.profile.engines import find
+from zcompile.profile.engines import file_name, find
 from zcompile.profile.models import BadInput, Llama, Workload, function_of, load
 from zcompile.profile.worker import Job
 
@@ -107,7 +107,7 @@ def compare(
             if name in skipped or name in failed:
                 continue
             tell(name, repeat)
-            folder, cache = runs / f"{name}-{repeat}", runs / f"{name}-cache"
+            folder, cache = runs / f"{file_name(name)}-{repeat}", runs / f"{file_name(name)}-cache"
             if repeat == 0:
                 shutil.rmtree(cache, ignore_errors=True)
             try:
@@ -164,13 +164,21 @@ def compare_with_limit(engines: Mapping[str, dict]) -> None:
 def mark_strays(engines: Mapping[str, dict], tolerance: float) -> None:
     """Mark engines whose loss leaves the others': `loss_difference`, the largest relative one to the median, and `strays`.
 
-    Of two, both are marked. "limit" is left out: it computes gradients and does not use them.
+    The median is over kinds of engines, of which one under several options counts once. Of two kinds, both are marked; where
+    there is one, its options are compared with the first. "limit" is left out: it computes gradients and does not use them.
     """
     curves = {name: one["losses"] for name, one in engines.items() if "losses" in one and name != "limit"}
-    middle = [statistics.median([loss for loss in at if math.isfinite(loss)] or [math.inf]) for at in zip(*curves.values())]
+    kinds: dict[str, list[float]] = {}
     for name, losses in curves.items():
-        expected = next(other for key, other in curves.items() if key != name) if len(curves) == 2 else middle
+        kinds.setdefault(_kind(name), losses)
+    middle = [statistics.median([loss for loss in at if math.isfinite(loss)] or [math.inf]) for at in zip(*kinds.values())]
+    for name, losses in curves.items():
+        expected = next(other for kind, other in kinds.items() if kind != _kind(name)) if len(kinds) == 2 else middle
         worst = max(abs(loss - of_others) / max(abs(of_others), 1e-30) for loss, of_others in zip(losses, expected))
         finite = all(map(math.isfinite, losses))
         engines[name]["loss_difference"] = worst if finite else None
         engines[name]["strays"] = not finite or worst > tolerance
+
+
+def _kind(engine: str) -> str:
+    return engine.partition(":")[0]

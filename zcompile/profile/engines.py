@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +91,10 @@ class Engine:
         """Device memory that torch's allocator does not count."""
         return 0
 
+    wire_is_traced = True  # whether torch.profiler sees all that it sends
+
     def wire_bytes(self) -> int | None:
-        """Bytes of full parameters and gradients that this rank gathered and reduced since it was made; None if unknown."""
+        """Bytes of full parameters and gradients that this rank gathered and reduced since it was made, if the engine counts them."""
         return None
 
     def explain(self, batch: Any) -> Explanation | None:
@@ -107,8 +110,7 @@ class Eager(Engine):
         return zcompile.stats(self.model)["transport_bytes"]
 
     def wire_bytes(self) -> int:
-        counts = zcompile.stats(self.model)
-        return sum(counts["gathered_bytes"].values()) + sum(counts["reduced_bytes"].values())
+        return _counted(self.model)
 
 
 class Zcompile(Eager):
@@ -259,6 +261,8 @@ class Zero3(Engine):
 
 
 class DeepCompile(Zero3):
+    wire_is_traced = False  # it has a communicator of its own
+
     def config(self):
         return {"compile": {"deepcompile": True}}
 
@@ -272,6 +276,14 @@ class Zero3Zcompile(Zero3):
 
     def extra_bytes(self) -> int:
         return zcompile.stats(self.engine.module)["transport_bytes"] if self.taken() else 0
+
+    def wire_bytes(self) -> int | None:
+        return _counted(self.engine.module) if self.taken() else None
+
+
+def _counted(model: nn.Module) -> int:
+    counts = zcompile.stats(model)
+    return sum(counts["gathered_bytes"].values()) + sum(counts["reduced_bytes"].values())
 
 
 def _narrow(batch: Any) -> Any:
@@ -319,7 +331,7 @@ def find(name: str) -> tuple[Entry, dict[str, Any]]:
     Raises:
         BadInput: no such engine, or it does not take such options.
     """
-    kind, *settings = name.split(":")
+    kind, *settings = re.split(r":(?=\w+(?:=|$))", name)  # not within JSON
     if kind not in ENGINES:
         raise BadInput(f"no engine {kind!r}; there are {', '.join(ENGINES)}")
     options = dict(map(_option, settings))
@@ -330,6 +342,16 @@ def find(name: str) -> tuple[Entry, dict[str, Any]]:
     except ValueError as error:
         raise BadInput(f"engine {name!r}: {error}") from error
     return ENGINES[kind], options
+
+
+def names_of(text: str) -> list[str]:
+    """The engines of a list such as 'fsdp2,zcompile:disable_passes=["fit","split"]'."""
+    return list(ENGINES) if text == "all" else list(dict.fromkeys(re.split(r",(?![^\[{]*[\]}])", text)))
+
+
+def file_name(engine: str) -> str:
+    """A name for files: compilers are called by a shell's rules."""
+    return re.sub(r"[^A-Za-z0-9+=._-]+", "-", engine)
 
 
 def _option(setting: str) -> tuple[str, Any]:

@@ -39,13 +39,19 @@ def run(job: Job) -> dict:
         for rank in range(job.ranks):
             processes.append(_start(job, file, rank, port))
         _wait(job, processes)
+        failed = None
+    except Failed as error:
+        failed = error
     finally:
         for process in processes:
             _kill(process)
-    try:
-        return json.loads((folder / "result.json").read_text())
-    except FileNotFoundError:
-        raise Failed(f"the ranks ended without a result: {_last_words(job, 0)}") from None
+    result = folder / "result.json"
+    if not result.exists():
+        raise failed or Failed(f"the ranks ended without a result: {_last_words(job, 0)}")
+    found = json.loads(result.read_text())
+    if failed:  # when all was measured
+        found["missing"].append(f"plan ({failed})")
+    return found
 
 
 def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:

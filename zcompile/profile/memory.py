@@ -2,11 +2,12 @@
 
 [Note: how kinds are told]
 The trace has every allocation and every free. What it is for is told by the ranges around the allocation on its thread,
-of which the innermost that tells counts (TELLS in blocks.py): a gather's is full parameters. What the engine keeps at the
+of which the innermost that tells counts (TELLS in allocations.py): a gather's is full parameters. What the engine keeps at the
 end of a backward is told by its address (owned.py), which comes first. All else is activations and the rest.
 
 What was there before the trace: on CUDA the allocator's own count says how much, and what of it has no known address is
-the rest. On a CPU nobody counts before, so it is what has a known address.
+the rest. On a CPU nobody counts before, so it is what has a known address; and with frees that are not seen, there is no
+count to compare with.
 """
 
 import math
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from zcompile.curve import thinned
-from zcompile.profile.blocks import KINDS, Block, end_unseen, reports_of
+from zcompile.profile.allocations import KINDS, Allocation, end_unseen, reports_of
 from zcompile.profile.owned import WALK, Owned, Walks
 from zcompile.profile.timeline import clock, last_step
 
@@ -30,65 +31,57 @@ class Memory:
         ms: since the step began, at most about POINTS, the peak's among them. On a GPU, when the device got there.
         kinds: kind -> bytes at each of these.
         at_peak: kind -> bytes when their sum is highest.
-        allocator_bytes: the allocator's own count at its peak, with the transport's memory. On a CPU, with what was there
-            before, and without what the counter takes to live on.
+        allocator_bytes: what a GPU's allocator says of the peak, and the transport's memory: within 2 % of the kinds, or they are
+            told wrong. None on a CPU.
     """
 
     ms: list[float]
     kinds: dict[str, list[int]]
     at_peak: dict[str, int]
     peak_ms: float
-    allocator_bytes: int
+    allocator_bytes: int | None
 
 
 def memory_of_step(
     trace: dict,
     walks: Walks,
-    blocks: list[Block],
+    blocks: list[Allocation],
     device: int | None,
     transport_bytes: int,
-    peak_bytes: int | None = None,
+    peak_bytes: int | None,
 ) -> Memory:
     """Args:
     walks: those of the trace.
     blocks: those of the trace; become of the kinds that `walks` say.
     device: the GPU's index; None for the CPU.
     transport_bytes: of the transport, outside of the allocator.
-    peak_bytes: the allocator's in the last step; None to take it from the trace.
+    peak_bytes: the allocator's in the last step, on a GPU.
     """
     reports = reports_of(trace, device)
     times = sorted(event["ts"] for event in trace["traceEvents"] if event.get("name") == WALK and event.get("cat") == "user_annotation")
     blocks = blocks + tell_by_address(blocks, zip(times, walks.found), walks.before)
-    end_unseen(blocks)
+    if device is None:
+        end_unseen(blocks)
     known = sum(block.nbytes for block in blocks if block.begins == -math.inf)
     counted = reports[0]["args"]["Total Allocated"] - reports[0]["args"]["Bytes"]  # before the trace
-    unknown = 0 if device is None else max(0, counted - known)
-    blocks += [Block(0, unknown, -math.inf), Block(0, transport_bytes, -math.inf, kind="transport")]
+    unknown = 0 if device is None else max(0, counted - known)  # less than none would be an error, and shows beside the peak
+    blocks += [Allocation(0, unknown, -math.inf), Allocation(0, transport_bytes, -math.inf, kind="transport")]
     begin, end = last_step(trace)
-    if peak_bytes is None:
-        unseen = [block for block in blocks if block.lost] if device is None else []
-        peak_bytes = most_counted(reports, unseen, begin, end) + (known - counted if device is None else 0)
     at = clock(trace)
     points = thinned(list(bytes_over_time(blocks, begin, end)), POINTS, lambda point: sum(point[1].values()))
     ms = [max(0.0, (at(time) - at(begin)) / 1e3) for time, _ in points]
     peak = max(range(len(points)), key=lambda one: sum(points[one][1].values()))
-    return Memory(ms, {kind: [held[kind] for _, held in points] for kind in KINDS}, points[peak][1], ms[peak], peak_bytes + transport_bytes)
+    kinds = {kind: [held[kind] for _, held in points] for kind in KINDS}
+    return Memory(ms, kinds, points[peak][1], ms[peak], None if peak_bytes is None else peak_bytes + transport_bytes)
 
 
-def most_counted(reports: list[dict], unseen: list[Block], begin: float, end: float) -> int:
-    """The highest of the allocator's counts that hold between two times; a CPU's counter has `unseen` still when they have ended."""
-    first = max((at for at, report in enumerate(reports) if report["ts"] <= begin), default=0)
-    inside = [(max(begin, report["ts"]), report["args"]["Total Allocated"]) for report in reports[first:] if report["ts"] <= end]
-    return max(nbytes - sum(block.nbytes for block in unseen if block.ends <= time) for time, nbytes in inside)
-
-
-def tell_by_address(blocks: list[Block], walks: Iterable[tuple[float, list[Owned]]], known: Mapping[int, int] | None) -> list[Block]:
+def tell_by_address(blocks: list[Allocation], walks: Iterable[tuple[float, list[Owned]]], known: Mapping[int, int] | None) -> list[Allocation]:
     """Give blocks that were alive at a walk the kind of what lay there; what no block is of was there before, and is returned.
 
     Args:
         known: address -> bytes before the trace, and nothing else was there; None if that is not known.
     """
-    by_address: dict[int, list[Block]] = defaultdict(list)
+    by_address: dict[int, list[Allocation]] = defaultdict(list)
     for block in blocks:
         by_address[block.address].append(block)
     before = []
@@ -98,14 +91,14 @@ def tell_by_address(blocks: list[Block], walks: Iterable[tuple[float, list[Owned
             if known is not None and one.address not in known:
                 continue
             until = min((other.begins for other in by_address[one.address] if other.begins > time), default=math.inf)
-            block = Block(one.address, one.nbytes if known is None else known[one.address], -math.inf, until)
+            block = Allocation(one.address, one.nbytes if known is None else known[one.address], -math.inf, until)
             by_address[one.address].append(block)
             before.append(block)
         block.kind, block.range = one.kind, None
     return before
 
 
-def bytes_over_time(blocks: Iterable[Block], begin: float, end: float) -> Iterator[tuple[float, dict[str, int]]]:
+def bytes_over_time(blocks: Iterable[Allocation], begin: float, end: float) -> Iterator[tuple[float, dict[str, int]]]:
     """At `begin`, and whenever it changes until `end`: bytes of each kind."""
     held = dict.fromkeys(KINDS, 0)
     changes: list[tuple[float, int, str]] = []

@@ -14,7 +14,7 @@ WALK = "zcompile.profile::walk"  # the range that says when
 
 @dataclass(frozen=True)
 class Owned:
-    """A storage and what it is for, one of `memory.KINDS`."""
+    """A storage and what it is for, one of `allocations.KINDS`."""
 
     address: int
     nbytes: int
@@ -73,10 +73,10 @@ def _tensors(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[st
     parameters = [*engine.model.parameters(), *(one for group in optimizer.param_groups for one in group["params"])]
     yield from (("gradients", one.grad) for one in parameters if one.grad is not None)
     wrapper = getattr(getattr(engine, "engine", None), "optimizer", None)  # DeepSpeed's around the real one
-    flat = getattr(wrapper, "grad_partitions_flat_buffer", None)
-    yield from (("gradients", one) for one in (flat,) if isinstance(one, torch.Tensor))
+    kept = [getattr(wrapper, "grad_partitions_flat_buffer", None)]
     for slices in getattr(wrapper, "averaged_gradients", {}).values():
-        yield from (("gradients", one) for one in slices or () if isinstance(one, torch.Tensor))
+        kept += slices or []
+    yield from (("gradients", one) for one in kept if isinstance(one, torch.Tensor))
     for one in parameters:
         partition = getattr(one, "ds_tensor", None)  # DeepSpeed's; the parameter is whole then, or empty
         yield ("shards" if partition is None else "full"), one

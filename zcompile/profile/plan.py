@@ -6,9 +6,7 @@ from itertools import chain
 from zcompile.curve import thinned
 from zcompile.profile.memory import POINTS
 from zcompile.profile.timeline import Interval, union
-from zcompile.report import Explanation, in_order
-
-GRADIENT_BYTES = 4  # an element of a shard
+from zcompile.report import GRADIENT_BYTES, Explanation, in_order
 
 
 @dataclass(frozen=True)
@@ -31,16 +29,17 @@ class Planned:
 
 def planned(explained: Explanation, micro_steps: int) -> Planned:
     """The course of a step of so many micro-steps, whose gradients are kept until the optimizer's step."""
-    gradients = GRADIENT_BYTES * -(-explained.parameters // explained.world)
+    earlier = GRADIENT_BYTES * -(-explained.parameters // explained.world)  # those of micro-steps before have moved out of the transport's memory
     memory: list[tuple[float, int, int]] = []
     transfers: list[Interval] = []
     static, now = explained.static_bytes, 0.0
     runs = chain.from_iterable(((graph, saved, bool(micro)) for graph, saved in in_order(explained.graphs)) for micro in range(micro_steps))
     for graph, saved, again in runs:
-        held = saved + again * gradients
+        held = saved + again * earlier
         memory += [(now + ms, static + held + live, static + full) for ms, live, full in graph.memory]
         transfers += [(now + begin, now + end) for begin, end in graph.transfers]
         now += graph.total_ms
+    gradients = explained.gradient_bytes if micro_steps == 1 else earlier
     memory += [(at, static + gradients, static) for at in (now, now + explained.optimizer_ms)]
     peak = max(nbytes for _, nbytes, _ in memory)
     exposed_ms = micro_steps * explained.exposed_ms

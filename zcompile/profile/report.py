@@ -39,15 +39,15 @@ def absent(results: Results) -> dict[str, str]:
 
 
 def predictions(results: Results) -> list[str]:
-    """What plans predicted beside what was measured, a sentence for each engine that has a plan."""
+    """What plans predicted beside what was measured, and what could not be; a sentence for each."""
     told = []
     for name, one in finished(results).items():
         if (plan := one.get("plan")) and (memory := one.get("memory")):
             told.append(
                 f"The plan of {name} predicted a step of {plan['step_ms']:.1f} ms and {plan['peak_bytes'] / 2**20:,.0f} MiB at most; measured "
-                f"were {one['step_ms']['median']:.1f} ms and {memory['allocator_bytes'] / 2**20:,.0f} MiB by the allocator's count. It rests on: "
-                f"{plan['rests_on']}."
+                f"were {one['step_ms']['median']:.1f} ms and {sum(memory['at_peak'].values()) / 2**20:,.0f} MiB. It rests on: {plan['rests_on']}."
             )
+        told += [f"Of {name} there is no {what}." for what in one.get("missing", [])]
     return told
 
 
@@ -228,7 +228,8 @@ def draw_windows(results: Results) -> Figure | None:
         return None
     name, one = min(engines.items(), key=lambda item: item[1]["step_ms"]["median"])
     found, plan = one["windows"], one.get("plan")
-    rows = [(stream, COMPUTE if at == 0 else EXPOSED, bars) for at, (stream, bars) in enumerate(found["streams"].items())]
+    computes = ("compute", "ops")
+    rows = [(stream, COMPUTE if stream.startswith(computes) else EXPOSED, bars) for stream, bars in found["streams"].items()]
     if plan:
         rows.append(("plan: transfers", PLAN, plan["transfers"]))
     windows: dict[str, list] = {}
@@ -285,7 +286,7 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
     "memory": ("Peak memory of rank 0 during the timed steps.", draw_memory),
     "kinds": (
         "Memory over one traced step by what it is for, rank 0, on one scale. The red line is zcompile's plan, the dotted one of it what is "
-        "kept and full parameters. On a GPU, the time is when the device got to what the host had asked for.",
+        "kept and full parameters. Of each 400th of the step the highest is drawn. On a GPU, the time is when the device got to what the host had asked for.",
         draw_kinds,
     ),
     "windows": (

@@ -1,22 +1,20 @@
 """What streams did in a traced step, and when its largest parameters were full."""
 
-import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from zcompile.profile.blocks import Block
+from zcompile.profile.allocations import GATHER, Allocation
 from zcompile.profile.timeline import Interval, busiest_stream, clock, drawn, interval, is_nccl, last_step, union
 
-NAMED = re.compile(r"zcompile::gather (?P<parameter>\S+) \(.*\)")
 LARGEST = 20
-STREAMS = 5  # of each kind, those that did most
+STREAMS = 5  # those that did most
 
 
 @dataclass(frozen=True)
 class Window:
     """A parameter in full: from the start of its gather until its memory is freed, ms since the step began."""
 
-    parameter: str  # its name if the trace has it
+    parameter: str
     nbytes: int
     begin_ms: float
     end_ms: float
@@ -37,25 +35,22 @@ class Windows:
     step_ms: float
 
 
-def windows_of_step(trace: dict, blocks: list[Block], count: int = LARGEST) -> Windows | None:
+def windows_of_step(trace: dict, allocations: list[Allocation], count: int = LARGEST) -> Windows | None:
     """None if the trace has no gather of zcompile's.
 
     Args:
-        blocks: of the trace, by memory.py.
+        allocations: of the trace.
     """
     begin, end = last_step(trace)
     at = clock(trace)
     step = at(begin), at(end)
     found: dict[str, list[Window]] = defaultdict(list)
-    for block in blocks:
-        if not (block.range and block.kind == "full" and begin <= block.begins < end and not block.lost):
+    for one in allocations:
+        named = one.range and one.kind == "full" and GATHER.match(one.range["name"])
+        if not named or one.lost or not begin <= one.begins < end:
             continue
-        if not block.range["name"].startswith("zcompile::gather"):
-            continue
-        named = NAMED.fullmatch(block.range["name"])
-        parameter = named["parameter"] if named else f"gather {len(found) + 1}"
-        times = [(at(min(max(one, begin), end)) - step[0]) / 1e3 for one in (block.begins, block.ends)]
-        found[parameter].append(Window(parameter, block.nbytes, *times))
+        times = [(at(min(max(time, begin), end)) - step[0]) / 1e3 for time in (one.begins, one.ends)]
+        found[named["parameter"]].append(Window(named["parameter"], one.nbytes, *times))
     if not found:
         return None
     largest = sorted(found, key=lambda one: -max(window.nbytes for window in found[one]))[:count]
@@ -71,7 +66,7 @@ def streams_of(trace: dict, step: Interval) -> dict[str, list[Interval]]:
     busiest = busiest_stream(device) if device else None
     for event in device:
         stream = event["args"]["stream"]
-        what = "compute" if stream == busiest else "NCCL" if is_nccl(event) else "copies"
+        what = "compute" if stream == busiest else "NCCL" if is_nccl(event) else "side"
         rows[f"{what}, stream {stream}"].append(interval(event))
     if not device:
         for event in events:

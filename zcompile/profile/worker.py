@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from zcompile.profile.blocks import blocks_of
-from zcompile.profile.engines import Engine, Training, find
+from zcompile.profile.allocations import allocations_of
+from zcompile.profile.engines import Engine, Training, file_name, find
 from zcompile.profile.memory import Memory, memory_of_step
 from zcompile.profile.models import Workload, load
 from zcompile.profile.owned import Walks, name_deepspeed_transfers
@@ -31,7 +32,7 @@ from zcompile.profile.windows import Windows, windows_of_step
 from zcompile.profile.wire import wire_bytes
 
 TRACED_STEPS = 3
-DETAILED_STEPS = 2  # the first is for what was allocated before and is freed in it
+RECORDED_STEPS = 2  # the first is for what was allocated before and is freed in it
 PARENT = "ZCOMPILE_PROFILER_PID"  # the variable that says who starts a worker
 
 
@@ -65,7 +66,7 @@ class Job:
 
     def kept(self, name: str) -> Path:
         """A file of this engine's in the folder of the report."""
-        return Path(self.folder).parents[1] / f"{self.engine}.{name}"
+        return Path(self.folder).parents[1] / f"{file_name(self.engine)}.{name}"
 
 
 @dataclass
@@ -87,6 +88,7 @@ class Result:
     memory: Memory | None
     windows: Windows | None  # None also if zcompile gathers nothing
     plan: Planned | None  # of zcompile
+    missing: list[str]  # what could not be measured, and why
     about: str
     versions: dict[str, str]
 
@@ -206,22 +208,26 @@ class Run:
             }
         counted = None if wire is None else (self.engine.wire_bytes() - wire) // self.job.steps
         parts = self.traced()
-        memory_of_kinds, windows, traced_wire = self.detailed()
-        plan = self.planned()
+        recorded = self.recorded()
+        host_ms = self.host_ms() if self.cuda else None
+        losses = self.mean_losses()
         self.snapshot()
+        missing: list[str] = []
+        found = self.analysed(recorded, missing) if recorded else (None, None, None)
         tokens = self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks
         return Result(
             step_ms=step_ms,
             first_step_s=first_step_s,
-            host_ms=self.host_ms() if self.cuda else None,
-            wire_bytes=traced_wire if counted is None else counted,
-            losses=self.mean_losses(),
+            host_ms=host_ms,
+            wire_bytes=found[2] if counted is None and self.engine.wire_is_traced else counted,
+            losses=losses,
             parameters=self.parameters,
             tokens=tokens,
             parts=parts,
-            memory=memory_of_kinds,
-            windows=windows,
-            plan=plan,
+            memory=found[0],
+            windows=found[1],
+            plan=None,
+            missing=missing,
             about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
             versions={"torch": torch.__version__},
             **memory,
@@ -254,46 +260,54 @@ class Run:
         profiler.export_chrome_trace(str(file))
         return parts_of_step(json.loads(file.read_text()), TRACED_STEPS) if dist.get_rank() == 0 else None
 
-    def detailed(self) -> tuple[Memory | None, Windows | None, int | None]:
-        """Memory by kind, windows, and bytes on the wire of a step, from a second trace: what it records would disturb the times of the first."""
+    def recorded(self) -> tuple[dict, Walks, int | None] | None:
+        """On rank 0, a second trace, with allocations and shapes, which would disturb the times of the first; what the engine kept
+        meanwhile; and what a GPU's allocator had given out at the most in its last step."""
         if not self.job.trace:
-            return None, None, None
+            return None
         if "deepspeed" in sys.modules:
             name_deepspeed_transfers()
         with Walks(self.engine, self.cuda) as walks, torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
-            for _ in range(DETAILED_STEPS):
+            for _ in range(RECORDED_STEPS):
                 if self.cuda:
                     torch.cuda.reset_peak_memory_stats()
                 with torch.profiler.record_function(STEP):
                     self.step()
-                peak_bytes = torch.cuda.max_memory_allocated() if self.cuda else None
                 walks.again()
             self.synchronize()
         if dist.get_rank() != 0:
-            return None, None, None
-        file = self.job.kept("trace.json.gz") if self.job.keep_trace else self.job.file("detailed.json")
+            return None
+        file = self.job.kept("trace.json.gz") if self.job.keep_trace else self.job.file("recorded.json")
         profiler.export_chrome_trace(str(file))
         with gzip.open(file) if file.suffix == ".gz" else file.open() as opened:
-            trace = json.load(opened)
+            return json.load(opened), walks, torch.cuda.max_memory_allocated() if self.cuda else None
+
+    def analysed(self, recorded: tuple[dict, Walks, int | None], missing: list[str]) -> tuple[Memory | None, Windows | None, int | None]:
+        """Memory by kind, windows, and bytes on the wire of a step. Traces differ between versions of torch: what cannot be read
+        from one is missing, and the rest is told."""
+        trace, walks, peak_bytes = recorded
         device = torch.cuda.current_device() if self.cuda else None
-        try:
-            blocks = blocks_of(trace, device)
-            windows = windows_of_step(trace, blocks)
-            memory = memory_of_step(trace, walks, blocks, device, self.engine.extra_bytes(), peak_bytes)
-            return memory, windows, wire_bytes(trace, self.job.ranks) // DETAILED_STEPS
-        except (KeyError, ValueError, IndexError):  # traces differ between versions of torch; the rest is measured by then
-            traceback.print_exc()
-            return None, None, None
+
+        def attempt(what: str, read: Callable[[], Any]) -> Any:
+            try:
+                return read()
+            except Exception as error:
+                traceback.print_exc()
+                missing.append(f"{what} ({type(error).__name__}: {error})")
+                return None
+
+        allocations = attempt("list of allocations", lambda: allocations_of(trace, device))
+        wire = attempt("count of bytes on the wire", lambda: wire_bytes(trace, self.job.ranks) // RECORDED_STEPS)
+        if allocations is None:
+            return None, None, wire
+        memory = attempt(
+            "memory by kind", lambda: memory_of_step(trace, walks, allocations, device, self.engine.extra_bytes(), peak_bytes)
+        )
+        return memory, attempt("windows", lambda: windows_of_step(trace, allocations)), wire
 
     def planned(self) -> Planned | None:
-        """What zcompile's plan predicts; all ranks trace the model again. None also if that fails, for the rest is measured by then."""
-        if not self.job.trace:
-            return None
-        try:
-            explained = self.engine.explain(self.batches()[0])
-        except RuntimeError:
-            traceback.print_exc()
-            return None
+        """What zcompile's plan predicts; all ranks trace the model again."""
+        explained = self.engine.explain(self.batches()[0]) if self.job.trace else None
         return explained and planned(explained, self.job.accumulation)
 
     def snapshot(self) -> None:
@@ -328,6 +342,13 @@ def _end_with_parent() -> None:
         sys.exit(1)
 
 
+def _write(result: Result, job: Job) -> None:
+    if dist.get_rank() == 0:
+        file = job.file("result.json.new")
+        file.write_text(json.dumps(asdict(result)))
+        file.replace(job.file("result.json"))
+
+
 def main() -> None:
     """Run the job of `sys.argv[1]`; an error goes to a file beside it, where `launch` looks."""
     _end_with_parent()
@@ -340,9 +361,11 @@ def main() -> None:
         else:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             dist.init_process_group("gloo")
-        result = Run(job).run()
-        if rank == 0:
-            job.file("result.json").write_text(json.dumps(asdict(result)))
+        run = Run(job)
+        result = run.run()
+        _write(result, job)
+        result.plan = run.planned()  # last: a rank that fails here, while others wait for it, takes nothing with it
+        _write(result, job)
         dist.barrier()
     except BaseException as error:
         traceback.print_exc()

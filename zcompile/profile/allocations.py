@@ -1,9 +1,10 @@
 """Allocations of a trace, and what the ranges around them tell of what they are for.
 
 [Note: frees that nobody saw]
-The profiler sees what threads do that it follows. Buffers that the threads of a backend free by themselves seem to live
-on. Memory that is given out again was free, so it was freed before; and a buffer of a gather or a reduce that is never
-freed in several steps is taken to be one of these, and to have ended with the range that it was made in.
+The profiler sees what threads do that it follows. On a CPU, buffers that gloo's threads free by themselves seem to live
+on. Memory that is given out again was free, so it was freed before; and a buffer of a gather or a reduce that is not freed
+until the trace ends is taken to be one of these, and to have ended with the range that it was made in. On a GPU all frees
+are seen.
 """
 
 import math
@@ -17,23 +18,25 @@ TELLS = {  # how a range's name begins -> what is allocated there
     "zcompile::gather": "full",
     "FSDP::all_gather": "full",
     "deepspeed::fetch": "full",
+    "dc::allgather": "full",  # DeepCompile's
+    "dc::prefetch": "full",
     "_c10d_functional::all_gather": "full",
     "zcompile::reduce": "gradients",
     "FSDP::post_backward": "gradients",
     "deepspeed::reduce": "gradients",
+    "dc::reduce": "gradients",
     "_c10d_functional::reduce_scatter": "gradients",
     "torch::autograd::AccumulateGrad": "gradients",
     "c10d::": "transport",  # staging of a backend
     "gloo:": "transport",
 }
-NAMED = "zcompile::gather "
-GROUP = re.compile(r"zcompile::gather \S+ and \d+ more ")
+GATHER = re.compile(r"zcompile::gather (?P<parameter>\S+)(?P<more> and \d+ more)? \(")
 CPU, CUDA = 0, 1  # "Device Type" in traces
 
 
 @dataclass
-class Block:
-    """An allocation: addresses [address, address + nbytes) from `begins` until `ends`, us as in the trace; infinite if before or after it."""
+class Allocation:
+    """Addresses [address, address + nbytes) from `begins` until `ends`, us as in the trace; infinite if before or after it."""
 
     address: int
     nbytes: int
@@ -51,16 +54,16 @@ def reports_of(trace: dict, device: int | None) -> list[dict]:
     return sorted((one for one in found if (one["args"]["Device Type"], one["args"]["Device Id"]) == wanted), key=lambda one: one["ts"])
 
 
-def blocks_of(trace: dict, device: int | None) -> list[Block]:
+def allocations_of(trace: dict, device: int | None) -> list[Allocation]:
     """All allocations of a trace, and of what was freed in it; of the kinds that ranges tell."""
     reports = reports_of(trace, device)
     tellers = tellers_of(trace, reports)
-    live: dict[int, Block] = {}
+    live: dict[int, Allocation] = {}
     addresses: list[int] = []  # of `live`, in order
-    found: list[Block] = []
+    found: list[Allocation] = []
     filled: set[int] = set()  # ranges that name one parameter, whose memory came first: the rest is staging
 
-    def end(address: int, time: float) -> Block:
+    def end(address: int, time: float) -> Allocation:
         block = live.pop(address)
         del addresses[bisect_left(addresses, address)]
         block.ends = time
@@ -72,7 +75,7 @@ def blocks_of(trace: dict, device: int | None) -> list[Block]:
             if address in live:
                 end(address, time)
             else:
-                found.append(Block(address, -nbytes, -math.inf, time))
+                found.append(Allocation(address, -nbytes, -math.inf, time))
             continue
         at = bisect_left(addresses, address)
         overlapping = addresses[at : bisect_left(addresses, address + nbytes)]
@@ -81,10 +84,10 @@ def blocks_of(trace: dict, device: int | None) -> list[Block]:
         for one in overlapping:
             end(one, time).lost = True
         teller = tellers[id(report)]
-        live[address] = Block(address, nbytes, time, range=teller)
+        live[address] = Allocation(address, nbytes, time, range=teller)
         if teller:
             live[address].kind = "transport" if id(teller) in filled else kind_of(teller["name"])
-            if teller["name"].startswith(NAMED):
+            if GATHER.match(teller["name"]):
                 filled.add(id(teller))
         insort(addresses, address)
         found.append(live[address])
@@ -93,7 +96,7 @@ def blocks_of(trace: dict, device: int | None) -> list[Block]:
     return found
 
 
-def end_unseen(blocks: list[Block]) -> None:
+def end_unseen(blocks: list[Allocation]) -> None:
     """Give what was never seen to be freed an end: [Note: frees that nobody saw]."""
     for block in blocks:
         if block.lost and block.range:
@@ -102,7 +105,8 @@ def end_unseen(blocks: list[Block]) -> None:
 
 def kind_of(name: str) -> str | None:
     """What a range of this name tells of what is allocated in it."""
-    if GROUP.match(name):
+    named = GATHER.match(name)
+    if named and named["more"]:
         return "transport"  # its parameters have ranges of their own
     return next((kind for beginning, kind in TELLS.items() if name.startswith(beginning)), None)
 
