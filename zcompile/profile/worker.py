@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_map_only
 
 from zcompile.profile.allocations import allocations_of
@@ -251,7 +252,9 @@ class Run:
         """What a step consists of, from the profiler. All ranks profile, so that none waits for one that does."""
         if not self.job.trace:
             return None
-        with torch.profiler.profile() as profiler:
+        # Of a GPU, what it does is enough; recording every op slows the host, which then leaves the GPU idle.
+        activities = [ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(TRACED_STEPS):
                 with torch.profiler.record_function(STEP):
                     self.step()
