@@ -124,7 +124,7 @@ OURS = "zcompile:inner=aot_eager"  # Inductor would take most of this module's t
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
-    """A folder with the report on four engines."""
+    """A folder with the report on all engines of these tests."""
     folder = tmp_path_factory.mktemp("profile")
     engines = ",".join([OURS, "limit", "fsdp2", "deepcompile", *ZERO3])
     batches = ["--tokens", "32", "--batch", "2", "--accumulation", "2"]

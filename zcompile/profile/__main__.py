@@ -28,7 +28,8 @@ def parser() -> Parser:
     add = made.add_argument
     add("--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)")
     add("--module", metavar="FILE.py:FUNCTION", help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)")
-    add("--engines", default="zcompile,limit,fsdp2", help="comma-separated, of those below, or 'all'; the backend's options as in zcompile:transport=nccl:persist_bytes=0")
+    options = "the backend's options as in zcompile:transport=nccl:persist_bytes=0"
+    add("--engines", default="zcompile,limit,fsdp2", help=f"comma-separated, of those below, or 'all'; {options}")
     add("--ranks", type=positive, help="processes; all GPUs, or 2 where there is none")
     add("--batch", type=positive, help="sequences a rank and micro-step; 1, or 8 of the tiny model")
     add("--tokens", type=positive, help="per sequence")

@@ -96,9 +96,9 @@ def allocations_of(trace: dict, device: int | None) -> list[Allocation]:
     return found
 
 
-def end_unseen(blocks: list[Allocation]) -> None:
+def end_unseen(allocations: list[Allocation]) -> None:
     """Give what was never seen to be freed an end: [Note: frees that nobody saw]."""
-    for block in blocks:
+    for block in allocations:
         if block.lost and block.range:
             block.ends = min(block.ends, block.range["ts"] + block.range["dur"])
 

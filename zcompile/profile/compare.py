@@ -1,6 +1,7 @@
 """Runs the engines in turns and puts their results together."""
 
 import itertools
+import logging
 import math
 import shutil
 import statistics
@@ -13,8 +14,10 @@ import torch
 
 from zcompile.profile import launch
 from zcompile.profile.engines import file_name, find
-from zcompile.profile.models import BadInput, Llama, Workload, function_of, load
+from zcompile.profile.models import BadInput, Workload, function_of, load
 from zcompile.profile.worker import Job
+
+log = logging.getLogger("zcompile")
 
 # Dense bf16 (tensor cores, no sparsity), floating-point operations a second, by NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -46,17 +49,16 @@ def count(job: Job) -> Count | None:
 
 
 def _flops(workload: Workload, accumulation: int) -> int | None:
-    """Of a step; None for a model that does not run on the meta device."""
+    """Of a step; None for a model that does not run on the meta device: some of Hugging Face's look at values."""
     from torch.utils.flop_counter import FlopCounterMode
 
     batch = workload.batch(0, 0).to("meta")
     try:
         with FlopCounterMode(display=False) as counter:
             workload.model(batch).backward()
-    except Exception:
-        if isinstance(workload.model, Llama):
-            raise
-        return None  # some of Hugging Face's models look at values
+    except Exception as error:  # whatever it is, the model may train
+        log.warning("no MFU, because operations cannot be counted: %s: %s", type(error).__name__, error)
+        return None
     return counter.get_total_flops() * accumulation
 
 

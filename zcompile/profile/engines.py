@@ -44,6 +44,8 @@ class Training:
 class Engine:
     """A model in training. Subclasses make `model`; the optimizer is AdamW, fused."""
 
+    wire_is_traced = True  # whether torch.profiler sees all that it sends
+
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         self.training = training
         self.options = options
@@ -90,8 +92,6 @@ class Engine:
     def extra_bytes(self) -> int:
         """Device memory that torch's allocator does not count."""
         return 0
-
-    wire_is_traced = True  # whether torch.profiler sees all that it sends
 
     def wire_bytes(self) -> int | None:
         """Bytes of full parameters and gradients that this rank gathered and reduced since it was made, if the engine counts them."""

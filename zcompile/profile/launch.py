@@ -49,8 +49,8 @@ def run(job: Job) -> dict:
     if not result.exists():
         raise failed or Failed(f"the ranks ended without a result: {_last_words(job, 0)}")
     found = json.loads(result.read_text())
-    if failed:  # when all was measured
-        found["missing"].append(f"plan ({failed})")
+    if failed:  # when all else was measured
+        found["missing"].append(f"{'end without an error' if found['plan'] else 'plan'} ({failed})")
     return found
 
 

@@ -45,44 +45,44 @@ class Memory:
 def memory_of_step(
     trace: dict,
     walks: Walks,
-    blocks: list[Allocation],
+    allocations: list[Allocation],
     device: int | None,
     transport_bytes: int,
     peak_bytes: int | None,
 ) -> Memory:
     """Args:
     walks: those of the trace.
-    blocks: those of the trace; become of the kinds that `walks` say.
+    allocations: those of the trace; become of the kinds that `walks` say.
     device: the GPU's index; None for the CPU.
     transport_bytes: of the transport, outside of the allocator.
     peak_bytes: the allocator's in the last step, on a GPU.
     """
     reports = reports_of(trace, device)
     times = sorted(event["ts"] for event in trace["traceEvents"] if event.get("name") == WALK and event.get("cat") == "user_annotation")
-    blocks = blocks + tell_by_address(blocks, zip(times, walks.found), walks.before)
+    allocations = allocations + tell_by_address(allocations, zip(times, walks.found), walks.before)
     if device is None:
-        end_unseen(blocks)
-    known = sum(block.nbytes for block in blocks if block.begins == -math.inf)
+        end_unseen(allocations)
+    known = sum(block.nbytes for block in allocations if block.begins == -math.inf)
     counted = reports[0]["args"]["Total Allocated"] - reports[0]["args"]["Bytes"]  # before the trace
     unknown = 0 if device is None else max(0, counted - known)  # less than none would be an error, and shows beside the peak
-    blocks += [Allocation(0, unknown, -math.inf), Allocation(0, transport_bytes, -math.inf, kind="transport")]
+    allocations += [Allocation(0, unknown, -math.inf), Allocation(0, transport_bytes, -math.inf, kind="transport")]
     begin, end = last_step(trace)
     at = clock(trace)
-    points = thinned(list(bytes_over_time(blocks, begin, end)), POINTS, lambda point: sum(point[1].values()))
+    points = thinned(list(bytes_over_time(allocations, begin, end)), POINTS, lambda point: sum(point[1].values()))
     ms = [max(0.0, (at(time) - at(begin)) / 1e3) for time, _ in points]
     peak = max(range(len(points)), key=lambda one: sum(points[one][1].values()))
     kinds = {kind: [held[kind] for _, held in points] for kind in KINDS}
     return Memory(ms, kinds, points[peak][1], ms[peak], None if peak_bytes is None else peak_bytes + transport_bytes)
 
 
-def tell_by_address(blocks: list[Allocation], walks: Iterable[tuple[float, list[Owned]]], known: Mapping[int, int] | None) -> list[Allocation]:
-    """Give blocks that were alive at a walk the kind of what lay there; what no block is of was there before, and is returned.
+def tell_by_address(allocations: list[Allocation], walks: Iterable[tuple[float, list[Owned]]], known: Mapping[int, int] | None) -> list[Allocation]:
+    """Give allocations that were alive at a walk the kind of what lay there; what no block is of was there before, and is returned.
 
     Args:
         known: address -> bytes before the trace, and nothing else was there; None if that is not known.
     """
     by_address: dict[int, list[Allocation]] = defaultdict(list)
-    for block in blocks:
+    for block in allocations:
         by_address[block.address].append(block)
     before = []
     for time, one in ((time, one) for time, walk in walks for one in walk):
@@ -98,11 +98,11 @@ def tell_by_address(blocks: list[Allocation], walks: Iterable[tuple[float, list[
     return before
 
 
-def bytes_over_time(blocks: Iterable[Allocation], begin: float, end: float) -> Iterator[tuple[float, dict[str, int]]]:
+def bytes_over_time(allocations: Iterable[Allocation], begin: float, end: float) -> Iterator[tuple[float, dict[str, int]]]:
     """At `begin`, and whenever it changes until `end`: bytes of each kind."""
     held = dict.fromkeys(KINDS, 0)
     changes: list[tuple[float, int, str]] = []
-    for block in blocks:
+    for block in allocations:
         changes += [(block.begins, block.nbytes, block.kind), (block.ends, -block.nbytes, block.kind)]
     changes.sort(key=lambda one: one[:2])  # frees first
     at = begin
