@@ -3,6 +3,8 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #ifdef ZCOMPILE_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -16,12 +18,15 @@ namespace zcompile {
 
 namespace {
 
-void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out) {
+void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const at::Tensor& squares) {
   auto sum = rows[0].to(sum_dtype(rows[0].scalar_type()), /*non_blocking=*/false, /*copy=*/true);
   for (size_t row = 1; row < rows.size(); ++row) sum.add_(rows[row]);
   // On CUDA, division by a scalar multiplies by its reciprocal, which rounds differently.
   sum.is_cuda() ? sum.div_(at::full({1}, divisor, sum.options())) : sum.div_(divisor);
   out.copy_(sum.view(out.sizes()));
+  if (squares.defined()) {
+    squares.select(0, 0).add_(at::linalg_vector_norm(out, 2, std::nullopt, /*keepdim=*/false, at::kDouble).square());
+  }
 }
 
 #ifdef ZCOMPILE_CUDA
@@ -70,7 +75,15 @@ void cast(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to
 #endif
 }
 
-void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out) {
+at::Tensor make_squares(int64_t numel, at::Device device) {
+  int64_t count = 1;
+#ifdef ZCOMPILE_CUDA
+  if (device.is_cuda()) count = std::max(cuda::blocks_of_mean(numel), 1);
+#endif
+  return at::zeros({count}, at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
+void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const at::Tensor& squares) {
   if (out.numel() == 0) return;
 #ifdef ZCOMPILE_CUDA
   if (have_kernel(rows[0], out) && rows.size() <= cuda::max_ranks) {
@@ -79,11 +92,11 @@ void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out) {
     C10_CUDA_CHECK(cuda::launch_mean(
         *kernel_type(rows[0].scalar_type()), *kernel_type(out.scalar_type()), pointers.data(),
         static_cast<int>(pointers.size()), out.mutable_data_ptr(), out.numel(), static_cast<float>(divisor),
-        c10::cuda::getCurrentCUDAStream()));
+        squares.defined() ? squares.mutable_data_ptr<double>() : nullptr, c10::cuda::getCurrentCUDAStream()));
     return;
   }
 #endif
-  mean_by_ops(rows, divisor, out);
+  mean_by_ops(rows, divisor, out, squares);
 }
 
 }  // namespace zcompile

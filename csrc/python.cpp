@@ -67,7 +67,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       },
       "A contiguous tensor over the same memory, with a storage of its own, by which the runtime finds it.");
   module.def("cast", &cast, ReleaseGil(), py::arg("sources"), py::arg("destinations"));
-  module.def("mean", &mean, ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"));
+  module.def(
+      "mean",
+      [](const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const std::optional<at::Tensor>& squares) {
+        mean(rows, divisor, std::move(out), squares.value_or(at::Tensor()));
+      },
+      ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"), py::arg("squares") = py::none());
+  module.def("make_squares", &make_squares, py::arg("numel"), py::arg("device"));
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
@@ -94,6 +100,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("renew", &Model::renew, ReleaseGil())
+      .def("keep_squares", &Model::keep_squares)
+      .def("squares_of", &Model::squares_of, py::arg("index"), py::arg("gradient"))
+      .def("forget_squares", &Model::forget_squares)
       .def("stats", as_dict)
       .def("reset_stats", &Model::reset_stats);
 }

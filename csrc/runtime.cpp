@@ -12,6 +12,8 @@
 #include <cstdio>
 #include <iterator>
 
+#include "numerics.h"
+
 namespace zcompile {
 
 namespace {
@@ -231,6 +233,30 @@ void Model::count_reduce(const at::Tensor& wire) {
       wire.numel() * static_cast<int64_t>(wire.element_size());
 }
 
+void Model::keep_squares() {
+  for (auto& parameter : parameters_) {
+    const auto& shard = parameter->shard;
+    parameter->squares = Squares{make_squares(shard.numel(), shard.device()), 0, shard.storage().getWeakStorageImpl()};
+  }
+}
+
+std::optional<at::Tensor> Model::squares_of(int64_t index, const at::Tensor& gradient) {
+  const auto& squares = parameter(index).squares;
+  if (!squares || squares->reduces != 1) return std::nullopt;
+  const auto reduced = squares->gradient.lock();
+  if (reduced.get() != storage_of(gradient) || gradient.numel() != parameter(index).shard.numel()) return std::nullopt;
+  return squares->partial;
+}
+
+void Model::forget_squares() {
+  std::vector<at::Tensor> all;
+  for (auto& parameter : parameters_) {
+    if (!parameter->squares || std::exchange(parameter->squares->reduces, 0) == 0) continue;
+    all.push_back(parameter->squares->partial);
+  }
+  if (!all.empty()) at::_foreach_zero_(all);
+}
+
 void Model::note_backward() {
   const int64_t id = torch::autograd::get_current_graph_task_id();
   if (id == -1) return;
@@ -324,6 +350,14 @@ class Range {
   at::RecordFunction function_;
 };
 
+// Where the reduce of `gradient` adds up its squares; undefined if nobody wants them.
+at::Tensor squares_for(Parameter& parameter, const at::Tensor& gradient) {
+  if (!parameter.squares) return {};
+  parameter.squares->reduces += 1;
+  parameter.squares->gradient = gradient.storage().getWeakStorageImpl();
+  return parameter.squares->partial;
+}
+
 }  // namespace
 
 std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype) {
@@ -361,7 +395,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::T
   for (size_t at = 0; at < parameters.size(); ++at) {
     model.count_reduce(wires[at]);
     outs.push_back(transport->make_gradient(*parameters[at]));
-    requests.push_back({parameters[at], std::move(wires[at]), outs.back()});
+    requests.push_back({parameters[at], std::move(wires[at]), outs.back(), squares_for(*parameters[at], outs.back())});
   }
   const auto transfer = std::make_shared<Shared>(transport, transport->reduce(requests));
   for (size_t at = 0; at < outs.size(); ++at) {

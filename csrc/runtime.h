@@ -29,6 +29,13 @@
 
 namespace zcompile {
 
+// The squares of one parameter's reduced gradients, where a norm is wanted that need not read them again.
+struct Squares {
+  at::Tensor partial;  // fp64, to be added up
+  int64_t reduces = 0;  // that added to them
+  c10::weak_intrusive_ptr<c10::StorageImpl> gradient;  // of the last one
+};
+
 // One sharded parameter. Rank r owns the flat elements [r * chunk, (r + 1) * chunk) of it, cut off at numel.
 struct Parameter {
   Model* model = nullptr;
@@ -47,6 +54,8 @@ struct Parameter {
   std::optional<c10::VariableVersion> version_of_full;
 
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank has asked for
+
+  std::optional<Squares> squares;
 
   int64_t offset_of(int64_t rank) const;
   int64_t length_of(int64_t rank) const;
@@ -100,6 +109,13 @@ class Model {
 
   // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call it, or none.
   void renew() { transport_->renew(); }
+
+  // From now on, every reduce adds up the squares of what it makes.
+  void keep_squares();
+  // What adds up to the squares of `gradient`, fp64; none unless it is all that was reduced since squares were forgotten.
+  // Whether somebody has written to it is for the caller to know.
+  std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
+  void forget_squares();
 
   // Called by every gather and reduce: the first of a backward asks autograd to tell when that backward ends.
   void note_backward();

@@ -35,6 +35,7 @@ struct ReduceRequest {
   Parameter* parameter;
   at::Tensor grad;
   at::Tensor out;
+  at::Tensor squares = {};  // of mean(), if somebody wants them of `out`
 };
 
 // Several transfers as one.
@@ -73,7 +74,7 @@ class Transport {
 std::unique_ptr<Transport> make_c10d_transport(Model& model);
 
 // out = (the sum over the ranks that hold the same shard of `sum`, flat) / all ranks. Ends in the current stream's order.
-void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out);
+void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, const at::Tensor& squares);
 
 struct P2pSettings {
   // Streams over which copies are spread. One engine fills the link to a single peer, and serves two streams one after

@@ -128,6 +128,40 @@ def test_steps_like_eager(ranks, config, by_parameter, cast_bytes):
     ranks(2).run(steps_like_eager, config, by_parameter, cast_bytes)
 
 
+def norms_from_reduces(rank, world, config):
+    """Squares come from reduces where gradients are as they were reduced, and norms are those of eager ZeRO-3."""
+    utils, curves = deepspeed.utils, []
+    for flag in (None, {}):
+        engine = make_engine(flag, gradient_accumulation_steps=1, **config)
+        curve, known = [], []
+        for step in range(5):
+            engine.backward(engine(batch(step, rank)))
+            if flag is not None and step == 0:
+                squares = engine.zcompile.lean_step.reduced_squares
+                of = squares.of
+                squares.of = lambda parameter, grad: known.append((parameter, of(parameter, grad))) or known[-1][1]
+            head, edited = engine.module.head.weight, step == 3
+            if edited:
+                utils.safe_set_full_grad(head, torch.ones(head.ds_shape))
+            engine.step()
+            if flag is not None:
+                for parameter, found in known:
+                    whole = parameter.partition_numel() * (rank + 1) <= parameter.ds_numel
+                    assert (found is not None) == (whole and not (edited and parameter is head)), (step, parameter.ds_shape)
+                assert len(known) == len(list(engine.module.parameters()))
+                known.clear()
+            curve.append((1.0, float(engine.get_global_grad_norm())))
+        assert flag is None or taken(engine), engine.zcompile.given_back
+        curves.append(curve)
+        engine.destroy()
+    assert apart(*curves)[1] == 0, curves
+
+
+@pytest.mark.parametrize("config", [{}, SUB_GROUPS], ids=["one group", "sub-groups"])
+def test_norms_from_reduces(ranks, config):
+    ranks(2).run(norms_from_reduces, config)
+
+
 class Sometimes(nn.Module):
     """Uses its second layer only when told to."""
 

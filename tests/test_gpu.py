@@ -14,6 +14,7 @@ import zcompile
 from models import Transformer, batch, loss_of
 from ranks import Ranks
 from reference import compiled, lm_loss, train_beside
+from test_ops import squares_of_reduces
 
 ops = torch.ops.zcompile
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -148,6 +149,12 @@ def reduces_are_sums_in_rank_order(rank, world):
 
 def test_reduces_on_both_transports(gpus):
     gpus.run(reduces_are_sums_in_rank_order)
+
+
+@pytest.mark.parametrize("transport", ["p2p", "c10d"])
+def test_squares_of_reduces(gpus, transport):
+    """Also of a gradient in pieces, with more elements than its blocks read at once, and of one that no block reads whole."""
+    gpus.run(squares_of_reduces, "cuda", transport, ((4096, 20_003), (13, 7), (), (0, 4)))
 
 
 def gradient_is_free_after_its_wait(rank, world):

@@ -11,15 +11,16 @@ from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
 import zcompile
+from zcompile.sharding import state_of
 
 ops = torch.ops.zcompile
 
 
-def shards(world, *shapes, dtype=torch.float32):
+def shards(world, *shapes, dtype=torch.float32, device="cpu"):
     """One module with a parameter of each shape, sharded; its shards as ops see them."""
     module = nn.Module()
     for at, shape in enumerate(shapes):
-        module.register_parameter(f"p{at}", nn.Parameter(torch.randn(shape, dtype=dtype)))
+        module.register_parameter(f"p{at}", nn.Parameter(torch.randn(shape, dtype=dtype, device=device)))
     zcompile.shard(module)
     return module, [module.__dict__[f"_zcompile_leaf_p{at}"] for at in range(len(shapes))]
 
@@ -192,6 +193,41 @@ def reduces(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_reduce_is_the_fp32_sum_in_rank_order(ranks, world):
     ranks(world).run(reduces)
+
+
+def squares_of_reduces(rank, world, device="cpu", transport="c10d", shapes=((13, 7), (8,), (1, 5), (), (0, 4))):
+    """They are those of what was reduced, and are given for nothing else."""
+    torch.manual_seed(rank)
+    module, leaves = shards(world, *shapes, device=device)
+    runtime = state_of(module).runtime
+    runtime.use_transport(transport)
+    for keeps in (False, True):
+        if keeps:
+            runtime.keep_squares()
+        for dtype in (torch.float32, torch.bfloat16):
+            for index, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True)):
+                grad = torch.randn(shape, device=device).to(dtype)
+                once = ops.reduce(grad, leaf)
+                found = runtime.squares_of(index, once)
+                assert (found is not None) == keeps
+                if keeps:
+                    torch.testing.assert_close(found.sum(), once.double().square().sum(), rtol=1e-12, atol=0)
+                    repeats = [found.clone()]
+                    for _ in range(3):
+                        runtime.forget_squares()
+                        once = ops.reduce(grad, leaf)
+                        repeats.append(runtime.squares_of(index, once).clone())
+                    assert all(torch.equal(repeats[0], repeat) for repeat in repeats), shape
+                assert runtime.squares_of(index, once.clone()) is None or once.numel() == 0
+                twice = ops.reduce(grad, leaf)
+                assert runtime.squares_of(index, once) is None and runtime.squares_of(index, twice) is None
+                runtime.forget_squares()
+                assert runtime.squares_of(index, twice) is None
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_squares_of_reduces(ranks, world):
+    ranks(world).run(squares_of_reduces)
 
 
 def gathers(rank, world):

@@ -84,6 +84,9 @@ def test_parts_of_a_step(events):
     assert (parts.exposed_ms, parts.idle_ms) == pytest.approx((0.25, 0.25), abs=2e-3)
     assert parts.timeline["communication"] == [pytest.approx((0.3, 0.65))]
     assert parts_of_step({"traceEvents": events}, 2).exposed_ms == parts.exposed_ms / 2
+    faster = parts.at_speed(0.8)
+    assert (faster.traced_ms, faster.step_ms, faster.idle_ms) == pytest.approx((1.0, 0.8, 0.05), abs=2e-3)
+    assert parts.at_speed(0.5).step_ms == parts.compute_ms + parts.exposed_ms  # what the device did is not denied
 
 
 def test_a_loss_that_strays_is_marked():

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zcompile import _C
 from zcompile.config import Settings
-from zcompile.deepspeed_step import LeanStep
+from zcompile.deepspeed_step import LeanStep, ReducedSquares
 from zcompile.sharding import ShardedModel, ShardedParameter, install_readers, remove_readers
 from zcompile.words import MODEL
 
@@ -195,13 +195,19 @@ class Takeover:
         state.measure_memory()
         self.state = state
         if LeanStep.is_possible(optimizer):
-            self.lean_step = LeanStep(optimizer, self.fail)
+            self.lean_step = LeanStep(optimizer, self.fail, self.reduced_squares(state))
             self.lean_step.install()
         self.remove_hooks()
         self.let_timer_synchronize(False)
         install_readers(state, None, alone=False)
         state.at_rest = True
         log.info("zcompile: trains this DeepSpeed engine, %d parameters; transport %s: %s", len(self.partitions), *state.transport)
+
+    def reduced_squares(self, state: ShardedModel) -> ReducedSquares | None:
+        """None where gradients of several micro-steps are added up, whose squares say nothing."""
+        if self.engine.gradient_accumulation_steps() > 1:
+            return None
+        return ReducedSquares(state.runtime, {ds_id: partition.index for ds_id, partition in self.partitions.items()})
 
     def compile_modules(self, wanted: dict[str, Any]) -> None:
         """Compile the regions that were compiled with another backend before, or else the whole module."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcompile import _C
+
 
 class Gradients(dict):
     """The gradients of partitions that are there, by the id of the parameter; of others, zeros when they are asked for."""
@@ -31,6 +33,31 @@ class Gradients(dict):
         return self[ds_id]
 
 
+class ReducedSquares:
+    """Squares of gradients that the runtime adds up as it reduces them, so that the norm need not read them again."""
+
+    def __init__(self, runtime: _C.Model, indices: dict[int, int]):
+        """`indices`: the runtime's, by the id that DeepSpeed gives a parameter."""
+        self.runtime = runtime
+        self.indices = indices
+        self.versions: dict[int, int] = {}  # of gradients when they arrived
+        runtime.keep_squares()
+
+    def note(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        """`grad` has arrived and is kept."""
+        self.versions[parameter.ds_id] = grad._version
+
+    def of(self, parameter: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
+        """[any] fp64, which add up to the squares of `grad`; None if it is not as it was reduced."""
+        if self.versions.get(parameter.ds_id) != grad._version:
+            return None
+        return self.runtime.squares_of(self.indices[parameter.ds_id], grad)
+
+    def forget(self) -> None:
+        """Those of the next step are to begin."""
+        self.runtime.forget_squares()
+
+
 class LeanStep:
     """A stage-3 optimizer's step without the copies that it can do without.
 
@@ -38,6 +65,8 @@ class LeanStep:
     """
 
     REPLACED = (
+        "set_fp32_grad_for_param",
+        "set_local_grad_for_param",
         "_get_norm_groups",
         "_prepare_fp32_grad_for_sub_group",
         "unscale_and_clip_grads",
@@ -48,10 +77,11 @@ class LeanStep:
     )
     CAST_BYTES = 512 << 20  # of gradients that are cast to fp32 at a time
 
-    def __init__(self, optimizer: Any, fail: Callable[[str, Exception], None]):
+    def __init__(self, optimizer: Any, fail: Callable[[str, Exception], None], squares: "ReducedSquares | None" = None):
         """`fail(doing, error)` gives the engine back, and so calls `remove()`."""
         self.optimizer = optimizer
         self.fail = fail
+        self.reduced_squares = squares
         self.kept: Gradients | None = None  # None while DeepSpeed has its buffers
         self.buckets: list[tuple[Any, torch.Tensor, torch.device]] = []  # and their buffers, on the meta device
         self.theirs: dict[str, Callable] = {}
@@ -125,6 +155,8 @@ class LeanStep:
             optimizer.averaged_gradients = {}  # of a step that was not taken
         if optimizer.micro_step_id == 0 or ds_id not in self.kept:
             self.kept[ds_id] = grad
+            if self.reduced_squares:
+                self.reduced_squares.note(parameter, grad)
         else:
             self.kept[ds_id].add_(grad)
 
@@ -139,8 +171,10 @@ class LeanStep:
         if optimizer.model_parallel_group is not None:  # what its ranks share is counted once
             return self.theirs["_get_norm_groups"]()
         try:
-            squares = torch.stack([self.square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.fp16_groups))])
+            squares = torch.stack([self.square(at) for at in range(len(optimizer.fp16_groups))])
             self.sub_groups = {at: self.cut(at) for at in range(len(optimizer.fp16_groups))}  # the host has time here
+            if self.reduced_squares:
+                self.reduced_squares.forget()
         except Exception as error:
             self.fail("the step", error)
             return optimizer._get_norm_groups()
@@ -151,10 +185,31 @@ class LeanStep:
             self.kept.clear()
         return list(norms)
 
-    @staticmethod
-    def square(gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The sum of all elements' squares, [] fp64."""
-        return torch.sum(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)) ** 2)
+    def square(self, sub_group: int) -> torch.Tensor:
+        """The sum of the squares of a sub-group's gradients, [] fp64."""
+        squares, others = [], []
+        for parameter, grad in zip(self.optimizer.fp16_groups[sub_group], self.optimizer.averaged_gradients[sub_group], strict=True):
+            known = self.reduced_squares.of(parameter, grad) if self.reduced_squares else None
+            if known is None:
+                others.append(grad)
+            else:
+                squares.append(known)
+        if others:
+            squares.append(torch.stack(torch._foreach_norm(others, 2, dtype=torch.float64)) ** 2)
+        return torch.cat(squares).sum()
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, parameter: nn.Parameter) -> None:
+        """DeepSpeed writes it past the version counter."""
+        self.theirs["set_fp32_grad_for_param"](value, parameter)
+        self.note_edit(parameter)
+
+    def set_local_grad_for_param(self, value: torch.Tensor, parameter: nn.Parameter) -> None:
+        self.theirs["set_local_grad_for_param"](value, parameter)
+        self.note_edit(parameter)
+
+    def note_edit(self, parameter: nn.Parameter) -> None:
+        if self.kept is not None and parameter.requires_grad:
+            torch.autograd.graph.increment_version(self.kept[parameter.ds_id])
 
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
         """The sub-group's gradients are taken from what DeepSpeed goes through; it makes a flat one of them where it must."""

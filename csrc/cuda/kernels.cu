@@ -98,15 +98,37 @@ __global__ void __launch_bounds__(threads) cast_kernel(const __grid_constant__ C
   }
 }
 
+constexpr int mean_steps = 4;  // accesses of one thread of a sum, so that reads of several rows are in flight
+
 struct Rows {
   const void* rows[max_ranks];
   int count;
 };
 
-template <typename In, typename Out>
+// Adds what the threads of this block have to `*to`, in an order that depends on nothing.
+__device__ void add_over_block(double value, double* to) {
+  __shared__ double of_warps[threads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(~0u, value, distance);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int warp = 1; warp < threads / 32; ++warp) value += of_warps[warp];
+  *to += value;
+}
+
+template <typename In, typename Out, bool with_squares>
 __global__ void __launch_bounds__(threads)
-    mean_kernel(const __grid_constant__ Rows rows, Out* out, int64_t numel, float divisor, bool all_aligned) {
-  constexpr int steps = 4;  // per thread, so that reads of several rows are in flight
+    mean_kernel(const __grid_constant__ Rows rows, Out* out, int64_t numel, float divisor, double* squares, bool all_aligned) {
+  constexpr int steps = mean_steps;
+  double own_squares = 0;
+  const auto result = [&](float sum) {
+    const auto mean = narrow<Out>(__fdiv_rn(sum, divisor));
+    if constexpr (with_squares) {
+      const double wide = widen(mean);
+      own_squares += wide * wide;
+    }
+    return mean;
+  };
   const int64_t packs = all_aligned ? numel / (threads * vector * steps) * threads * steps : 0;
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * threads * steps; begin < packs; begin += static_cast<int64_t>(gridDim.x) * threads * steps) {
     float sum[steps][vector];
@@ -129,7 +151,7 @@ __global__ void __launch_bounds__(threads)
     for (int step = 0; step < steps; ++step) {
       Pack<Out> written;
 #pragma unroll
-      for (int lane = 0; lane < vector; ++lane) written.values[lane] = narrow<Out>(__fdiv_rn(sum[step][lane], divisor));
+      for (int lane = 0; lane < vector; ++lane) written.values[lane] = result(sum[step][lane]);
       store(out + (begin + step * threads + threadIdx.x) * vector, written);
     }
   }
@@ -137,8 +159,9 @@ __global__ void __launch_bounds__(threads)
   for (int64_t at = packs * vector + static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; at < numel; at += stride) {
     float sum = widen(static_cast<const In*>(rows.rows[0])[at]);
     for (int row = 1; row < rows.count; ++row) sum += widen(static_cast<const In*>(rows.rows[row])[at]);
-    out[at] = narrow<Out>(__fdiv_rn(sum, divisor));
+    out[at] = result(sum);
   }
+  if constexpr (with_squares) add_over_block(own_squares, squares + blockIdx.x);
 }
 
 struct CopyBatch {
@@ -220,8 +243,13 @@ cudaError_t launch_cast(Type from, Type to, const Cast* casts, int count, cudaSt
       });
 }
 
+int blocks_of_mean(int64_t numel) {
+  constexpr int64_t per_block = threads * vector * mean_steps;
+  return blocks_for((numel + per_block - 1) / per_block);
+}
+
 cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, void* result, int64_t numel, float divisor,
-                        cudaStream_t stream) {
+                        double* squares, cudaStream_t stream) {
   if (count < 1 || count > max_ranks) return cudaErrorInvalidValue;
   if (numel == 0) return cudaSuccess;
   Rows all{};
@@ -231,10 +259,14 @@ cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, v
     all.rows[row] = rows[row];
     all_aligned = all_aligned && aligned(rows[row]);
   }
-  const int blocks = blocks_for((numel + threads * vector * 4 - 1) / (threads * vector * 4));
+  const int blocks = blocks_of_mean(numel);
+  const auto launch = [&]<typename In, typename Out, bool with_squares>() {
+    mean_kernel<In, Out, with_squares>
+        <<<blocks, threads, 0, stream>>>(all, static_cast<Out*>(result), numel, divisor, squares, all_aligned);
+  };
   with_type(in, [&]<typename In>() {
     with_type(out, [&]<typename Out>() {
-      mean_kernel<In, Out><<<blocks, threads, 0, stream>>>(all, static_cast<Out*>(result), numel, divisor, all_aligned);
+      squares ? launch.template operator()<In, Out, true>() : launch.template operator()<In, Out, false>();
     });
   });
   return cudaGetLastError();
@@ -265,7 +297,8 @@ cudaError_t load_kernels() {
       with_type(one, [&]<typename One>() {
         with_type(other, [&]<typename Other>() {
           load(cast_kernel<One, Other>);
-          load(mean_kernel<One, Other>);
+          load(mean_kernel<One, Other, false>);
+          load(mean_kernel<One, Other, true>);
         });
       });
     }

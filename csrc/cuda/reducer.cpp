@@ -54,7 +54,7 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
   const c10::cuda::CUDAStreamGuard guard(sum_.stream());
   const bool replicas = !model_.groups().replicate.empty();
   std::vector<at::Tensor> sums;
-  for (const auto& [parameter, grad, out] : requests) {
+  for (const auto& [parameter, grad, out, squares] : requests) {
     sums.push_back(
         replicas ? at::empty({out.numel()}, out.options().dtype(sum_dtype(grad.scalar_type()))) : out.view({-1}));
   }
@@ -63,7 +63,9 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
     push(piece);
     add_up(piece);
   }
-  for (size_t at = 0; replicas && at < requests.size(); ++at) mean_over_replicas(model_, sums[at], requests[at].out);
+  for (size_t at = 0; replicas && at < requests.size(); ++at) {
+    mean_over_replicas(model_, sums[at], requests[at].out, requests[at].squares);
+  }
   // A sum waits for what peers pushed, not for this rank's own pushes: they too must have read the gradients by then.
   event.record(fan_.lane().stream());
   event.block(sum_.stream());
@@ -134,7 +136,8 @@ void Reducer::add_up(const Piece& piece) {
     for (int64_t source = 0; source < world; ++source) {
       rows.push_back(source == rank ? own : over(place_of(part, source, rank), own.sizes(), own.options()));
     }
-    mean(rows, divisor(), part.sum.narrow(0, part.begin, own.numel()));
+    const bool is_result = model_.groups().replicate.empty();
+    mean(rows, divisor(), part.sum.narrow(0, part.begin, own.numel()), is_result ? part.request->squares : at::Tensor());
   }
   meetings_.post(drained, pieces_, sum_.stream().stream());
 }
@@ -161,7 +164,7 @@ char* Reducer::place_of(const Part& part, int64_t source, int64_t owner) const {
 size_t Reducer::hash(const Piece& piece) {
   size_t hash = 0;
   for (const auto& part : piece) {
-    const auto& [parameter, grad, out] = *part.request;
+    const auto& [parameter, grad, out, squares] = *part.request;
     hash = c10::get_hash(hash, parameter->index, static_cast<int>(grad.scalar_type()), part.begin);
   }
   return hash;

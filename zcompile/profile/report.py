@@ -143,7 +143,7 @@ def _svg(figure: Figure) -> str:
 
 
 def draw_step_time(results: Results) -> Figure:
-    """Stacked parts of the traced steps, and over them the median and quartiles of those that were timed."""
+    """Stacked parts of a step, and over them the median and quartiles of those that were timed."""
     engines = finished(results)
     figure = Figure(figsize=(7, 0.9 + 0.45 * len(engines)), layout="constrained")
     axes = figure.add_subplot()

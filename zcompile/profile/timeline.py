@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 STEP = "zcompile.profile::step"
@@ -13,14 +13,20 @@ Interval = tuple[float, float]  # us, as in the trace, unless said otherwise
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one traced step, ms. Compute, exposed and idle add up to the step; communication is what was on the wire at all."""
+    """Of one step, ms. Compute, exposed and idle add up to it; communication is what was on the wire at all."""
 
     step_ms: float
+    traced_ms: float  # what the step took while it was traced
     compute_ms: float
     communication_ms: float
     exposed_ms: float
     idle_ms: float
-    timeline: dict[str, list[Interval]]  # of about the last one, ms since it began: "compute" and "communication"
+    timeline: dict[str, list[Interval]]  # of about the last traced one, ms since it began: "compute" and "communication"
+
+    def at_speed(self, timed_ms: float) -> "Parts":
+        """With the idle time of a step that took `timed_ms`: tracing slows a GPU's host, and not what the GPU does."""
+        idle_ms = max(timed_ms - self.compute_ms - self.exposed_ms, 0.0)
+        return replace(self, step_ms=self.compute_ms + self.exposed_ms + idle_ms, idle_ms=idle_ms)
 
 
 def parts_of_step(trace: dict, count: int) -> Parts:
@@ -53,7 +59,7 @@ def parts_of_step(trace: dict, count: int) -> Parts:
     step_ms, compute_ms, communication_ms, exposed_ms = (one / count / 1e3 for one in lengths)
     last = (end - (end - begin) / count, end)
     timeline = {"compute": drawn(compute, last), "communication": drawn(wire, last)}
-    return Parts(step_ms, compute_ms, communication_ms, exposed_ms, step_ms - compute_ms - exposed_ms, timeline)
+    return Parts(step_ms, step_ms, compute_ms, communication_ms, exposed_ms, step_ms - compute_ms - exposed_ms, timeline)
 
 
 def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -209,6 +210,8 @@ class Run:
             }
         counted = None if wire is None else (self.engine.wire_bytes() - wire) // self.job.steps
         parts = self.traced()
+        if parts and self.cuda:
+            parts = parts.at_speed(statistics.median(step_ms))
         recorded = self.recorded()
         host_ms = self.host_ms() if self.cuda else None
         losses = self.mean_losses()
