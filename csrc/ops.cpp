@@ -55,6 +55,11 @@ at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, a
   return std::move(gather_start(find_to_gather(shard, shape), dtype).front());
 }
 
+at::Tensor gather_kept_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  return gather_kept_start(find_to_gather(shard, shape), dtype);
+}
+
 std::vector<at::Tensor> gather_group_start_kernel(
     at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
@@ -227,6 +232,9 @@ TORCH_LIBRARY(zcompile, library) {
   library.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   // A new tensor that is being filled: only gather_wait may read it.
   library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  // The same, in memory that the runtime may keep for the next micro-step. Nobody else may write to it or reuse it, which the
+  // annotation makes sure of: the memory passes for the shard's, which outlives every graph.
+  library.def("gather_kept_start(Tensor(a) shard, int[] shape, ScalarType dtype) -> Tensor(a)");
   // New tensors that are being filled together. `sizes` are those of all, `dims` says how many each has.
   library.def("gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype) -> Tensor[]");
   // The same memory, filled. It lives as long as its last reader, which the annotation tells Inductor.
@@ -244,6 +252,7 @@ TORCH_LIBRARY(zcompile, library) {
     library.impl("gather", gather_kernel);          \
     library.impl("reduce", reduce_kernel);          \
     library.impl("gather_start", gather_start_kernel); \
+    library.impl("gather_kept_start", gather_kept_start_kernel); \
     library.impl("gather_wait", gather_wait_kernel);   \
     library.impl("reduce_start", reduce_start_kernel); \
     library.impl("reduce_wait", reduce_wait_kernel);   \
@@ -258,6 +267,7 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
   library.impl("gather", gather_meta);
   library.impl("reduce", reduce_meta);
   library.impl("gather_start", gather_meta);
+  library.impl("gather_kept_start", gather_meta);
   library.impl("gather_wait", gather_wait_meta);
   library.impl("reduce_start", reduce_meta);
   library.impl("reduce_wait", reduce_wait_meta);
@@ -269,7 +279,7 @@ TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
   library.impl("reduce", reduce_autograd);
   // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several microseconds.
-  for (const auto* op : {"gather_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start", "reduce_group_start"}) {
+  for (const auto* op : {"gather_start", "gather_kept_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start", "reduce_group_start"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
 }

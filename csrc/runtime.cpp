@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include <ATen/Functions.h>
+#include <ATen/ops/alias_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
@@ -45,10 +46,11 @@ class Shared {
 
 // A transfer and the tensors it reads and writes, which must outlive it whatever the program does.
 struct InFlight {
-  const Model* model;
-  std::shared_ptr<Shared> transfer;
+  Model* model;
+  std::shared_ptr<Shared> transfer;  // none: nothing has to move
   at::Tensor destination;
   at::Tensor source;
+  Parameter* kept_for = nullptr;  // whose full parameter this is, which may be kept
 };
 
 // The two look-ups by storage. Process-wide, because an op has only a tensor to start from; it holds no settings.
@@ -94,6 +96,13 @@ class Registry {
     return std::nullopt;
   }
 
+  void mark_to_keep(const at::Tensor& full, Parameter* parameter) {
+    std::lock_guard lock(mutex_);
+    for (auto& one : in_flight_) {
+      if (storage_of(one.destination) == storage_of(full)) one.kept_for = parameter;
+    }
+  }
+
   // Ends what nobody waited for, because a step failed half-way.
   void abandon(const Model& model) {
     std::vector<InFlight> abandoned;
@@ -105,7 +114,7 @@ class Registry {
     }
     for (auto& one : abandoned) {
       try {
-        one.transfer->wait();
+        if (one.transfer) one.transfer->wait();
       } catch (const std::exception&) {  // whoever waited for the same rank was told
       }
     }
@@ -120,7 +129,8 @@ class Registry {
 void wait_for(const at::Tensor& destination, const char* op) {
   auto in_flight = Registry::instance().finish(destination);
   TORCH_CHECK(in_flight, "zcompile::", op, ": this tensor is not in flight; it was waited for already or never started");
-  in_flight->transfer->wait();
+  if (in_flight->transfer) in_flight->transfer->wait();
+  if (in_flight->kept_for) in_flight->model->keep(*in_flight->kept_for, in_flight->destination);
 }
 
 }  // namespace
@@ -231,6 +241,34 @@ void Model::count_reduce(const at::Tensor& wire) {
   stats_.reduces += 1;
   stats_.reduced_bytes[static_cast<size_t>(wire.scalar_type())] +=
       wire.numel() * static_cast<int64_t>(wire.element_size());
+}
+
+void Model::keep(int64_t bytes) {
+  if (keeps_) return;
+  keeps_ = true;
+  bytes_to_keep_ = bytes;
+}
+
+void Model::stop_keeping() {
+  if (!std::exchange(keeps_, false)) return;
+  for (auto& parameter : parameters_) parameter->kept.clear();
+  transport_->finish_keeping();
+}
+
+void Model::keep(Parameter& parameter, const at::Tensor& full) {
+  const auto bytes = static_cast<int64_t>(full.storage().nbytes());
+  if (!keeps_ || bytes > bytes_to_keep_) return;
+  bytes_to_keep_ -= bytes;
+  parameter.kept[full.scalar_type()] = {full, parameter.master_version()};
+}
+
+at::Tensor Model::find_kept(Parameter& parameter, at::ScalarType dtype) {
+  const auto found = parameter.kept.find(dtype);
+  if (found == parameter.kept.end()) return {};
+  if (found->second.version == parameter.master_version()) return at::native::alias(found->second.full);
+  bytes_to_keep_ += static_cast<int64_t>(found->second.full.storage().nbytes());
+  parameter.kept.erase(found);
+  return {};
 }
 
 void Model::keep_squares() {
@@ -379,6 +417,17 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::S
     Registry::instance().start({&model, transfer, fulls[at], requests[at].padded});
   }
   return fulls;
+}
+
+at::Tensor gather_kept_start(Parameter* parameter, at::ScalarType dtype) {
+  auto& model = *parameter->model;
+  if (auto full = model.find_kept(*parameter, dtype); full.defined()) {
+    Registry::instance().start({&model, nullptr, full, {}});
+    return full;
+  }
+  auto full = gather_start(parameter, dtype).front();
+  if (model.keeps()) Registry::instance().mark_to_keep(full, parameter);
+  return full;
 }
 
 void gather_wait(const at::Tensor& full) {

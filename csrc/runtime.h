@@ -8,6 +8,7 @@
 //   gather_start  allocates the full tensor, starts the transfer   -> in flight: nobody may read or free it
 //   gather_wait   waits, forgets the transfer                      -> full: plain tensor, owned by whoever holds it
 //   last reader   the compiled code drops the tensor               -> freed by reference count; the runtime has no say
+// While micro-steps accumulate, the runtime holds some of them too: the next gather of such a one is done at once.
 // A reduce is the mirror image: from start to wait the gradient must stay untouched, and after wait the shard gradient is
 // an ordinary tensor.
 #pragma once
@@ -15,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <memory>
@@ -28,6 +30,12 @@
 #include "transport.h"
 
 namespace zcompile {
+
+// A full parameter that the next micro-step reads too.
+struct Kept {
+  at::Tensor full;
+  uint64_t version;  // of the master when it was gathered
+};
 
 // The squares of one parameter's reduced gradients, where a norm is wanted that need not read them again.
 struct Squares {
@@ -54,6 +62,8 @@ struct Parameter {
   std::optional<c10::VariableVersion> version_of_full;
 
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank has asked for
+
+  std::map<at::ScalarType, Kept> kept;  // by width
 
   std::optional<Squares> squares;
 
@@ -110,6 +120,15 @@ class Model {
   // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call it, or none.
   void renew() { transport_->renew(); }
 
+  // From the first to the last micro-step of a step, in which masters stay as they are: what gather_kept_start gathers
+  // stays full, as far as it fits into `bytes`. Dropped again by stop_keeping(). All ranks call both, or none.
+  void keep(int64_t bytes);
+  void keep_at_most(int64_t bytes) { bytes_to_keep_ = std::min(bytes_to_keep_, bytes); }
+  void stop_keeping();
+  bool keeps() const { return keeps_; }
+  void keep(Parameter& parameter, const at::Tensor& full);
+  at::Tensor find_kept(Parameter& parameter, at::ScalarType dtype);  // undefined if there is none
+
   // From now on, every reduce adds up the squares of what it makes.
   void keep_squares();
   // What adds up to the squares of `gradient`, fp64; none unless it is all that was reduced since squares were forgotten.
@@ -134,6 +153,8 @@ class Model {
   Stats stats_;
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> fulls_;
   int64_t backward_id_ = -1;
+  bool keeps_ = false;
+  int64_t bytes_to_keep_ = 0;
 };
 
 // Finds the parameter of a shard; throws if `shard` is not one.
@@ -141,6 +162,8 @@ Parameter& find_parameter(const at::Tensor& shard);
 
 // Parameters that start together are of one model.
 std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype);
+// The result may be kept by the runtime, or be one that was: it must not be written to, nor its memory used for anything else.
+at::Tensor gather_kept_start(Parameter* parameter, at::ScalarType dtype);
 void gather_wait(const at::Tensor& full);
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads);
 void reduce_wait(const at::Tensor& pending);

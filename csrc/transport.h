@@ -66,6 +66,8 @@ class Transport {
 
   // All of this rank's reduces of one backward have been started.
   virtual void finish_backward() {}
+  // Masters may change from now on, after micro-steps between which they did not.
+  virtual void finish_keeping() {}
   // Makes ready what the next gather would have to. All ranks call it, or none.
   virtual void renew() {}
 };

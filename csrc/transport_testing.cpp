@@ -61,6 +61,7 @@ class LateTransport : public Transport {
   }
 
   void finish_backward() override { inner_->finish_backward(); }
+  void finish_keeping() override { inner_->finish_keeping(); }
   void renew() override { inner_->renew(); }
 
  private:
@@ -92,6 +93,7 @@ class DelayedTransport : public Transport {
   }
 
   void finish_backward() override { inner_->finish_backward(); }
+  void finish_keeping() override { inner_->finish_keeping(); }
   void renew() override { inner_->renew(); }
   at::Tensor make_gradient(const Parameter& parameter) override { return inner_->make_gradient(parameter); }
 

@@ -15,6 +15,7 @@ from zcompile.passes.bucket import bucket
 from zcompile.passes.defer import defer
 from zcompile.passes.downcast import downcast
 from zcompile.passes.fit import fit
+from zcompile.passes.keep import keep
 from zcompile.passes.persist import persist
 from zcompile.passes.prefetch import prefetch
 from zcompile.passes.recompute import recompute
@@ -30,7 +31,7 @@ Pass = Callable[[Graph], None]
 
 # What `options={"disable_passes": [...]}` may name. The others make what every graph must be: one gather and one reduce per
 # parameter, started and waited for, and no full parameter saved that is not meant to be.
-OPTIONAL = ("downcast", "narrow_reduces", "persist", "sink", "fit", "bucket", "prefetch", "defer")
+OPTIONAL = ("downcast", "narrow_reduces", "persist", "sink", "fit", "bucket", "prefetch", "defer", "keep")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Plan:
 
 def joint(plan: Plan) -> tuple[Pass, ...]:
     """Passes on the joint graph, before it is split into forward and backward."""
-    keep = partial(persist, persist_bytes=plan.persist_bytes)
-    return _without(plan.disabled, unify, sum_reduces, downcast, narrow_reduces, recompute, keep)
+    persist_some = partial(persist, persist_bytes=plan.persist_bytes)
+    return _without(plan.disabled, unify, sum_reduces, downcast, narrow_reduces, recompute, persist_some)
 
 
 def schedule(plan: Plan) -> tuple[Pass, ...]:
@@ -80,7 +81,8 @@ def schedule(plan: Plan) -> tuple[Pass, ...]:
         partial(defer, reduce_budget_bytes=plan.reduce_budget_bytes),
     )
     bounded = not {"sink", "fit"} & set(plan.disabled)
-    return (*planned, partial(watch_windows, gather_budget_bytes=budget)) if bounded else planned
+    watched = (*planned, partial(watch_windows, gather_budget_bytes=budget)) if bounded else planned
+    return (*watched, *_without(plan.disabled, keep))
 
 
 def name_of(one: Pass) -> str:

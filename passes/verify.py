@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zcompile.graph import (
     GATHER,
     GATHER_GROUP_START,
-    GATHER_START,
+    GATHER_STARTS,
     GATHER_WAIT,
     REDUCE,
     REDUCE_GROUP_START,
@@ -41,7 +41,7 @@ def verify(graph: Graph, after: str) -> None:
     """
     gathers = [(node, (node.args[0], node.args[2])) for node in calls(graph, GATHER)]
     gathering = {}
-    for start in calls(graph, GATHER_START, GATHER_GROUP_START):
+    for start in calls(graph, *GATHER_STARTS):
         shards = start.args[0] if start.target is GATHER_GROUP_START else [start.args[0]]
         for tensor, shard in zip(_waited_once(start, after, len(shards), GATHER_WAIT), shards, strict=True):
             gathering[tensor] = start

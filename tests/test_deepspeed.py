@@ -132,6 +132,24 @@ def test_bf16_is_close_to_eager(ranks, world):
     ranks(world).run(beside_eager, {}, (2e-3, 1e-2), BF16, 200)
 
 
+def keeps_over_micro_steps(rank, world):
+    expected, stepped = train(make_engine(None), rank, end=8), {}
+    for keep_bytes in (0, 1 << 20):
+        engine = make_engine({"keep_bytes": keep_bytes, "bucket_bytes": 500})
+        assert train(engine, rank, end=8) == expected
+        assert taken(engine), engine.zcompile.given_back
+        stepped[keep_bytes] = zcompile.stats(engine.module)["gathered_bytes"]["float32"]
+        with torch.no_grad():
+            alone = engine.module(batch(0, rank))  # sees the step, although no forward of the engine came between
+            assert torch.equal(engine(batch(0, rank)), alone)
+        engine.destroy()
+    assert stepped[1 << 20] < 0.6 * stepped[0], stepped
+
+
+def test_micro_steps_share_what_is_kept(ranks):
+    ranks(2).run(keeps_over_micro_steps)
+
+
 def resumed(rank, world, folder):
     whole = train(make_engine(None), rank)
     for writer, reader in ((None, {}), ({}, None), ({}, {})):

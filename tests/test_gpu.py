@@ -14,6 +14,7 @@ import zcompile
 from models import Transformer, batch, loss_of
 from ranks import Ranks
 from reference import compiled, lm_loss, train_beside
+from test_accumulate import ALONE, STEPS, alone, checked, same, train
 from test_ops import squares_of_reduces
 
 ops = torch.ops.zcompile
@@ -230,6 +231,23 @@ def transports_agree(rank, world, loss):
 @pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
 def test_transports_agree_bitwise(gpus, loss):
     gpus.run(transports_agree, loss)
+
+
+def gathers_once(rank, world, transport):
+    """Micro-steps that share what they gather, beside NCCL and micro-steps that do not."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        apart = train(rank, alone, "cuda", "c10d", options=ALONE)
+        together = train(rank, checked, "cuda", transport, options=ALONE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same(together, apart)
+    assert together[2] == STEPS * [4 * sum(parameter.numel() for parameter in together[0].parameters())]
+
+
+@pytest.mark.parametrize("transport", ["p2p", "c10d", "delayed p2p", "delayed c10d"])
+def test_micro_steps_gather_once(gpus, transport):
+    gpus.run(gathers_once, transport)
 
 
 def gradients_outlive_renewals(rank, world):

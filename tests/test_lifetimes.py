@@ -18,7 +18,16 @@ from torch.fx import Graph
 import zcompile
 from zcompile import passes
 from zcompile.config import Settings
-from zcompile.graph import GATHER_GROUP_START, GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls, insert
+from zcompile.graph import (
+    GATHER_GROUP_START,
+    GATHER_KEPT_START,
+    GATHER_START,
+    GATHER_WAIT,
+    REDUCE_START,
+    REDUCE_WAIT,
+    calls,
+    insert,
+)
 from zcompile.hardware import CPU
 from zcompile.passes.bucket import bucket
 
@@ -233,9 +242,9 @@ def forgets_the_gradient(graph):
 
 def fx_order(graph):
     """Our ops and the matrix products of a graph, as `code_order` gives them."""
-    starts = calls(graph, GATHER_START, REDUCE_START)
+    starts = calls(graph, GATHER_KEPT_START, REDUCE_START)
     number = {start: sum(other.target is start.target for other in starts[:at]) for at, start in enumerate(starts)}
-    short = {op: op.name().removeprefix("zcompile::") for op in (GATHER_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT)}
+    short = {op: op.name().removeprefix("zcompile::").replace("kept_", "") for op in (GATHER_KEPT_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT)}
     order = []
     for node in graph.nodes:
         if node.target in short:
@@ -250,7 +259,7 @@ def code_order(code):
     number, order = {}, []  # number: a name in the code -> which start made its memory
     count = {"gather": 0, "reduce": 0}
     for line in code.splitlines():
-        if call := re.match(r"\s+(\w+) = torch\.ops\.zcompile\.(gather|reduce)_(start|wait)\.default\((\w+)", line):
+        if call := re.match(r"\s+(\w+) = torch\.ops\.zcompile\.(gather|reduce)_(?:kept_)?(start|wait)\.default\((\w+)", line):
             name, kind, what, argument = call.groups()
             if what == "start":
                 number[name] = count[kind]
@@ -356,4 +365,4 @@ def test_widths_that_alternate_travel_as_two_groups():
 
 def test_groups_keep_to_their_bytes(ranks):
     for _, _, _, (forward, _) in ranks(2).run(late_step, None, 1 << 20, 2 * MATRIX_BYTES):
-        assert forward.count("zcompile.gather_group_start.default(") == 1 == forward.count("zcompile.gather_start.default(")
+        assert forward.count("zcompile.gather_group_start.default(") == 1 == forward.count("zcompile.gather_kept_start.default(")

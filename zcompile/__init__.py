@@ -11,9 +11,9 @@ if _C.built_for_torch != torch.__version__:
     )
 
 from zcompile.report import explain
-from zcompile.sharding import reset_stats, shard, stats
+from zcompile.sharding import accumulate, reset_stats, shard, stats
 from zcompile_flag import watch
 
 watch()
 
-__all__ = ["explain", "reset_stats", "shard", "stats"]
+__all__ = ["accumulate", "explain", "reset_stats", "shard", "stats"]

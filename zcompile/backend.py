@@ -20,8 +20,7 @@ from zcompile import passes
 from zcompile.config import Settings
 from zcompile.graph import (
     GATHER,
-    GATHER_GROUP_START,
-    GATHER_START,
+    GATHER_STARTS,
     GATHER_WAIT,
     REDUCE_GROUP_START,
     REDUCE_START,
@@ -30,7 +29,7 @@ from zcompile.graph import (
 )
 from zcompile.hardware import CPU
 from zcompile.passes.verify import verify_partition
-from zcompile.sharding import model_of
+from zcompile.sharding import ShardedModel, model_of
 
 
 def compile_graph(
@@ -54,18 +53,25 @@ def compile_graph(
     _refuse_writes(gm)
     _warn_if_unsharded(gm)
     plan = _plan(example_inputs, settings)
+    for model in _models(example_inputs):
+        model.limit_keeping(settings.keep_bytes)
     if settings.inner == "aot_eager":
         compiled = compile_aot_eager(gm, example_inputs, plan)
     else:
         compiled = _compile_inductor(gm, example_inputs, plan, settings.inductor, mode)
-    if settings.transport == "auto" and not any(model.agreement for model in map(model_of, example_inputs) if model):
+    if settings.transport == "auto" and not any(model.agreement for model in _models(example_inputs)):
         return compiled
     return _at_first(compiled, settings.transport, _told(gm, example_inputs, plan))
 
 
+def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
+    """The models that some of `inputs` are shards of."""
+    return list({id(model): model for one in inputs if (model := model_of(one)) is not None}.values())
+
+
 def _plan(example_inputs: Sequence[Any], settings: Settings) -> passes.Plan:
     """What the passes are configured with, for the model that the inputs are shards of; the same on all its ranks."""
-    model = next((model for one in example_inputs if (model := model_of(one)) is not None), None)
+    model = next(iter(_models(example_inputs)), None)
     if model is None:  # nothing is gathered, or tests compile a graph of their own
         link, free_bytes = CPU.over("gloo", 2), CPU.memory_bytes
     else:
@@ -81,8 +87,7 @@ def _at_first(compiled: Callable[..., Any], transport: str, told: Sequence[str])
     def run(*args: Any) -> Any:
         nonlocal done
         if not done:
-            models = {id(model): model for arg in args if (model := model_of(arg)) is not None}
-            for model in models.values():
+            for model in _models(args):
                 if transport != "auto":
                     model.use_transport(transport)
                 if model.agreement is not None:
@@ -95,8 +100,7 @@ def _at_first(compiled: Callable[..., Any], transport: str, told: Sequence[str])
 
 def _told(gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan) -> list[str]:
     """A line for each thing that must be the same on all ranks: what decides which parameters travel, in which order and groups."""
-    models = {id(model): model for one in example_inputs if (model := model_of(one)) is not None}
-    names = {id(sharded.leaf): name for model in models.values() for name, sharded in model.parameters.items()}
+    names = {id(sharded.leaf): name for model in _models(example_inputs) for name, sharded in model.parameters.items()}
     origin = dict(zip(gm.graph.find_nodes(op="placeholder"), map(id, example_inputs), strict=True))
     lines = []
     for node in calls(gm.graph, GATHER):
@@ -221,7 +225,7 @@ def _register_lowerings() -> None:
     """Keep zcompile's ops in FX order: Inductor would order them by data dependence alone."""
     from torch._inductor.lowering import fallback_handler, register_lowering
 
-    for op in (GATHER_START, GATHER_GROUP_START, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT):
+    for op in (*GATHER_STARTS, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT):
         register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, fallback_handler(op, False)))
 
 

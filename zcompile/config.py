@@ -48,6 +48,12 @@ class Settings:
     """Most bytes of full parameters, or of gradients, that travel as one transfer: what NVLink moves in about the time that
     starting a transfer takes. 0: each travels alone."""
 
+    keep_bytes: int | None = None
+    """Most bytes of full parameters that stay full from micro-step to micro-step inside of `zcompile.accumulate`; first come,
+    first kept. Default: a quarter of the memory that was free when the model was sharded and that gradients and two states of an
+    optimizer, each as large as the shards, will leave. The DeepSpeed flag, which has no such block to go by, keeps some only if
+    this is given: it then takes partitions to stay as they are between the micro-steps of a step."""
+
     disable_passes: Sequence[str] = ()
     """Passes to leave out, of those in `zcompile.passes.OPTIONAL`: for finding out what one does. No number changes."""
 

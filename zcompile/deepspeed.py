@@ -9,7 +9,7 @@ accumulation, the order of the step, checkpoints, `GatheredParameters`.
 
 [Note: how the flag is seen]
 `import zcompile` has `zcompile.flag` wrap `DeepSpeedEngine.__init__`, at once or when DeepSpeed is imported later. An engine
-whose config has the flag gets methods of its own (`forward`, `backward`, `compile`, `destroy`); others are not touched.
+whose config has the flag gets methods of its own (`forward`, `backward`, `step`, `compile`, `destroy`); others are not touched.
 
 [Note: what may fail]
 Until a first backward has succeeded, whatever fails in taking over, compiling or a forward gives the engine back: hooks and
@@ -136,12 +136,29 @@ class Takeover:
                 self.state.refresh(partition)
             if partition.leaf.requires_grad != partition.parameter.requires_grad:
                 partition.leaf.requires_grad_(partition.parameter.requires_grad)
+        self.keep_over_micro_steps()
         self.state.runtime.renew()  # by now whoever edits partitions has; DeepSpeed does it in ways that no counter sees
         with self.around_forward(inputs, kwargs) as (inputs, kwargs):
             outputs = self.original.forward(self.engine, *inputs, **kwargs)
         if self.attempt:
             self.attempt.saw(outputs)
         return outputs
+
+    def keep_over_micro_steps(self) -> None:
+        """Let what this step's micro-steps gather stay full until its last one has stepped."""
+        runtime, keep_bytes = self.state.runtime, self.options.get("keep_bytes")
+        if not keep_bytes or self.engine.gradient_accumulation_steps() == 1:
+            return
+        if self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
+            runtime.stop_keeping()
+            runtime.keep(keep_bytes)
+
+    def step(self, *args, **kwargs):
+        """Stands in for `DeepSpeedEngine.step`."""
+        result = self.original.step(self.engine, *args, **kwargs)
+        if self.state is not None and self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
+            self.state.runtime.stop_keeping()  # it changed them
+        return result
 
     def backward(self, loss, *args, **kwargs):
         """Stands in for `DeepSpeedEngine.backward`."""
@@ -479,5 +496,5 @@ def attach(engine: nn.Module, options: Mapping[str, Any]) -> None:
     """Let `engine`, a DeepSpeedEngine with ZeRO-3, train through zcompile from its first forward or `compile()` on."""
     takeover = Takeover(engine, options)
     object.__setattr__(engine, "zcompile", takeover)
-    for name in ("compile", "forward", "backward", "destroy"):
+    for name in ("compile", "forward", "backward", "step", "destroy"):
         object.__setattr__(engine, name, getattr(takeover, name))

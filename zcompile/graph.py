@@ -16,13 +16,15 @@ ops = torch.ops.zcompile
 GATHER = ops.gather.default
 REDUCE = ops.reduce.default
 GATHER_START = ops.gather_start.default
+GATHER_KEPT_START = ops.gather_kept_start.default
 GATHER_GROUP_START = ops.gather_group_start.default
 GATHER_WAIT = ops.gather_wait.default
 REDUCE_START = ops.reduce_start.default
 REDUCE_GROUP_START = ops.reduce_group_start.default
 REDUCE_WAIT = ops.reduce_wait.default
 
-GATHERS = {GATHER, GATHER_START, GATHER_GROUP_START}
+GATHER_STARTS = (GATHER_START, GATHER_KEPT_START, GATHER_GROUP_START)
+GATHERS = {GATHER, *GATHER_STARTS}
 REDUCES = {REDUCE, REDUCE_START, REDUCE_GROUP_START}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 

@@ -8,10 +8,11 @@ plain tensor costs what any parameter costs. Autograd accumulates into the leaf,
 DTensor's `.grad`.
 """
 
+import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -100,6 +101,7 @@ class ShardedModel:
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))
         self.free_bytes = 0
+        self.keep_bytes: int | None = None  # what a compile was asked for
         self.agreement: Agreement | None = None  # where a difference between ranks would hang
         self.at_rest = False  # whether an uncompiled read outside of backward is of the parameter and not of its values
 
@@ -136,6 +138,18 @@ class ShardedModel:
         else:
             free = _available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size()))
         self.free_bytes = 1 << (max(1, min(of_all(self.mesh, free))).bit_length() - 1)
+
+    def bytes_to_keep(self) -> int:
+        """Most bytes of full parameters from micro-step to micro-step; see `zcompile.config.Settings.keep_bytes`."""
+        if self.keep_bytes is not None:
+            return self.keep_bytes
+        shards_bytes = sum(sharded.leaf.nbytes for sharded in self.parameters.values())
+        return max(0, self.free_bytes - 3 * shards_bytes) // 4
+
+    def limit_keeping(self, keep_bytes: int | None) -> None:
+        """Have `bytes_to_keep` return what a compile is asked for, also for micro-steps that have begun."""
+        self.keep_bytes = keep_bytes
+        self.runtime.keep_at_most(self.bytes_to_keep())
 
     def bind(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""
@@ -226,6 +240,25 @@ def shard(
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
     return model
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Around the micro-steps of one step: parameters do not change in it, so compiled graphs gather them once.
+
+    What is gathered first stays full until the end, as far as the option `keep_bytes` lets it; over p2p, weights are made ready
+    for peers once. Gradients add up as ever, and no number changes. All ranks enter and leave it at the same micro-steps. Step
+    the optimizer after it: changes inside it are seen at its end, some not before.
+
+    Raises:
+        RuntimeError: `model` is not sharded.
+    """
+    state = state_of(model)
+    state.runtime.keep(state.bytes_to_keep())
+    try:
+        yield
+    finally:
+        state.runtime.stop_keeping()
 
 
 def stats(model: nn.Module) -> dict:

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.graph import GATHER_GROUP_START, GATHER_START, bytes_of, calls, chain, readers, value, waits_of
+from zcompile.graph import GATHER_GROUP_START, GATHER_STARTS, bytes_of, calls, chain, readers, value, waits_of
 from zcompile.liveness import Liveness
 
 
@@ -32,7 +32,7 @@ class Windows:
         position, storages = self.liveness.at, self.liveness.storages
         end = len(self.liveness.nodes)
         self.windows: list[Window] = []
-        for start in calls(graph, GATHER_START, GATHER_GROUP_START):
+        for start in calls(graph, *GATHER_STARTS):
             shards = start.args[0] if start.target is GATHER_GROUP_START else [start.args[0]]
             for shard, wait, storage in zip(shards, waits_of(start), storages[start], strict=True):
                 dies = min(storage.dies, end - 1)

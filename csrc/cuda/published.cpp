@@ -142,7 +142,7 @@ bool Published::is_lent(const Shard& shard) const {
 }
 
 at::Tensor Published::lend(const Parameter& parameter) {
-  if (arenas_.empty() || old_ || !in_backward()) return {};
+  if (arenas_.empty() || old_ || !in_backward() || model_.keeps()) return {};  // the next micro-step gathers them again
   auto dead = [&](const Shard& shard) { return shard.dead_from && *shard.dead_from <= reduces_ && shard.in_flight == 0; };
   while (alive_ > 0 && dead(*order_[alive_ - 1])) alive_ -= 1;
   const auto free_from = alive_ == 0 ? 0 : order_[alive_ - 1]->offset + round_up(order_[alive_ - 1]->bytes());
@@ -175,7 +175,8 @@ void Published::move_gradients_out() {
 }
 
 void Published::finish_backward() {
-  old_ = true;
+  stays_ = model_.keeps();
+  old_ = old_ || !stays_;
   reduces_ = 0;
   for (auto* shard : order_) {
     shard->dead_from = std::exchange(shard->last_wait, 0);
@@ -193,13 +194,13 @@ void Published::renew_if_old() {
 
 bool Published::must_renew(const Shard& shard) const {
   if (old_) return true;
-  if (!in_backward() && shard.gathers_of_renewal >= shard.gathers_of_forward.value_or(1)) return true;
+  if (!stays_ && !in_backward() && shard.gathers_of_renewal >= shard.gathers_of_forward.value_or(1)) return true;
   return shard.arena && shard.version != shard.parameter->master_version();
 }
 
 void Published::renew() {
   place();
-  old_ = false;
+  old_ = stays_ = false;
   if (arenas_.empty()) return;
   if (!lent_.empty()) move_gradients_out();
   lent_from_ = arenas_.front()->bytes();

@@ -10,6 +10,7 @@
 //   - outside of backward, the parameter was gathered as often since as one forward does (which is learned from steps, and
 //     once until then), so this is another forward;
 //   - a version counter of the parameter's master has moved.
+// While the model keeps full parameters over micro-steps, the first two mean nothing, for masters stay as they are.
 // So whatever changes masters between two forwards is seen: an optimizer, whose fused kernels move no version counter, or
 // an edit through .data.
 // What is gathered is known after one step. Until then, and for a parameter or a width that turns up later, gathers go
@@ -47,6 +48,7 @@ class Published {
   at::Tensor lend(const Parameter& parameter);
   void count_reduces(int64_t count) { reduces_ += count; }
   void finish_backward();
+  void expire() { old_ = true; }  // masters may have changed
   void renew_if_old();
   int64_t bytes() const;
   std::vector<Lane*> lanes() { return {&renewal_, &fan_.lane()}; }
@@ -112,6 +114,7 @@ class Published {
   int64_t reduces_ = 0;  // of this backward
   std::vector<c10::cuda::CUDAEvent> casts_;  // by group: this rank has published it
   bool old_ = false;
+  bool stays_ = false;  // the last backward left masters as they were
   uint32_t renewals_ = 0;
   uint32_t arrived_ = 0;  // groups of this renewal that the gather streams have waited for
 };

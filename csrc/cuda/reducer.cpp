@@ -161,8 +161,8 @@ char* Reducer::place_of(const Part& part, int64_t source, int64_t owner) const {
   return staging_.at(owner, (region() * (model_.world() - 1) + slot) * slot_bytes_ + part.offset);
 }
 
-size_t Reducer::hash(const Piece& piece) {
-  size_t hash = 0;
+size_t Reducer::hash(const Piece& piece) const {
+  size_t hash = model_.keeps();  // or else sums take the place of shards on one rank that another one still reads
   for (const auto& part : piece) {
     const auto& [parameter, grad, out, squares] = *part.request;
     hash = c10::get_hash(hash, parameter->index, static_cast<int>(grad.scalar_type()), part.begin);

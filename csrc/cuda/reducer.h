@@ -47,7 +47,7 @@ class Reducer {
   double divisor() const;
   int64_t region() const { return pieces_ % regions; }
   char* place_of(const Part& part, int64_t source, int64_t owner) const;
-  static size_t hash(const Piece& piece);
+  size_t hash(const Piece& piece) const;
 
   Model& model_;
   Meetings& meetings_;

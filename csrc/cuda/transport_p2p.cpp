@@ -80,6 +80,11 @@ class P2pTransport : public Transport {
     published_.finish_backward();
   }
 
+  void finish_keeping() override {
+    std::lock_guard lock(mutex_);
+    published_.expire();
+  }
+
   void renew() override {
     watchdog_.check();
     std::lock_guard lock(mutex_);

@@ -119,6 +119,12 @@ class Zcompile(Eager):
         model.compile(backend="zcompile", options=self.options)
         return model
 
+    def accumulate(self, batches, share):
+        if len(batches) == 1 or self.options.get("keep_bytes") == 0:
+            return super().accumulate(batches, share)
+        with zcompile.accumulate(self.model):
+            return super().accumulate(batches, share)
+
     def explain(self, batch: Any) -> Explanation:
         device = next(self.model.parameters()).device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.autocasts()):

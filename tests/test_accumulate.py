@@ -1,0 +1,142 @@
+"""Micro-steps that share what was gathered: the same numbers, fewer bytes, within their bytes."""
+
+import contextlib
+
+import pytest
+import torch
+
+import zcompile
+from models import Transformer, batch, loss_of
+from reference import compiled, train_beside
+from zcompile.sharding import state_of
+
+ops = torch.ops.zcompile
+STEPS, MICRO_STEPS = 3, 3
+ALONE = {"bucket_bytes": 0, "persist_bytes": 0}  # what travels in a group, or is saved for backward, is not kept
+
+
+def train(rank, around, device="cpu", transport=None, edit=False, **how):
+    """The model after some steps, the losses of all micro-steps, and the bytes that each step gathered."""
+    torch.manual_seed(0)
+    model = compiled(Transformer().to(device), **how)
+    if transport:
+        state_of(model).runtime.use_transport(transport)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses, gathered = [], []
+    for step in range(STEPS):
+        zcompile.reset_stats(model)
+        with around(model):
+            for micro in range(MICRO_STEPS):
+                loss = loss_of(model, batch(MICRO_STEPS * step + micro, rank).to(device))
+                loss.backward()
+                losses.append(loss.item())
+                if edit:
+                    with torch.no_grad():
+                        next(model.parameters()).mul_(1.25)
+        optimizer.step()
+        optimizer.zero_grad()
+        gathered.append(sum(zcompile.stats(model)["gathered_bytes"].values()))
+    return model, losses, gathered
+
+
+def alone(model):
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def checked(model):
+    """`accumulate`, at whose end what is kept is as it was gathered: compiled code wrote nothing else there."""
+    with zcompile.accumulate(model):
+        yield
+        before = zcompile.stats(model)
+        for sharded in state_of(model).parameters.values():
+            kept = ops.gather_wait(ops.gather_kept_start(sharded.leaf.detach(), list(sharded.shape), torch.float32))
+            assert torch.equal(kept, sharded.parameter.full_tensor()), sharded.name
+        assert zcompile.stats(model)["gathers"] == before["gathers"]
+
+
+def same(one, other):
+    """Two models that trained: losses and parameters bitwise."""
+    (model, losses, _), (other_model, other_losses, _) = one, other
+    assert losses == other_losses, (losses, other_losses)
+    for (name, ours), theirs in zip(model.named_parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local()), name
+
+
+def gathers_once(rank, world, inner):
+    apart = train(rank, alone, inner=inner, options=ALONE)
+    together = train(rank, checked, inner=inner, options=ALONE)
+    same(together, apart)
+    model, _, gathered = together
+    assert gathered == STEPS * [4 * sum(parameter.numel() for parameter in model.parameters())]  # one width, once a step
+    assert zcompile.stats(model)["reduces"] == MICRO_STEPS * len(list(model.parameters()))
+
+    embed_bytes = 4 * model.embed.weight.numel()  # of forward's first read, which backward reads too
+    rows = -(-model.embed.weight.shape[0] // world) * world  # equal pieces
+    just_enough = embed_bytes * rows // model.embed.weight.shape[0]
+    little = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"keep_bytes": just_enough})
+    same(little, apart)
+    assert [one - other for one, other in zip(apart[2], little[2])] == STEPS * [(2 * MICRO_STEPS - 1) * embed_bytes]  # forward and backward of each, but for one
+
+    none = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"keep_bytes": 0})
+    same(none, apart)
+    assert none[2] == apart[2]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_micro_steps_gather_once(ranks, inner):
+    ranks(2).run(gathers_once, inner)
+
+
+def by_default(rank, world):
+    """Groups and what is saved for backward travel as ever; an edit between micro-steps is seen."""
+    for how in ({}, {"edit": True}, {"param_dtype": torch.bfloat16}):
+        how["options"] = {"bucket_bytes": 2000}
+        apart, together = train(rank, alone, **how), train(rank, zcompile.accumulate, **how)
+        same(together, apart)
+        assert together[2] < apart[2]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_by_default(ranks, world):
+    ranks(world).run(by_default)
+
+
+def kept_until_the_end(rank, world):
+    model = compiled(Transformer(), options=ALONE)
+    runtime = state_of(model).runtime
+    leaf, shape = model.__dict__["_modules"]["embed"].__dict__["_zcompile_leaf_weight"].detach(), [61, 18]
+
+    def gather():
+        return ops.gather_wait(ops.gather_kept_start(leaf, shape, torch.float32))
+
+    expected = ops.gather(leaf, shape, torch.float32)
+    with contextlib.suppress(ZeroDivisionError), zcompile.accumulate(model):
+        first, second = gather(), gather()
+        assert torch.equal(first, expected) and first.data_ptr() == second.data_ptr()
+        assert ops.gather(leaf, shape, torch.float32).data_ptr() != first.data_ptr()  # whose memory is its reader's
+        del first, second
+        address = gather().data_ptr()
+        assert gather().data_ptr() == address
+        _ = 1 / 0  # what fails inside it ends it too
+    zcompile.reset_stats(model)
+    assert torch.equal(gather(), expected) and torch.equal(gather(), expected)
+    assert zcompile.stats(model)["gathers"] == 2
+    runtime.stop_keeping()  # nothing to stop
+
+
+def test_kept_until_the_end(ranks):
+    ranks(2).run(kept_until_the_end)
+
+
+def micro_steps_beside_unsharded(rank, world):
+    def loss(model, step, of_rank):
+        sharded = model._compiled_call_impl is not None
+        with zcompile.accumulate(model) if sharded else contextlib.nullcontext():
+            return loss_of(model, batch(step, of_rank))
+
+    train_beside(rank, world, loss=loss, micro_steps=3)
+
+
+def test_forwards_that_end_before_their_backwards(ranks):
+    ranks(2).run(micro_steps_beside_unsharded)
