@@ -18,14 +18,15 @@ namespace zcompile {
 
 namespace {
 
-void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const at::Tensor& squares) {
+void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const Besides& besides) {
   auto sum = rows[0].to(sum_dtype(rows[0].scalar_type()), /*non_blocking=*/false, /*copy=*/true);
   for (size_t row = 1; row < rows.size(); ++row) sum.add_(rows[row]);
   // On CUDA, division by a scalar multiplies by its reciprocal, which rounds differently.
   sum.is_cuda() ? sum.div_(at::full({1}, divisor, sum.options())) : sum.div_(divisor);
   out.copy_(sum.view(out.sizes()));
-  if (squares.defined()) {
-    squares.select(0, 0).add_(at::linalg_vector_norm(out, 2, std::nullopt, /*keepdim=*/false, at::kDouble).square());
+  if (besides.base.defined()) out.add_(besides.base.view(out.sizes()));
+  if (besides.squares.defined()) {
+    besides.squares.select(0, 0).add_(at::linalg_vector_norm(out, 2, std::nullopt, /*keepdim=*/false, at::kDouble).square());
   }
 }
 
@@ -83,7 +84,8 @@ at::Tensor make_squares(int64_t numel, at::Device device) {
   return at::zeros({count}, at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
-void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const at::Tensor& squares) {
+void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const Besides& besides) {
+  const auto& [base, squares] = besides;
   if (out.numel() == 0) return;
 #ifdef ZCOMPILE_CUDA
   if (have_kernel(rows[0], out) && rows.size() <= cuda::max_ranks) {
@@ -91,12 +93,13 @@ void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, c
     for (const auto& row : rows) pointers.push_back(row.const_data_ptr());
     C10_CUDA_CHECK(cuda::launch_mean(
         *kernel_type(rows[0].scalar_type()), *kernel_type(out.scalar_type()), pointers.data(),
-        static_cast<int>(pointers.size()), out.mutable_data_ptr(), out.numel(), static_cast<float>(divisor),
+        static_cast<int>(pointers.size()), base.defined() ? base.const_data_ptr() : nullptr, out.mutable_data_ptr(),
+        out.numel(), static_cast<float>(divisor),
         squares.defined() ? squares.mutable_data_ptr<double>() : nullptr, c10::cuda::getCurrentCUDAStream()));
     return;
   }
 #endif
-  mean_by_ops(rows, divisor, out, squares);
+  mean_by_ops(rows, divisor, out, besides);
 }
 
 }  // namespace zcompile

@@ -69,10 +69,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("cast", &cast, ReleaseGil(), py::arg("sources"), py::arg("destinations"));
   module.def(
       "mean",
-      [](const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const std::optional<at::Tensor>& squares) {
-        mean(rows, divisor, std::move(out), squares.value_or(at::Tensor()));
+      [](const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const std::optional<at::Tensor>& base,
+         const std::optional<at::Tensor>& squares) {
+        mean(rows, divisor, std::move(out), {base.value_or(at::Tensor()), squares.value_or(at::Tensor())});
       },
-      ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"), py::arg("squares") = py::none());
+      ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"), py::kw_only(), py::arg("base") = py::none(),
+      py::arg("squares") = py::none());
   module.def("make_squares", &make_squares, py::arg("numel"), py::arg("device"));
   py::class_<Model>(module, "Model")
       .def(
@@ -103,6 +105,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("keep", py::overload_cast<int64_t>(&Model::keep), py::arg("bytes"))
       .def("keep_at_most", &Model::keep_at_most, py::arg("bytes"))
       .def("stop_keeping", &Model::stop_keeping)
+      .def("accumulate_onto", &Model::accumulate_onto, py::arg("index"), py::arg("gradient"))
+      .def("take_base", &Model::take_base, py::arg("index"))
+      .def("has_base", &Model::has_base, py::arg("index"))
       .def("keep_squares", &Model::keep_squares)
       .def("squares_of", &Model::squares_of, py::arg("index"), py::arg("gradient"))
       .def("forget_squares", &Model::forget_squares)

@@ -251,7 +251,11 @@ void Model::keep(int64_t bytes) {
 
 void Model::stop_keeping() {
   if (!std::exchange(keeps_, false)) return;
-  for (auto& parameter : parameters_) parameter->kept.clear();
+  for (auto& parameter : parameters_) {
+    parameter->kept.clear();
+    parameter->accumulated.reset();
+    parameter->base = {};
+  }
   transport_->finish_keeping();
 }
 
@@ -269,6 +273,18 @@ at::Tensor Model::find_kept(Parameter& parameter, at::ScalarType dtype) {
   bytes_to_keep_ += static_cast<int64_t>(found->second.full.storage().nbytes());
   parameter.kept.erase(found);
   return {};
+}
+
+void Model::accumulate_onto(int64_t index, const at::Tensor& gradient) {
+  auto& to = parameter(index);
+  const bool alike = gradient.scalar_type() == to.shard.scalar_type() && gradient.numel() == to.shard.numel();
+  if (keeps_ && alike && gradient.is_contiguous() && !has_base(index)) to.accumulated = gradient;
+}
+
+std::optional<at::Tensor> Model::take_base(int64_t index) {
+  auto& base = parameter(index).base;
+  if (!base.gradient.defined() || base.backward != torch::autograd::get_current_graph_task_id()) return std::nullopt;
+  return std::exchange(base, {}).gradient;
 }
 
 void Model::keep_squares() {
@@ -388,12 +404,20 @@ class Range {
   at::RecordFunction function_;
 };
 
-// Where the reduce of `gradient` adds up its squares; undefined if nobody wants them.
-at::Tensor squares_for(Parameter& parameter, const at::Tensor& gradient) {
-  if (!parameter.squares) return {};
-  parameter.squares->reduces += 1;
-  parameter.squares->gradient = gradient.storage().getWeakStorageImpl();
-  return parameter.squares->partial;
+// What the reduce that makes `gradient` adds to, and where it adds up squares.
+Besides besides(Parameter& parameter, const at::Tensor& gradient) {
+  Besides found;
+  const auto backward = torch::autograd::get_current_graph_task_id();
+  if (parameter.accumulated.defined() && backward != -1) {
+    parameter.base = {std::exchange(parameter.accumulated, at::Tensor()), backward};
+    found.base = parameter.base.gradient.view({-1});
+  }
+  if (parameter.squares) {
+    parameter.squares->reduces += 1;
+    parameter.squares->gradient = gradient.storage().getWeakStorageImpl();
+    found.squares = parameter.squares->partial;
+  }
+  return found;
 }
 
 }  // namespace
@@ -444,7 +468,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::T
   for (size_t at = 0; at < parameters.size(); ++at) {
     model.count_reduce(wires[at]);
     outs.push_back(transport->make_gradient(*parameters[at]));
-    requests.push_back({parameters[at], std::move(wires[at]), outs.back(), squares_for(*parameters[at], outs.back())});
+    requests.push_back({parameters[at], std::move(wires[at]), outs.back(), besides(*parameters[at], outs.back())});
   }
   const auto transfer = std::make_shared<Shared>(transport, transport->reduce(requests));
   for (size_t at = 0; at < outs.size(); ++at) {

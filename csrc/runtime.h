@@ -37,6 +37,12 @@ struct Kept {
   uint64_t version;  // of the master when it was gathered
 };
 
+// The gradient that a reduce began from, until its result is delivered.
+struct Base {
+  at::Tensor gradient;
+  int64_t backward = -1;  // autograd's number of the backward that the reduce ran in
+};
+
 // The squares of one parameter's reduced gradients, where a norm is wanted that need not read them again.
 struct Squares {
   at::Tensor partial;  // fp64, to be added up
@@ -64,6 +70,8 @@ struct Parameter {
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank has asked for
 
   std::map<at::ScalarType, Kept> kept;  // by width
+  at::Tensor accumulated;  // gradient to which the next reduce adds
+  Base base;
 
   std::optional<Squares> squares;
 
@@ -128,6 +136,13 @@ class Model {
   bool keeps() const { return keeps_; }
   void keep(Parameter& parameter, const at::Tensor& full);
   at::Tensor find_kept(Parameter& parameter, at::ScalarType dtype);  // undefined if there is none
+
+  // Meanwhile, the next reduce of a parameter may add to what accumulated, and so save its reader a pass over both. Its result is
+  // a new tensor in any case.
+  void accumulate_onto(int64_t index, const at::Tensor& gradient);
+  // What a reduce of the backward that runs here began from; asked for once, when its result arrives.
+  std::optional<at::Tensor> take_base(int64_t index);
+  bool has_base(int64_t index) { return parameter(index).base.gradient.defined(); }
 
   // From now on, every reduce adds up the squares of what it makes.
   void keep_squares();

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "numerics.h"
+
 namespace zcompile {
 
 struct Parameter;
@@ -30,12 +32,12 @@ struct GatherRequest {
 };
 
 // Fills `out` (shaped like the shard) with this rank's slice of the mean over ranks of `grad`: the fp32 sum, in rank
-// order, of the gradients at the width at which they arrive, divided by the number of ranks.
+// order, of the gradients at the width at which they arrive, divided by the number of ranks; added to what is there besides.
 struct ReduceRequest {
   Parameter* parameter;
   at::Tensor grad;
   at::Tensor out;
-  at::Tensor squares = {};  // of mean(), if somebody wants them of `out`
+  Besides besides = {};
 };
 
 // Several transfers as one.
@@ -76,7 +78,7 @@ class Transport {
 std::unique_ptr<Transport> make_c10d_transport(Model& model);
 
 // out = (the sum over the ranks that hold the same shard of `sum`, flat) / all ranks. Ends in the current stream's order.
-void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, const at::Tensor& squares);
+void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, const Besides& besides);
 
 struct P2pSettings {
   // Streams over which copies are spread. One engine fills the link to a single peer, and serves two streams one after

@@ -167,7 +167,7 @@ class C10dReduce : public C10dTransfer {
   struct Sum {
     at::Tensor received;  // one row per rank, each contiguous
     at::Tensor out;
-    at::Tensor squares;
+    Besides besides;
   };
 
   C10dReduce(Model& model, std::vector<Work> works, std::vector<Sum> sums)
@@ -175,14 +175,14 @@ class C10dReduce : public C10dTransfer {
 
   void wait() override {
     C10dTransfer::wait();
-    for (const auto& [received, out, squares] : sums_) {
+    for (const auto& [received, out, besides] : sums_) {
       if (model_.groups().replicate.empty()) {
-        mean(received.unbind(0), static_cast<double>(model_.world()), out, squares);
+        mean(received.unbind(0), static_cast<double>(model_.world()), out, besides);
         continue;
       }
       auto sum = at::empty({received.size(1)}, received.options().dtype(sum_dtype(received.scalar_type())));
       mean(received.unbind(0), 1.0, sum);
-      mean_over_replicas(model_, sum, out, squares);
+      mean_over_replicas(model_, sum, out, besides);
     }
   }
 
@@ -270,16 +270,16 @@ class C10dTransport : public Transport {
     std::vector<C10dReduce::Sum> sums;
     int64_t offset = 0;
     for (int64_t to = 0; to < world; ++to) {
-      for (const auto& [parameter, grad, out, squares] : requests) {
+      for (const auto& [parameter, grad, out, besides] : requests) {
         const auto length = parameter->length_of(to);
         unpacked(sent, offset, length, grad).copy_(grad.view({-1}).narrow(0, parameter->offset_of(to), length));
         offset += packed_bytes(length, grad);
       }
     }
     offset = 0;
-    for (const auto& [parameter, grad, out, squares] : requests) {
+    for (const auto& [parameter, grad, out, besides] : requests) {
       const auto length = parameter->length_of(rank);
-      sums.push_back({unpacked(received, offset, length, grad), out, squares});
+      sums.push_back({unpacked(received, offset, length, grad), out, besides});
       offset += packed_bytes(length, grad);
     }
     auto work = all_to_all(
@@ -290,12 +290,12 @@ class C10dTransport : public Transport {
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
     if (packs(requests)) return start_packed_reduce(requests);
     std::vector<C10dReduce::Sum> sums;
-    for (const auto& [parameter, grad, out, squares] : requests) {
-      sums.push_back({at::empty({model_.world(), parameter->length_of(model_.rank())}, grad.options()), out, squares});
+    for (const auto& [parameter, grad, out, besides] : requests) {
+      sums.push_back({at::empty({model_.world(), parameter->length_of(model_.rank())}, grad.options()), out, besides});
     }
     Works works(resolve(model_.groups().reduce), requests.front().grad.device(), requests.size());
     for (size_t at = 0; at < requests.size(); ++at) {
-      const auto& [parameter, grad, out, squares] = requests[at];
+      const auto& [parameter, grad, out, besides] = requests[at];
       works.add(exchange(works.group(), *parameter, as_bytes(sums[at].received.view({-1})), as_bytes(grad.view({-1}))));
     }
     return std::make_unique<C10dReduce>(model_, works.end(), std::move(sums));
@@ -382,11 +382,11 @@ class C10dTransport : public Transport {
 
 }  // namespace
 
-void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, const at::Tensor& squares) {
+void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, const Besides& besides) {
   auto replicas = resolve(model.groups().replicate);
   auto rows = at::empty({replicas->getSize(), sum.numel()}, sum.options());
   all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
-  mean(rows.unbind(0), static_cast<double>(model.world() * replicas->getSize()), out, squares);
+  mean(rows.unbind(0), static_cast<double>(model.world() * replicas->getSize()), out, besides);
 }
 
 std::unique_ptr<Transport> make_c10d_transport(Model& model) {

@@ -1,13 +1,15 @@
 """Micro-steps that share what was gathered: the same numbers, fewer bytes, within their bytes."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from models import Transformer, batch, loss_of
-from reference import compiled, train_beside
+from reference import compiled, same_grads, train_beside
 from zcompile.sharding import state_of
 
 ops = torch.ops.zcompile
@@ -100,6 +102,80 @@ def by_default(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_by_default(ranks, world):
     ranks(world).run(by_default)
+
+
+def scale_in_place(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def exchange(parameter):
+    parameter.grad = parameter.grad * 0.5
+
+
+def drop(parameter):
+    parameter.grad = None
+
+
+def with_gradients_edited(rank, world, edit):
+    """What users do to gradients between micro-steps is respected, although a reduce adds to what it finds."""
+    found = []
+    for around in (alone, zcompile.accumulate):
+        torch.manual_seed(0)
+        model = compiled(Transformer())
+        places = []
+        with around(model):
+            for micro in range(4):
+                loss_of(model, batch(micro, rank)).backward()
+                places.append([parameter.grad.to_local().data_ptr() for parameter in model.parameters() if parameter.grad.to_local().numel()])
+                if micro in (1, 2):
+                    for parameter in model.parameters():
+                        edit(parameter)
+        found.append([parameter.grad.to_local() for parameter in model.parameters()])
+        moved = [one != other for one, other in zip(places[0], places[1], strict=True)]
+        assert all(moved) if around is zcompile.accumulate else not any(moved)  # a sum is a new tensor, and nothing was added to the old
+    for one, other in zip(*found, strict=True):
+        if edit is scale_in_place:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("edit", [scale_in_place, exchange, drop])
+def test_gradients_edited_between_micro_steps(ranks, edit):
+    ranks(2).run(with_gradients_edited, edit)
+
+
+class InsideAndOutside(torch.nn.Module):
+    """Reads one parameter in a backward inside of the backward, and outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 6))
+
+    def inner(self, x):
+        return torch.tanh(x @ self.weight)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.inner, x @ self.weight, use_reentrant=True)
+        return (x @ self.weight).square().sum()
+
+
+def nested_backwards(rank, world):
+    torch.manual_seed(0)
+    reference = InsideAndOutside()
+    model = zcompile.shard(copy.deepcopy(reference))
+    inputs = torch.randn(3, world, 4, 6)
+    with zcompile.accumulate(model):
+        for micro in range(3):
+            model(inputs[micro, rank].requires_grad_()).backward()
+            for other in range(world):
+                (reference(inputs[micro, other].detach().requires_grad_()) / world).backward()
+            same_grads(model, reference)
+
+
+def test_a_backward_inside_of_a_backward(ranks):
+    ranks(2).run(nested_backwards)
 
 
 def kept_until_the_end(rank, world):

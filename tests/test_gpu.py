@@ -15,7 +15,7 @@ from models import Transformer, batch, loss_of
 from ranks import Ranks
 from reference import compiled, lm_loss, train_beside
 from test_accumulate import ALONE, STEPS, alone, checked, same, train
-from test_ops import squares_of_reduces
+from test_ops import means, squares_of_reduces
 
 ops = torch.ops.zcompile
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -150,6 +150,10 @@ def reduces_are_sums_in_rank_order(rank, world):
 
 def test_reduces_on_both_transports(gpus):
     gpus.run(reduces_are_sums_in_rank_order)
+
+
+def test_means():
+    means("cuda")
 
 
 @pytest.mark.parametrize("transport", ["p2p", "c10d"])

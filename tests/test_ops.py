@@ -11,6 +11,7 @@ from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
 import zcompile
+from zcompile import _C
 from zcompile.sharding import state_of
 
 ops = torch.ops.zcompile
@@ -166,7 +167,7 @@ def mean_in_order(grads, dtype=torch.float32):
     total = grads[0].to(dtype, copy=True)
     for grad in grads[1:]:
         total += grad.to(dtype)
-    return total / len(grads)
+    return total / torch.full((), len(grads), device=total.device)  # a number would be multiplied by its inverse on a GPU
 
 
 def reduces(rank, world):
@@ -193,6 +194,28 @@ def reduces(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_reduce_is_the_fp32_sum_in_rank_order(ranks, world):
     ranks(world).run(reduces)
+
+
+def means(device):
+    """Against the same arithmetic op by op, for lengths that end inside of what a block and a thread read at once."""
+    for dtype, out_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        for numel in (5, 4096, 100_003):
+            rows = [torch.randn(numel, device=device).to(dtype) for _ in range(3)]
+            base = torch.randn(numel, device=device).to(out_dtype)
+            mean = mean_in_order(rows).to(out_dtype)
+            for with_base in (False, True):
+                expected = base + mean if with_base else mean
+                for with_squares in (False, True):
+                    squares = _C.make_squares(numel, torch.device(device)) if with_squares else None
+                    out = torch.empty(numel, device=device, dtype=out_dtype)
+                    _C.mean(rows, 3.0, out, base=base if with_base else None, squares=squares)
+                    assert torch.equal(out, expected), (dtype, out_dtype, numel, with_base, with_squares)
+                    if with_squares:
+                        torch.testing.assert_close(squares.sum(), out.double().square().sum(), rtol=1e-12, atol=0)
+
+
+def test_means():
+    means("cpu")
 
 
 def squares_of_reduces(rank, world, device="cpu", transport="c10d", shapes=((13, 7), (8,), (1, 5), (), (0, 4))):

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zcompile import _C
 from zcompile.config import Settings
-from zcompile.deepspeed_step import LeanStep, ReducedSquares
+from zcompile.deepspeed_step import LeanStep, ReducedSquares, add
 from zcompile.sharding import ShardedModel, ShardedParameter, install_readers, remove_readers
 from zcompile.words import MODEL
 
@@ -48,7 +48,7 @@ class Partition(ShardedParameter):
     """One ZeRO-3 parameter: the leaf lies over its partition, and gradients go to the engine's optimizer."""
 
     rank: int
-    accept: Callable[[nn.Parameter, torch.Tensor], None]
+    accept: Callable[["Partition", torch.Tensor], None]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Partition(ShardedParameter):
     def deliver(self, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         if grad is not None and self.parameter.requires_grad:
-            self.accept(self.parameter, grad)
+            self.accept(self, grad)
 
 
 def _without_padding(parameter: nn.Parameter, rank: int) -> torch.Tensor:
@@ -146,18 +146,18 @@ class Takeover:
 
     def keep_over_micro_steps(self) -> None:
         """Let what this step's micro-steps gather stay full until its last one has stepped."""
-        runtime, keep_bytes = self.state.runtime, self.options.get("keep_bytes")
+        keep_bytes = self.options.get("keep_bytes")
         if not keep_bytes or self.engine.gradient_accumulation_steps() == 1:
             return
         if self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
-            runtime.stop_keeping()
-            runtime.keep(keep_bytes)
+            self.state.end_accumulating()
+            self.state.begin_accumulating(keep_bytes)
 
     def step(self, *args, **kwargs):
         """Stands in for `DeepSpeedEngine.step`."""
         result = self.original.step(self.engine, *args, **kwargs)
         if self.state is not None and self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
-            self.state.runtime.stop_keeping()  # it changed them
+            self.state.end_accumulating()
         return result
 
     def backward(self, loss, *args, **kwargs):
@@ -367,8 +367,9 @@ class Takeover:
             engine._forward_epilogue()
 
     @torch.no_grad()
-    def accept(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    def accept(self, partition: Partition, grad: torch.Tensor) -> None:
         """Give a reduced gradient of this rank's partition to the optimizer, which keeps or adds it."""
+        parameter = partition.parameter
         if parameter.ds_id not in self.trained:
             return
         optimizer = self.engine.optimizer
@@ -379,7 +380,7 @@ class Takeover:
             grad = nn.functional.pad(grad, (0, padding))
         self.delivered = True
         if self.lean_step is not None:
-            self.lean_step.accept(parameter, grad)
+            self.lean_step.accept(parameter, grad, add if padding > 0 else partition.added)
         elif not grad.is_cuda:
             optimizer.partition_grads([parameter], [grad])
         else:

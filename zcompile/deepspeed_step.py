@@ -20,6 +20,11 @@ from torch import nn
 from zcompile import _C
 
 
+def add(before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
+    """What has accumulated with `grad`; `before` is what had until now."""
+    return grad if before is None else before.add_(grad)
+
+
 class Gradients(dict):
     """The gradients of partitions that are there, by the id of the parameter; of others, zeros when they are asked for."""
 
@@ -147,18 +152,21 @@ class LeanStep:
         optimizer.grad_partitions_flat_buffer = buffer
         optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = parts
 
-    def accept(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-        """Keep or add a reduced gradient, [elements of the partition]."""
+    def accept(
+        self,
+        parameter: nn.Parameter,
+        grad: torch.Tensor,
+        added: Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor] = add,
+    ) -> None:
+        """Keep or add a reduced gradient, [elements of the partition]; `added` does the latter."""
         optimizer, ds_id = self.optimizer, parameter.ds_id
         grad = grad.to(optimizer.gradient_accumulation_dtype)
         if optimizer.micro_step_id == 0:
             optimizer.averaged_gradients = {}  # of a step that was not taken
-        if optimizer.micro_step_id == 0 or ds_id not in self.kept:
-            self.kept[ds_id] = grad
-            if self.reduced_squares:
-                self.reduced_squares.note(parameter, grad)
-        else:
-            self.kept[ds_id].add_(grad)
+        first = optimizer.micro_step_id == 0 or ds_id not in self.kept
+        self.kept[ds_id] = added(None if first else self.kept[ds_id], grad)
+        if first and self.reduced_squares:
+            self.reduced_squares.note(parameter, grad)
 
     def forget_step(self) -> None:
         self.sub_groups, self.current, self.pending = {}, None, []

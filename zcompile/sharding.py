@@ -85,9 +85,30 @@ class ShardedParameter:
             return
         before = parameter.grad
         if before is None:
-            parameter.grad = DTensor(grad, parameter._spec, requires_grad=False)
+            parameter.grad = DTensor(self.added(None, grad), parameter._spec, requires_grad=False)
         else:
-            before._local_tensor.add_(grad)
+            before._local_tensor = self.added(before._local_tensor, grad)
+
+    def added(self, before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
+        """What has accumulated with `grad`, which just arrived; `before` is what had until now.
+
+        Inside of `accumulate`, the reduce that made `grad` may have added what had accumulated then. That is `before`, unless
+        something else, or another backward inside of this one, changed the gradient meanwhile.
+        """
+        state = model_of(self.leaf)
+        if not state.accumulates:
+            return grad if before is None else before.add_(grad)
+        runtime = state.runtime
+        base = runtime.take_base(self.index)
+        if base is not None:
+            if before is None:
+                grad.sub_(base)
+            elif before.data_ptr() != base.data_ptr():
+                grad.add_(before - base)
+        elif before is not None:
+            grad = before + grad if runtime.has_base(self.index) else before.add_(grad)
+        runtime.accumulate_onto(self.index, grad)
+        return grad
 
 
 class ShardedModel:
@@ -102,6 +123,7 @@ class ShardedModel:
         self.hardware = table_of(torch.device(mesh.device_type))
         self.free_bytes = 0
         self.keep_bytes: int | None = None  # what a compile was asked for
+        self.accumulates = False
         self.agreement: Agreement | None = None  # where a difference between ranks would hang
         self.at_rest = False  # whether an uncompiled read outside of backward is of the parameter and not of its values
 
@@ -145,6 +167,16 @@ class ShardedModel:
             return self.keep_bytes
         shards_bytes = sum(sharded.leaf.nbytes for sharded in self.parameters.values())
         return max(0, self.free_bytes - 3 * shards_bytes) // 4
+
+    def begin_accumulating(self, keep_bytes: int) -> None:
+        """From here on, parameters do not change; what is gathered stays full up to `keep_bytes`."""
+        self.accumulates = True
+        self.runtime.keep(keep_bytes)
+
+    def end_accumulating(self) -> None:
+        """From here on, they may."""
+        self.accumulates = False
+        self.runtime.stop_keeping()
 
     def limit_keeping(self, keep_bytes: int | None) -> None:
         """Have `bytes_to_keep` return what a compile is asked for, also for micro-steps that have begun."""
@@ -254,11 +286,11 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         RuntimeError: `model` is not sharded.
     """
     state = state_of(model)
-    state.runtime.keep(state.bytes_to_keep())
+    state.begin_accumulating(state.bytes_to_keep())
     try:
         yield
     finally:
-        state.runtime.stop_keeping()
+        state.end_accumulating()
 
 
 def stats(model: nn.Module) -> dict:

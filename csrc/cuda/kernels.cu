@@ -118,16 +118,17 @@ __device__ void add_over_block(double value, double* to) {
 
 template <typename In, typename Out, bool with_squares>
 __global__ void __launch_bounds__(threads)
-    mean_kernel(const __grid_constant__ Rows rows, Out* out, int64_t numel, float divisor, double* squares, bool all_aligned) {
+    mean_kernel(const __grid_constant__ Rows rows, const Out* base, Out* out, int64_t numel, float divisor, double* squares, bool all_aligned) {
   constexpr int steps = mean_steps;
   double own_squares = 0;
-  const auto result = [&](float sum) {
-    const auto mean = narrow<Out>(__fdiv_rn(sum, divisor));
+  const auto result = [&](float sum, Out before) {
+    auto found = narrow<Out>(__fdiv_rn(sum, divisor));
+    if (base) found = narrow<Out>(__fadd_rn(widen(before), widen(found)));
     if constexpr (with_squares) {
-      const double wide = widen(mean);
+      const double wide = widen(found);
       own_squares += wide * wide;
     }
-    return mean;
+    return found;
   };
   const int64_t packs = all_aligned ? numel / (threads * vector * steps) * threads * steps : 0;
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * threads * steps; begin < packs; begin += static_cast<int64_t>(gridDim.x) * threads * steps) {
@@ -149,9 +150,10 @@ __global__ void __launch_bounds__(threads)
     }
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      Pack<Out> written;
+      Pack<Out> before{}, written;
+      if (base) before = load(base + (begin + step * threads + threadIdx.x) * vector);
 #pragma unroll
-      for (int lane = 0; lane < vector; ++lane) written.values[lane] = result(sum[step][lane]);
+      for (int lane = 0; lane < vector; ++lane) written.values[lane] = result(sum[step][lane], before.values[lane]);
       store(out + (begin + step * threads + threadIdx.x) * vector, written);
     }
   }
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(threads)
   for (int64_t at = packs * vector + static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; at < numel; at += stride) {
     float sum = widen(static_cast<const In*>(rows.rows[0])[at]);
     for (int row = 1; row < rows.count; ++row) sum += widen(static_cast<const In*>(rows.rows[row])[at]);
-    out[at] = result(sum);
+    out[at] = result(sum, base ? base[at] : Out());
   }
   if constexpr (with_squares) add_over_block(own_squares, squares + blockIdx.x);
 }
@@ -248,13 +250,13 @@ int blocks_of_mean(int64_t numel) {
   return blocks_for((numel + per_block - 1) / per_block);
 }
 
-cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, void* result, int64_t numel, float divisor,
-                        double* squares, cudaStream_t stream) {
+cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, const void* base, void* result, int64_t numel,
+                        float divisor, double* squares, cudaStream_t stream) {
   if (count < 1 || count > max_ranks) return cudaErrorInvalidValue;
   if (numel == 0) return cudaSuccess;
   Rows all{};
   all.count = count;
-  bool all_aligned = aligned(result);
+  bool all_aligned = aligned(result) && aligned(base);
   for (int row = 0; row < count; ++row) {
     all.rows[row] = rows[row];
     all_aligned = all_aligned && aligned(rows[row]);
@@ -262,7 +264,8 @@ cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, v
   const int blocks = blocks_of_mean(numel);
   const auto launch = [&]<typename In, typename Out, bool with_squares>() {
     mean_kernel<In, Out, with_squares>
-        <<<blocks, threads, 0, stream>>>(all, static_cast<Out*>(result), numel, divisor, squares, all_aligned);
+        <<<blocks, threads, 0, stream>>>(
+            all, static_cast<const Out*>(base), static_cast<Out*>(result), numel, divisor, squares, all_aligned);
   };
   with_type(in, [&]<typename In>() {
     with_type(out, [&]<typename Out>() {

@@ -26,10 +26,11 @@ constexpr int max_ranks = 128;  // rows of one sum
 // Converts every entry, rounding to nearest even. One launch for up to 256 entries.
 cudaError_t launch_cast(Type from, Type to, const Cast* casts, int count, cudaStream_t stream);
 
-// out = (rows[0] + rows[1] + ...) / divisor, added up in fp32 in this order; `count` is at most max_ranks. Each block adds
-// the squares of what it wrote to its element of `squares`, if there are any.
-cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, void* result, int64_t numel, float divisor,
-                        double* squares, cudaStream_t stream);
+// result = base + (rows[0] + rows[1] + ...) / divisor, added up in fp32 in this order and rounded to Out before `base`, of
+// type Out too, is added, if there is one; `count` is at most max_ranks. Each block adds the squares of what it wrote to its
+// element of `squares`, if there are any.
+cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, const void* base, void* result, int64_t numel,
+                        float divisor, double* squares, cudaStream_t stream);
 
 // Blocks of such a launch: no more than for a larger `numel`.
 int blocks_of_mean(int64_t numel);

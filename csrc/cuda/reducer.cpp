@@ -54,7 +54,7 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
   const c10::cuda::CUDAStreamGuard guard(sum_.stream());
   const bool replicas = !model_.groups().replicate.empty();
   std::vector<at::Tensor> sums;
-  for (const auto& [parameter, grad, out, squares] : requests) {
+  for (const auto& [parameter, grad, out, besides] : requests) {
     sums.push_back(
         replicas ? at::empty({out.numel()}, out.options().dtype(sum_dtype(grad.scalar_type()))) : out.view({-1}));
   }
@@ -64,7 +64,7 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
     add_up(piece);
   }
   for (size_t at = 0; replicas && at < requests.size(); ++at) {
-    mean_over_replicas(model_, sums[at], requests[at].out, requests[at].squares);
+    mean_over_replicas(model_, sums[at], requests[at].out, requests[at].besides);
   }
   // A sum waits for what peers pushed, not for this rank's own pushes: they too must have read the gradients by then.
   event.record(fan_.lane().stream());
@@ -136,10 +136,15 @@ void Reducer::add_up(const Piece& piece) {
     for (int64_t source = 0; source < world; ++source) {
       rows.push_back(source == rank ? own : over(place_of(part, source, rank), own.sizes(), own.options()));
     }
-    const bool is_result = model_.groups().replicate.empty();
-    mean(rows, divisor(), part.sum.narrow(0, part.begin, own.numel()), is_result ? part.request->squares : at::Tensor());
+    mean(rows, divisor(), part.sum.narrow(0, part.begin, own.numel()), part.besides(own.numel()));
   }
   meetings_.post(drained, pieces_, sum_.stream().stream());
+}
+
+Besides Reducer::Part::besides(int64_t numel) const {
+  const auto& [base, squares] = request->besides;
+  if (!request->parameter->model->groups().replicate.empty()) return {};  // they go into the mean over replicas
+  return {base.defined() ? base.narrow(0, begin, numel) : base, squares};
 }
 
 // With replicas, the mean is taken when their sums are added.
@@ -164,7 +169,7 @@ char* Reducer::place_of(const Part& part, int64_t source, int64_t owner) const {
 size_t Reducer::hash(const Piece& piece) const {
   size_t hash = model_.keeps();  // or else sums take the place of shards on one rank that another one still reads
   for (const auto& part : piece) {
-    const auto& [parameter, grad, out, squares] = *part.request;
+    const auto& [parameter, grad, out, besides] = *part.request;
     hash = c10::get_hash(hash, parameter->index, static_cast<int>(grad.scalar_type()), part.begin);
   }
   return hash;

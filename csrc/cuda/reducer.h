@@ -38,6 +38,7 @@ class Reducer {
     int64_t width() const { return static_cast<int64_t>(request->grad.element_size()); }
     int64_t length_of(int64_t rank) const;
     at::Tensor slice_of(int64_t rank) const;  // of this rank's own gradient
+    Besides besides(int64_t numel) const;     // for the sum of this part
   };
   using Piece = std::vector<Part>;
 
