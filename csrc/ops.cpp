@@ -232,9 +232,9 @@ TORCH_LIBRARY(zcompile, library) {
   library.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   // A new tensor that is being filled: only gather_wait may read it.
   library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
-  // The same, in memory that the runtime may keep for the next micro-step. Nobody else may write to it or reuse it, which the
-  // annotation makes sure of: the memory passes for the shard's, which outlives every graph.
-  library.def("gather_kept_start(Tensor(a) shard, int[] shape, ScalarType dtype) -> Tensor(a)");
+  // The same, but the runtime may keep its memory for the next micro-step: nobody may give it to another result, which no schema
+  // can say (an alias of the shard would live as long as that), and the backend tells Inductor; see _lower_kept.
+  library.def("gather_kept_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
   // New tensors that are being filled together. `sizes` are those of all, `dims` says how many each has.
   library.def("gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype) -> Tensor[]");
   // The same memory, filled. It lives as long as its last reader, which the annotation tells Inductor.

@@ -325,6 +325,31 @@ def test_prefetch_of_one_survives_inductor(ranks):
             assert backward == [*ahead, f"{kind}_wait {count - 1}"]
 
 
+def names_of_full(code):
+    """For each gather, all names that the code has for the full parameter."""
+    names: dict[str, set[str]] = {}
+    for line in code.splitlines():
+        if start := re.match(r"\s+(\w+) = torch\.ops\.zcompile\.gather_kept_start", line):
+            names[start[1]] = {start[1]}
+        elif alias := re.match(r"\s+(\w+) = (?:torch\.ops\.zcompile\.gather_wait\.default\()?(\w+)\)?\s*(?:#.*)?$", line):
+            for one in names.values():
+                one |= {alias[1]} if alias[2] in one else set()
+    return list(names.values())
+
+
+def test_full_parameters_are_freed_at_once_and_not_reused(ranks):
+    """All names for one are deleted before the next call after its last reader, and its memory is given to no other result."""
+    for _, _, _, codes in ranks(2).run(late_step):
+        for code, count in zip(codes, (3, 2), strict=True):
+            assert len(names_of_full(code)) == count
+            for names in names_of_full(code):
+                assert len(names) == 4  # the start and its wait, and what each is called afterwards
+                mentions = [place for name in names for place in re.finditer(rf"(del )?\b{name}\b", code)]
+                reads, deletions = ([place.end() for place in mentions if bool(place[1]) == is_deletion] for is_deletion in (False, True))
+                assert len(deletions) == len(names)
+                assert not re.search(r"zcompile\.|extern_kernels|cpp_fused|# reuse", code[max(reads) : max(deletions) + 12].partition("\n")[2])
+
+
 @pytest.mark.parametrize("sabotage", [reads_before_waiting, forgets_the_gradient])
 def test_what_is_in_flight_is_read_or_reused_unless_the_waits_forbid_it(ranks, sabotage):
     """Why the numbers above are right. In the second, Inductor writes another result over a gradient in flight."""

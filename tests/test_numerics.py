@@ -73,8 +73,8 @@ def test_inductor_against_unsharded(ranks, narrow, tolerance, late):
     assert max(ranks(2).run(beside_unsharded, narrow, late)) <= tolerance
 
 
-def count_backward_gathers(rank, world, gather_budget_bytes):
-    model = compiled(Transformer(), options={"gather_budget_bytes": gather_budget_bytes})
+def count_backward_gathers(rank, world, gather_budget_bytes, **how):
+    model = compiled(Transformer(), options={"gather_budget_bytes": gather_budget_bytes, **how.pop("options", {})}, **how)
     loss = lm_loss(model, 0, rank)
     forward = zcompile.stats(model)
     zcompile.reset_stats(model)
@@ -96,6 +96,16 @@ def test_nothing_full_crosses_to_backward(ranks, gather_budget_bytes):
     assert backward["gathers"] == 2 * (4 + 2 * 2) + 2 + 1 + 1
     for peak_bytes in (forward["peak_full_bytes"], backward["peak_full_bytes"]):
         assert peak_bytes <= gather_budget_bytes + 2 * biggest  # one beside the budget, one that a thread of gloo has not let go
+
+
+def peaks_under_inductor(rank, world):
+    forward, backward, biggest, _ = count_backward_gathers(rank, world, 0, inner="inductor", options={"bucket_bytes": 0})
+    for peak_bytes in (forward["peak_full_bytes"], backward["peak_full_bytes"]):
+        assert peak_bytes <= 2 * biggest, (forward, backward, biggest)
+
+
+def test_compiled_code_frees_what_it_gathered(ranks):
+    ranks(2).run(peaks_under_inductor)
 
 
 def held_between(rank, world):

@@ -20,6 +20,7 @@ from zcompile import passes
 from zcompile.config import Settings
 from zcompile.graph import (
     GATHER,
+    GATHER_KEPT_START,
     GATHER_STARTS,
     GATHER_WAIT,
     REDUCE_GROUP_START,
@@ -226,7 +227,20 @@ def _register_lowerings() -> None:
     from torch._inductor.lowering import fallback_handler, register_lowering
 
     for op in (*GATHER_STARTS, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT):
-        register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, fallback_handler(op, False)))
+        lower = _lower_kept if op is GATHER_KEPT_START else _lower
+        register_lowering(op, type_promotion_kind=None)(functools.partial(lower, fallback_handler(op, False)))
+
+
+def _lower_kept(fallback: Callable[..., Any], *args: Any) -> Any:
+    """Have Inductor free what is gathered after its last reader, and never give its memory to another result: it is the runtime's.
+
+    So it does with memory that is an alias of something. Here that is the call itself, whose other results nobody reads.
+    """
+    result = _lower(fallback, *args)
+    output = result.data.data
+    name = output.inputs[0].get_name()
+    output.get_inputs_that_alias_output = lambda: [name]
+    return result
 
 
 def _lower(fallback: Callable[..., Any], *args: Any) -> Any:

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.graph import GATHER_KEPT_START, aten, item_count, leaves, sizes_of
+from zcompile.graph import aten, item_count, leaves, sizes_of
 
 FUSES = {
     aten._softmax.default,
@@ -144,8 +144,6 @@ def aliases(node: Node) -> list[Node] | None:
         return [] if node.op in ("output", "get_attr") or not sizes_of(node) else None
     if node.target is operator.getitem:
         return [node.args[0]]
-    if node.target is GATHER_KEPT_START:  # which passes for memory of the shard, so that nobody reuses it
-        return None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None if sizes_of(node) else []
     if node.target.is_view or node.target is aten._unsafe_view.default:  # whose schema hides it
