@@ -331,6 +331,8 @@ def test_no_rank_outlives_the_profiler(tmp_path, by):
     wait_for(lambda: len(ranks()) == 2)
     profiler.send_signal(by)
     assert profiler.wait(20) == (-signal.SIGKILL if by == signal.SIGKILL else 128 + by)
+    if by == signal.SIGTERM:  # as a time limit sends it, after which what was measured is still there
+        assert json.loads((tmp_path / "results.json").read_text())["engines"] == {"limit": {"failed": "interrupted"}}
     wait_for(lambda: not ranks())
 
 

@@ -94,11 +94,18 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare and report. The exit code: 0, or 1 if no engine gave a result; bad input exits with 2."""
+    """Compare and report. The exit code: 0, or 1 if no engine gave a result, 143 after a SIGTERM; bad input exits with 2."""
     made = parser()
     arguments = made.parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=200)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that ranks are ended
+    terminated = False
+
+    def terminate(*_) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt  # which ends ranks, and keeps what there is
+
+    signal.signal(signal.SIGTERM, terminate)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         job, engines = job_of(arguments)
@@ -122,6 +129,8 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"[bold]{name}[/]: not measured: ", end="")
         console.print(why, markup=False, highlight=False)
     console.print(f"Report: {written[-1]}", highlight=False)
+    if terminated:
+        return 128 + signal.SIGTERM
     return 0 if report.finished(results) else 1
 
 
