@@ -173,6 +173,6 @@ def options_of(seed: int) -> dict:
 
     drawn = random.Random(seed)
     disabled = [name for name in OPTIONAL if drawn.random() < 0.15]
-    budgets = ("gather_budget_bytes", "reduce_budget_bytes", "persist_bytes", "bucket_bytes")
+    budgets = ("gather_budget_bytes", "reduce_budget_bytes", "persist_bytes", "bucket_bytes", "keep_bytes")
     options = {name: drawn.choice([0, 40, 200, 800, 1 << 20]) for name in budgets}
     return options | {"disable_passes": disabled, "rematerialize": drawn.random() < 0.7}

@@ -3,6 +3,7 @@
     ZCOMPILE_FUZZ_GRAPHS=10000 python -m pytest tests/test_fuzz.py -s
 """
 
+import contextlib
 import copy
 import os
 import time
@@ -34,19 +35,26 @@ def batch(seed, rank):
 
 
 def one(seed, rank, world):
-    """Losses and gradients of two steps, bitwise those of the eager sharded model and close to those of one piece."""
+    """Losses and gradients of two steps, bitwise those of the eager sharded model and close to those of one piece.
+
+    Every other seed takes two micro-steps a step, in which the compiled model shares what it gathers and adds gradients as it
+    reduces them.
+    """
+    micro_steps = 1 + seed % 2
     reference = fuzz.Model(seed)
     eager, compiled = (zcompile.shard(copy.deepcopy(reference)) for _ in range(2))
     options = fuzz.options_of(seed)
     compiled.compile(backend="zcompile", options={"inner": "aot_eager", **options}, fullgraph=True)
     state_of(compiled).runtime.use_transport("late c10d")  # NaN until waited for, gradients read as late as their wait
     for step in range(2):
-        ours, beside = compiled(batch(seed + step, rank)), eager(batch(seed + step, rank))
-        theirs = [reference(batch(seed + step, other)) for other in range(world)]
-        for loss in (ours, beside, sum(theirs) / world):
-            loss.backward()
-        same(ours, beside, f"loss of step {step}")
-        near(ours, theirs[rank], f"loss of step {step}")
+        with zcompile.accumulate(compiled) if micro_steps > 1 else contextlib.nullcontext():
+            for micro in range(micro_steps * step, micro_steps * (step + 1)):
+                ours, beside = compiled(batch(seed + micro, rank)), eager(batch(seed + micro, rank))
+                theirs = [reference(batch(seed + micro, other)) for other in range(world)]
+                for loss in (ours, beside, sum(theirs) / world):
+                    loss.backward()
+                same(ours, beside, f"loss of step {step}")
+                near(ours, theirs[rank], f"loss of step {step}")
         for (name, mine), other, whole in zip(
             compiled.named_parameters(), eager.parameters(), reference.parameters(), strict=True
         ):
