@@ -105,7 +105,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("keep", py::overload_cast<int64_t>(&Model::keep), py::arg("bytes"))
       .def("keep_at_most", &Model::keep_at_most, py::arg("bytes"))
       .def("stop_keeping", &Model::stop_keeping)
-      .def("accumulate_onto", &Model::accumulate_onto, py::arg("index"), py::arg("gradient"))
+      .def(
+          "accumulate_onto", &Model::accumulate_onto, py::arg("index"), py::arg("gradient"), py::kw_only(),
+          py::arg("owner") = py::none())
       .def("take_base", &Model::take_base, py::arg("index"))
       .def("has_base", &Model::has_base, py::arg("index"))
       .def("keep_squares", &Model::keep_squares)

@@ -135,6 +135,14 @@ void wait_for(const at::Tensor& destination, const char* op) {
 
 }  // namespace
 
+namespace {
+
+Squares new_squares(const at::Tensor& shard) {
+  return {make_squares(shard.numel(), shard.device()), 0, shard.storage().getWeakStorageImpl()};
+}
+
+}  // namespace
+
 int64_t Parameter::offset_of(int64_t rank) const {
   return replicated ? 0 : std::min(rank * chunk, numel);
 }
@@ -178,6 +186,11 @@ void Model::replace(int64_t index, at::Tensor shard) {
   old.shard = std::move(shard);
   old.backward.clear();
   old.version_of_full.reset();
+  for (const auto& [dtype, kept] : old.kept) bytes_to_keep_ += static_cast<int64_t>(kept.full.storage().nbytes());
+  old.kept.clear();
+  old.accumulated = {};
+  old.base = {};
+  if (old.squares) old.squares = new_squares(old.shard);
   Registry::instance().add(&old);
 }
 
@@ -253,7 +266,7 @@ void Model::stop_keeping() {
   if (!std::exchange(keeps_, false)) return;
   for (auto& parameter : parameters_) {
     parameter->kept.clear();
-    parameter->accumulated.reset();
+    parameter->accumulated = {};
     parameter->base = {};
   }
   transport_->finish_keeping();
@@ -261,7 +274,7 @@ void Model::stop_keeping() {
 
 void Model::keep(Parameter& parameter, const at::Tensor& full) {
   const auto bytes = static_cast<int64_t>(full.storage().nbytes());
-  if (!keeps_ || bytes > bytes_to_keep_) return;
+  if (!keeps_ || bytes > bytes_to_keep_ || parameter.kept.count(full.scalar_type())) return;
   bytes_to_keep_ -= bytes;
   parameter.kept[full.scalar_type()] = {full, parameter.master_version()};
 }
@@ -275,10 +288,21 @@ at::Tensor Model::find_kept(Parameter& parameter, at::ScalarType dtype) {
   return {};
 }
 
-void Model::accumulate_onto(int64_t index, const at::Tensor& gradient) {
-  auto& to = parameter(index);
-  const bool alike = gradient.scalar_type() == to.shard.scalar_type() && gradient.numel() == to.shard.numel();
-  if (keeps_ && alike && gradient.is_contiguous() && !has_base(index)) to.accumulated = gradient;
+at::Tensor Accumulated::get() const {
+  if (owner.defined() && owner.grad().unsafeGetTensorImpl() != whole.lock().get()) return {};
+  auto found = gradient.lock();
+  return found ? at::Tensor(std::move(found)) : at::Tensor();
+}
+
+void Model::accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner) {
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
+  if (!keeps_ || has_base(index)) return;
+  auto& accumulated = parameter(index).accumulated;
+  accumulated = {};
+  accumulated.gradient = Weak(gradient.getIntrusivePtr());
+  if (!owner) return;
+  accumulated.owner = *owner;
+  if (owner->grad().defined()) accumulated.whole = Weak(owner->grad().getIntrusivePtr());
 }
 
 std::optional<at::Tensor> Model::take_base(int64_t index) {
@@ -289,8 +313,7 @@ std::optional<at::Tensor> Model::take_base(int64_t index) {
 
 void Model::keep_squares() {
   for (auto& parameter : parameters_) {
-    const auto& shard = parameter->shard;
-    parameter->squares = Squares{make_squares(shard.numel(), shard.device()), 0, shard.storage().getWeakStorageImpl()};
+    parameter->squares = new_squares(parameter->shard);
   }
 }
 
@@ -404,13 +427,19 @@ class Range {
   at::RecordFunction function_;
 };
 
+bool alike(const at::Tensor& one, const at::Tensor& other) {
+  return one.scalar_type() == other.scalar_type() && one.numel() == other.numel() && one.device() == other.device() &&
+      one.is_contiguous();
+}
+
 // What the reduce that makes `gradient` adds to, and where it adds up squares.
 Besides besides(Parameter& parameter, const at::Tensor& gradient) {
   Besides found;
   const auto backward = torch::autograd::get_current_graph_task_id();
-  if (parameter.accumulated.defined() && backward != -1) {
-    parameter.base = {std::exchange(parameter.accumulated, at::Tensor()), backward};
-    found.base = parameter.base.gradient.view({-1});
+  const auto accumulated = std::exchange(parameter.accumulated, {}).get();
+  if (backward != -1 && accumulated.defined() && alike(accumulated, gradient)) {
+    parameter.base = {accumulated, backward};
+    found.base = accumulated.view({-1});
   }
   if (parameter.squares) {
     parameter.squares->reduces += 1;

@@ -37,6 +37,15 @@ struct Kept {
   uint64_t version;  // of the master when it was gathered
 };
 
+// The gradient to which the next reduce may add, as long as nobody drops or exchanges it.
+struct Accumulated {
+  at::Tensor owner;  // whose .grad is `whole`; undefined: only `gradient` tells
+  c10::weak_intrusive_ptr<c10::TensorImpl> whole{c10::intrusive_ptr<c10::TensorImpl>()};
+  c10::weak_intrusive_ptr<c10::TensorImpl> gradient{c10::intrusive_ptr<c10::TensorImpl>()};  // this rank's piece
+
+  at::Tensor get() const;  // undefined if there is none any more
+};
+
 // The gradient that a reduce began from, until its result is delivered.
 struct Base {
   at::Tensor gradient;
@@ -70,7 +79,7 @@ struct Parameter {
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank has asked for
 
   std::map<at::ScalarType, Kept> kept;  // by width
-  at::Tensor accumulated;  // gradient to which the next reduce adds
+  Accumulated accumulated;
   Base base;
 
   std::optional<Squares> squares;
@@ -138,8 +147,8 @@ class Model {
   at::Tensor find_kept(Parameter& parameter, at::ScalarType dtype);  // undefined if there is none
 
   // Meanwhile, the next reduce of a parameter may add to what accumulated, and so save its reader a pass over both. Its result is
-  // a new tensor in any case.
-  void accumulate_onto(int64_t index, const at::Tensor& gradient);
+  // a new tensor in any case. `owner` has `gradient`, or what it is a piece of, as its .grad.
+  void accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
   // What a reduce of the backward that runs here began from; asked for once, when its result arrives.
   std::optional<at::Tensor> take_base(int64_t index);
   bool has_base(int64_t index) { return parameter(index).base.gradient.defined(); }

@@ -1,18 +1,50 @@
 """Full parameters that may stay for the next micro-step."""
 
-from torch.fx import Graph
+import torch
+from torch.fx import Graph, Node
 
-from zcompile.graph import GATHER_KEPT_START, GATHER_START, calls
-from zcompile.windows import Windows
+from zcompile.graph import GATHER_KEPT_START, GATHER_START, aten, calls, chain, is_cast, readers, waits_of
+
+# What reads parameters, as packets of overloads, and is never made to write its result over its first argument. Inductor does so
+# with some (`index_put`, custom ops that mutate) where nobody reads the argument again, in a graph that does not say who else does.
+READERS = {
+    aten.addmm,
+    aten.baddbmm,
+    aten.bmm,
+    aten.convolution,
+    aten.convolution_backward,
+    aten.embedding,
+    aten.linear,
+    aten.mean,
+    aten.mm,
+    aten.mv,
+    aten.native_group_norm,
+    aten.native_group_norm_backward,
+    aten.native_layer_norm,
+    aten.native_layer_norm_backward,
+    aten.sum,
+    aten._fused_rms_norm,
+    aten._fused_rms_norm_backward,
+    aten._grouped_mm,
+    aten._scaled_mm,
+}
 
 
 def keep(graph: Graph) -> None:
     """gather_start -> gather_kept_start, whose memory the runtime may keep while micro-steps accumulate.
 
-    Not what the graph returns for backward: a backward may take over the memory of what was saved for it. Nor groups of small ones,
-    which cost little. Which of the others are kept is decided when they are gathered, in order, by what memory there is.
+    Only of what products, norms, embeddings and pointwise nodes read: not what the graph returns, for a backward may take over the
+    memory of what was saved for it, nor what a node might write to. Nor groups of small ones, which cost little. Which of
+    the others are kept is decided when they are gathered, in order, by what memory there is.
     """
-    returned = {window.start for window in Windows(graph).windows if window.returned}
     for start in calls(graph, GATHER_START):
-        if start not in returned:
+        wait = waits_of(start)[0]
+        if all(_only_reads(reader) for _, reader in readers(wait, chain(wait))):
             start.target = GATHER_KEPT_START
+
+
+def _only_reads(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    pointwise = torch.Tag.pointwise in node.target.tags and not node.target._schema.is_mutable
+    return pointwise or is_cast(node) or node.target.overloadpacket in READERS

@@ -150,6 +150,32 @@ def test_micro_steps_share_what_is_kept(ranks):
     ranks(2).run(keeps_over_micro_steps)
 
 
+def boundaries_by_hand(rank, world):
+    """As accelerate has it: the program says which micro-step is the last, and calls `step` after that one alone."""
+    curves = []
+    for flag in (None, {"keep_bytes": 1 << 20, "bucket_bytes": 500}):
+        engine, curve = make_engine(flag), []
+        for micro in range(8):
+            engine.set_gradient_accumulation_boundary(micro % MICRO_STEPS == MICRO_STEPS - 1)
+            with torch.no_grad():
+                engine.eval()
+                engine(batch(50, rank))
+                engine.train()
+            loss = engine(batch(micro, rank))
+            engine.backward(loss)
+            if engine.is_gradient_accumulation_boundary():
+                engine.step()
+            curve.append(loss.item())
+        assert flag is None or taken(engine), engine.zcompile.given_back
+        curves.append(curve)
+        engine.destroy()
+    assert curves[0] == curves[1]
+
+
+def test_boundaries_by_hand(ranks):
+    ranks(2).run(boundaries_by_hand)
+
+
 def resumed(rank, world, folder):
     whole = train(make_engine(None), rank)
     for writer, reader in ((None, {}), ({}, None), ({}, {})):

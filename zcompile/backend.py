@@ -62,7 +62,7 @@ def compile_graph(
         compiled = _compile_inductor(gm, example_inputs, plan, settings.inductor, mode)
     if settings.transport == "auto" and not any(model.agreement for model in _models(example_inputs)):
         return compiled
-    return _at_first(compiled, settings.transport, _told(gm, example_inputs, plan))
+    return _at_first(compiled, settings.transport, _told(gm, example_inputs, plan, settings.keep_bytes))
 
 
 def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
@@ -99,7 +99,7 @@ def _at_first(compiled: Callable[..., Any], transport: str, told: Sequence[str])
     return run
 
 
-def _told(gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan) -> list[str]:
+def _told(gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan, keep_bytes: int | None) -> list[str]:
     """A line for each thing that must be the same on all ranks: what decides which parameters travel, in which order and groups."""
     names = {id(sharded.leaf): name for model in _models(example_inputs) for name, sharded in model.parameters.items()}
     origin = dict(zip(gm.graph.find_nodes(op="placeholder"), map(id, example_inputs), strict=True))
@@ -108,7 +108,7 @@ def _told(gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan) -> 
         shard, shape, dtype = node.args
         where = " ".join(map(str.strip, (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]))
         lines.append(f"reads '{names.get(origin.get(shard), '?')}' {list(shape)} {dtype} ({where})")
-    return [*lines, f"plans under {plan}", f"has torch {torch.__version__} and zcompile {_sources()[:12]}"]
+    return [*lines, f"plans under {plan}", f"keeps {keep_bytes} bytes over micro-steps", f"has torch {torch.__version__} and zcompile {_sources()[:12]}"]
 
 
 def _refuse_writes(gm: GraphModule) -> None:

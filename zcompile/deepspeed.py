@@ -146,19 +146,27 @@ class Takeover:
 
     def keep_over_micro_steps(self) -> None:
         """Let what this step's micro-steps gather stay full until its last one has stepped."""
-        keep_bytes = self.options.get("keep_bytes")
-        if not keep_bytes or self.engine.gradient_accumulation_steps() == 1:
+        engine, keep_bytes = self.engine, self.options.get("keep_bytes")
+        if not keep_bytes or engine.gradient_accumulation_steps() == 1:
             return
-        if self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
+        if engine.micro_steps % engine.gradient_accumulation_steps() == 0 and self.state.accumulates and not self.by_hand:
             self.state.end_accumulating()
+        if torch.is_grad_enabled() and engine.module.training and not self.state.accumulates:
             self.state.begin_accumulating(keep_bytes)
 
     def step(self, *args, **kwargs):
         """Stands in for `DeepSpeedEngine.step`."""
-        result = self.original.step(self.engine, *args, **kwargs)
-        if self.state is not None and self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0:
-            self.state.end_accumulating()
-        return result
+        before = self.engine.global_steps
+        try:
+            return self.original.step(self.engine, *args, **kwargs)
+        finally:
+            if self.state is not None and self.engine.global_steps != before:
+                self.state.end_accumulating()
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the program says by itself which micro-step is the last, as accelerate does, and may not call `step` in others."""
+        return getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None
 
     def backward(self, loss, *args, **kwargs):
         """Stands in for `DeepSpeedEngine.backward`."""
@@ -381,6 +389,8 @@ class Takeover:
         self.delivered = True
         if self.lean_step is not None:
             self.lean_step.accept(parameter, grad, add if padding > 0 else partition.added)
+            if padding <= 0:
+                partition.let_accumulate(self.lean_step.kept[parameter.ds_id])
         elif not grad.is_cuda:
             optimizer.partition_grads([parameter], [grad])
         else:

@@ -112,6 +112,7 @@ class LeanStep:
         """Let DeepSpeed do the step again; `buffers`: its own for gradients are wanted back, with what was in them."""
         while self.theirs:
             self.optimizer.__dict__.pop(self.theirs.popitem()[0], None)
+        self.reduced_squares = None  # with it goes the runtime
         self.forget_step()
         if buffers:
             self.give_buffers()

@@ -10,16 +10,19 @@ DTensor's `.grad`.
 
 import contextlib
 import functools
+import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile import _C
 from zcompile.agreement import Agreement
@@ -88,12 +91,19 @@ class ShardedParameter:
             parameter.grad = DTensor(self.added(None, grad), parameter._spec, requires_grad=False)
         else:
             before._local_tensor = self.added(before._local_tensor, grad)
+        self.let_accumulate(parameter.grad._local_tensor, parameter)
+
+    def let_accumulate(self, gradient: torch.Tensor, owner: nn.Parameter | None = None) -> None:
+        """Inside of `accumulate`, the next reduce may add to `gradient`, as long as `owner` has it."""
+        state = model_of(self.leaf)
+        if state.accumulates:
+            state.runtime.accumulate_onto(self.index, gradient, owner=owner)
 
     def added(self, before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """What has accumulated with `grad`, which just arrived; `before` is what had until now.
 
-        Inside of `accumulate`, the reduce that made `grad` may have added what had accumulated then. That is `before`, unless
-        something else, or another backward inside of this one, changed the gradient meanwhile.
+        Inside of `accumulate`, the reduce that made `grad` may have added what had accumulated when it started. That is `before`,
+        unless a hook, or another backward inside of this one, changed the gradient since.
         """
         state = model_of(self.leaf)
         if not state.accumulates:
@@ -107,7 +117,6 @@ class ShardedParameter:
                 grad.add_(before - base)
         elif before is not None:
             grad = before + grad if runtime.has_base(self.index) else before.add_(grad)
-        runtime.accumulate_onto(self.index, grad)
         return grad
 
 
@@ -165,7 +174,8 @@ class ShardedModel:
         """Most bytes of full parameters from micro-step to micro-step; see `zcompile.config.Settings.keep_bytes`."""
         if self.keep_bytes is not None:
             return self.keep_bytes
-        shards_bytes = sum(sharded.leaf.nbytes for sharded in self.parameters.values())
+        world = self.runtime.world
+        shards_bytes = sum(-(-math.prod(one.shape) // world) * one.leaf.itemsize for one in self.parameters.values())  # not of this rank
         return max(0, self.free_bytes - 3 * shards_bytes) // 4
 
     def begin_accumulating(self, keep_bytes: int) -> None:
@@ -279,17 +289,29 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """Around the micro-steps of one step: parameters do not change in it, so compiled graphs gather them once.
 
     What is gathered first stays full until the end, as far as the option `keep_bytes` lets it; over p2p, weights are made ready
-    for peers once. Gradients add up as ever, and no number changes. All ranks enter and leave it at the same micro-steps. Step
-    the optimizer after it: changes inside it are seen at its end, some not before.
+    for peers once. Gradients add up as ever, but each time into new memory: what a DTensor in `.grad` was made of before does not
+    follow. No number changes, but where several graphs read one parameter, gradients are added in another order. All ranks enter and leave
+    it at the same micro-steps. Values that are changed inside are seen at its end, some not before; change them on all ranks or on none.
 
     Raises:
-        RuntimeError: `model` is not sharded.
+        RuntimeError: `model` is not sharded; an optimizer steps with its parameters inside.
     """
     state = state_of(model)
+    if state.accumulates:  # the outer one lasts longer
+        yield
+        return
+    ours = {id(sharded.parameter) for sharded in state.parameters.values()}
+
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise RuntimeError("zcompile: an optimizer steps inside of zcompile.accumulate. Move its step behind the block.")
+
     state.begin_accumulating(state.bytes_to_keep())
+    watching = register_optimizer_step_pre_hook(refuse)
     try:
         yield
     finally:
+        watching.remove()
         state.end_accumulating()
 
 

@@ -179,7 +179,8 @@ void Published::finish_backward() {
   old_ = old_ || !stays_;
   reduces_ = 0;
   for (auto* shard : order_) {
-    shard->dead_from = std::exchange(shard->last_wait, 0);
+    const auto last_wait = std::exchange(shard->last_wait, 0);
+    if (!stays_) shard->dead_from = last_wait;  // while some are kept, not all are gathered
     if (shard->gathers == 0) continue;
     shard->gathers_of_forward = std::min(shard->gathers, shard->gathers_of_forward.value_or(shard->gathers));
     shard->gathers = 0;
