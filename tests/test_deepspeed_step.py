@@ -1,5 +1,7 @@
 """Steps of the optimizer with the flag and without, and what users do between a backward and a step."""
 
+import copy
+
 import pytest
 import torch
 from packaging.version import parse as version
@@ -202,6 +204,42 @@ def differs_from_eager(rank, world):
 
 def test_edits_stay_and_unused_parameters_have_no_gradient(ranks):
     ranks(2).run(differs_from_eager)
+
+
+class Uneven(nn.Module):
+    """Runs its layer more often on some ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = torch.tanh(self.layer(x))
+        return x.square().sum()
+
+
+def a_region_run_unequally_often(rank, world):
+    torch.manual_seed(0)
+    model = Uneven()
+    reference = copy.deepcopy(model)
+    sum(reference(torch.ones(2, 4), 1 + other) / world for other in range(world)).backward()
+    model.layer.compile()
+    still = {"type": "SGD", "params": {"lr": 0.0}}
+    engine = make_engine({}, model=model, optimizer=still, zero_allow_untested_optimizer=True, gradient_accumulation_steps=1)
+    engine.compile()
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4), 1 + rank))
+        for name, parameter in engine.module.named_parameters():
+            expected = dict(reference.named_parameters())[name].grad
+            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(parameter), expected, rtol=1e-5, atol=1e-6)
+        engine.step()
+    assert taken(engine), engine.zcompile.given_back
+    engine.destroy()
+
+
+def test_gradients_that_only_other_ranks_asked_for_are_added(ranks):
+    ranks(2).run(a_region_run_unequally_often)
 
 
 OFFLOAD = {

@@ -88,6 +88,7 @@ class LeanStep:
         self.fail = fail
         self.reduced_squares = squares
         self.kept: Gradients | None = None  # None while DeepSpeed has its buffers
+        self.arrived: dict[int, int] = {}  # id of a parameter -> autograd's number of the backward that last gave it a gradient
         self.buckets: list[tuple[Any, torch.Tensor, torch.device]] = []  # and their buffers, on the meta device
         self.theirs: dict[str, Callable] = {}
         self.sub_groups: dict[int, SubGroup | None] = {}  # of the step that is on its way
@@ -164,10 +165,13 @@ class LeanStep:
         grad = grad.to(optimizer.gradient_accumulation_dtype)
         if optimizer.micro_step_id == 0:
             optimizer.averaged_gradients = {}  # of a step that was not taken
-        first = optimizer.micro_step_id == 0 or ds_id not in self.kept
+        backward = torch._C._current_graph_task_id()
+        again = self.arrived.get(ds_id, -1) == backward != -1  # what other ranks alone asked for comes at a backward's end
+        self.arrived[ds_id] = backward
+        first = ds_id not in self.kept or (optimizer.micro_step_id == 0 and not again)
         self.kept[ds_id] = added(None if first else self.kept[ds_id], grad)
         if first and self.reduced_squares:
-            self.reduced_squares.note(parameter, grad)
+            self.reduced_squares.note(parameter, grad)  # what is added moves the version
 
     def forget_step(self) -> None:
         self.sub_groups, self.current, self.pending = {}, None, []
