@@ -102,7 +102,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("renew", &Model::renew, ReleaseGil())
-      .def("keep", py::overload_cast<int64_t>(&Model::keep), py::arg("bytes"))
+      .def("keep", &Model::keep, py::arg("bytes"))
       .def("keep_at_most", &Model::keep_at_most, py::arg("bytes"))
       .def("stop_keeping", &Model::stop_keeping)
       .def(

@@ -130,7 +130,7 @@ void wait_for(const at::Tensor& destination, const char* op) {
   auto in_flight = Registry::instance().finish(destination);
   TORCH_CHECK(in_flight, "zcompile::", op, ": this tensor is not in flight; it was waited for already or never started");
   if (in_flight->transfer) in_flight->transfer->wait();
-  if (in_flight->kept_for) in_flight->model->keep(*in_flight->kept_for, in_flight->destination);
+  if (in_flight->kept_for) in_flight->model->keep_full(*in_flight->kept_for, in_flight->destination);
 }
 
 }  // namespace
@@ -272,7 +272,7 @@ void Model::stop_keeping() {
   transport_->finish_keeping();
 }
 
-void Model::keep(Parameter& parameter, const at::Tensor& full) {
+void Model::keep_full(Parameter& parameter, const at::Tensor& full) {
   const auto bytes = static_cast<int64_t>(full.storage().nbytes());
   if (!keeps_ || bytes > bytes_to_keep_ || parameter.kept.count(full.scalar_type())) return;
   bytes_to_keep_ -= bytes;

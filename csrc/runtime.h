@@ -143,7 +143,7 @@ class Model {
   void keep_at_most(int64_t bytes) { bytes_to_keep_ = std::min(bytes_to_keep_, bytes); }
   void stop_keeping();
   bool keeps() const { return keeps_; }
-  void keep(Parameter& parameter, const at::Tensor& full);
+  void keep_full(Parameter& parameter, const at::Tensor& full);
   at::Tensor find_kept(Parameter& parameter, at::ScalarType dtype);  // undefined if there is none
 
   // Meanwhile, the next reduce of a parameter may add to what accumulated, and so save its reader a pass over both. Its result is

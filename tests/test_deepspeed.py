@@ -360,6 +360,27 @@ def narrows(name):
     return name.endswith("weight") and "norm" not in name and "embed" not in name
 
 
+def gathers_exactly_two_bytes(rank, world):
+    """Of each step, the first too: a product's weight is used in forward and in backward, its bias in forward."""
+    engine = make_engine({}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    engine.compile()
+    uses = {"weight": 2, "bias": 1}
+    linears = [name for name, module in engine.module.named_modules() if isinstance(module, nn.Linear)]
+    sizes = {name: parameter.ds_numel for name, parameter in engine.module.named_parameters()}
+    used = sum(sizes[f"{name}.{kind}"] * count for name in linears for kind, count in uses.items() if f"{name}.{kind}" in sizes)
+    for step in range(8):
+        zcompile.reset_stats(engine.module)
+        train(engine, rank, begin=step, end=step + 1)
+        assert zcompile.stats(engine.module)["gathered_bytes"]["bfloat16"] == 2 * used * MICRO_STEPS, step
+    assert taken(engine), engine.zcompile.given_back
+    engine.destroy()
+
+
+def test_autocast_gathers_exactly_two_bytes_a_use_from_the_first_step(ranks):
+    pytest.importorskip("deepspeed.runtime.torch_autocast")
+    ranks(2).run(gathers_exactly_two_bytes)
+
+
 def test_autocast_gathers_two_bytes(ranks):
     pytest.importorskip("deepspeed.runtime.torch_autocast")  # since 0.17.1
     ranks(2).run(gathers_two_bytes)

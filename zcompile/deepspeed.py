@@ -130,6 +130,7 @@ class Takeover:
         return self.original.forward(self.engine, *inputs, **kwargs)
 
     def compiled_forward(self, inputs, kwargs):
+        """A forward of the engine that gathers from its partitions as they are now."""
         self.proven = self.proven or self.delivered
         for partition in self.state.parameters.values():
             if partition.moved():
@@ -155,7 +156,7 @@ class Takeover:
             self.state.begin_accumulating(keep_bytes)
 
     def step(self, *args, **kwargs):
-        """Stands in for `DeepSpeedEngine.step`."""
+        """Stands in for `DeepSpeedEngine.step`; after the optimizer's, what micro-steps kept is old."""
         before = self.engine.global_steps
         try:
             return self.original.step(self.engine, *args, **kwargs)
