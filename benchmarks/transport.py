@@ -61,7 +61,10 @@ class Zcompile:
         started, shape = [], [self.world, self.chunk]
         for group in self.groups():
             shards = self.shards[group]
-            started += ops.gather_group_start(shards, shape * len(shards), [2] * len(shards), torch.bfloat16)
+            if len(shards) == 1:
+                started.append(ops.gather_kept_start(shards[0], shape, torch.bfloat16))
+            else:
+                started += ops.gather_group_start(shards, shape * len(shards), [2] * len(shards), torch.bfloat16)
         return started
 
     def wait_gathers(self, started: list) -> list:

@@ -376,14 +376,15 @@ Model& model_of(c10::ArrayRef<Parameter*> parameters) {
 }
 
 // The full parameter, and all of its storage: padded to equal pieces, so that one collective serves all sizes.
-std::pair<at::Tensor, at::Tensor> make_full(const Parameter& parameter, at::ScalarType dtype) {
+std::pair<at::Tensor, at::Tensor> make_full(const Parameter& parameter, at::ScalarType dtype, bool only_read) {
   const auto options = parameter.shard.options().dtype(dtype).requires_grad(false);
   const int64_t padded_numel = parameter.replicated ? parameter.numel : parameter.chunk * parameter.model->world();
-  if (padded_numel == parameter.numel) {
+  auto padded = only_read ? parameter.model->transport()->make_full(parameter, dtype) : at::Tensor();
+  if (!padded.defined() && padded_numel == parameter.numel) {
     auto full = at::empty(parameter.shape, options);
     return {full, at::native::view(full, {-1})};
   }
-  auto padded = at::empty({padded_numel}, options);
+  if (!padded.defined()) padded = at::empty({padded_numel}, options);
   return {padded.narrow(0, 0, parameter.numel).view(parameter.shape), padded};
 }
 
@@ -451,7 +452,9 @@ Besides besides(Parameter& parameter, const at::Tensor& gradient) {
 
 }  // namespace
 
-std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype) {
+namespace {
+
+std::vector<at::Tensor> start_gather(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype, bool only_read) {
   auto& model = model_of(parameters);
   const Range all("gather", parameters, dtype);
   std::vector<at::Tensor> fulls;
@@ -459,7 +462,7 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::S
   for (auto* parameter : parameters) {
     std::optional<Range> one;  // of a group, what its memory is for
     if (parameters.size() > 1) one.emplace("gather", parameter, dtype);
-    auto [full, padded] = make_full(*parameter, dtype);
+    auto [full, padded] = make_full(*parameter, dtype, only_read);
     model.count_gather(full);
     fulls.push_back(std::move(full));
     requests.push_back({parameter, std::move(padded)});
@@ -472,13 +475,19 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::S
   return fulls;
 }
 
+}  // namespace
+
+std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype) {
+  return start_gather(parameters, dtype, /*only_read=*/false);
+}
+
 at::Tensor gather_kept_start(Parameter* parameter, at::ScalarType dtype) {
   auto& model = *parameter->model;
   if (auto full = model.find_kept(*parameter, dtype); full.defined()) {
     Registry::instance().start({&model, nullptr, full, {}});
     return full;
   }
-  auto full = gather_start(parameter, dtype).front();
+  auto full = start_gather(parameter, dtype, /*only_read=*/true).front();
   if (model.keeps()) Registry::instance().mark_to_keep(full, parameter);
   return full;
 }

@@ -59,6 +59,9 @@ class Transport {
   virtual std::string name() const = 0;
   // Device memory that it keeps for itself.
   virtual int64_t bytes() const { return 0; }
+  // Uninitialised memory for a full parameter that nobody will write to but the next call of gather, flat and padded to equal
+  // pieces, where the transport has better than the allocator's; else undefined.
+  virtual at::Tensor make_full(const Parameter&, at::ScalarType) { return {}; }
   // An uninitialised gradient, shaped like the shard, for the next call of reduce.
   virtual at::Tensor make_gradient(const Parameter& parameter);
 

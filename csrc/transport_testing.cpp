@@ -96,6 +96,7 @@ class DelayedTransport : public Transport {
   void finish_keeping() override { inner_->finish_keeping(); }
   void renew() override { inner_->renew(); }
   at::Tensor make_gradient(const Parameter& parameter) override { return inner_->make_gradient(parameter); }
+  at::Tensor make_full(const Parameter& parameter, at::ScalarType dtype) override { return inner_->make_full(parameter, dtype); }
 
  private:
   void delay() const {

@@ -1,5 +1,6 @@
 """On GPUs, peer to peer and over NCCL. Skipped where there are fewer than two."""
 
+import contextlib
 import copy
 import functools
 import os
@@ -8,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import zcompile
@@ -252,6 +254,95 @@ def gathers_once(rank, world, transport):
 @pytest.mark.parametrize("transport", ["p2p", "c10d", "delayed p2p", "delayed c10d"])
 def test_micro_steps_gather_once(gpus, transport):
     gpus.run(gathers_once, transport)
+
+
+class Wide(nn.Module):
+    """Pieces of its two matrices are larger than pages, and their ends are inside of one; one row less than two equal pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(2048, 4101, bias=False), nn.Linear(4101, 2048, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+
+def trained(rank, transport, micro_steps):
+    """Losses, parameters and most allocated bytes of the last steps; masters are edited in between."""
+    torch.manual_seed(0)
+    model = on(transport, nn.Sequential(*(Wide() for _ in range(3))).cuda())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    losses = []
+    for step in range(7):
+        if step == 5:
+            torch.cuda.reset_peak_memory_stats()
+        with contextlib.ExitStack() as stack:
+            if micro_steps > 1:
+                stack.enter_context(zcompile.accumulate(model))
+            for _ in range(micro_steps):
+                x = torch.randn(256, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank))
+                with torch.autocast("cuda", torch.bfloat16):
+                    losses.append(model(x).float().square().mean())
+                losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            next(model.parameters()).to_local().mul_(1.01)
+    peak = torch.cuda.max_memory_allocated() + zcompile.stats(model)["transport_bytes"]
+    return torch.stack(losses).detach(), [parameter.to_local().detach().clone() for parameter in model.parameters()], peak
+
+
+def composed_like_copied(rank, world, transport, micro_steps):
+    before = torch.cuda.memory_allocated()
+    (losses, parameters, peak), (other_losses, other_parameters, _) = (trained(rank, one, micro_steps) for one in (transport, "c10d"))
+    assert torch.equal(losses, other_losses)
+    for one, other in zip(parameters, other_parameters, strict=True):
+        assert torch.equal(one, other)
+    return peak - before, sum(parameter.nbytes for parameter in parameters)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("transport", ["p2p", "delayed p2p"])
+def test_composed_parameters(gpus, transport, micro_steps):
+    for peak, masters in gpus.run(composed_like_copied, transport, micro_steps):
+        if micro_steps == 1:  # masters, two states, gradients; a gradient or two before there is room in the place of shards
+            assert peak < 4.8 * masters + 200 * 2**20, (peak, masters)
+
+
+def full_of(shard, shape):
+    return ops.gather_wait(ops.gather_kept_start(shard, shape, torch.bfloat16))
+
+
+def composes(rank, world):
+    """One memory at two addresses: a gather leaves this rank's pages where they are, and edits are seen by the next."""
+    module = nn.Linear(2048, 4101, bias=False).cuda()
+    expected = module.weight.detach().clone()
+    zcompile.shard(module)
+    state_of(module).runtime.use_transport("p2p")
+    leaf, shape = module.__dict__["_zcompile_leaf_weight"].detach(), [4101, 2048]
+    addresses = set()
+    for step in range(6):
+        full = full_of(leaf, shape)
+        assert torch.equal(full, expected.bfloat16()), step
+        segments = [(one["address"], one["address"] + one["total_size"]) for one in torch.cuda.memory_snapshot()]
+        if not any(begin <= full.data_ptr() < end for begin, end in segments):
+            addresses.add(full.data_ptr())
+        with torch.no_grad():
+            leaf.add_(step)
+            expected.add_(step)
+        del full
+    assert len(addresses) == 1
+    first, second = full_of(leaf, shape), full_of(leaf, shape)  # two at once
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+    held = zcompile.stats(module)["transport_bytes"]
+    del first, second
+    for _ in range(3):
+        full_of(leaf, shape), full_of(leaf, shape)
+    assert zcompile.stats(module)["transport_bytes"] == held
+
+
+def test_composed_parameters_are_mapped_once(gpus):
+    gpus.run(composes)
 
 
 def gradients_outlive_renewals(rank, world):

@@ -42,9 +42,9 @@ def ranged(name, begin, end, thread=1, category="user_annotation", **args):
     return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": end - begin, "tid": thread, "args": args}
 
 
-def report(time, address, nbytes, total, thread=1, device=None):
+def report(time, address, nbytes, total, thread=1, device=None, reserved=1 << 50):
     kind, index = (0, -1) if device is None else (1, device)
-    args = {"Addr": address, "Bytes": nbytes, "Total Allocated": total, "Device Type": kind, "Device Id": index}
+    args = {"Addr": address, "Bytes": nbytes, "Total Allocated": total, "Total Reserved": reserved, "Device Type": kind, "Device Id": index}
     return {"ph": "i", "name": "[memory]", "cat": "cpu_instant_event", "ts": time, "tid": thread, "args": args}
 
 
@@ -79,6 +79,8 @@ class Made:
                 self.report(time, alive[-1][4], alive[-1][2], thread)
                 if generator.random() < 0.1:
                     self.report(time, alive[-1][4], 1 << 40, thread, other=True)
+                if device is not None and generator.random() < 0.2:
+                    self.compose(generator, time + GAP / 4, thread, free.pop())
         self.end = next(self.times) * GAP
         self.step = (self.end / 2, self.end)
         self.walk(generator, alive)
@@ -89,6 +91,16 @@ class Made:
             return
         self.total += nbytes
         self.events.append(report(time, address, nbytes, self.total, thread, self.device))
+
+    def compose(self, generator, time, thread, address):
+        """A full parameter in the transport's memory, of which the allocator knows nothing; a tenth was there before the trace."""
+        nbytes, ends = 512 * generator.randrange(1, 2000), next(self.times) * GAP
+        begins = -math.inf if generator.random() < 0.1 else time
+        if begins == time:
+            self.events.append(ranged("zcompile::gather b.weight (bf16, 1.0 MiB)", time - GAP / 16, time + GAP / 16, thread))
+            self.events.append(report(time, address, nbytes, 0, thread, self.device, reserved=0))
+        self.events.append(report(ends, address, -nbytes, 0, thread, self.device, reserved=0))
+        self.truth += [[begins, ends, nbytes, "full", address], [begins, ends, -nbytes, "transport", address]]
 
     def walk(self, generator, alive):
         """At the end: what was there before, and some of what was made, is known by its address, which counts more than ranges."""

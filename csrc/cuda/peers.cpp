@@ -9,6 +9,8 @@
 #include <cstdlib>
 #include <utility>
 
+#include "driver.h"
+
 namespace zcompile::cuda {
 
 namespace {
@@ -28,16 +30,6 @@ class WithoutMulticast {
   static constexpr const char* name = "TORCH_SYMM_MEM_DISABLE_MULTICAST";
   bool was_set_;
 };
-
-using BatchMemOp = CUresult (*)(CUstream, unsigned int, CUstreamBatchMemOpParams*, unsigned int);
-
-BatchMemOp find_batch_mem_op() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000, cudaEnableDefault, &found));
-  TORCH_CHECK(function && found == cudaDriverEntryPointSuccess, "zcompile: this driver has no cuStreamBatchMemOp");
-  return reinterpret_cast<BatchMemOp>(function);
-}
 
 CUdeviceptr address(const void* pointer) {
   return reinterpret_cast<CUdeviceptr>(pointer);
@@ -163,21 +155,19 @@ void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting 
 }
 
 void Meetings::run(cudaStream_t stream) {
-  static const BatchMemOp batch_mem_op = find_batch_mem_op();
   constexpr size_t most = 256;  // per call, by the driver's manual
   auto operations = std::exchange(operations_, {});
   for (size_t begin = 0; begin < operations.size(); begin += most) {
     const auto count = static_cast<unsigned int>(std::min(most, operations.size() - begin));
-    const auto result = batch_mem_op(stream, count, operations.data() + begin, 0);
-    TORCH_CHECK(result == CUDA_SUCCESS, "zcompile: cuStreamBatchMemOp failed with driver error ", static_cast<int>(result));
+    ZCOMPILE_DRIVER_CHECK(cuStreamBatchMemOp, stream, count, operations.data() + begin, 0U);
   }
 }
 
 at::Tensor over(
-    void* memory, at::IntArrayRef sizes, const at::TensorOptions& options, std::shared_ptr<const Arena> owner) {
+    void* memory, at::IntArrayRef sizes, const at::TensorOptions& options, std::function<void(void*)> release) {
   auto blob = at::for_blob(memory, sizes);
   blob.options(options).target_device(options.device());
-  if (owner) blob.deleter([owner = std::move(owner)](void*) {});
+  if (release) blob.deleter(std::move(release));
   return blob.make_tensor();
 }
 

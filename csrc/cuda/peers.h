@@ -13,6 +13,7 @@
 
 #include <cuda.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -79,9 +80,9 @@ class Meetings {
   std::vector<CUstreamBatchMemOpParams> operations_;  // of the call that is being put together
 };
 
-// A tensor over memory that something else owns; it keeps `owner`, if there is one.
+// A tensor over memory that something else owns; `release` is called when nobody has its storage any more.
 at::Tensor over(
-    void* memory, at::IntArrayRef sizes, const at::TensorOptions& options, std::shared_ptr<const Arena> owner = nullptr);
+    void* memory, at::IntArrayRef sizes, const at::TensorOptions& options, std::function<void(void*)> release = nullptr);
 
 // Copies, on copy engines where the driver can be asked for them.
 void copy(const std::vector<Copy>& copies, cudaStream_t stream);

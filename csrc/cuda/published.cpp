@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t alignment = 512;  // of a published shard: whole lines for the copy engines
 constexpr uint32_t groups = 16;     // gathers may read a renewal as it proceeds, a sixteenth at a time
 
+constexpr int64_t least_pages = 4 << 20;  // bytes of a shard from which on it begins at a page
+
 int64_t round_up(int64_t value) {
   return (value + alignment - 1) / alignment * alignment;
 }
@@ -51,14 +53,28 @@ class Published::Gather : public EventTransfer {
   std::vector<Pull> pulls_;
 };
 
+bool Published::Shard::has_pages() const {
+  return bytes() >= least_pages;
+}
+
+int64_t Published::Shard::head(int64_t rank) const {
+  return has_pages() ? page_above(rank * bytes()) - rank * bytes() : 0;
+}
+
+// Pages that every rank has; where the last piece is shorter, only padding is behind it.
+OwnPages Published::Shard::own_pages(int64_t rank) const {
+  return {page_above(rank * bytes()), pages, block};
+}
+
 Published::Published(
     Model& model, Meetings& meetings, Reducer& reducer, int64_t streams, std::shared_ptr<Events> pool)
     : model_(model), meetings_(meetings), reducer_(reducer), pool_(pool),
       renewal_(/*high_priority=*/false),  // only the first casts are urgent, and nothing else runs then
-      fan_(streams, std::move(pool)), own_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true)), casts_(groups) {}
+      fan_(streams, std::move(pool)), own_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true)),
+      composer_(std::make_shared<Composer>(c10::Device(c10::kCUDA, c10::cuda::current_device()))), casts_(groups) {}
 
 int64_t Published::bytes() const {
-  int64_t bytes = 0;
+  int64_t bytes = composer_->pool_bytes();
   for (const auto& arena : arenas_) bytes += arena->bytes();
   return bytes;
 }
@@ -109,12 +125,15 @@ c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
   for (const auto& [shard, padded] : pulls) {
     await(shard->group);
     auto* to = static_cast<char*>(padded.mutable_data_ptr());
-    for (int64_t step = 1; step <= world; ++step) {  // rotated, so that ranks do not queue at one peer
+    for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
       const auto owner = (rank + step) % world;
       const auto length = static_cast<size_t>(shard->parameter->length_of(owner) * shard->width());
-      const Copy piece{to + owner * shard->bytes(), shard->arena->at(owner, shard->offset), length};
-      if (length > 0) (owner == rank ? own : copies).push_back(piece);
+      if (length > 0) copies.push_back({to + owner * shard->bytes(), shard->arena->at(owner, shard->offset_on(owner)), length});
       bytes += length;
+    }
+    for (const auto& piece : copies_of_own(*shard, to)) {
+      own.push_back(piece);
+      bytes += piece.bytes;
     }
   }
   auto event = pool_->take();
@@ -137,22 +156,58 @@ c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
   return event;
 }
 
+// This rank's piece; of a composed parameter, what does not fill its pages.
+std::vector<Copy> Published::copies_of_own(const Shard& shard, char* to) const {
+  const auto rank = model_.rank();
+  const auto begin = rank * shard.bytes(), end = begin + shard.parameter->length_of(rank) * shard.width();
+  const auto own = composer_->has(to) ? shard.own_pages(rank) : OwnPages{begin, 0, nullptr};
+  const auto* from = shard.arena->at(rank, shard.offset_on(rank)) - begin;
+  std::vector<Copy> copies;
+  for (const auto& [first, last] : {std::pair(begin, std::min(own.begin, end)), std::pair(own.begin + own.bytes, end)}) {
+    if (first < last) copies.push_back({to + first, from + first, static_cast<size_t>(last - first)});
+  }
+  return copies;
+}
+
+at::Tensor Published::compose(const Parameter& parameter, at::ScalarType dtype) {
+  const auto found = shards_.find({parameter.index, dtype});
+  if (found == shards_.end()) return {};
+  const auto& shard = found->second;
+  if (must_renew(shard)) renew();
+  if (!shard.block || is_lent(shard)) return {};
+  const auto numel = parameter.chunk * model_.world();
+  auto* memory = composer_->compose(&shard, numel * shard.width(), shard.own_pages(model_.rank()));
+  if (!memory) return {};
+  return over(
+      memory, {numel}, parameter.shard.options().dtype(dtype).requires_grad(false),
+      [composer = composer_](void* full) { composer->release(full); });
+}
+
 bool Published::is_lent(const Shard& shard) const {
-  return shard.arena == arenas_.front().get() && shard.offset + shard.bytes() > lent_from_;
+  return shard.arena == arenas_.front().get() && shard.end > lent_from_;
 }
 
 at::Tensor Published::lend(const Parameter& parameter) {
   if (arenas_.empty() || old_ || !in_backward() || model_.keeps()) return {};  // the next micro-step gathers them again
-  auto dead = [&](const Shard& shard) { return shard.dead_from && *shard.dead_from <= reduces_ && shard.in_flight == 0; };
+  auto dead = [&](const Shard& shard) {
+    const auto readers_end = shard.block ? 1 : 0;  // reduces after the last gather
+    return shard.dead_from && *shard.dead_from <= reduces_ - readers_end && shard.in_flight == 0;
+  };
   while (alive_ > 0 && dead(*order_[alive_ - 1])) alive_ -= 1;
-  const auto free_from = alive_ == 0 ? 0 : order_[alive_ - 1]->offset + round_up(order_[alive_ - 1]->bytes());
+  const auto free_from = alive_ == 0 ? 0 : order_[alive_ - 1]->end;
   // Of a whole piece, also where this rank's is shorter: all ranks must lend the same places.
   const auto bytes = round_up(parameter.chunk * static_cast<int64_t>(parameter.shard.element_size()));
   if (bytes == 0 || lent_from_ - free_from < bytes) return {};
-  lent_from_ -= bytes;
+  const auto end = std::exchange(lent_from_, lent_from_ - bytes);
+  for (size_t at = alive_; at < in_first_arena_; ++at) {
+    const auto& shard = *order_[at];
+    const bool overlaps = shard.offset_on(model_.rank()) < end && shard.end > lent_from_;
+    if (shard.block && overlaps && composer_->is_in_use(&shard)) return {};
+  }
+  composer_->settle();
   auto gradient = over(
       arenas_.front()->at(model_.rank(), lent_from_), parameter.shard.sizes(),
-      parameter.shard.options().requires_grad(false), arenas_.front());
+      parameter.shard.options().requires_grad(false), [arena = arenas_.front()](void*) {});
   lent_.push_back({gradient.storage().getWeakStorageImpl(), bytes});
   return gradient;
 }
@@ -208,6 +263,7 @@ void Published::renew() {
   alive_ = in_first_arena_;
   renewals_ += 1;
   arrived_ = 0;
+  composer_->settle();
   auto event = pool_->take();
   event.record(c10::cuda::getCurrentCUDAStream());  // masters are final
   event.block(renewal_.stream());
@@ -220,19 +276,44 @@ void Published::renew() {
   for (uint32_t group = 0; group < groups; ++group) publish(group);
 }
 
+// All offsets are the same on every rank, though pages begin elsewhere in each rank's piece. A block is mapped whole or not at
+// all, so what does not fill pages lies in blocks between those of the pages.
 void Published::place() {
-  int64_t bytes = 0;
-  std::vector<Shard*> placed;
-  for (auto* shard : order_) {
-    if (shard->arena) continue;
-    shard->offset = bytes;
-    bytes += round_up(shard->bytes());
-    placed.push_back(shard);
+  const auto first = std::stable_partition(order_.begin(), order_.end(), [](const Shard* shard) { return shard->arena; });
+  if (first == order_.end()) return;
+  std::stable_partition(first, order_.end(), [](const Shard* shard) { return !shard->has_pages(); });
+  const auto world = model_.world();
+  std::vector<int64_t> blocks;
+  std::vector<std::pair<Shard*, size_t>> with_pages;
+  int64_t end = 0, end_of_blocks = 0;
+  const auto add_block = [&](int64_t until) {
+    if (until > end_of_blocks) blocks.push_back(until - std::exchange(end_of_blocks, until));
+  };
+  for (auto one = first; one != order_.end(); ++one) {
+    auto& shard = **one;
+    shard.offset = end;
+    shard.end = round_up(end + shard.bytes());
+    if (shard.has_pages()) {
+      int64_t least = shard.bytes(), most = 0;
+      for (int64_t rank = 0; rank < world; ++rank) {
+        least = std::min(least, shard.head(rank));
+        most = std::max(most, shard.head(rank));
+      }
+      shard.offset = page_above(end + most);
+      shard.end = round_up(shard.offset + shard.bytes() - least);
+      shard.pages = page_below(shard.bytes() - most);
+      add_block(shard.offset);
+      with_pages.emplace_back(&shard, blocks.size());
+      add_block(shard.offset + shard.pages);
+    }
+    end = shard.end;
   }
-  if (bytes == 0) return;
-  const at::Device device = placed.front()->parameter->shard.device();
-  arenas_.push_back(std::make_shared<const Arena>(model_.groups().gather, device, bytes));
-  for (auto* shard : placed) shard->arena = arenas_.back().get();
+  add_block(page_above(end));
+  const at::Device device = order_.back()->parameter->shard.device();
+  arenas_.push_back(std::make_shared<const SharedBlocks>(model_.groups().gather, device, model_.rank(), world, blocks));
+  for (auto one = first; one != order_.end(); ++one) (*one)->arena = arenas_.back().get();
+  for (const auto& [shard, block] : with_pages) shard->block = arenas_.back()->block(block);
+  for (size_t at = 0; at < order_.size(); ++at) order_[at]->position = at;
   if (arenas_.size() == 1) in_first_arena_ = order_.size();
   form_groups();
 }
@@ -258,7 +339,9 @@ void Published::publish(uint32_t group) {
     const auto& master = shard->parameter->shard;
     if (master.numel() == 0) continue;
     from.push_back(master.reshape({-1}));
-    to.push_back(shard->arena->local().narrow(0, shard->offset, master.numel() * shard->width()).view(shard->dtype));
+    to.push_back(over(
+        shard->arena->at(model_.rank(), shard->offset_on(model_.rank())), {master.numel()},
+        master.options().dtype(shard->dtype).requires_grad(false)));
   }
   cast(from, to);
   casts_[group].record(renewal_.stream());

@@ -23,6 +23,8 @@
 //   - Which gather is a shard's last is known from the backward before. Should another one come, it goes over c10d.
 //   - A peer's reduce n says that the peer has waited for what its program waited for before it, so that the owner may
 //     overwrite, in reduce n, a shard whose last gather was waited for before reduce n on every rank.
+//   - The owner's own full parameter may be composed of the shard (composed.h), and lives until its last reader. That is over one
+//     reduce later, as a rule; if not, the gradient gets memory of its own, but the place counts as taken: ranks must agree.
 //   - A renewal finds gradients that are still alive (accumulation) and moves them to memory of their own.
 #pragma once
 
@@ -32,6 +34,7 @@
 #include <vector>
 
 #include "../runtime.h"
+#include "composed.h"
 #include "fan.h"
 #include "reducer.h"
 
@@ -44,6 +47,9 @@ class Published {
   // Fills what is published from all ranks' copies, in one transfer (none if nothing is), and appends the other requests
   // to `unpublished`.
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& unpublished);
+  // Memory for a full parameter that is only read, padded to equal pieces, for the next gather; undefined if it is to be
+  // allocated. See [Note: composed parameters].
+  at::Tensor compose(const Parameter& parameter, at::ScalarType dtype);
   // Memory for the gradient of `parameter` in the place of dead shards; undefined if there is not enough.
   at::Tensor lend(const Parameter& parameter);
   void count_reduces(int64_t count) { reduces_ += count; }
@@ -58,8 +64,11 @@ class Published {
     const Parameter* parameter;
     at::ScalarType dtype;
     size_t position = 0;  // in order_
-    const Arena* arena = nullptr;  // none: not placed yet
-    int64_t offset = 0;
+    const SharedBlocks* arena = nullptr;  // none: not placed yet
+    int64_t offset = 0;                   // of the first page that can be mapped again; else of the shard
+    int64_t end = 0;                      // the furthest that any rank's shard reaches
+    int64_t pages = 0;                    // bytes of those that every rank has
+    std::shared_ptr<const Block> block;   // this rank's; none: too small to be mapped again
     uint32_t group = 0;
     int64_t gathers = 0;  // outside of backward, since a backward ended
     int64_t gathers_of_renewal = 0;  // outside of backward, since the last renewal
@@ -71,6 +80,10 @@ class Published {
 
     int64_t width() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
     int64_t bytes() const { return parameter->chunk * width(); }
+    bool has_pages() const;
+    int64_t head(int64_t rank) const;  // bytes of a rank's piece before its first whole page in the full parameter
+    int64_t offset_on(int64_t rank) const { return offset - head(rank); }
+    OwnPages own_pages(int64_t rank) const;
   };
 
   class Gather;
@@ -88,6 +101,7 @@ class Published {
   bool must_renew(const Shard& shard) const;
   void renew();
   void place();
+  std::vector<Copy> copies_of_own(const Shard& shard, char* to) const;
   void move_gradients_out();
   bool is_lent(const Shard& shard) const;
   void form_groups();
@@ -103,9 +117,10 @@ class Published {
   Lane renewal_;
   Fan fan_;                     // pulls from peers
   c10::cuda::CUDAStream own_;  // copies of this rank's own pieces, which would hold up pulls behind them; joins them
-  std::vector<std::shared_ptr<const Arena>> arenas_;  // gradients that lie in one keep it
+  std::vector<std::shared_ptr<const SharedBlocks>> arenas_;  // gradients that lie in one keep it
+  std::shared_ptr<Composer> composer_;                      // as full parameters do
   std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;
-  std::vector<Shard*> order_;  // of first gathers, in which renewals publish
+  std::vector<Shard*> order_;  // of first gathers, small ones before; in which renewals publish
   std::vector<Lent> lent_;
   size_t layout_ = 0;  // hash of what lies where, the same on all ranks
   size_t in_first_arena_ = 0;

@@ -62,6 +62,11 @@ class P2pTransport : public Transport {
     return both;
   }
 
+  at::Tensor make_full(const Parameter& parameter, at::ScalarType dtype) override {
+    std::lock_guard lock(mutex_);
+    return published_.compose(parameter, dtype);
+  }
+
   at::Tensor make_gradient(const Parameter& parameter) override {
     std::lock_guard lock(mutex_);
     auto lent = published_.lend(parameter);

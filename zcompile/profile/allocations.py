@@ -5,6 +5,10 @@ The profiler sees what threads do that it follows. On a CPU, buffers that gloo's
 on. Memory that is given out again was free, so it was freed before; and a buffer of a gather or a reduce that is not freed
 until the trace ends is taken to be one of these, and to have ended with the range that it was made in. On a GPU all frees
 are seen.
+
+[Note: memory of no allocator]
+Full parameters that zcompile composes (csrc/cuda/composed.h) take memory from the transport's while they live, and are reported
+without the totals that an allocator's reports have.
 """
 
 import math
@@ -45,6 +49,7 @@ class Allocation:
     kind: str = "activations"
     range: dict | None = None  # the event that tells the kind
     lost: bool = False  # no free was seen
+    of_transport: bool = False  # on a GPU, out of what the transport holds: [Note: memory of no allocator]
 
 
 def reports_of(trace: dict, device: int | None) -> list[dict]:
@@ -52,6 +57,11 @@ def reports_of(trace: dict, device: int | None) -> list[dict]:
     wanted = (CPU, -1) if device is None else (CUDA, device)
     found = (event for event in trace["traceEvents"] if event.get("name") == "[memory]")
     return sorted((one for one in found if (one["args"]["Device Type"], one["args"]["Device Id"]) == wanted), key=lambda one: one["ts"])
+
+
+def has_totals(report: dict) -> bool:
+    """Whether a report is of an allocator's memory: one that gave something out has reserved it."""
+    return bool(report["args"]["Total Reserved"])
 
 
 def allocations_of(trace: dict, device: int | None) -> list[Allocation]:
@@ -71,11 +81,13 @@ def allocations_of(trace: dict, device: int | None) -> list[Allocation]:
 
     for report in reports:
         time, address, nbytes = report["ts"], report["args"]["Addr"], report["args"]["Bytes"]
+        of_transport = device is not None and not has_totals(report)
         if nbytes < 0:
             if address in live:
                 end(address, time)
             else:
-                found.append(Allocation(address, -nbytes, -math.inf, time))
+                kind = "full" if of_transport else "activations"
+                found.append(Allocation(address, -nbytes, -math.inf, time, kind, of_transport=of_transport))
             continue
         at = bisect_left(addresses, address)
         overlapping = addresses[at : bisect_left(addresses, address + nbytes)]
@@ -84,7 +96,7 @@ def allocations_of(trace: dict, device: int | None) -> list[Allocation]:
         for one in overlapping:
             end(one, time).lost = True
         teller = tellers[id(report)]
-        live[address] = Allocation(address, nbytes, time, range=teller)
+        live[address] = Allocation(address, nbytes, time, range=teller, of_transport=of_transport)
         if teller:
             live[address].kind = "transport" if id(teller) in filled else kind_of(teller["name"])
             if GATHER.match(teller["name"]):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from zcompile.curve import thinned
-from zcompile.profile.allocations import KINDS, Allocation, end_unseen, reports_of
+from zcompile.profile.allocations import KINDS, Allocation, end_unseen, has_totals, reports_of
 from zcompile.profile.owned import WALK, Owned, Walks
 from zcompile.profile.timeline import clock, last_step
 
@@ -62,8 +62,10 @@ def memory_of_step(
     allocations = allocations + tell_by_address(allocations, zip(times, walks.found), walks.before)
     if device is None:
         end_unseen(allocations)
-    known = sum(block.nbytes for block in allocations if block.begins == -math.inf)
-    counted = reports[0]["args"]["Total Allocated"] - reports[0]["args"]["Bytes"]  # before the trace
+    known = sum(block.nbytes for block in allocations if block.begins == -math.inf and not block.of_transport)
+    first = next(report for report in reports if device is None or has_totals(report))
+    counted = first["args"]["Total Allocated"] - first["args"]["Bytes"]  # before the trace
+    allocations += [Allocation(0, -block.nbytes, block.begins, block.ends, "transport") for block in allocations if block.of_transport]
     unknown = 0 if device is None else max(0, counted - known)  # less than none would be an error, and shows beside the peak
     allocations += [Allocation(0, unknown, -math.inf), Allocation(0, transport_bytes, -math.inf, kind="transport")]
     begin, end = last_step(trace)
