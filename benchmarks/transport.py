@@ -5,7 +5,7 @@ Run: torchrun --standalone --nproc-per-node 2 benchmarks/transport.py --output t
 A gather takes fp32 shards to whole bf16 parameters, the downcast included; a reduce takes whole bf16 gradients to fp32
 shards of their mean. "alone" is the time of all of them; "beside" is that of a run of matrix products while they travel,
 relative to the products alone; "done" is when products and transfers are both through. The yardsticks are torch's own
-collectives, called as one would by hand. On GPUs over NCCL, and times are the device's; on CPUs over gloo, with one thread
+collectives, called as one would by hand. `--max-ctas` adds rows of NCCL held to so many SMs. On GPUs over NCCL, and times are the device's; on CPUs over gloo, with one thread
 for products beside gloo's own.
 """
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from zcompile import _C
 from zcompile.config import Settings
+from zcompile.sharding import new_group
 
 ops = torch.ops.zcompile
 MIB = 1 << 20
@@ -33,10 +34,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Zcompile:
     """Parameters of one size on one of zcompile's transports."""
 
-    def __init__(self, group_names: list[str], transport: str, numel: int, count: int, **streams: int):
+    def __init__(self, group_names: list[str], transport: str, numel: int, count: int, native_reduce: bool = False, **streams: int):
         rank, self.world = dist.get_rank(), dist.get_world_size()
         names = dict(zip(("gather", "reduce"), group_names, strict=True))
-        self.runtime = _C.Model(**names, replicate="", control="", rank=rank, world=self.world)
+        self.runtime = _C.Model(**names, replicate="", control="", rank=rank, world=self.world, native_reduce=native_reduce)
         self.chunk = numel // self.world
         self.shards = [torch.randn(self.chunk, device=DEVICE) for _ in range(count)]
         self.grads = [torch.randn(self.world, self.chunk, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
@@ -221,6 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes-mib", default="1x16,8x8,64x7,256x2,1024x1", help="MIBxCOUNT of bf16 parameters, with commas between")
     parser.add_argument("--streams", default="4", help="copy streams of p2p, separated by commas")
+    parser.add_argument("--max-ctas", default="", help="limits on NCCL's SMs, separated by commas")
     parser.add_argument("--products", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path)
@@ -232,6 +234,8 @@ def main() -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
     names = [dist.group.WORLD.group_name, dist.new_group().group_name]
+    limits = [int(limit) for limit in arguments.max_ctas.split(",") if limit and DEVICE == "cuda"]
+    limited = {limit: [new_group(dist.group.WORLD, limit).group_name for _ in names] for limit in limits}
     world, products = dist.get_world_size(), Products(arguments.products)
     results = {}
     for size in arguments.sizes_mib.split(","):
@@ -244,10 +248,13 @@ def main() -> None:
             for streams in arguments.streams.split(",")
             if DEVICE == "cuda"
         }
-        ours = {**p2p, f"zcompile {dist.get_backend()}": partial(Zcompile, names, "c10d", numel, count)}
+        over = f"zcompile {dist.get_backend()}"
+        held = {f"{over}, {limit} CTAs": partial(Zcompile, groups, "c10d", numel, count) for limit, groups in limited.items()}
+        ours = {**p2p, over: partial(Zcompile, names, "c10d", numel, count), **held}
+        native = {f"{over}, native reduce": partial(Zcompile, names, "c10d", numel, count, native_reduce=True)}
         torch_bf16, torch_fp32 = (partial(Torch, numel, count, dtype) for dtype in (torch.bfloat16, torch.float32))
         gathers = {**ours, "torch: cast, all-gather": torch_bf16}
-        reduces = {**ours, "torch: reduce-scatter bf16": torch_bf16, "torch: cast, reduce-scatter fp32": torch_fp32}
+        reduces = {**ours, **native, "torch: reduce-scatter bf16": torch_bf16, "torch: cast, reduce-scatter fp32": torch_fp32}
         inbound_bytes = 2 * numel * count * (world - 1) / world
         for direction, engines in (("gather", gathers), ("reduce", reduces)):
             figures = rows(engines, direction, products, arguments.rounds)

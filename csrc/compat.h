@@ -1,4 +1,4 @@
-// What differs between torch 2.11 and 2.13: who owns an autograd node, and the names of two collectives.
+// What differs between torch 2.11 and 2.13: who owns an autograd node, and the names of three collectives.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -47,6 +47,16 @@ c10::intrusive_ptr<c10d::Work> all_gather(Group& group, at::Tensor received, at:
     return group.all_gather_single(received, sent);
   } else {
     return group._allgather_base(received, sent);
+  }
+}
+
+// Rank r gets the r-th of the equal pieces of the sum of every rank's `sent`, which the backend adds up as it likes.
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> reduce_scatter(Group& group, at::Tensor received, at::Tensor sent) {
+  if constexpr (requires { group.reduce_scatter_single(received, sent); }) {
+    return group.reduce_scatter_single(received, sent);
+  } else {
+    return group._reduce_scatter_base(received, sent);
   }
 }
 

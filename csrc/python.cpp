@@ -79,12 +79,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
-                      int64_t world) {
+                      int64_t world, bool native_reduce) {
             return std::make_unique<Model>(
-                Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)}, rank, world);
+                Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)}, rank, world,
+                native_reduce);
           }),
           py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"), py::arg("rank"),
-          py::arg("world"))
+          py::arg("world"), py::arg("native_reduce") = false)
       .def(
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
           py::arg("replicated"), py::arg("reduce_dtype"))

@@ -155,14 +155,23 @@ at::Tensor Transport::make_gradient(const Parameter& parameter) {
   return at::empty(parameter.shard.sizes(), parameter.shard.options().requires_grad(false));
 }
 
+at::ScalarType Transport::wire_dtype(const Parameter& parameter, at::ScalarType grad) const {
+  const auto narrower = parameter.reduce_dtype && c10::elementSize(*parameter.reduce_dtype) < c10::elementSize(grad);
+  return narrower ? *parameter.reduce_dtype : grad;
+}
+
 uint64_t Parameter::master_version() const {
   uint64_t version = 0;
   for (const auto& master : masters) version += master.current_version();
   return version;
 }
 
-Model::Model(Groups groups, int64_t rank, int64_t world)
-    : groups_(std::move(groups)), rank_(rank), world_(world), transport_(make_c10d_transport(*this)) {}
+Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce)
+    : groups_(std::move(groups)),
+      rank_(rank),
+      world_(world),
+      native_reduce_(native_reduce),
+      transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
   Registry::instance().abandon(*this);
@@ -388,14 +397,11 @@ std::pair<at::Tensor, at::Tensor> make_full(const Parameter& parameter, at::Scal
   return {padded.narrow(0, 0, parameter.numel).view(parameter.shape), padded};
 }
 
-at::Tensor as_wire(const Parameter& parameter, const at::Tensor& grad) {
+at::Tensor as_wire(const Transport& transport, const Parameter& parameter, const at::Tensor& grad) {
   TORCH_CHECK(
       grad.sizes() == at::IntArrayRef(parameter.shape), "zcompile::reduce: the gradient of '", parameter.name,
       "' has shape ", grad.sizes(), ", the parameter ", at::IntArrayRef(parameter.shape));
-  const auto narrower = parameter.reduce_dtype &&
-      c10::elementSize(*parameter.reduce_dtype) < static_cast<size_t>(grad.element_size());
-  const auto wire = narrower ? grad.to(*parameter.reduce_dtype) : grad;
-  return wire.is_contiguous() ? wire : wire.contiguous();
+  return grad.to(transport.wire_dtype(parameter, grad.scalar_type())).contiguous();
 }
 
 const char* short_name(at::ScalarType dtype) {
@@ -500,7 +506,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::T
   auto& model = model_of(parameters);
   const auto transport = model.transport();
   std::vector<at::Tensor> wires, outs;
-  for (size_t at = 0; at < parameters.size(); ++at) wires.push_back(as_wire(*parameters[at], grads[at]));
+  for (size_t at = 0; at < parameters.size(); ++at) wires.push_back(as_wire(*transport, *parameters[at], grads[at]));
   const Range all("reduce", parameters, wires.front().scalar_type());
   c10::SmallVector<ReduceRequest, 1> requests;
   for (size_t at = 0; at < parameters.size(); ++at) {

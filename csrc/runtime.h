@@ -109,8 +109,9 @@ struct Groups {
 // The shards of one model and what happened to them. Two models never meet.
 class Model {
  public:
-  // `rank` and `world` are those of the gather group.
-  Model(Groups groups, int64_t rank, int64_t world);
+  // `rank` and `world` are those of the gather group. With `native_reduce`, collectives reduce by the backend's own
+  // reduce-scatter, which adds up in its order, at the width of the wire.
+  Model(Groups groups, int64_t rank, int64_t world, bool native_reduce);
   ~Model();
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
@@ -127,6 +128,7 @@ class Model {
   const Groups& groups() const { return groups_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
+  bool native_reduce() const { return native_reduce_; }
   const std::shared_ptr<Transport>& transport() const { return transport_; }
 
   Stats stats();
@@ -171,6 +173,7 @@ class Model {
   Groups groups_;
   int64_t rank_;
   int64_t world_;
+  bool native_reduce_;
   std::vector<std::unique_ptr<Parameter>> parameters_;
   std::shared_ptr<Transport> transport_;  // transfers keep the one that they began on
   std::mutex mutex_;

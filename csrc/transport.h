@@ -33,6 +33,7 @@ struct GatherRequest {
 
 // Fills `out` (shaped like the shard) with this rank's slice of the mean over ranks of `grad`: the fp32 sum, in rank
 // order, of the gradients at the width at which they arrive, divided by the number of ranks; added to what is there besides.
+// Only where the model asks for native reduces, collectives add up in their own order, at the width of the wire.
 struct ReduceRequest {
   Parameter* parameter;
   at::Tensor grad;
@@ -64,6 +65,8 @@ class Transport {
   virtual at::Tensor make_full(const Parameter&, at::ScalarType) { return {}; }
   // An uninitialised gradient, shaped like the shard, for the next call of reduce.
   virtual at::Tensor make_gradient(const Parameter& parameter);
+  // The dtype that reduce takes for a gradient of dtype `grad`: the narrower one of that and the parameter's reduce_dtype.
+  virtual at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const;
 
   // One transfer for all requests, which are at least one.
   virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;

@@ -165,9 +165,10 @@ class PackedGather : public C10dTransfer {
 class C10dReduce : public C10dTransfer {
  public:
   struct Sum {
-    at::Tensor received;  // one row per rank, each contiguous
+    at::Tensor received;  // one row per rank, or one that is their sum; each contiguous, the last ones maybe padding
     at::Tensor out;
     Besides besides;
+    at::Tensor sent = {};  // read until it has arrived
   };
 
   C10dReduce(Model& model, std::vector<Work> works, std::vector<Sum> sums)
@@ -175,13 +176,14 @@ class C10dReduce : public C10dTransfer {
 
   void wait() override {
     C10dTransfer::wait();
-    for (const auto& [received, out, besides] : sums_) {
+    for (const auto& [received, out, besides, sent] : sums_) {
+      const auto rows = received.narrow(1, 0, out.numel()).unbind(0);
       if (model_.groups().replicate.empty()) {
-        mean(received.unbind(0), static_cast<double>(model_.world()), out, besides);
+        mean(rows, static_cast<double>(model_.world()), out, besides);
         continue;
       }
-      auto sum = at::empty({received.size(1)}, received.options().dtype(sum_dtype(received.scalar_type())));
-      mean(received.unbind(0), 1.0, sum);
+      auto sum = at::empty({out.numel()}, received.options().dtype(sum_dtype(received.scalar_type())));
+      mean(rows, 1.0, sum);
       mean_over_replicas(model_, sum, out, besides);
     }
   }
@@ -216,7 +218,17 @@ class C10dTransport : public Transport {
 
   void finish_backward() override { agree({}, ""); }
 
+  // A native reduce adds up at the width of the wire, which may therefore be wider than the gradient.
+  at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {
+    return model_.native_reduce() ? parameter.reduce_dtype.value_or(grad) : Transport::wire_dtype(parameter, grad);
+  }
+
  private:
+  // A scalar's gradient is not worth a collective of another kind, and an empty one is none at all.
+  bool sums_natively(const Parameter& parameter) const {
+    return model_.native_reduce() && !parameter.replicated && parameter.chunk > 0;
+  }
+
   std::unique_ptr<Transfer> start_gather(c10::ArrayRef<GatherRequest> requests) {
     if (packs(requests)) return start_packed_gather(requests);
     const auto rank = model_.rank();
@@ -288,17 +300,28 @@ class C10dTransport : public Transport {
   }
 
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
-    if (packs(requests)) return start_packed_reduce(requests);
+    if (packs(requests) && !model_.native_reduce()) return start_packed_reduce(requests);
     std::vector<C10dReduce::Sum> sums;
     for (const auto& [parameter, grad, out, besides] : requests) {
-      sums.push_back({at::empty({model_.world(), parameter->length_of(model_.rank())}, grad.options()), out, besides});
+      const auto native = sums_natively(*parameter);
+      const auto rows = native ? 1 : model_.world(), length = native ? parameter->chunk : out.numel();
+      sums.push_back({at::empty({rows, length}, grad.options()), out, besides, native ? padded(*parameter, grad) : grad});
     }
     Works works(resolve(model_.groups().reduce), requests.front().grad.device(), requests.size());
     for (size_t at = 0; at < requests.size(); ++at) {
-      const auto& [parameter, grad, out, besides] = requests[at];
-      works.add(exchange(works.group(), *parameter, as_bytes(sums[at].received.view({-1})), as_bytes(grad.view({-1}))));
+      const auto& parameter = *requests[at].parameter;
+      const auto received = sums[at].received.view({-1}), sent = sums[at].sent.view({-1});
+      works.add(
+          sums_natively(parameter) ? reduce_scatter(works.group(), received, sent)
+                                   : exchange(works.group(), parameter, as_bytes(received), as_bytes(sent)));
     }
     return std::make_unique<C10dReduce>(model_, works.end(), std::move(sums));
+  }
+
+  // `grad` in pieces of equal size, one per rank.
+  at::Tensor padded(const Parameter& parameter, const at::Tensor& grad) const {
+    const auto padding = parameter.chunk * model_.world() - parameter.numel;
+    return padding == 0 ? grad : at::cat({grad.view({-1}), at::zeros({padding}, grad.options())});
   }
 
   // Sends every rank its slice; receives this rank's slices of all.

@@ -63,6 +63,9 @@ class LateTransport : public Transport {
   void finish_backward() override { inner_->finish_backward(); }
   void finish_keeping() override { inner_->finish_keeping(); }
   void renew() override { inner_->renew(); }
+  at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {
+    return inner_->wire_dtype(parameter, grad);
+  }
 
  private:
   static constexpr auto nan = std::numeric_limits<double>::quiet_NaN();
@@ -97,6 +100,9 @@ class DelayedTransport : public Transport {
   void renew() override { inner_->renew(); }
   at::Tensor make_gradient(const Parameter& parameter) override { return inner_->make_gradient(parameter); }
   at::Tensor make_full(const Parameter& parameter, at::ScalarType dtype) override { return inner_->make_full(parameter, dtype); }
+  at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {
+    return inner_->wire_dtype(parameter, grad);
+  }
 
  private:
   void delay() const {

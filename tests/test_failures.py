@@ -1,6 +1,7 @@
 """Bad input gets one clear error before any collective, on every rank, and nothing hangs."""
 
 import copy
+import functools
 import subprocess
 import sys
 import time
@@ -83,6 +84,9 @@ def bad_models(rank, world):
     raises(ValueError, "3 dimensions", lambda: zcompile.shard(nn.Linear(2, 2), mesh))
     raises(TypeError, "must be a torch DeviceMesh", lambda: zcompile.shard(nn.Linear(2, 2), "cpu"))
     raises(TypeError, "must be floating-point", lambda: zcompile.shard(nn.Linear(2, 2), param_dtype=torch.int8))
+    for wrong in (0, -1, 2.0, True):
+        raises(ValueError, f"must be a positive number of SMs, or None, not {wrong}", functools.partial(zcompile.shard, nn.Linear(2, 2), nccl_max_ctas=wrong))
+    raises(ValueError, "this mesh is on cpu over gloo", lambda: zcompile.shard(nn.Linear(2, 2), nccl_max_ctas=4))
     raises(RuntimeError, "no sharded parameter", lambda: zcompile.stats(nn.Linear(2, 2)))
 
 
@@ -93,6 +97,7 @@ def test_bad_models(ranks):
 def disagreement(rank, world):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))
     raises(RuntimeError, "rank 0 has '1.weight' .5, 4. .*, rank 1 has '1.weight' .6, 4.", lambda: zcompile.shard(model))
+    raises(RuntimeError, "rank 0 has .*native_reduce=False, rank 1 has .*native_reduce=True", lambda: zcompile.shard(nn.Linear(2, 2), native_reduce=rank == 1))
     model = nn.Linear(3, 4)
     model.extra = nn.Parameter(torch.zeros(2, dtype=torch.int32 if rank else torch.float32), requires_grad=False)
     raises((RuntimeError, TypeError), "'extra' has dtype torch.int32", lambda: zcompile.shard(model))

@@ -3,8 +3,12 @@
 import contextlib
 import copy
 import functools
+import json
+import math
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from models import Transformer, batch, loss_of
 from ranks import Ranks
 from reference import compiled, lm_loss, train_beside
 from test_accumulate import ALONE, STEPS, alone, checked, same, train
+from test_native_reduce import native_sums
 from test_ops import means, squares_of_reduces
 
 ops = torch.ops.zcompile
@@ -208,10 +213,10 @@ def test_gradients_outlive_their_transport(gpus):
     gpus.run(gradients_outlive_their_transport)
 
 
-def curve(transport, loss):
-    """Losses and final parameters of five steps under Inductor."""
+def curve(transport, loss, **how):
+    """Losses and final parameters of five steps."""
     torch.manual_seed(0)
-    model = on(transport, on_gpu(), inner="aot_eager")
+    model = on(transport, on_gpu(), inner="aot_eager", **how)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     losses = []
     for step in range(5):
@@ -223,20 +228,62 @@ def curve(transport, loss):
     return torch.stack(losses), [parameter.to_local().detach() for parameter in model.parameters()]
 
 
-def transports_agree(rank, world, loss):
+def curves_agree(rank, world, loss, transport, how):
+    """Those over NCCL, and those over `transport` of a model that was sharded with the options `how`."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        (p2p, p2p_parameters), (nccl, nccl_parameters) = curve("p2p", loss), curve("c10d", loss)
+        (nccl, nccl_parameters), (other, other_parameters) = curve("c10d", loss), curve(transport, loss, **how)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert torch.equal(p2p, nccl)
-    for one, other in zip(p2p_parameters, nccl_parameters, strict=True):
-        assert torch.equal(one, other)
+    assert torch.equal(nccl, other)
+    for one, another in zip(nccl_parameters, other_parameters, strict=True):
+        assert torch.equal(one, another)
 
 
 @pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
 def test_transports_agree_bitwise(gpus, loss):
-    gpus.run(transports_agree, loss)
+    gpus.run(curves_agree, loss, "p2p", {})
+
+
+@pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
+def test_a_limit_on_sms_changes_no_number(gpus, loss):
+    gpus.run(curves_agree, loss, "c10d", {"nccl_max_ctas": 4})
+
+
+def most_sms_of_nccl(**how):
+    """Of any of NCCL's kernels in a forward and backward over c10d, as the profiler saw them."""
+    model = zcompile.shard(nn.Linear(4096, 8192, bias=False, device="cuda"), **how)
+    state_of(model).runtime.use_transport("c10d")
+    x = torch.randn(64, 4096, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        model(x).square().mean().backward()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    grids = [event["args"]["grid"] for event in events if event.get("cat") == "kernel" and "nccl" in event["name"].lower()]
+    assert len(grids) >= 2  # a gather and a reduce
+    return max(math.prod(grid) for grid in grids)
+
+
+def sms_are_limited(rank, world):
+    assert most_sms_of_nccl(nccl_max_ctas=2, native_reduce=True) <= 2
+    assert most_sms_of_nccl(nccl_max_ctas=2) <= 2 < most_sms_of_nccl()
+
+
+def test_a_limit_on_sms_holds(gpus):
+    gpus.run(sms_are_limited)
+
+
+def test_native_reduces(gpus):
+    gpus.run(native_sums, "cuda")
+
+
+@pytest.mark.parametrize("transport", ["c10d", "late c10d", "delayed c10d"])
+@pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
+def test_native_reduces_of_two_ranks_in_fp32_are_exact(gpus, loss, transport):
+    """Two numbers have one sum."""
+    gpus.run(curves_agree, loss, transport, {"native_reduce": True, "reduce_dtype": torch.float32})
 
 
 def gathers_once(rank, world, transport):
@@ -448,6 +495,8 @@ def test_ranks_that_reduce_different_parameters_give_errors():
 def replicated(rank, world):
     mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
     train_beside(rank, world, functools.partial(on, "p2p", mesh=mesh), make=on_gpu, tolerance=1e-4)
+    native = functools.partial(on, "c10d", mesh=mesh, nccl_max_ctas=4, native_reduce=True)
+    train_beside(rank, world, native, make=on_gpu, tolerance=1e-4)
 
 
 def four_ranks(rank, world):
@@ -460,6 +509,7 @@ def test_four_gpus_and_a_part_of_them():
     try:
         for what in (reduces_are_sums_in_rank_order, gathers_see_every_edit, four_ranks, replicated):
             pool.run(what)
+        pool.run(native_sums, "cuda")
     finally:
         pool.stop()
 

@@ -17,12 +17,12 @@ from zcompile.sharding import state_of
 ops = torch.ops.zcompile
 
 
-def shards(world, *shapes, dtype=torch.float32, device="cpu"):
+def shards(world, *shapes, dtype=torch.float32, device="cpu", **how):
     """One module with a parameter of each shape, sharded; its shards as ops see them."""
     module = nn.Module()
     for at, shape in enumerate(shapes):
         module.register_parameter(f"p{at}", nn.Parameter(torch.randn(shape, dtype=dtype, device=device)))
-    zcompile.shard(module)
+    zcompile.shard(module, **how)
     return module, [module.__dict__[f"_zcompile_leaf_p{at}"] for at in range(len(shapes))]
 
 

@@ -57,6 +57,20 @@ def check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[int], *dtypes: 
     return _second_references(model, parameters) or _optimizers(parameters)
 
 
+def check_max_ctas(mesh: DeviceMesh, nccl_max_ctas: int | None) -> ValueError | None:
+    """Why NCCL's kernels cannot be limited to `nccl_max_ctas` for this mesh, or None; returned as by `check_model`."""
+    if nccl_max_ctas is None:
+        return None
+    if not isinstance(nccl_max_ctas, int) or isinstance(nccl_max_ctas, bool) or nccl_max_ctas < 1:
+        return ValueError(f"zcompile.shard: nccl_max_ctas must be a positive number of SMs, or None, not {nccl_max_ctas!r}.")
+    backend = mesh.get_group(mesh.ndim - 1)._get_backend(torch.device(mesh.device_type)).name()
+    if backend != "nccl":
+        return ValueError(
+            f"zcompile.shard: nccl_max_ctas is for NCCL's groups on GPUs; this mesh is on {mesh.device_type} over {backend}. Leave it out."
+        )
+    return None
+
+
 def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
     names = {id(parameter): name for name, parameter in parameters.items()}
     for path, module in model.named_modules():

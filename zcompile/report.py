@@ -147,13 +147,12 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     """
     from zcompile.config import Settings
     from zcompile.sharding import state_of
-    from zcompile.transport import choose
 
     settings, state = Settings.parse(options), state_of(model)
     names = {id(sharded.leaf): name for name, sharded in state.parameters.items()}
     transport = state.transport.transport
     if settings.transport != "auto":
-        transport = choose(settings.transport, state.mesh, state.new_runtime).transport
+        transport = state.choose(settings.transport).transport
     plan = settings.plan(state.hardware.over(transport, state.runtime.world), state.free_bytes)
     traced = trace(functools.partial(model, *args, **kwargs), plan, lambda leaf: names.get(id(leaf)))
     count = sum(sharded.parameter.numel() for sharded in state.parameters.values())

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile import _C
 from zcompile.agreement import Agreement
-from zcompile.checks import agree_on_model, check_mesh, check_model, signature
+from zcompile.checks import agree_on_model, check_max_ctas, check_mesh, check_model, signature
 from zcompile.hardware import table_of
 from zcompile.materialize import materialize
 from zcompile.transport import Choice, choose, log, of_all
@@ -123,10 +123,11 @@ class ShardedParameter:
 class ShardedModel:
     """The shards of one model; every module that owns one holds a reference."""
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, nccl_max_ctas: int | None = None, native_reduce: bool = False):
         self.mesh = mesh
-        self.groups = _groups(mesh)
-        self.runtime = _C.Model(**self.groups)
+        self.nccl_max_ctas = nccl_max_ctas
+        self.groups = _groups(mesh, nccl_max_ctas)
+        self.runtime = _C.Model(**self.groups, native_reduce=native_reduce)
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))
@@ -136,6 +137,10 @@ class ShardedModel:
         self.agreement: Agreement | None = None  # where a difference between ranks would hang
         self.at_rest = False  # whether an uncompiled read outside of backward is of the parameter and not of its values
 
+    def choose(self, wanted: str) -> Choice:
+        """The transport for `wanted`; see `zcompile.transport.choose`."""
+        return choose(wanted, self.mesh, self.new_runtime, self.nccl_max_ctas)
+
     def use_transport(self, wanted: str) -> None:
         """Change the wire to `wanted`, one of `zcompile.transport.TRANSPORTS`; all ranks together.
 
@@ -144,7 +149,7 @@ class ShardedModel:
         """
         if wanted == self.wanted_transport:
             return
-        choice = choose(wanted, self.mesh, self.new_runtime)
+        choice = self.choose(wanted)
         if choice.transport != self.transport.transport:
             self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
         self.wanted_transport, self.transport = wanted, choice
@@ -222,6 +227,8 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
+    nccl_max_ctas: int | None = None,
+    native_reduce: bool = False,
 ) -> nn.Module:
     """Shard every parameter of `model` over the ranks, in place (ZeRO-3, arXiv:1910.02054).
 
@@ -240,6 +247,14 @@ def shard(
         reduce_dtype: a narrower dtype for gradients on the wire. The sum is fp32 in any case (fp64 for fp64), in rank
             order.
         ignored_params: parameters that stay as they are.
+        nccl_max_ctas: most SMs (thread blocks) that one of NCCL's kernels takes from compute: gathers and reduces, and sums over
+            replicas, then go over groups of zcompile's own instead of the mesh's. Default: NCCL's choice. The environment
+            variable NCCL_MAX_CTAS limits all groups of a process and takes precedence. Peer to peer, nothing is limited but
+            sums over replicas.
+        native_reduce: reduce by the reduce-scatter of NCCL (or gloo) where the transport is one of them. It adds up in its own order, in
+            the width of the wire, so that numbers depend on the backend, the number of ranks and their links: bf16 gradients are added up in bf16, unless
+            `reduce_dtype`, which may then be the wider one, makes them travel as fp32. fp16 sums may overflow. Scalars, sums over replicas, division
+            and accumulation stay as they are; peer to peer, everything does.
 
     Returns:
         `model`, with parameters replaced. Build the optimizer afterwards.
@@ -247,7 +262,7 @@ def shard(
     Raises:
         RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks disagree
             on the model.
-        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices.
+        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, an `nccl_max_ctas` that is not positive or not for NCCL.
         TypeError: a parameter or dtype that is not floating-point.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -258,10 +273,11 @@ def shard(
     check_mesh(mesh)
     mesh = mesh or _default_mesh(model)
     ignored = {id(parameter) for parameter in ignored_params}
-    error = check_model(model, mesh, ignored, param_dtype, reduce_dtype)
-    agree_on_model(mesh, error, [*signature(model, ignored), str((param_dtype, reduce_dtype))])
+    error = check_model(model, mesh, ignored, param_dtype, reduce_dtype) or check_max_ctas(mesh, nccl_max_ctas)
+    options = f"{param_dtype=!s} {reduce_dtype=!s} {nccl_max_ctas=} {native_reduce=}"
+    agree_on_model(mesh, error, [*signature(model, ignored), options])
 
-    state = ShardedModel(mesh)
+    state = ShardedModel(mesh, nccl_max_ctas, native_reduce)
     device = _device(mesh)
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter, which `originals` keeps taken
     originals: list[nn.Parameter] = []
@@ -360,21 +376,40 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
-def _groups(mesh: DeviceMesh) -> dict:
+def _groups(mesh: DeviceMesh, nccl_max_ctas: int | None) -> dict:
     """Process groups of the runtime, by name; see `Groups` in csrc/runtime.h."""
     shard_group = mesh.get_group(mesh.ndim - 1)
     on_cpu = mesh.device_type == "cpu"
     everyone = mesh.mesh.flatten().tolist()
-    new_group = functools.partial(dist.new_group, use_local_synchronization=True)
     several = mesh.size() > 1
+
+    def limited(group: dist.ProcessGroup) -> dist.ProcessGroup:
+        return group if nccl_max_ctas is None or not several else new_group(group, nccl_max_ctas)
+
     return {
-        "gather": shard_group.group_name,
-        "reduce": new_group(dist.get_process_group_ranks(shard_group)).group_name if several else shard_group.group_name,
-        "replicate": mesh.get_group(0).group_name if mesh.ndim == 2 else "",
-        "control": new_group(everyone, backend="gloo").group_name if on_cpu and several else "",
+        "gather": limited(shard_group).group_name,
+        "reduce": new_group(shard_group, nccl_max_ctas).group_name if several else shard_group.group_name,
+        "replicate": limited(mesh.get_group(0)).group_name if mesh.ndim == 2 else "",
+        "control": dist.new_group(everyone, backend="gloo", use_local_synchronization=True).group_name if on_cpu and several else "",
         "rank": shard_group.rank(),
         "world": shard_group.size(),
     }
+
+
+def new_group(like: dist.ProcessGroup, nccl_max_ctas: int | None = None) -> dist.ProcessGroup:
+    """Another communicator between the ranks of `like`, which call it together.
+
+    Args:
+        nccl_max_ctas: most SMs that one of its kernels takes, for NCCL, whose lower bound is 1 unless NCCL_MIN_CTAS is set.
+    """
+    how: dict[str, Any] = {}
+    if nccl_max_ctas is not None:
+        theirs = like._get_backend(torch.device("cuda")).options
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=theirs.is_high_priority_stream)
+        options.config.max_ctas = nccl_max_ctas
+        options._timeout = theirs._timeout  # new_group warns of a timeout that is given once
+        how = {"backend": "nccl", "pg_options": options, "timeout": theirs._timeout}
+    return dist.new_group(dist.get_process_group_ranks(like), use_local_synchronization=True, **how)
 
 
 @torch.no_grad()

@@ -30,11 +30,12 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
+def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model], nccl_max_ctas: int | None = None) -> Choice:
     """The transport for `wanted`, one of TRANSPORTS: the same on all ranks of the mesh, which call it together.
 
     Args:
         make_runtime: makes an empty model over the same process groups, on which "auto" measures.
+        nccl_max_ctas: the limit that these groups have.
 
     Raises:
         ValueError: `wanted` is not known, or is not possible for this mesh; the reason is in the text.
@@ -46,7 +47,7 @@ def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) 
         return Choice(wanted, "asked for")
     obstacle = _obstacle_to_p2p(mesh)
     if wanted == "auto":
-        return Choice(collectives, obstacle) if obstacle else _faster(mesh, make_runtime)
+        return Choice(collectives, obstacle) if obstacle else _faster(mesh, make_runtime, nccl_max_ctas)
     if wanted == "p2p" and not obstacle:
         return Choice("p2p", "asked for")
     raise ValueError(
@@ -79,10 +80,11 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
     return next(filter(None, of_all(mesh, obstacle)), "")
 
 
-def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
+def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model], nccl_max_ctas: int | None) -> Choice:
     """What was faster on this machine, from its cache or measured now."""
     group = _shard_group(mesh)
     key = f"{torch.cuda.get_device_name()} x{group.size()}, torch {torch.__version__}, cuda {torch.version.cuda}"
+    key += "" if nccl_max_ctas is None else f", NCCL on {nccl_max_ctas} SMs"
     times = _all_gather(group, _read_cache().get(key))[0]
     measured = times is None
     if measured:
