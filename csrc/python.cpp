@@ -1,9 +1,11 @@
 // Python's view of the runtime: a model's table of shards, and what went over the wire.
 
+#include "lending.h"
 #include "numerics.h"
 #include "runtime.h"
 
 #include <ATen/ops/from_blob.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
@@ -76,6 +78,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"), py::kw_only(), py::arg("base") = py::none(),
       py::arg("squares") = py::none());
   module.def("make_squares", &make_squares, py::arg("numel"), py::arg("device"));
+  py::class_<Lending>(module, "Lending", "For tests: where gradients may lie, in memory whose shards are [(begin, end), ...].")
+      .def(
+          py::init([](const std::vector<std::pair<int64_t, int64_t>>& shards, int64_t bytes) {
+            std::vector<Lending::Place> places;
+            for (const auto& [begin, end] : shards) places.push_back({begin, end});
+            return Lending(std::move(places), bytes);
+          }),
+          py::arg("shards"), py::arg("bytes"))
+      .def("renew", &Lending::renew)
+      .def("is_dead", &Lending::is_dead, py::arg("shard"))
+      .def("start_gather", &Lending::start_gather, py::arg("shard"))
+      .def("finish_gather", &Lending::finish_gather, py::arg("shard"), py::arg("in_backward"))
+      .def("gather_elsewhere", &Lending::gather_elsewhere, py::arg("shard"))
+      .def("count_reduces", &Lending::count_reduces, py::arg("count"))
+      .def("lend", &Lending::lend, py::arg("bytes"), py::arg("is_in_use"))
+      .def("finish_backward", &Lending::finish_backward, py::arg("stays"));
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,

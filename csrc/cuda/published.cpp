@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "../numerics.h"
 
@@ -33,7 +32,9 @@ class Published::Gather : public EventTransfer {
  public:
   Gather(Published& published, std::vector<Pull> pulls, c10::cuda::CUDAEvent event)
       : EventTransfer(published.pool_, std::move(event)), published_(published), pulls_(std::move(pulls)) {
-    for (auto& pull : pulls_) pull.shard->in_flight += 1;
+    for (const auto& pull : pulls_) {
+      if (published_.takes_part(*pull.shard)) published_.lending_.start_gather(pull.shard->position);
+    }
   }
   ~Gather() override { land(); }
   void wait() override {
@@ -43,9 +44,8 @@ class Published::Gather : public EventTransfer {
 
  private:
   void land() {
-    for (auto& pull : std::exchange(pulls_, {})) {
-      pull.shard->in_flight -= 1;
-      if (in_backward()) pull.shard->last_wait = published_.reduces_;
+    for (const auto& pull : std::exchange(pulls_, {})) {
+      if (published_.takes_part(*pull.shard)) published_.lending_.finish_gather(pull.shard->position, in_backward());
     }
   }
 
@@ -110,12 +110,9 @@ Published::Shard* Published::find(const GatherRequest& request) {
     shard.gathers_of_renewal += 1;
   }
   if (!shard.arena) return nullptr;
-  if (is_lent(shard)) {
-    shard.last_wait = std::numeric_limits<int64_t>::max();  // not dead when it was thought to be: not lent the next time
-    return nullptr;
-  }
-  if (shard.position < in_first_arena_) alive_ = std::max(alive_, shard.position + 1);
-  return &shard;
+  if (!is_dead(shard)) return &shard;
+  lending_.gather_elsewhere(shard.position);
+  return nullptr;
 }
 
 c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
@@ -174,7 +171,7 @@ at::Tensor Published::compose(const Parameter& parameter, at::ScalarType dtype) 
   if (found == shards_.end()) return {};
   const auto& shard = found->second;
   if (must_renew(shard)) renew();
-  if (!shard.block || is_lent(shard)) return {};
+  if (!shard.block || is_dead(shard)) return {};
   const auto numel = parameter.chunk * model_.world();
   auto* memory = composer_->compose(&shard, numel * shard.width(), shard.own_pages(model_.rank()));
   if (!memory) return {};
@@ -183,39 +180,23 @@ at::Tensor Published::compose(const Parameter& parameter, at::ScalarType dtype) 
       [composer = composer_](void* full) { composer->release(full); });
 }
 
-bool Published::is_lent(const Shard& shard) const {
-  return shard.arena == arenas_.front().get() && shard.end > lent_from_;
-}
-
 at::Tensor Published::lend(const Parameter& parameter) {
   if (arenas_.empty() || old_ || !in_backward() || model_.keeps()) return {};  // the next micro-step gathers them again
-  auto dead = [&](const Shard& shard) {
-    const auto readers_end = shard.block ? 1 : 0;  // reduces after the last gather
-    return shard.dead_from && *shard.dead_from <= reduces_ - readers_end && shard.in_flight == 0;
-  };
-  while (alive_ > 0 && dead(*order_[alive_ - 1])) alive_ -= 1;
-  const auto free_from = alive_ == 0 ? 0 : order_[alive_ - 1]->end;
-  // Of a whole piece, also where this rank's is shorter: all ranks must lend the same places.
   const auto bytes = round_up(parameter.chunk * static_cast<int64_t>(parameter.shard.element_size()));
-  if (bytes == 0 || lent_from_ - free_from < bytes) return {};
-  const auto end = std::exchange(lent_from_, lent_from_ - bytes);
-  for (size_t at = alive_; at < in_first_arena_; ++at) {
-    const auto& shard = *order_[at];
-    const bool overlaps = shard.offset_on(model_.rank()) < end && shard.end > lent_from_;
-    if (shard.block && overlaps && composer_->is_in_use(&shard)) return {};
-  }
+  const auto offset = lending_.lend(bytes, [&](size_t at) { return order_[at]->block && composer_->is_in_use(order_[at]); });
+  if (!offset) return {};
   composer_->settle();
   auto gradient = over(
-      arenas_.front()->at(model_.rank(), lent_from_), parameter.shard.sizes(),
+      arenas_.front()->at(model_.rank(), *offset), parameter.shard.sizes(),
       parameter.shard.options().requires_grad(false), [arena = arenas_.front()](void*) {});
-  lent_.push_back({gradient.storage().getWeakStorageImpl(), bytes});
+  lent_.push_back(gradient.storage().getWeakStorageImpl());
   return gradient;
 }
 
 void Published::move_gradients_out() {
   reducer_.finish(c10::cuda::getCurrentCUDAStream());  // what is still being written is written
   for (const auto& lent : lent_) {
-    auto gradient = lent.gradient.lock();
+    auto gradient = lent.lock();
     if (!gradient) continue;
     const auto options = at::TensorOptions().device(gradient->device()).dtype(at::kByte);
     const auto bytes = static_cast<int64_t>(gradient->nbytes());
@@ -232,10 +213,8 @@ void Published::move_gradients_out() {
 void Published::finish_backward() {
   stays_ = model_.keeps();
   old_ = old_ || !stays_;
-  reduces_ = 0;
+  lending_.finish_backward(stays_);
   for (auto* shard : order_) {
-    const auto last_wait = std::exchange(shard->last_wait, 0);
-    if (!stays_) shard->dead_from = last_wait;  // while some are kept, not all are gathered
     if (shard->gathers == 0) continue;
     shard->gathers_of_forward = std::min(shard->gathers, shard->gathers_of_forward.value_or(shard->gathers));
     shard->gathers = 0;
@@ -259,8 +238,7 @@ void Published::renew() {
   old_ = stays_ = false;
   if (arenas_.empty()) return;
   if (!lent_.empty()) move_gradients_out();
-  lent_from_ = arenas_.front()->bytes();
-  alive_ = in_first_arena_;
+  lending_.renew();
   renewals_ += 1;
   arrived_ = 0;
   composer_->settle();
@@ -314,7 +292,12 @@ void Published::place() {
   for (auto one = first; one != order_.end(); ++one) (*one)->arena = arenas_.back().get();
   for (const auto& [shard, block] : with_pages) shard->block = arenas_.back()->block(block);
   for (size_t at = 0; at < order_.size(); ++at) order_[at]->position = at;
-  if (arenas_.size() == 1) in_first_arena_ = order_.size();
+  if (arenas_.size() == 1) {
+    in_first_arena_ = order_.size();
+    std::vector<Lending::Place> places;
+    for (const auto* shard : order_) places.push_back({shard->offset_on(model_.rank()), shard->end});
+    lending_ = Lending(std::move(places), arenas_.front()->bytes());
+  }
   form_groups();
 }
 

@@ -16,16 +16,8 @@
 // What is gathered is known after one step. Until then, and for a parameter or a width that turns up later, gathers go
 // over c10d; the next renewal makes room for them.
 //
-// [Note: gradients in the place of shards]
-// A published shard is dead from its last gather of a backward to the next renewal, and gradients live from then to the
-// optimizer: so gradients take the place of dead shards, and the copies cost no memory at the peak. Shards lie in the
-// order of first gathers, so backward frees them from the end: gradients are placed from the end downwards.
-//   - Which gather is a shard's last is known from the backward before. Should another one come, it goes over c10d.
-//   - A peer's reduce n says that the peer has waited for what its program waited for before it, so that the owner may
-//     overwrite, in reduce n, a shard whose last gather was waited for before reduce n on every rank.
-//   - The owner's own full parameter may be composed of the shard (composed.h), and lives until its last reader. That is over one
-//     reduce later, as a rule; if not, the gradient gets memory of its own, but the place counts as taken: ranks must agree.
-//   - A renewal finds gradients that are still alive (accumulation) and moves them to memory of their own.
+// Meanwhile, gradients take the place of shards: see the note in lending.h. A renewal finds gradients that are still alive
+// (accumulation) and moves them to memory of their own.
 #pragma once
 
 #include <map>
@@ -33,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "../lending.h"
 #include "../runtime.h"
 #include "composed.h"
 #include "fan.h"
@@ -52,7 +45,7 @@ class Published {
   at::Tensor compose(const Parameter& parameter, at::ScalarType dtype);
   // Memory for the gradient of `parameter` in the place of dead shards; undefined if there is not enough.
   at::Tensor lend(const Parameter& parameter);
-  void count_reduces(int64_t count) { reduces_ += count; }
+  void count_reduces(int64_t count) { lending_.count_reduces(count); }
   void finish_backward();
   void expire() { old_ = true; }  // masters may have changed
   void renew_if_old();
@@ -74,9 +67,6 @@ class Published {
     int64_t gathers_of_renewal = 0;  // outside of backward, since the last renewal
     std::optional<int64_t> gathers_of_forward;  // fewest between two backwards
     uint64_t version = 0;  // of the master when it was published
-    int64_t in_flight = 0;  // gathers that have not been waited for
-    int64_t last_wait = 0;  // reduces of this backward when a gather was last waited for
-    std::optional<int64_t> dead_from;  // the reduce before which the last gather of the backward before was waited for
 
     int64_t width() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
     int64_t bytes() const { return parameter->chunk * width(); }
@@ -92,18 +82,14 @@ class Published {
     at::Tensor padded;
   };
 
-  struct Lent {
-    c10::weak_intrusive_ptr<c10::StorageImpl> gradient;
-    int64_t bytes;
-  };
-
   Shard* find(const GatherRequest& request);  // none if it is not published
   bool must_renew(const Shard& shard) const;
   void renew();
   void place();
   std::vector<Copy> copies_of_own(const Shard& shard, char* to) const;
   void move_gradients_out();
-  bool is_lent(const Shard& shard) const;
+  bool takes_part(const Shard& shard) const { return shard.position < in_first_arena_; }  // in the lending of places
+  bool is_dead(const Shard& shard) const { return takes_part(shard) && lending_.is_dead(shard.position); }
   void form_groups();
   void publish(uint32_t group);
   void await(uint32_t group);
@@ -121,12 +107,10 @@ class Published {
   std::shared_ptr<Composer> composer_;                      // as full parameters do
   std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;
   std::vector<Shard*> order_;  // of first gathers, small ones before; in which renewals publish
-  std::vector<Lent> lent_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> lent_;  // gradients in the place of shards
   size_t layout_ = 0;  // hash of what lies where, the same on all ranks
   size_t in_first_arena_ = 0;
-  size_t alive_ = 0;  // shards at the front of the first arena that may be gathered yet in this backward
-  int64_t lent_from_ = 0;  // offset in the first arena
-  int64_t reduces_ = 0;  // of this backward
+  Lending lending_;  // of the first arena
   std::vector<c10::cuda::CUDAEvent> casts_;  // by group: this rank has published it
   bool old_ = false;
   bool stays_ = false;  // the last backward left masters as they were

@@ -1,0 +1,128 @@
+"""Where gradients lie among published shards, over random programs of ranks that run the same one."""
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from zcompile import _C
+
+RANKS = 3
+STEPS = 8
+
+
+@dataclass
+class Rank:
+    """One rank's memory: which bytes must stay as they are, and what gradients were put there."""
+
+    lending: _C.Lending
+    used: set[int] = field(default_factory=set)  # shards that its own full parameters are composed of
+    gradients: list[tuple[int, int]] = field(default_factory=list)  # since the renewal
+
+    def holds(self, begin: int, end: int) -> bool:
+        return all(end <= low or high <= begin for low, high in self.gradients)
+
+
+class Program:
+    """Shards, and what a backward does with them: the same in every step, but for gathers that nobody expected."""
+
+    def __init__(self, generator: random.Random):
+        self.generator = generator
+        sizes = [generator.randrange(1, 9) * 512 for _ in range(generator.randrange(1, 12))]
+        ends = list(itertools.accumulate(sizes))
+        self.shards = list(zip([0, *ends], ends))
+        self.ranks = [Rank(_C.Lending(self.shards, ends[-1])) for _ in range(RANKS)]
+        order = sorted(range(len(sizes)), key=lambda one: -one + generator.uniform(0, 3))  # about from the end
+        self.actions = []
+        for at, shard in enumerate(order):
+            gathered = generator.random() < 0.8  # others stay full from forward
+            self.actions += [(at, "gather", shard), (at + generator.uniform(0, 2), "wait", shard)] * gathered
+            self.actions.append((at + generator.uniform(1, 4), "reduce", shard))
+        self.actions.sort(key=lambda one: one[0])
+        self.lent: list[int] = []  # bytes, of rank 0, in each step
+
+    def step(self, surprises: bool) -> None:
+        for rank in self.ranks:
+            rank.lending.renew()
+            rank.gradients.clear()
+            assert not any(map(rank.lending.is_dead, range(len(self.shards))))
+        in_flight: dict[int, bool] = {}  # shard -> whether it comes from here
+        unexpected: list[tuple[int, bool]] = []
+        readers: list[tuple[float, Rank, int]] = []  # until when a rank reads a shard where it is
+        for time, what, shard in self.actions:
+            readers = [(until, rank, one) for until, rank, one in readers if until > time or rank.used.discard(one)]
+            if what == "gather":
+                in_flight[shard] = self.gather(shard)
+                for rank in self.ranks if in_flight[shard] else ():
+                    rank.used.add(shard)
+            elif what == "wait":
+                self.finish(shard, in_flight[shard])
+                readers += [(time + self.generator.choice((0, 1, 2.5)), rank, shard) for rank in self.ranks if shard in rank.used]
+            else:
+                self.reduce(shard)
+            if unexpected and self.generator.random() < 0.7:
+                self.finish(*unexpected.pop())
+            if surprises and self.generator.random() < 0.3:
+                one = self.generator.randrange(len(self.shards))
+                unexpected.append((one, self.gather(one)))
+        for one in unexpected:
+            self.finish(*one)
+        for rank in self.ranks:
+            rank.lending.finish_backward(stays=False)
+            rank.used.clear()
+        self.lent.append(sum(end - begin for begin, end in self.ranks[0].gradients))
+
+    def gather(self, shard: int) -> bool:
+        dead = {rank.lending.is_dead(shard) for rank in self.ranks}
+        assert len(dead) == 1, "some ranks would wait for others in a collective"
+        for rank in self.ranks:
+            rank.lending.gather_elsewhere(shard) if dead == {True} else rank.lending.start_gather(shard)
+        return dead == {False}
+
+    def finish(self, shard: int, from_here: bool) -> None:
+        for rank in self.ranks if from_here else ():
+            assert rank.holds(*self.shards[shard]), "a gradient lies where a peer has just read a shard"
+            rank.lending.finish_gather(shard, in_backward=True)
+
+    def reduce(self, shard: int) -> None:
+        begin, end = self.shards[shard]
+        for rank in self.ranks:
+            offset = rank.lending.lend(2 * (end - begin), rank.used.__contains__)
+            if offset is not None:
+                place = offset, offset + 2 * (end - begin)
+                assert 0 <= offset and place[1] <= self.shards[-1][1] and rank.holds(*place)
+                for one in rank.used:
+                    low, high = self.shards[one]
+                    assert high <= place[0] or place[1] <= low, "a gradient lies where its own rank reads a shard"
+                rank.gradients.append(place)
+            rank.lending.count_reduces(1)
+
+
+@pytest.mark.parametrize("surprises", [False, True])
+def test_gradients_lie_where_nobody_reads(surprises):
+    generator = random.Random(0)
+    shares = []
+    for _ in range(300):
+        program = Program(generator)
+        for step in range(STEPS):
+            program.step(surprises and step % 3 == 2)
+        assert program.lent[0] == 0  # nothing is known of the first backward
+        shares.append(program.lent[-1] / program.shards[-1][1])
+    assert sum(shares) / len(shares) > (0.1 if surprises else 0.3)
+
+
+def test_a_backward_from_the_end_fills_all_places():
+    """Each parameter is gathered, read and reduced before the one in front of it: half of the gradients, being twice as wide, fit."""
+    count = 32
+    lending = _C.Lending([(512 * at, 512 * (at + 1)) for at in range(count)], 512 * count)
+    for step in range(3):
+        lending.renew()
+        lent = 0
+        for shard in reversed(range(count)):
+            lending.start_gather(shard)
+            lending.finish_gather(shard, in_backward=True)
+            lent += lending.lend(1024, lambda one: False) is not None
+            lending.count_reduces(1)
+        lending.finish_backward(stays=False)
+        assert lent == (0 if step == 0 else count // 2)
