@@ -131,7 +131,8 @@ def test_steps_like_eager(ranks, config, by_parameter, cast_bytes):
 
 
 def norms_from_reduces(rank, world, config):
-    """Squares come from reduces where gradients are as they were reduced, and norms are those of eager ZeRO-3."""
+    """Squares come from reduces where gradients are as they were reduced, and norms are those of eager ZeRO-3, which adds up in another
+    order, in fp64."""
     utils, curves = deepspeed.utils, []
     for flag in (None, {}):
         engine = make_engine(flag, gradient_accumulation_steps=1, **config)
@@ -156,7 +157,7 @@ def norms_from_reduces(rank, world, config):
         assert flag is None or taken(engine), engine.zcompile.given_back
         curves.append(curve)
         engine.destroy()
-    assert apart(*curves)[1] == 0, curves
+    assert apart(*curves)[1] < 1e-15, curves
 
 
 @pytest.mark.parametrize("config", [{}, SUB_GROUPS], ids=["one group", "sub-groups"])

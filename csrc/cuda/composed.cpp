@@ -7,7 +7,7 @@
 namespace zcompile::cuda {
 
 Composer::~Composer() {
-  cudaDeviceSynchronize();  // addresses are taken away while nothing runs
+  finish(device_);
 }
 
 void* Composer::compose(const void* parameter, int64_t bytes, const OwnPages& own) {

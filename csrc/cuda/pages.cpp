@@ -49,6 +49,14 @@ void check(bool well, const char* what) {
   TORCH_CHECK(well, "zcompile: ", what, " failed while ranks exchanged memory: ", std::strerror(errno));
 }
 
+// A signal ends a call that has a time limit, whatever its handler asks for.
+template <class Call>
+auto despite_signals(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
 // Sends descriptors to the processes of a group on this host, over sockets without a place in the file system.
 class DescriptorExchange {
  public:
@@ -77,14 +85,14 @@ class DescriptorExchange {
       limit_patience(outgoing_.back());
       check(connect(outgoing_.back().get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0, "connect");
     }
-    for (int64_t step = 1; step < world; ++step) {
-      Descriptor accepted(accept(inbox_.get(), nullptr, nullptr));
+    while (static_cast<int64_t>(incoming_.size()) + 1 < world) {
+      Descriptor accepted(despite_signals([&] { return accept(inbox_.get(), nullptr, nullptr); }));
       check(accepted.get() >= 0, "accept");
       ucred who{};
       socklen_t length = sizeof who;
       check(getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0, "getsockopt");
       const auto found = std::find(processes_.begin(), processes_.end(), who.pid);
-      TORCH_CHECK(found != processes_.end(), "zcompile: process " + std::to_string(who.pid) + " wants memory of this model, and is no rank of it");
+      if (found == processes_.end()) continue;  // some other process, which gets nothing
       limit_patience(accepted);
       incoming_.emplace_back(found - processes_.begin(), std::move(accepted));
     }
@@ -152,12 +160,14 @@ class DescriptorExchange {
     beside->cmsg_len = CMSG_LEN(sizeof(int) * descriptors.size());
     std::transform(
         descriptors.begin(), descriptors.end(), reinterpret_cast<int*>(CMSG_DATA(beside)), [](const auto& one) { return one.get(); });
-    check(sendmsg(to.get(), &message.header, MSG_NOSIGNAL) == 1, "sendmsg");
+    check(despite_signals([&] { return sendmsg(to.get(), &message.header, MSG_NOSIGNAL); }) == 1, "sendmsg");
   }
 
   static std::vector<Descriptor> receive(const Descriptor& from, size_t count) {
     Message message(count);
-    check(recvmsg(from.get(), &message.header, MSG_CMSG_CLOEXEC) == 1, "recvmsg");
+    const auto bytes = despite_signals([&] { return recvmsg(from.get(), &message.header, MSG_CMSG_CLOEXEC); });
+    TORCH_CHECK(bytes != 0, "zcompile: a rank ended while ranks exchanged memory");
+    check(bytes == 1, "recvmsg");
     std::vector<Descriptor> received;
     if (auto* beside = CMSG_FIRSTHDR(&message.header)) {
       const auto* numbers = reinterpret_cast<const int*>(CMSG_DATA(beside));
@@ -177,6 +187,15 @@ class DescriptorExchange {
   std::vector<Descriptor> outgoing_;                      // by steps from this rank
   std::vector<std::pair<int64_t, Descriptor>> incoming_;  // with the rank
 };
+
+// Even looking up a function of the driver may fail.
+template <class Call>
+void give_back(const Call& call) noexcept {
+  try {
+    call();
+  } catch (const std::exception&) {
+  }
+}
 
 }  // namespace
 
@@ -209,9 +228,16 @@ Block::Block(int descriptor, int64_t bytes) : bytes_(bytes) {
       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 }
 
+void finish(c10::Device device) noexcept {
+  int current = 0;
+  if (cudaGetDevice(&current) != cudaSuccess || cudaSetDevice(device.index()) != cudaSuccess) return;  // at the end of a process
+  cudaDeviceSynchronize();
+  cudaSetDevice(current);
+}
+
 // Here and below, what fails at the end of a process, when the driver has gone before, is of no interest any more.
 Block::~Block() {
-  ZCOMPILE_DRIVER(cuMemRelease)(handle_);
+  give_back([this] { ZCOMPILE_DRIVER(cuMemRelease)(handle_); });
 }
 
 int Block::export_descriptor() const {
@@ -227,10 +253,12 @@ Range::Range(int64_t bytes) : bytes_(bytes) {
 }
 
 Range::~Range() {
-  for (const auto& [offset, block] : mapped_) {
-    ZCOMPILE_DRIVER(cuMemUnmap)(begin_ + static_cast<CUdeviceptr>(offset), static_cast<size_t>(block->bytes()));
-  }
-  ZCOMPILE_DRIVER(cuMemAddressFree)(begin_, static_cast<size_t>(bytes_));
+  give_back([this] {
+    for (const auto& [offset, block] : mapped_) {
+      ZCOMPILE_DRIVER(cuMemUnmap)(begin_ + static_cast<CUdeviceptr>(offset), static_cast<size_t>(block->bytes()));
+    }
+    ZCOMPILE_DRIVER(cuMemAddressFree)(begin_, static_cast<size_t>(bytes_));
+  });
 }
 
 void Range::map(int64_t offset, std::shared_ptr<const Block> block) {
@@ -247,7 +275,8 @@ void Range::open(c10::Device device) {
 }
 
 SharedBlocks::SharedBlocks(
-    const std::string& group, c10::Device device, int64_t rank, int64_t world, std::vector<int64_t> sizes) {
+    const std::string& group, c10::Device device, int64_t rank, int64_t world, std::vector<int64_t> sizes)
+    : device_(device) {
   const auto bytes = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   for (int64_t owner = 0; owner < world; ++owner) ranges_.push_back(std::make_unique<Range>(bytes));
   DescriptorExchange descriptors(group, device, rank, world);

@@ -21,6 +21,9 @@ constexpr int64_t page_above(int64_t bytes) {
   return page_below(bytes + page_bytes - 1);
 }
 
+// Waits for all that `device` has to do: addresses are taken away while nothing runs.
+void finish(c10::Device device) noexcept;
+
 // Memory without an address.
 class Block {
  public:
@@ -64,12 +67,14 @@ class Range {
 class SharedBlocks {
  public:
   SharedBlocks(const std::string& group, c10::Device device, int64_t rank, int64_t world, std::vector<int64_t> sizes);
+  ~SharedBlocks() { finish(device_); }
 
   char* at(int64_t rank, int64_t offset) const { return ranges_.at(rank)->begin() + offset; }
   int64_t bytes() const { return ranges_.front()->bytes(); }
   const std::shared_ptr<const Block>& block(size_t index) const { return own_.at(index); }  // this rank's
 
  private:
+  c10::Device device_;
   std::vector<std::shared_ptr<const Block>> own_;
   std::vector<std::unique_ptr<Range>> ranges_;  // of every rank's memory, as this rank maps it
 };
