@@ -1,6 +1,5 @@
 """The profiler: what it adds up, what it says of engines that fail, and that its report can be looked at."""
 
-import functools
 import gzip
 import html
 import importlib.util
@@ -22,6 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from browser import NoBrowser, look
 from models import Transformer, batch, loss_of
 from zcompile.profile import compare, report
 from zcompile.profile.__main__ import job_of, main, parser
@@ -243,28 +243,36 @@ def test_a_picture_of_nothing_is_left_out(profiled, tmp_path):
     assert set(report.PICTURES) - names == {"kinds", "windows"}
 
 
-def test_report_in_a_browser(profiled):
-    """Every picture has something in it, and nothing on the page complains."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium")
-    page = profiled / "looked_at.html"
+def looked_at(page, folder):
+    """What a browser's console is told by `page`, and of each picture how wide and high it is shown, and with how many colored pixels."""
     where = "[...document.querySelectorAll('figure svg')].map(one => {const r = one.getBoundingClientRect(); return [r.x, r.y, r.right, r.bottom]})"
     script = f"<script>document.body.dataset.where = JSON.stringify({where})</script></body>"
-    page.write_text((profiled / "report.html").read_text().replace("</body>", script))
-    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=60)
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,6000", "--enable-logging=stderr"]
-    looked = run([*command, "--dump-dom", page.as_uri()])
-    assert "CONSOLE" not in looked.stderr
-    places = json.loads(re.search(r'data-where="([^"]*)"', looked.stdout)[1])
-    assert len(places) == len(report.PICTURES)
-    run([*command, f"--screenshot={profiled / 'page.png'}", page.as_uri()])
-    image = Image.open(profiled / "page.png").convert("RGB")
-    for place in places:
-        seen = image.crop(tuple(round(edge) for edge in place))
+    (folder / "page.html").write_text(page.replace("</body>", script))
+    try:
+        console, dom = look(folder / "page.html", folder / "page.png")
+    except NoBrowser as reason:
+        pytest.skip(f"no browser: {reason}")
+    shown = Image.open(folder / "page.png").convert("RGB")
+    pictures = []
+    for place in json.loads(re.search(r'data-where="([^"]*)"', dom)[1]):
+        seen = shown.crop(tuple(round(edge) for edge in place))
         colors = seen.getcolors(maxcolors=1 << 20)
         colored = sum(count for count, (red, green, blue) in colors if max(red, green, blue) - min(red, green, blue) > 40)
-        assert seen.width > 400 and seen.height > 50 and colored > 200, place
+        pictures.append((seen.width, seen.height, colored))
+    return console, pictures
+
+
+def test_report_in_a_browser(profiled, tmp_path):
+    """Every picture has something in it, and nothing on the page complains; where they do, it is seen."""
+    page = (profiled / "report.html").read_text()
+    console, pictures = looked_at(page, tmp_path)
+    assert not console and len(pictures) == len(report.PICTURES)
+    for width, height, colored in pictures:
+        assert width > 400 and height > 50 and colored > 200, pictures
+    broken = re.sub(r"(<figure id=\"memory\"><svg[^>]*>).*?(?=</svg>)", r"\1", page, flags=re.DOTALL)
+    console, emptied = looked_at(broken.replace("</body>", "<script>absent()</script></body>"), tmp_path)
+    assert "absent is not defined" in console
+    assert [colored > 200 for *_, colored in emptied] == [name != "memory" for name in report.PICTURES]
 
 
 def losses_of(rank, world, engine):

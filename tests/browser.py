@@ -1,0 +1,107 @@
+"""Looks at a page in a headless browser: the Chromium that is installed, else Qt's, which comes as wheels."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SIZE = 1000, 6000
+TIMEOUT_SECONDS = 180
+
+
+class NoBrowser(Exception):
+    """None starts; the text says why of each."""
+
+
+def look(page: Path, screenshot: Path) -> tuple[str, str]:
+    """What the console of `page` was told, and its DOM when its scripts had run; `screenshot`, a PNG, is of its upper `SIZE` pixels.
+
+    Raises:
+        NoBrowser: there is nothing to look with.
+    """
+    return _browser()(page.as_uri(), screenshot)
+
+
+@functools.cache
+def _browser():
+    """The first that shows a page of one word."""
+    why = []
+    installed = filter(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    for browser in (*(functools.partial(_chromium, name) for name in installed), _qt):
+        try:
+            if ">word</p>" in browser("data:text/html,<p>word</p>", os.devnull)[1]:
+                return browser
+            why.append("a page has nothing in it")
+        except subprocess.CalledProcessError as error:
+            why.append((error.stderr.splitlines() or [str(error)])[-1])
+        except subprocess.TimeoutExpired as error:
+            why.append(str(error))
+    raise NoBrowser("; ".join(why))
+
+
+def _run(*command, **environment):
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=os.environ | environment)
+
+
+def _chromium(name, url, screenshot):
+    command = [name, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size={},{}".format(*SIZE), "--enable-logging=stderr"]
+    looked = _run(*command, "--dump-dom", url)
+    _run(*command, f"--screenshot={screenshot}", url)
+    return "\n".join(line for line in looked.stderr.splitlines() if "CONSOLE" in line), looked.stdout
+
+
+def _qt(url, screenshot):
+    """In a process of its own, which Qt takes with it when it cannot start."""
+    flags = "--no-sandbox --disable-gpu"
+    run = _run(sys.executable, __file__, url, screenshot, QT_QPA_PLATFORM="offscreen", QTWEBENGINE_CHROMIUM_FLAGS=flags)
+    return json.loads(run.stdout)
+
+
+def _look_with_qt(url, screenshot):
+    from PySide6.QtCore import QTimer, QUrl
+    from PySide6.QtGui import QImage
+    from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineSettings
+    from PySide6.QtWebEngineWidgets import QWebEngineView
+    from PySide6.QtWidgets import QApplication
+
+    console = []
+
+    class Page(QWebEnginePage):
+        def javaScriptConsoleMessage(self, level, message, line, source):
+            console.append(f"{source}:{line}: {message}")
+
+    def shoot(dom, hidden, last=None):
+        """A page is painted piece by piece while it loads, and as one when it is hidden and shown again."""
+        image = view.grab().toImage()
+        plain = QImage(image)
+        plain.fill(image.pixel(0, 0))
+        if hidden and image == plain:
+            page.runJavaScript("document.documentElement.hidden = false", lambda _: shoot(dom, False))
+        elif not hidden and image == last != plain:
+            image.save(screenshot, "PNG")
+            print(json.dumps(["\n".join(console), dom]))
+            application.quit()
+        else:
+            QTimer.singleShot(100, lambda: shoot(dom, hidden, image))
+
+    def hide(dom):
+        page.runJavaScript("document.documentElement.hidden = true", lambda _: shoot(dom, True))
+
+    application = QApplication([])
+    view = QWebEngineView()
+    page = Page(view)
+    page.loadFinished.connect(lambda loaded: page.toHtml(hide) if loaded else application.exit(1))
+    page.renderProcessTerminated.connect(lambda status, code: application.exit(1))
+    page.settings().setAttribute(QWebEngineSettings.WebAttribute.ShowScrollBars, False)
+    view.setPage(page)
+    view.resize(*SIZE)
+    view.show()
+    view.load(QUrl(url))
+    sys.exit(application.exec())
+
+
+if __name__ == "__main__":
+    _look_with_qt(*sys.argv[1:])
