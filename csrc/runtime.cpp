@@ -456,10 +456,6 @@ Besides besides(Parameter& parameter, const at::Tensor& gradient) {
   return found;
 }
 
-}  // namespace
-
-namespace {
-
 std::vector<at::Tensor> start_gather(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype, bool only_read) {
   auto& model = model_of(parameters);
   const Range all("gather", parameters, dtype);

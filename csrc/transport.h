@@ -65,7 +65,8 @@ class Transport {
   virtual at::Tensor make_full(const Parameter&, at::ScalarType) { return {}; }
   // An uninitialised gradient, shaped like the shard, for the next call of reduce.
   virtual at::Tensor make_gradient(const Parameter& parameter);
-  // The dtype that reduce takes for a gradient of dtype `grad`: the narrower one of that and the parameter's reduce_dtype.
+  // The dtype that reduce takes for a gradient of dtype `grad`: the narrower one of that and the parameter's reduce_dtype, unless
+  // the sum itself has the wire's width.
   virtual at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const;
 
   // One transfer for all requests, which are at least one.
