@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <tuple>
 
 #ifdef ZCOMPILE_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -11,7 +12,7 @@
 
 #include <map>
 
-#include "cuda/kernels.h"
+#include "cuda/types.h"
 #endif
 
 namespace zcompile {
@@ -32,14 +33,7 @@ void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor
 
 #ifdef ZCOMPILE_CUDA
 
-std::optional<cuda::Type> kernel_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return cuda::Type::f32;
-    case at::kBFloat16: return cuda::Type::bf16;
-    case at::kHalf: return cuda::Type::f16;
-    default: return std::nullopt;
-  }
-}
+using cuda::kernel_type;
 
 bool have_kernel(const at::Tensor& from, const at::Tensor& to) {
   return from.is_cuda() && kernel_type(from.scalar_type()) && kernel_type(to.scalar_type());
@@ -74,6 +68,42 @@ void cast(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to
         types.first, types.second, casts.data(), static_cast<int>(casts.size()), c10::cuda::getCurrentCUDAStream()));
   }
 #endif
+}
+
+SortedRows sum_rows(const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
+  SortedRows sorted;
+  std::tie(sorted.rows, sorted.order) = at::sort(indices, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  sorted.sums = at::empty(grad.sizes(), grad.options().dtype(dtype));
+#ifdef ZCOMPILE_CUDA
+  if (have_kernel(grad, sorted.sums)) {
+    C10_CUDA_CHECK(cuda::launch_sum_rows(
+        *kernel_type(grad.scalar_type()), *kernel_type(dtype), grad.const_data_ptr(), sorted.rows.const_data_ptr<int64_t>(),
+        sorted.order.const_data_ptr<int64_t>(), grad.size(0), grad.size(1), sorted.sums.mutable_data_ptr(),
+        c10::cuda::getCurrentCUDAStream()));
+    return sorted;
+  }
+#endif
+  const auto [rows, inverse, counts] = at::unique_consecutive(sorted.rows, /*return_inverse=*/true, /*return_counts=*/true);
+  auto sums = at::zeros({rows.numel(), grad.size(1)}, grad.options().dtype(sum_dtype(grad.scalar_type())));
+  sums.index_add_(0, inverse, grad.index_select(0, sorted.order).to(sums.scalar_type()));
+  sorted.sums.index_copy_(0, counts.cumsum(0).sub_(counts), sums.to(dtype));
+  return sorted;
+}
+
+void spread_rows(const SortedRows& from, at::Tensor dense) {
+#ifdef ZCOMPILE_CUDA
+  if (dense.is_cuda()) {
+    C10_CUDA_CHECK(cuda::launch_spread_rows(
+        {from.rows.const_data_ptr<int64_t>(), from.sums.const_data_ptr(), from.rows.numel()},
+        dense.size(1) * static_cast<int64_t>(dense.element_size()), 0, dense.size(0), dense.mutable_data_ptr(), nullptr,
+        c10::cuda::getCurrentCUDAStream()));
+    return;
+  }
+#endif
+  dense.zero_();
+  const auto [rows, inverse, counts] = at::unique_consecutive(from.rows, /*return_inverse=*/false, /*return_counts=*/true);
+  const auto first = counts.cumsum(0).sub_(counts), real = rows.ge(0).nonzero().squeeze(1);
+  dense.index_copy_(0, rows.index_select(0, real), from.sums.index_select(0, first.index_select(0, real)));
 }
 
 at::Tensor make_squares(int64_t numel, at::Device device) {

@@ -24,6 +24,19 @@ struct Besides {
 // elements as `out`.
 void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const Besides& besides = {});
 
+// Gradients of some rows of a matrix, those of one row next to each other.
+struct SortedRows {
+  at::Tensor rows;   // int64, rising
+  at::Tensor order;  // int64: element i is a gradient of row rows[i] that stood at order[i]
+  at::Tensor sums;   // like the gradients, of a width that they are rounded to: at the first element of each row, what they add up to
+};
+
+// Adds up in fp32, each row's in the order in which they stand. `grad` [count, columns] and `indices` [count] are contiguous.
+SortedRows sum_rows(const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
+
+// dense [rows, columns] = zeros, and these rows where there are any.
+void spread_rows(const SortedRows& from, at::Tensor dense);
+
 // fp64 zeros, as many as mean() adds to when it writes up to `numel` elements.
 at::Tensor make_squares(int64_t numel, at::Device device);
 

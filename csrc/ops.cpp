@@ -105,6 +105,24 @@ at::Tensor reduce_kernel(const at::Tensor& grad, const at::Tensor& shard) {
   return out;
 }
 
+at::Tensor gather_rows_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  return gather_rows(find_to_gather(shard, shape), dtype, indices);
+}
+
+at::Tensor reduce_rows_start_kernel(
+    const at::Tensor& grad, const at::Tensor& shard, const at::Tensor& indices, at::ScalarType dtype) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  return reduce_rows_start(&find_parameter(shard), grad, indices, dtype);
+}
+
+at::Tensor reduce_rows_kernel(
+    const at::Tensor& grad, const at::Tensor& shard, const at::Tensor& indices, at::ScalarType dtype) {
+  auto out = reduce_rows_start_kernel(grad, shard, indices, dtype);
+  reduce_wait(out);
+  return out;
+}
+
 // --- shapes and dtypes only -----------------------------------------------------------------------------------------
 
 at::Tensor gather_meta(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
@@ -125,6 +143,18 @@ at::Tensor gather_wait_meta(const at::Tensor& full) {
 
 at::Tensor reduce_meta(const at::Tensor& /*grad*/, const at::Tensor& shard) {
   return at::empty_like(shard, shard.options().requires_grad(false), at::MemoryFormat::Contiguous);
+}
+
+at::Tensor gather_rows_meta(
+    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
+  auto sizes = indices.sym_sizes().vec();
+  sizes.emplace_back(shape.back());
+  return at::empty_symint(sizes, shard.options().dtype(dtype).requires_grad(false));
+}
+
+at::Tensor reduce_rows_meta(
+    const at::Tensor& grad, const at::Tensor& shard, const at::Tensor& /*indices*/, at::ScalarType /*dtype*/) {
+  return reduce_meta(grad, shard);
 }
 
 std::vector<at::Tensor> reduce_group_meta(at::TensorList grads, at::TensorList shards) {
@@ -243,6 +273,12 @@ TORCH_LIBRARY(zcompile, library) {
   library.def("reduce_start(Tensor grad, Tensor shard) -> Tensor");
   // New tensors that are being filled together, while `grads` are being read.
   library.def("reduce_group_start(Tensor[] grads, Tensor[] shards) -> Tensor[]");
+  // Rows of the full parameter, a matrix, downcast on the way: [*indices.shape, columns]. A new tensor: aliases nothing.
+  library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
+  // As reduce, of the gradient of such rows: zeros, to which `grad` is added in fp32 in the order of `indices`, rounded to `dtype`.
+  // Negative indices count for nothing.
+  library.def("reduce_rows(Tensor grad, Tensor shard, Tensor indices, ScalarType dtype) -> Tensor");
+  library.def("reduce_rows_start(Tensor grad, Tensor shard, Tensor indices, ScalarType dtype) -> Tensor");
   // The same memory, filled. Takes `grad` because it is read until here: nobody may reuse it before.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }
@@ -258,6 +294,9 @@ TORCH_LIBRARY(zcompile, library) {
     library.impl("reduce_wait", reduce_wait_kernel);   \
     library.impl("gather_group_start", gather_group_start_kernel); \
     library.impl("reduce_group_start", reduce_group_start_kernel); \
+    library.impl("gather_rows", gather_rows_kernel); \
+    library.impl("reduce_rows", reduce_rows_kernel); \
+    library.impl("reduce_rows_start", reduce_rows_start_kernel); \
   }
 
 ZCOMPILE_KERNELS(CPU)
@@ -273,13 +312,17 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
   library.impl("reduce_wait", reduce_wait_meta);
   library.impl("gather_group_start", gather_group_meta);
   library.impl("reduce_group_start", reduce_group_meta);
+  library.impl("gather_rows", gather_rows_meta);
+  library.impl("reduce_rows", reduce_rows_meta);
+  library.impl("reduce_rows_start", reduce_rows_meta);
 }
 
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
   library.impl("reduce", reduce_autograd);
   // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several microseconds.
-  for (const auto* op : {"gather_start", "gather_kept_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start", "reduce_group_start"}) {
+  for (const auto* op : {"gather_start", "gather_kept_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start",
+                         "reduce_group_start", "gather_rows", "reduce_rows", "reduce_rows_start"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
 }

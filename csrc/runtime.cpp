@@ -137,6 +137,18 @@ void wait_for(const at::Tensor& destination, const char* op) {
 
 namespace {
 
+// A transfer of tensors that nobody else has.
+class Holding : public Transfer {
+ public:
+  Holding(std::unique_ptr<Transfer> transfer, std::vector<at::Tensor> tensors)
+      : transfer_(std::move(transfer)), tensors_(std::move(tensors)) {}
+  void wait() override { transfer_->wait(); }
+
+ private:
+  std::unique_ptr<Transfer> transfer_;
+  std::vector<at::Tensor> tensors_;
+};
+
 Squares new_squares(const at::Tensor& shard) {
   return {make_squares(shard.numel(), shard.device()), 0, shard.storage().getWeakStorageImpl()};
 }
@@ -153,6 +165,23 @@ int64_t Parameter::length_of(int64_t rank) const {
 
 at::Tensor Transport::make_gradient(const Parameter& parameter) {
   return at::empty(parameter.shard.sizes(), parameter.shard.options().requires_grad(false));
+}
+
+std::unique_ptr<Transfer> Transport::gather_rows(const GatherRowsRequest& request) {
+  const auto& parameter = *request.parameter;
+  const auto padded = at::empty({parameter.chunk * parameter.model->world()}, request.rows.options());
+  gather(GatherRequest{&parameter, padded})->wait();
+  auto rows = request.rows;
+  at::index_select_out(rows, padded.narrow(0, 0, parameter.numel).view(parameter.shape), 0, request.indices);
+  return std::make_unique<Transfers>();
+}
+
+std::unique_ptr<Transfer> Transport::reduce_rows(const ReduceRowsRequest& request) {
+  auto dense = at::empty(request.parameter->shape, request.grad.options().dtype(request.dtype));
+  spread_rows(sum_rows(request.grad, request.indices, request.dtype), dense);
+  dense = dense.to(request.wire);
+  auto transfer = reduce(ReduceRequest{request.parameter, dense, request.out, request.besides});
+  return std::make_unique<Holding>(std::move(transfer), std::vector<at::Tensor>{dense});
 }
 
 at::ScalarType Transport::wire_dtype(const Parameter& parameter, at::ScalarType grad) const {
@@ -256,6 +285,12 @@ void Model::count_gather(const at::Tensor& full) {
   stats_.gathered_bytes[static_cast<size_t>(full.scalar_type())] += bytes;
   fulls_.emplace_back(full.storage().getWeakStorageImpl(), bytes);
   stats_.peak_full_bytes = std::max(stats_.peak_full_bytes, live_full_bytes());
+}
+
+void Model::count_rows(const at::Tensor& rows) {
+  std::lock_guard lock(mutex_);
+  stats_.gathers += 1;
+  stats_.gathered_bytes[static_cast<size_t>(rows.scalar_type())] += static_cast<int64_t>(rows.nbytes());
 }
 
 void Model::count_reduce(const at::Tensor& wire) {
@@ -519,6 +554,49 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::T
 
 void reduce_wait(const at::Tensor& pending) {
   wait_for(pending, "reduce_wait");
+}
+
+namespace {
+
+int64_t columns_of(const Parameter& parameter) {
+  TORCH_CHECK(
+      parameter.shape.size() == 2, "zcompile: '", parameter.name, "' has shape ", at::IntArrayRef(parameter.shape),
+      ": only a matrix has rows");
+  return parameter.shape[1];
+}
+
+at::Tensor flat_indices(const at::Tensor& indices) {
+  return indices.to(at::kLong).contiguous().view({-1});
+}
+
+}  // namespace
+
+at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Tensor& indices) {
+  auto& model = model_of(parameter);
+  const auto columns = columns_of(*parameter);
+  const Range range("gather_rows", parameter, dtype);
+  const auto flat = flat_indices(indices);
+  auto rows = at::empty({flat.numel(), columns}, parameter->shard.options().dtype(dtype).requires_grad(false));
+  model.count_rows(rows);
+  model.transport()->gather_rows({parameter, flat, rows})->wait();
+  auto sizes = indices.sizes().vec();
+  sizes.push_back(columns);
+  return rows.view(sizes);
+}
+
+at::Tensor reduce_rows_start(Parameter* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
+  auto& model = model_of(parameter);
+  const auto transport = model.transport();
+  const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
+  const auto rows = grad.contiguous().view({flat.numel(), columns_of(*parameter)});
+  const auto wire = transport->wire_dtype(*parameter, dtype);
+  const Range range("reduce_rows", parameter, wire);
+  model.count_reduce(rows);
+  auto out = transport->make_gradient(*parameter);
+  auto transfer = transport->reduce_rows({parameter, rows, flat, dtype, wire, out, besides(*parameter, out)});
+  transfer = std::make_unique<Holding>(std::move(transfer), std::vector<at::Tensor>{flat});
+  Registry::instance().start({&model, std::make_shared<Shared>(transport, std::move(transfer)), out, rows});
+  return out;
 }
 
 }  // namespace zcompile

@@ -134,6 +134,7 @@ class Model {
   Stats stats();
   void reset_stats();
   void count_gather(const at::Tensor& full);
+  void count_rows(const at::Tensor& rows);  // gathered alone
   void count_reduce(const at::Tensor& wire);
 
   // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call it, or none.
@@ -194,5 +195,9 @@ at::Tensor gather_kept_start(Parameter* parameter, at::ScalarType dtype);
 void gather_wait(const at::Tensor& full);
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads);
 void reduce_wait(const at::Tensor& pending);
+// Rows `indices` of a matrix, [*indices.sizes(), columns].
+at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Tensor& indices);
+// Starts the reduce of what `grad` [*indices.sizes(), columns] adds up to row by row, rounded to `dtype`; to be waited for like any.
+at::Tensor reduce_rows_start(Parameter* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
 
 }  // namespace zcompile

@@ -41,6 +41,25 @@ struct ReduceRequest {
   Besides besides = {};
 };
 
+// Fills `rows` [count, columns] with these rows of a full matrix, downcast like a gather of all of it.
+struct GatherRowsRequest {
+  const Parameter* parameter;
+  at::Tensor indices;  // int64 [count], each less than the matrix has rows
+  at::Tensor rows;
+};
+
+// The same as a reduce of a gradient of zeros to which `grad` [count, columns] was added row by row: in fp32, in this order,
+// rounded to `dtype` and then to `wire`.
+struct ReduceRowsRequest {
+  Parameter* parameter;
+  at::Tensor grad;
+  at::Tensor indices;  // int64 [count]; negative ones count for nothing
+  at::ScalarType dtype;
+  at::ScalarType wire;  // what wire_dtype() has for it
+  at::Tensor out;
+  Besides besides = {};
+};
+
 // Several transfers as one.
 class Transfers : public Transfer {
  public:
@@ -72,6 +91,10 @@ class Transport {
   // One transfer for all requests, which are at least one.
   virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;
   virtual std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) = 0;
+
+  // Of a matrix, a few rows. Where a transport knows nothing better, all are gathered, and zeros are reduced.
+  virtual std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
+  virtual std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
 
   // All of this rank's reduces of one backward have been started.
   virtual void finish_backward() {}

@@ -95,6 +95,20 @@ class DelayedTransport : public Transport {
     return transfer;
   }
 
+  std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
+    delay();
+    auto transfer = inner_->gather_rows(request);
+    delay();
+    return transfer;
+  }
+
+  std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
+    delay();
+    auto transfer = inner_->reduce_rows(request);
+    delay();
+    return transfer;
+  }
+
   void finish_backward() override { inner_->finish_backward(); }
   void finish_keeping() override { inner_->finish_keeping(); }
   void renew() override { inner_->renew(); }

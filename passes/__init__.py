@@ -20,6 +20,7 @@ from zcompile.passes.persist import persist
 from zcompile.passes.prefetch import prefetch
 from zcompile.passes.recompute import recompute
 from zcompile.passes.reduce import narrow_reduces, sum_reduces
+from zcompile.passes.rows import rows
 from zcompile.passes.sink import sink
 from zcompile.passes.split import split
 from zcompile.passes.unify import unify
@@ -31,7 +32,7 @@ Pass = Callable[[Graph], None]
 
 # What `options={"disable_passes": [...]}` may name. The others make what every graph must be: one gather and one reduce per
 # parameter, started and waited for, and no full parameter saved that is not meant to be.
-OPTIONAL = ("downcast", "narrow_reduces", "persist", "sink", "fit", "bucket", "prefetch", "defer", "keep")
+OPTIONAL = ("downcast", "narrow_reduces", "rows", "persist", "sink", "fit", "bucket", "prefetch", "defer", "keep")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Plan:
 def joint(plan: Plan) -> tuple[Pass, ...]:
     """Passes on the joint graph, before it is split into forward and backward."""
     persist_some = partial(persist, persist_bytes=plan.persist_bytes)
-    return _without(plan.disabled, unify, sum_reduces, downcast, narrow_reduces, recompute, persist_some)
+    return _without(plan.disabled, unify, sum_reduces, downcast, narrow_reduces, partial(rows, link=plan.link), recompute, persist_some)
 
 
 def schedule(plan: Plan) -> tuple[Pass, ...]:

@@ -4,7 +4,7 @@ from collections import deque
 
 from torch.fx import Graph
 
-from zcompile.graph import REDUCE_GROUP_START, REDUCE_START, bytes_of, calls, is_returned, started, waits_of
+from zcompile.graph import REDUCE_STARTS, bytes_of, calls, is_returned, started, waits_of
 
 
 def defer(graph: Graph, reduce_budget_bytes: int) -> None:
@@ -14,7 +14,7 @@ def defer(graph: Graph, reduce_budget_bytes: int) -> None:
     """
     pending: deque = deque()
     on_the_way = 0
-    for start in calls(graph, REDUCE_START, REDUCE_GROUP_START):
+    for start in calls(graph, *REDUCE_STARTS):
         if not all(map(is_returned, waits_of(start))):
             continue
         pending.append(start)

@@ -11,8 +11,7 @@ from zcompile.cost import Costs, transfer_s
 from zcompile.graph import (
     GATHER_GROUP_START,
     GATHER_START,
-    REDUCE_GROUP_START,
-    REDUCE_START,
+    REDUCE_STARTS,
     calls,
     started,
     waits_of,
@@ -80,7 +79,7 @@ def _needs(
 ) -> list[_Needs]:
     """Of each start, with one transfer at a time on the wire."""
     gather_s = sum(transfer_s(start, link) for start in starts)
-    reduce_s = sum(transfer_s(start, link) for start in calls(graph, REDUCE_START, REDUCE_GROUP_START))
+    reduce_s = sum(transfer_s(start, link) for start in calls(graph, *REDUCE_STARTS))
     shared = 1.0 + reduce_s / gather_s if gather_s else 1.0
     found: list[_Needs] = []
     begins_s = float("inf")  # of the next one

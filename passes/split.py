@@ -2,7 +2,9 @@
 
 from torch.fx import Graph
 
-from zcompile.graph import GATHER, GATHER_START, GATHER_WAIT, REDUCE, REDUCE_START, REDUCE_WAIT, calls, forget, insert
+from zcompile.graph import GATHER, GATHER_START, GATHER_WAIT, REDUCE, REDUCE_ROWS, REDUCE_ROWS_START, REDUCE_START, REDUCE_WAIT, calls, forget, insert
+
+STARTS = {REDUCE: REDUCE_START, REDUCE_ROWS: REDUCE_ROWS_START}
 
 
 def split(graph: Graph) -> None:
@@ -10,6 +12,6 @@ def split(graph: Graph) -> None:
     for gather in calls(graph, GATHER):
         start = insert(graph, gather, GATHER_START, *gather.args, like=gather)
         forget(graph, gather, insert(graph, gather, GATHER_WAIT, start, like=gather))
-    for reduce in calls(graph, REDUCE):
-        start = insert(graph, reduce, REDUCE_START, *reduce.args, like=reduce)
+    for reduce in calls(graph, *STARTS):
+        start = insert(graph, reduce, STARTS[reduce.target], *reduce.args, like=reduce)
         forget(graph, reduce, insert(graph, reduce, REDUCE_WAIT, start, reduce.args[0], like=reduce))

@@ -14,7 +14,8 @@ from zcompile.graph import (
     GATHER_WAIT,
     REDUCE,
     REDUCE_GROUP_START,
-    REDUCE_START,
+    REDUCE_ROWS,
+    REDUCE_STARTS,
     REDUCE_WAIT,
     calls,
     chain,
@@ -50,10 +51,10 @@ def verify(graph: Graph, after: str) -> None:
         _require(node.args[0] in gathering, after, node, "waits for something that is no gather")
     _require_unique(after, "gathers a parameter again", gathers, but=_given_up(graph))
 
-    reduces = [(node, node.args[1]) for node in calls(graph, REDUCE)]
+    reduces = [(node, node.args[1]) for node in calls(graph, REDUCE, REDUCE_ROWS)]
     reducing = {}
-    for start in calls(graph, REDUCE_START, REDUCE_GROUP_START):
-        grads, shards = start.args if start.target is REDUCE_GROUP_START else ([arg] for arg in start.args)
+    for start in calls(graph, *REDUCE_STARTS):
+        grads, shards = start.args if start.target is REDUCE_GROUP_START else ([arg] for arg in start.args[:2])
         for tensor, grad, shard in zip(_waited_once(start, after, len(shards), REDUCE_WAIT), grads, shards, strict=True):
             reducing[tensor] = grad
             reduces.append((start, shard))

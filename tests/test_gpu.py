@@ -23,6 +23,8 @@ from reference import compiled, lm_loss, train_beside
 from test_accumulate import ALONE, STEPS, alone, checked, same, train
 from test_native_reduce import native_sums
 from test_ops import means, squares_of_reduces
+from test_rows import curve as rows_curve
+from test_rows import rows_like_whole
 
 ops = torch.ops.zcompile
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -543,3 +545,18 @@ def test_a_rank_that_stops_gives_an_error_on_the_others():
     survivor, _ = pool.run(peer_stops, allow_failure=True)
     assert time.monotonic() - begin < 60
     assert "zcompile: rank 0 waited for other ranks" in survivor or "CUDA error" in survivor
+
+
+@pytest.mark.parametrize("transport", ["p2p", "c10d", "late p2p", "delayed p2p"])
+def test_rows(gpus, transport):
+    gpus.run(rows_like_whole, transport, "cuda")
+
+
+def rows_agree_bitwise(rank, world):
+    found = [rows_curve(rank, {"inner": "inductor"}, "cuda", transport, steps=5) for transport in ("p2p", "c10d", "delayed p2p")]
+    for one, _ in found[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, found[0][0], strict=True))
+
+
+def test_rows_agree_bitwise(gpus):
+    gpus.run(rows_agree_bitwise)

@@ -21,10 +21,10 @@ from zcompile.config import Settings
 from zcompile.graph import (
     GATHER,
     GATHER_KEPT_START,
+    GATHER_ROWS,
     GATHER_STARTS,
     GATHER_WAIT,
-    REDUCE_GROUP_START,
-    REDUCE_START,
+    REDUCE_STARTS,
     REDUCE_WAIT,
     calls,
 )
@@ -226,7 +226,7 @@ def _register_lowerings() -> None:
     """Keep zcompile's ops in FX order: Inductor would order them by data dependence alone."""
     from torch._inductor.lowering import fallback_handler, register_lowering
 
-    for op in (*GATHER_STARTS, GATHER_WAIT, REDUCE_START, REDUCE_GROUP_START, REDUCE_WAIT):
+    for op in (*GATHER_STARTS, GATHER_WAIT, GATHER_ROWS, *REDUCE_STARTS, REDUCE_WAIT):
         lower = _lower_kept if op is GATHER_KEPT_START else _lower
         register_lowering(op, type_promotion_kind=None)(functools.partial(lower, fallback_handler(op, False)))
 

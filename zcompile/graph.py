@@ -19,13 +19,17 @@ GATHER_START = ops.gather_start.default
 GATHER_KEPT_START = ops.gather_kept_start.default
 GATHER_GROUP_START = ops.gather_group_start.default
 GATHER_WAIT = ops.gather_wait.default
+GATHER_ROWS = ops.gather_rows.default
 REDUCE_START = ops.reduce_start.default
 REDUCE_GROUP_START = ops.reduce_group_start.default
 REDUCE_WAIT = ops.reduce_wait.default
+REDUCE_ROWS = ops.reduce_rows.default
+REDUCE_ROWS_START = ops.reduce_rows_start.default
 
 GATHER_STARTS = (GATHER_START, GATHER_KEPT_START, GATHER_GROUP_START)
 GATHERS = {GATHER, *GATHER_STARTS}
-REDUCES = {REDUCE, REDUCE_START, REDUCE_GROUP_START}
+REDUCE_STARTS = (REDUCE_START, REDUCE_GROUP_START, REDUCE_ROWS_START)
+REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
 # Ops whose output holds elements of their first argument, unchanged.
@@ -187,10 +191,10 @@ def infer(node: Node) -> None:
         node.meta["val"] = node.target(*arguments[0], **arguments[1])
 
 
-def insert(graph: Graph, before: Node, target, *args, like: Node) -> Node:
+def insert(graph: Graph, before: Node, target, *args, like: Node, **kwargs) -> Node:
     """A new call before `before`, with fake value and the stack trace of `like`."""
     with graph.inserting_before(before):
-        node = graph.call_function(target, args)
+        node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
     infer(node)
     return node

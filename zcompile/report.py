@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from zcompile import passes
 from zcompile.cost import Costs, Timeline, simulate
 from zcompile.curve import thinned
-from zcompile.graph import GATHER_GROUP_START, GATHERS, REDUCE_GROUP_START, REDUCES, bytes_of, calls, sizes_of, value
+from zcompile.graph import GATHER_GROUP_START, GATHER_ROWS, GATHERS, REDUCE_GROUP_START, REDUCES, bytes_of, calls, sizes_of, value
 from zcompile.hardware import Link
 from zcompile.passes import Plan
 from zcompile.windows import Window, Windows
@@ -304,7 +304,7 @@ def _stretched(timeline: Timeline) -> Callable[[float], float]:
 def _shards(graph: Graph) -> set[Node]:
     """Inputs that are shards, which live as long as the model."""
     found: set[Node] = set()
-    for start in calls(graph, *GATHERS):
+    for start in calls(graph, *GATHERS, GATHER_ROWS):
         found |= set(start.args[0]) if start.target is GATHER_GROUP_START else {start.args[0]}
     for start in calls(graph, *REDUCES):
         found |= set(start.args[1]) if start.target is REDUCE_GROUP_START else {start.args[1]}

@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <type_traits>
 
 namespace zcompile::cuda {
@@ -166,6 +167,112 @@ __global__ void __launch_bounds__(threads)
   if constexpr (with_squares) add_over_block(own_squares, squares + blockIdx.x);
 }
 
+// --- rows of a matrix -------------------------------------------------------------------------------------------------
+
+constexpr int warps = threads / 32;
+
+template <typename Word>
+__global__ void __launch_bounds__(threads) read_rows_kernel(
+    const __grid_constant__ Pieces from, const int64_t* indices, int64_t count, int64_t total, int64_t words, Word* to) {
+  for (int64_t at = blockIdx.x; at < count; at += gridDim.x) {
+    const auto row = indices[at];
+    if (row < 0 || row >= total) {
+      if (threadIdx.x == 0) printf("zcompile: an embedding is read at row %lld of %lld\n", static_cast<long long>(row), static_cast<long long>(total));
+      __trap();
+    }
+    const auto* words_of_row = static_cast<const Word*>(from.of[row / from.rows]) + row % from.rows * words;
+    for (int64_t word = threadIdx.x; word < words; word += threads) to[at * words + word] = words_of_row[word];
+  }
+}
+
+// A warp per row and 128 columns, so that a row with many gradients does not take one warp for all of them.
+template <typename In, typename Out>
+__global__ void __launch_bounds__(threads) sum_rows_kernel(
+    const In* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns, Out* sums) {
+  constexpr int ahead = 8;  // gradients that are being read
+  const int64_t at = blockIdx.x;
+  const auto row = rows[at];
+  if (row < 0 || (at > 0 && rows[at - 1] == row)) return;
+  int64_t end = at + 1;
+  while (end < count && rows[end] == row) ++end;
+  const int64_t stride = static_cast<int64_t>(gridDim.y) * threads;
+  for (int64_t column = static_cast<int64_t>(blockIdx.y) * threads + threadIdx.x; column < columns; column += stride) {
+    float sum = 0;
+    for (int64_t begin = at; begin < end; begin += ahead) {
+      float read[ahead];
+#pragma unroll
+      for (int step = 0; step < ahead; ++step) {
+        if (begin + step < end) read[step] = widen(values[order[begin + step] * columns + column]);
+      }
+#pragma unroll
+      for (int step = 0; step < ahead; ++step) {
+        if (begin + step < end) sum += read[step];
+      }
+    }
+    sums[at * columns + column] = narrow<Out>(sum);
+  }
+}
+
+// The first place of `row`; -1 if it has none.
+__device__ int64_t place_of(const RowSums& sums, int64_t row) {
+  int64_t low = 0, high = sums.count;
+  while (low < high) {
+    const auto middle = (low + high) / 2;
+    if (sums.rows[middle] < row) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < sums.count && sums.rows[low] == row ? low : -1;
+}
+
+template <typename Word>
+__global__ void __launch_bounds__(threads)
+    spread_rows_kernel(const RowSums from, int64_t words, int64_t first, int64_t count, Word* to, uint32_t* has) {
+  const int lane = threadIdx.x % 32;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32; at < count; at += static_cast<int64_t>(gridDim.x) * warps) {
+    const auto place = place_of(from, first + at);
+    if (has && lane == 0) has[at] = place >= 0;
+    if (has && place < 0) continue;
+    const auto* sum = static_cast<const Word*>(from.sums) + place * words;
+    for (int64_t word = lane; word < words; word += 32) to[at * words + word] = place < 0 ? Word{} : sum[word];
+  }
+  __threadfence_system();  // a peer reads it
+}
+
+template <typename In, typename Out, bool with_squares>
+__global__ void __launch_bounds__(threads) mean_rows_kernel(
+    const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums, int64_t first, int64_t count,
+    int64_t columns, const Out* base, Out* out, float divisor, double* squares) {
+  const int lane = threadIdx.x % 32;
+  double own_squares = 0;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32; at < count; at += static_cast<int64_t>(gridDim.x) * warps) {
+    const auto own_place = place_of(own_sums, first + at);
+    for (int64_t column = lane; column < columns; column += 32) {
+      float sum = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        float value = 0;
+        if (rank == own) {
+          if (own_place >= 0) value = widen(static_cast<const In*>(own_sums.sums)[own_place * columns + column]);
+        } else {
+          const auto* piece = static_cast<const char*>(spread.of[rank]);
+          if (reinterpret_cast<const uint32_t*>(piece + has_offset)[at]) value = widen(reinterpret_cast<const In*>(piece)[at * columns + column]);
+        }
+        sum = rank == 0 ? value : sum + value;
+      }
+      auto found = narrow<Out>(__fdiv_rn(sum, divisor));
+      if (base) found = narrow<Out>(__fadd_rn(widen(base[at * columns + column]), widen(found)));
+      out[at * columns + column] = found;
+      if constexpr (with_squares) {
+        const double wide = widen(found);
+        own_squares += wide * wide;
+      }
+    }
+  }
+  if constexpr (with_squares) add_over_block(own_squares, squares + blockIdx.x);
+}
+
 struct CopyBatch {
   Copy copies[entries];
   int first_tile[entries + 1];
@@ -233,6 +340,16 @@ void with_type(Type type, Run run) {
   }
 }
 
+// Calls `run.operator()<Word>(words)` with the widest type of which a row and all that is read and written are made.
+template <typename Run>
+void with_words(int64_t row_bytes, bool all_aligned, Run run) {
+  if (all_aligned && row_bytes % 16 == 0) {
+    run.template operator()<uint4>(row_bytes / 16);
+  } else {
+    run.template operator()<uint16_t>(row_bytes / 2);  // no type is narrower
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_cast(Type from, Type to, const Cast* casts, int count, cudaStream_t stream) {
@@ -275,6 +392,59 @@ cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, c
   return cudaGetLastError();
 }
 
+cudaError_t launch_read_rows(
+    const Pieces& from, const int64_t* indices, int64_t count, int64_t total, int64_t row_bytes, void* to, cudaStream_t stream) {
+  if (count == 0 || row_bytes == 0) return cudaSuccess;
+  bool all_aligned = aligned(to);
+  for (int64_t piece = 0; piece * from.rows < total; ++piece) all_aligned = all_aligned && aligned(from.of[piece]);
+  with_words(row_bytes, all_aligned, [&]<typename Word>(int64_t words) {
+    read_rows_kernel<Word><<<blocks_for(count), threads, 0, stream>>>(from, indices, count, total, words, static_cast<Word*>(to));
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_sum_rows(Type in, Type out, const void* values, const int64_t* rows, const int64_t* order, int64_t count,
+                            int64_t columns, void* sums, cudaStream_t stream) {
+  if (count == 0 || columns == 0) return cudaSuccess;
+  const dim3 blocks(static_cast<unsigned>(count), static_cast<unsigned>(std::min<int64_t>((columns + threads - 1) / threads, 64)));
+  with_type(in, [&]<typename In>() {
+    with_type(out, [&]<typename Out>() {
+      sum_rows_kernel<In, Out>
+          <<<blocks, threads, 0, stream>>>(static_cast<const In*>(values), rows, order, count, columns, static_cast<Out*>(sums));
+    });
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_spread_rows(
+    const RowSums& from, int64_t row_bytes, int64_t first, int64_t count, void* to, uint32_t* has, cudaStream_t stream) {
+  if (count == 0 || row_bytes == 0) return cudaSuccess;
+  with_words(row_bytes, aligned(to) && aligned(from.sums), [&]<typename Word>(int64_t words) {
+    spread_rows_kernel<Word>
+        <<<blocks_for((count + warps - 1) / warps), threads, 0, stream>>>(from, words, first, count, static_cast<Word*>(to), has);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_mean_rows(Type in, Type out, const Pieces& spread, int ranks, int64_t has_offset, int own, const RowSums& own_sums,
+                             int64_t first, int64_t count, int64_t columns, const void* base, void* result, float divisor,
+                             double* squares, cudaStream_t stream) {
+  if (ranks > max_ranks) return cudaErrorInvalidValue;
+  if (count == 0 || columns == 0) return cudaSuccess;
+  const auto blocks = static_cast<int>(std::min<int64_t>(blocks_of_mean(count * columns), (count + warps - 1) / warps));
+  const auto launch = [&]<typename In, typename Out, bool with_squares>() {
+    mean_rows_kernel<In, Out, with_squares><<<blocks, threads, 0, stream>>>(
+        spread, ranks, has_offset, own, own_sums, first, count, columns, static_cast<const Out*>(base), static_cast<Out*>(result), divisor,
+        squares);
+  };
+  with_type(in, [&]<typename In>() {
+    with_type(out, [&]<typename Out>() {
+      squares ? launch.template operator()<In, Out, true>() : launch.template operator()<In, Out, false>();
+    });
+  });
+  return cudaGetLastError();
+}
+
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream) {
   return in_batches<CopyBatch>(
       copies, count, copy_tile, &CopyBatch::copies, [](const Copy& copy) { return copy.bytes; },
@@ -295,6 +465,10 @@ cudaError_t load_kernels() {
   };
   load(trap_kernel);
   load(pull_kernel);
+  load(read_rows_kernel<uint4>);
+  load(read_rows_kernel<uint16_t>);
+  load(spread_rows_kernel<uint4>);
+  load(spread_rows_kernel<uint16_t>);
   for (const auto one : {Type::f32, Type::bf16, Type::f16}) {
     for (const auto other : {Type::f32, Type::bf16, Type::f16}) {
       with_type(one, [&]<typename One>() {
@@ -302,6 +476,9 @@ cudaError_t load_kernels() {
           load(cast_kernel<One, Other>);
           load(mean_kernel<One, Other, false>);
           load(mean_kernel<One, Other, true>);
+          load(sum_rows_kernel<One, Other>);
+          load(mean_rows_kernel<One, Other, false>);
+          load(mean_rows_kernel<One, Other, true>);
         });
       });
     }

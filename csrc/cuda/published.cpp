@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "../numerics.h"
 
@@ -83,7 +84,7 @@ std::unique_ptr<Transfer> Published::gather(
     c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& unpublished) {
   std::vector<Pull> pulls;
   for (const auto& request : requests) {
-    if (auto* shard = find(request)) {
+    if (auto* shard = find(*request.parameter, request.padded.scalar_type())) {
       pulls.push_back({shard, request.padded});
     } else {
       unpublished.push_back(request);
@@ -94,18 +95,36 @@ std::unique_ptr<Transfer> Published::gather(
   return std::make_unique<Gather>(*this, std::move(pulls), std::move(event));
 }
 
-Published::Shard* Published::find(const GatherRequest& request) {
-  const auto& parameter = *request.parameter;
-  const auto dtype = request.padded.scalar_type();
+std::unique_ptr<Transfer> Published::gather_rows(const GatherRowsRequest& request) {
+  auto* shard = find(*request.parameter, request.rows.scalar_type());
+  if (!shard) return nullptr;
+  await(shard->group);
+  const auto columns = request.rows.size(1);
+  Pieces pieces{.rows = request.parameter->chunk / columns};
+  for (int64_t rank = 0; rank < model_.world(); ++rank) pieces.of[rank] = shard->arena->at(rank, shard->offset_on(rank));
+  const auto stream = fan_.lane().stream();
+  auto event = pool_->take();
+  event.record(c10::cuda::getCurrentCUDAStream());  // the indices are there, and the memory of the rows is free
+  event.block(stream);
+  C10_CUDA_CHECK(launch_read_rows(
+      pieces, request.indices.const_data_ptr<int64_t>(), request.indices.numel(), request.parameter->numel / columns,
+      columns * shard->width(), request.rows.mutable_data_ptr(), stream.stream()));
+  event.record(stream);
+  return std::make_unique<Gather>(*this, std::vector<Pull>{{shard, request.rows}}, std::move(event));
+}
+
+Published::Shard* Published::find(const Parameter& parameter, at::ScalarType dtype) {
   if (parameter.replicated || parameter.numel == 0) return nullptr;
   const auto [found, is_new] = shards_.try_emplace({parameter.index, dtype}, Shard{&parameter, dtype});
   auto& shard = found->second;
   if (is_new) {
-    shard.position = order_.size();
+    shard.position = std::numeric_limits<size_t>::max();
     order_.push_back(&shard);
   }
   if (must_renew(shard)) renew();
-  if (!in_backward()) {
+  if (in_backward()) {
+    shard.in_backward = true;
+  } else {
     shard.gathers += 1;
     shard.gathers_of_renewal += 1;
   }
@@ -183,7 +202,7 @@ at::Tensor Published::compose(const Parameter& parameter, at::ScalarType dtype) 
 at::Tensor Published::lend(const Parameter& parameter) {
   if (arenas_.empty() || old_ || !in_backward() || model_.keeps()) return {};  // the next micro-step gathers them again
   const auto bytes = round_up(parameter.chunk * static_cast<int64_t>(parameter.shard.element_size()));
-  const auto offset = lending_.lend(bytes, [&](size_t at) { return order_[at]->block && composer_->is_in_use(order_[at]); });
+  const auto offset = lending_.lend(bytes, [&](size_t at) { return places_[at]->block && composer_->is_in_use(places_[at]); });
   if (!offset) return {};
   composer_->settle();
   auto gradient = over(
@@ -254,12 +273,15 @@ void Published::renew() {
   for (uint32_t group = 0; group < groups; ++group) publish(group);
 }
 
+// What backward does not gather lies at the end, from where gradients are placed, for it is free when backward begins.
 // All offsets are the same on every rank, though pages begin elsewhere in each rank's piece. A block is mapped whole or not at
 // all, so what does not fill pages lies in blocks between those of the pages.
 void Published::place() {
   const auto first = std::stable_partition(order_.begin(), order_.end(), [](const Shard* shard) { return shard->arena; });
   if (first == order_.end()) return;
   std::stable_partition(first, order_.end(), [](const Shard* shard) { return !shard->has_pages(); });
+  std::vector<Shard*> placed(first, order_.end());
+  std::stable_partition(placed.begin(), placed.end(), [](const Shard* shard) { return shard->in_backward || !shard->has_pages(); });
   const auto world = model_.world();
   std::vector<int64_t> blocks;
   std::vector<std::pair<Shard*, size_t>> with_pages;
@@ -267,8 +289,8 @@ void Published::place() {
   const auto add_block = [&](int64_t until) {
     if (until > end_of_blocks) blocks.push_back(until - std::exchange(end_of_blocks, until));
   };
-  for (auto one = first; one != order_.end(); ++one) {
-    auto& shard = **one;
+  for (auto* one : placed) {
+    auto& shard = *one;
     shard.offset = end;
     shard.end = round_up(end + shard.bytes());
     if (shard.has_pages()) {
@@ -289,13 +311,15 @@ void Published::place() {
   add_block(page_above(end));
   const at::Device device = order_.back()->parameter->shard.device();
   arenas_.push_back(std::make_shared<const SharedBlocks>(model_.groups().gather, device, model_.rank(), world, blocks));
-  for (auto one = first; one != order_.end(); ++one) (*one)->arena = arenas_.back().get();
+  for (auto* shard : placed) shard->arena = arenas_.back().get();
   for (const auto& [shard, block] : with_pages) shard->block = arenas_.back()->block(block);
-  for (size_t at = 0; at < order_.size(); ++at) order_[at]->position = at;
   if (arenas_.size() == 1) {
-    in_first_arena_ = order_.size();
+    places_ = std::move(placed);
     std::vector<Lending::Place> places;
-    for (const auto* shard : order_) places.push_back({shard->offset_on(model_.rank()), shard->end});
+    for (size_t at = 0; at < places_.size(); ++at) {
+      places_[at]->position = at;
+      places.push_back({places_[at]->offset_on(model_.rank()), places_[at]->end});
+    }
     lending_ = Lending(std::move(places), arenas_.front()->bytes());
   }
   form_groups();
@@ -308,7 +332,7 @@ void Published::form_groups() {
   for (auto* shard : order_) {
     shard->group = static_cast<uint32_t>(before * groups / std::max<int64_t>(total, 1));
     before += shard->bytes();
-    layout_ = c10::get_hash(layout_, shard->parameter->index, static_cast<int>(shard->dtype));
+    layout_ = c10::get_hash(layout_, shard->parameter->index, static_cast<int>(shard->dtype), shard->offset);
   }
 }
 

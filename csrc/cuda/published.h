@@ -40,6 +40,8 @@ class Published {
   // Fills what is published from all ranks' copies, in one transfer (none if nothing is), and appends the other requests
   // to `unpublished`.
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& unpublished);
+  // The same for some rows, read where they are published; none if they are not.
+  std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   // Memory for a full parameter that is only read, padded to equal pieces, for the next gather; undefined if it is to be
   // allocated. See [Note: composed parameters].
   at::Tensor compose(const Parameter& parameter, at::ScalarType dtype);
@@ -56,13 +58,14 @@ class Published {
   struct Shard {
     const Parameter* parameter;
     at::ScalarType dtype;
-    size_t position = 0;  // in order_
+    size_t position = 0;  // in places_, of those in the first arena
     const SharedBlocks* arena = nullptr;  // none: not placed yet
     int64_t offset = 0;                   // of the first page that can be mapped again; else of the shard
     int64_t end = 0;                      // the furthest that any rank's shard reaches
     int64_t pages = 0;                    // bytes of those that every rank has
     std::shared_ptr<const Block> block;   // this rank's; none: too small to be mapped again
     uint32_t group = 0;
+    bool in_backward = false;  // was gathered there
     int64_t gathers = 0;  // outside of backward, since a backward ended
     int64_t gathers_of_renewal = 0;  // outside of backward, since the last renewal
     std::optional<int64_t> gathers_of_forward;  // fewest between two backwards
@@ -79,16 +82,16 @@ class Published {
   class Gather;
   struct Pull {
     Shard* shard;
-    at::Tensor padded;
+    at::Tensor padded;  // or rows
   };
 
-  Shard* find(const GatherRequest& request);  // none if it is not published
+  Shard* find(const Parameter& parameter, at::ScalarType dtype);  // none if it is not published
   bool must_renew(const Shard& shard) const;
   void renew();
   void place();
   std::vector<Copy> copies_of_own(const Shard& shard, char* to) const;
   void move_gradients_out();
-  bool takes_part(const Shard& shard) const { return shard.position < in_first_arena_; }  // in the lending of places
+  bool takes_part(const Shard& shard) const { return shard.position < places_.size(); }  // in the lending of places
   bool is_dead(const Shard& shard) const { return takes_part(shard) && lending_.is_dead(shard.position); }
   void form_groups();
   void publish(uint32_t group);
@@ -106,10 +109,10 @@ class Published {
   std::vector<std::shared_ptr<const SharedBlocks>> arenas_;  // gradients that lie in one keep it
   std::shared_ptr<Composer> composer_;                      // as full parameters do
   std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;
-  std::vector<Shard*> order_;  // of first gathers, small ones before; in which renewals publish
+  std::vector<Shard*> order_;   // of first gathers, small ones before; in which renewals publish
+  std::vector<Shard*> places_;  // as they lie in the first arena
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> lent_;  // gradients in the place of shards
   size_t layout_ = 0;  // hash of what lies where, the same on all ranks
-  size_t in_first_arena_ = 0;
   Lending lending_;  // of the first arena
   std::vector<c10::cuda::CUDAEvent> casts_;  // by group: this rank has published it
   bool old_ = false;

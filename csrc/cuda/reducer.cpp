@@ -1,12 +1,14 @@
 #include "reducer.h"
 
 #include <ATen/Functions.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/hash.h>
 
 #include <algorithm>
 
 #include "../numerics.h"
+#include "types.h"
 
 namespace zcompile::cuda {
 
@@ -46,27 +48,56 @@ Reducer::Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_
       fan_(streams, std::move(pool)) {}
 
 std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests) {
-  auto event = pool_->take();
-  event.record(c10::cuda::getCurrentCUDAStream());  // the gradients are there, and the memory of the results is free
-  event.block(fan_.lane().stream());
-  event.block(sum_.stream());
-
+  begin();
   const c10::cuda::CUDAStreamGuard guard(sum_.stream());
-  const bool replicas = !model_.groups().replicate.empty();
   std::vector<at::Tensor> sums;
-  for (const auto& [parameter, grad, out, besides] : requests) {
-    sums.push_back(
-        replicas ? at::empty({out.numel()}, out.options().dtype(sum_dtype(grad.scalar_type()))) : out.view({-1}));
-  }
+  for (const auto& request : requests) sums.push_back(make_sum(request.out, request.grad.scalar_type()));
   for (const auto& piece : cut(requests, sums)) {
     pieces_ += 1;
     push(piece);
     add_up(piece);
   }
-  for (size_t at = 0; replicas && at < requests.size(); ++at) {
+  for (size_t at = 0; !model_.groups().replicate.empty() && at < requests.size(); ++at) {
     mean_over_replicas(model_, sums[at], requests[at].out, requests[at].besides);
   }
+  return end();
+}
+
+std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request) {
+  begin();
+  const c10::cuda::CUDAStreamGuard guard(sum_.stream());
+  const auto sum = make_sum(request.out, request.wire);
+  const auto sums = sum_rows(request.grad, request.indices, request.wire);
+  sorted_.record(sum_.stream());
+  sorted_.block(fan_.lane().stream());
+  const auto columns = request.grad.size(1), rows = request.parameter->chunk / columns;
+  const auto most = rows_of_slot(columns * static_cast<int64_t>(c10::elementSize(request.wire)));
+  for (int64_t begin = 0; begin < rows; begin += most) {
+    const RowsPiece piece{&request, &sums, begin, std::min(most, rows - begin)};
+    pieces_ += 1;
+    push_rows(piece);
+    add_up_rows(piece, sum);
+  }
+  if (!model_.groups().replicate.empty()) mean_over_replicas(model_, sum, request.out, request.besides);
+  return end();
+}
+
+void Reducer::begin() {
+  auto event = pool_->take();
+  event.record(c10::cuda::getCurrentCUDAStream());  // the gradients are there, and the memory of the results is free
+  event.block(fan_.lane().stream());
+  event.block(sum_.stream());
+  pool_->give(std::move(event));
+}
+
+// Flat; with replicas, their sums are added up before they are the result.
+at::Tensor Reducer::make_sum(const at::Tensor& out, at::ScalarType wire) const {
+  return model_.groups().replicate.empty() ? out.view({-1}) : at::empty({out.numel()}, out.options().dtype(sum_dtype(wire)));
+}
+
+std::unique_ptr<Transfer> Reducer::end() {
   // A sum waits for what peers pushed, not for this rank's own pushes: they too must have read the gradients by then.
+  auto event = pool_->take();
   event.record(fan_.lane().stream());
   event.block(sum_.stream());
   event.record(sum_.stream());
@@ -103,18 +134,14 @@ void Reducer::finish(const c10::cuda::CUDAStream& stream) {
 
 void Reducer::push(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
-  if (pieces_ > regions) {
-    meetings_.await(
-        drained, pieces_ - regions, fan_.lane(),
-        {"to add up before", piece.front().request->parameter->index});
-  }
+  await_drained(piece.front().request->parameter->index);
   fan_.fork();
   std::vector<Copy> copies;
   for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
     const auto owner = (rank + step) % world;
     for (const auto& part : piece) {
       const auto slice = part.slice_of(owner);
-      if (slice.numel() > 0) copies.push_back({place_of(part, rank, owner), slice.const_data_ptr(), slice.nbytes()});
+      if (slice.numel() > 0) copies.push_back({place_of(part.offset, rank, owner), slice.const_data_ptr(), slice.nbytes()});
     }
   }
   for (auto& copied : fan_.copy(copies)) {
@@ -134,11 +161,73 @@ void Reducer::add_up(const Piece& piece) {
     if (own.numel() == 0) continue;
     std::vector<at::Tensor> rows;
     for (int64_t source = 0; source < world; ++source) {
-      rows.push_back(source == rank ? own : over(place_of(part, source, rank), own.sizes(), own.options()));
+      rows.push_back(source == rank ? own : over(place_of(part.offset, source, rank), own.sizes(), own.options()));
     }
     mean(rows, divisor(), part.sum.narrow(0, part.begin, own.numel()), part.besides(own.numel()));
   }
   meetings_.post(drained, pieces_, sum_.stream().stream());
+}
+
+void Reducer::await_drained(int64_t parameter) {
+  if (pieces_ > regions) meetings_.await(drained, pieces_ - regions, fan_.lane(), {"to add up before", parameter});
+}
+
+void Reducer::push_rows(const RowsPiece& piece) {
+  const auto world = model_.world(), rank = model_.rank();
+  const auto stream = fan_.lane().stream().stream();
+  const auto& [rows, order, sums] = *piece.sums;
+  await_drained(piece.request->parameter->index);
+  for (int64_t step = 1; step < world; ++step) {  // rotated, as above
+    const auto owner = (rank + step) % world;
+    auto* to = place_of(0, rank, owner);
+    C10_CUDA_CHECK(launch_spread_rows(
+        {rows.const_data_ptr<int64_t>(), sums.const_data_ptr(), rows.numel()},
+        piece.columns() * static_cast<int64_t>(sums.element_size()), piece.first_of(owner), piece.count_of(owner), to,
+        reinterpret_cast<uint32_t*>(to + piece.has_offset()), stream));
+  }
+  meetings_.post(pushed + region(), tag(pieces_, hash(piece)), stream);
+}
+
+void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
+  const auto world = model_.world(), rank = model_.rank();
+  const auto& [rows, order, sums] = *piece.sums;
+  meetings_.await(
+      pushed + region(), tag(pieces_, hash(piece)), sum_, {"to reduce", piece.request->parameter->index});
+  Pieces spread{};
+  for (int64_t source = 0; source < world; ++source) {
+    if (source != rank) spread.of[source] = place_of(0, source, rank);
+  }
+  const auto out = sum.narrow(0, std::min(piece.begin * piece.columns(), sum.numel()), piece.count_of(rank) * piece.columns());
+  const auto& [base, squares] = model_.groups().replicate.empty() ? piece.request->besides : Besides{};  // else for the mean over replicas
+  const auto own_base = base.defined() ? base.narrow(0, piece.begin * piece.columns(), out.numel()) : base;
+  C10_CUDA_CHECK(launch_mean_rows(
+      *kernel_type(sums.scalar_type()), *kernel_type(out.scalar_type()), spread, static_cast<int>(world), piece.has_offset(),
+      static_cast<int>(rank), {rows.const_data_ptr<int64_t>(), sums.const_data_ptr(), rows.numel()}, piece.first_of(rank),
+      piece.count_of(rank), piece.columns(), own_base.defined() ? own_base.const_data_ptr() : nullptr, out.mutable_data_ptr(),
+      static_cast<float>(divisor()), squares.defined() ? squares.mutable_data_ptr<double>() : nullptr, sum_.stream().stream()));
+  meetings_.post(drained, pieces_, sum_.stream().stream());
+}
+
+int64_t Reducer::RowsPiece::first_of(int64_t rank) const {
+  return (request->parameter->offset_of(rank) + std::min(begin * columns(), request->parameter->length_of(rank))) / columns();
+}
+
+int64_t Reducer::RowsPiece::count_of(int64_t rank) const {
+  return std::clamp<int64_t>(request->parameter->length_of(rank) / columns() - begin, 0, most);
+}
+
+int64_t Reducer::RowsPiece::has_offset() const {
+  return round_up(most * columns() * static_cast<int64_t>(c10::elementSize(request->wire)));
+}
+
+// With the words that tell which there are.
+int64_t Reducer::rows_of_slot(int64_t row_bytes) const {
+  return (slot_bytes_ - alignment) / (row_bytes + static_cast<int64_t>(sizeof(uint32_t)));
+}
+
+bool Reducer::has_rows(const Parameter& parameter, int64_t columns) const {
+  constexpr int64_t widest = 4;  // bytes of an element on the wire
+  return !parameter.replicated && columns > 0 && parameter.chunk % columns == 0 && rows_of_slot(columns * widest) > 0;
 }
 
 Besides Reducer::Part::besides(int64_t numel) const {
@@ -161,9 +250,9 @@ at::Tensor Reducer::Part::slice_of(int64_t rank) const {
 }
 
 // Where `owner` finds what `source` pushed; an owner has no slot for itself.
-char* Reducer::place_of(const Part& part, int64_t source, int64_t owner) const {
+char* Reducer::place_of(int64_t offset, int64_t source, int64_t owner) const {
   const auto slot = source < owner ? source : source - 1;
-  return staging_.at(owner, (region() * (model_.world() - 1) + slot) * slot_bytes_ + part.offset);
+  return staging_.at(owner, (region() * (model_.world() - 1) + slot) * slot_bytes_ + offset);
 }
 
 size_t Reducer::hash(const Piece& piece) const {
@@ -173,6 +262,12 @@ size_t Reducer::hash(const Piece& piece) const {
     hash = c10::get_hash(hash, parameter->index, static_cast<int>(grad.scalar_type()), part.begin);
   }
   return hash;
+}
+
+size_t Reducer::hash(const RowsPiece& piece) const {
+  const auto& request = *piece.request;
+  return c10::get_hash(
+      static_cast<size_t>(model_.keeps()), request.parameter->index, static_cast<int>(request.wire), piece.begin, piece.columns());
 }
 
 }  // namespace zcompile::cuda

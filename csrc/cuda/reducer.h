@@ -7,6 +7,11 @@
 //   sum lane:  wait for everybody's "pushed n"; add up in rank order, the own slice from where it is; post "drained n"
 // Nobody pushes to a region before it is drained, so a tag stands until its owner has seen it.
 // A large gradient takes several pieces, so staging does not grow with it; small ones that start together share one.
+//
+// [Note: rows of gradients]
+// Of an embedding's gradient, few rows are not zeros, and the others are not even made: a rank adds up the gradients of each row
+// that it has, and writes these sums to their owners' staging, where they would be in a dense gradient, with a word for each row
+// that tells whether it is there. Pieces are the same whatever rows ranks have, so ranks with other batches meet all the same.
 #pragma once
 
 #include <memory>
@@ -22,6 +27,9 @@ class Reducer {
   Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool);
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
+  // Whether pieces of this gradient can be cut at rows.
+  bool has_rows(const Parameter& parameter, int64_t columns) const;
+  std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
   void finish(const c10::cuda::CUDAStream& stream);  // `stream` waits for all reduces that have been started
   int64_t bytes() const { return staging_.bytes(); }
   std::vector<Lane*> lanes() { return {&fan_.lane(), &sum_}; }
@@ -42,13 +50,34 @@ class Reducer {
   };
   using Piece = std::vector<Part>;
 
+  // Some rows of every rank's slice of one gradient, in elements and rows of a slice.
+  struct RowsPiece {
+    const ReduceRowsRequest* request;
+    const SortedRows* sums;
+    int64_t begin;
+    int64_t most;
+
+    int64_t columns() const { return request->grad.size(1); }
+    int64_t first_of(int64_t rank) const;  // in the matrix
+    int64_t count_of(int64_t rank) const;
+    int64_t has_offset() const;  // bytes, in a slot
+  };
+
+  void begin();
+  at::Tensor make_sum(const at::Tensor& out, at::ScalarType wire) const;
+  std::unique_ptr<Transfer> end();
   std::vector<Piece> cut(c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const;
   void push(const Piece& piece);
   void add_up(const Piece& piece);
+  void push_rows(const RowsPiece& piece);
+  void add_up_rows(const RowsPiece& piece, const at::Tensor& sum);
+  void await_drained(int64_t parameter);
   double divisor() const;
   int64_t region() const { return pieces_ % regions; }
-  char* place_of(const Part& part, int64_t source, int64_t owner) const;
+  char* place_of(int64_t offset, int64_t source, int64_t owner) const;
   size_t hash(const Piece& piece) const;
+  size_t hash(const RowsPiece& piece) const;
+  int64_t rows_of_slot(int64_t row_bytes) const;
 
   Model& model_;
   Meetings& meetings_;
@@ -57,6 +86,7 @@ class Reducer {
   Arena staging_;
   Fan fan_;
   Lane sum_;
+  c10::cuda::CUDAEvent sorted_;
   uint32_t pieces_ = 0;
 };
 

@@ -11,6 +11,7 @@
 #include "../runtime.h"
 #include "published.h"
 #include "reducer.h"
+#include "types.h"
 
 namespace zcompile {
 
@@ -78,6 +79,25 @@ class P2pTransport : public Transport {
     std::lock_guard lock(mutex_);
     published_.count_reduces(static_cast<int64_t>(requests.size()));
     return reducer_.reduce(requests);
+  }
+
+  std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
+    watchdog_.check();
+    std::unique_ptr<Transfer> published;
+    if (request.parameter->chunk % request.rows.size(1) == 0) {
+      std::lock_guard lock(mutex_);
+      published = published_.gather_rows(request);
+    }
+    return published ? std::move(published) : c10d_->gather_rows(request);
+  }
+
+  std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
+    const bool have_kernels = kernel_type(request.grad.scalar_type()) && kernel_type(request.wire);
+    if (!have_kernels || !reducer_.has_rows(*request.parameter, request.grad.size(1))) return Transport::reduce_rows(request);
+    watchdog_.check();
+    std::lock_guard lock(mutex_);
+    published_.count_reduces(1);
+    return reducer_.reduce_rows(request);
   }
 
   void finish_backward() override {

@@ -1,0 +1,175 @@
+"""Embeddings whose rows travel alone, beside the same ones whole."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from reference import compiled, lm_loss, same_grads
+from test_ops import ops, shards
+from zcompile import passes
+from zcompile.backend import compile_aot_eager, compile_graph
+from zcompile.config import Settings
+from zcompile.graph import GATHER, GATHER_ROWS, REDUCE, REDUCE_ROWS, calls
+from zcompile.hardware import H200
+from zcompile.sharding import state_of
+
+SHAPES = [(13, 7), (1, 5), (333, 77), (40, 16), (3001, 4096)]  # uneven, fewer rows than ranks, odd, wide, in pieces
+WIDTHS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float16)]
+
+
+def indices_of(rows, shape, rank, device):
+    generator = torch.Generator().manual_seed(rank)
+    return (rows * torch.rand(shape, generator=generator) ** 2).long().to(device)  # many of them twice and more often
+
+
+def dense_of(grad, indices, shape, dtype):
+    """What the gradient of the whole matrix is: a sum in fp32, in the order of tokens, rounded once."""
+    total = torch.zeros(shape)
+    for row, index in zip(grad.flatten(0, -2).float().cpu(), indices.flatten().tolist(), strict=True):
+        if index >= 0:
+            total[index] += row
+    return total.to(dtype).to(grad.device)
+
+
+def rows_like_whole(rank, world, transport, device="cpu"):
+    module, leaves = shards(world, *SHAPES, device=device)
+    runtime = state_of(module).runtime
+    runtime.use_transport(transport)
+    runtime.keep_squares()
+    leaves = [leaf.detach() for leaf in leaves]
+    for step in range(3):  # peer to peer, the first one publishes nothing
+        for shape, leaf in zip(SHAPES, leaves, strict=True):
+            indices = indices_of(shape[0], (2, 3 + 8 * rank), 10 * step + rank, device)  # ranks need not have equally many
+            for dtype in (torch.float32, torch.bfloat16):
+                for index in (indices, indices.int(), indices[:, :0]):
+                    found = ops.gather_rows(leaf, list(shape), dtype, index)
+                    assert torch.equal(found, nn.functional.embedding(index, ops.gather(leaf, list(shape), dtype))), (shape, dtype)
+        for grad_dtype, dtype in WIDTHS:
+            for at, (shape, leaf) in enumerate(zip(SHAPES, leaves, strict=True)):
+                indices = indices_of(shape[0], (2, 3 + 40 * rank), 10 * step + rank, device)
+                indices[0, 0] = -1
+                grad = torch.randn((*indices.shape, shape[1]), device=device).to(grad_dtype)
+                runtime.forget_squares()
+                pending = ops.reduce_rows_start(grad, leaf, indices, dtype)
+                reduced = ops.reduce_wait(pending, grad)
+                torch.testing.assert_close(runtime.squares_of(at, reduced).sum(), reduced.double().square().sum(), rtol=1e-12, atol=0)
+                whole = ops.reduce(dense_of(grad, indices, shape, dtype), leaf)
+                assert torch.equal(reduced, whole), (shape, grad_dtype, dtype)
+                nothing = ops.reduce_rows(grad, leaf, torch.full_like(indices, -1), dtype)
+                assert not nothing.any() and nothing.shape == leaf.shape
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.5)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "late c10d"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows(ranks, world, transport):
+    ranks(world).run(rows_like_whole, transport)
+
+
+def bad_rows(rank, world):
+    module, leaves = shards(world, (5, 3), (8,))
+    matrix, vector = (leaf.detach() for leaf in leaves)
+    with pytest.raises(IndexError):
+        ops.gather_rows(matrix, [5, 3], torch.float32, torch.tensor([5]))
+    with pytest.raises(RuntimeError, match="only a matrix has rows"):
+        ops.gather_rows(vector, [8], torch.float32, torch.tensor([0]))
+
+
+def test_bad_rows(ranks):
+    ranks(2).run(bad_rows)
+
+
+class Tables(nn.Module):
+    """A language model whose embedding is its own, and a table of which one row is padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(61, 18)
+        self.kinds = nn.Embedding(7, 18, padding_idx=3)
+        self.mix, self.head = nn.Linear(18, 18), nn.Linear(18, 61)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.kinds(tokens % 7)
+        return self.head(torch.tanh(self.mix(x)))
+
+
+def curve(rank, options, device="cpu", transport=None, steps=3, **how):
+    torch.manual_seed(0)
+    model = compiled(Tables().to(device), options=options, **how)
+    if transport:
+        state_of(model).runtime.use_transport(transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for step in range(steps):
+        loss = lm_loss(model, step, rank)
+        loss.backward()
+        found += [loss.detach(), *(parameter.grad.to_local().clone() for parameter in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, zcompile.stats(model)["reduced_bytes"]
+
+
+def leaving_them_out_changes_nothing(rank, world, dtype):
+    rows, few = curve(rank, {"inner": "inductor"}, param_dtype=dtype)
+    whole, all_ = curve(rank, {"inner": "inductor", "disable_passes": ["rows"]}, param_dtype=dtype)
+    assert all(torch.equal(one, other) for one, other in zip(rows, whole, strict=True))
+    assert sum(few.values()) < sum(all_.values()), "no gradient went as rows"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leaving_them_out_changes_nothing(ranks, dtype):
+    ranks(2).run(leaving_them_out_changes_nothing, dtype)
+
+
+def read_where_peers_are(rank, world, inner, monkeypatch=None):
+    """With the plan of GPUs that read each other's memory, over gloo."""
+    torch.manual_seed(0)
+    reference = Tables()
+    model = zcompile.shard(copy.deepcopy(reference))
+    seen = []
+
+    def backend(gm, inputs):
+        plan = Settings(inner=inner).plan(H200.over("p2p", world), 1 << 30)
+        return compile_aot_eager(gm, inputs, plan, look=lambda graph: seen.append(graph_ops(graph)))
+
+    ours = torch.compile(model, backend=backend)
+    for step in range(2):
+        lm_loss(ours, step, rank).backward()
+        for other in range(world):
+            (lm_loss(reference, step, other) / world).backward()
+    same_grads(model, reference)
+    assert sum(GATHER_ROWS in graph for graph in seen) == 1, "rows are read in forward"
+    assert sum(graph.count(GATHER) for graph in seen) == 4 + 2, "matrices and biases, in forward; matrices alone in backward"
+
+
+def graph_ops(graph):
+    return [node.target for node in calls(graph, GATHER, GATHER_ROWS, REDUCE, REDUCE_ROWS)]
+
+
+def test_read_where_peers_are(ranks):
+    ranks(2).run(read_where_peers_are, "aot_eager")
+
+
+def lengths_differ(rank, world):
+    """Ranks with batches of other lengths, which compile other graphs or dynamic ones."""
+    torch.manual_seed(0)
+    reference = Tables()
+    model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
+    for step, lengths in enumerate([(5, 5), (5, 9), (12, 7), (6, 6)]):
+        def loss(one, of):
+            tokens = torch.randint(0, 61, (2, lengths[of]), generator=torch.Generator().manual_seed(10 * step + of))
+            return nn.functional.cross_entropy(one(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+        loss(model, rank).backward()
+        for other in range(world):
+            (loss(reference, other) / world).backward()
+    same_grads(model, reference)
+
+
+def test_lengths_differ(ranks):
+    ranks(2).run(lengths_differ)
