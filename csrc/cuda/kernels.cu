@@ -34,22 +34,25 @@ __device__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat1
 template <>
 __device__ __half narrow<__half>(float x) { return __float2half_rn(x); }
 
-template <typename T>
-struct alignas(vector * sizeof(T)) Pack {
-  T values[vector];
+template <typename T, int width = vector>
+struct alignas(width * sizeof(T)) Pack {
+  T values[width];
 };
 
-template <typename T>
-__device__ Pack<T> load(const T* from) {
-  using Word = std::conditional_t<sizeof(Pack<T>) == 16, uint4, uint2>;
-  Pack<T> pack;
+template <int bytes>
+using WordOf = std::conditional_t<bytes == 16, uint4, std::conditional_t<bytes == 8, uint2, std::conditional_t<bytes == 4, uint32_t, uint16_t>>>;
+
+template <int width = vector, typename T>
+__device__ Pack<T, width> load(const T* from) {
+  using Word = WordOf<sizeof(Pack<T, width>)>;
+  Pack<T, width> pack;
   *reinterpret_cast<Word*>(&pack) = __ldcs(reinterpret_cast<const Word*>(from));  // read once
   return pack;
 }
 
-template <typename T>
-__device__ void store(T* to, const Pack<T>& pack) {
-  *reinterpret_cast<Pack<T>*>(to) = pack;
+template <typename T, int width>
+__device__ void store(T* to, const Pack<T, width>& pack) {
+  *reinterpret_cast<Pack<T, width>*>(to) = pack;
 }
 
 __host__ __device__ bool aligned(const void* pointer) {
@@ -185,8 +188,8 @@ __global__ void __launch_bounds__(threads) read_rows_kernel(
   }
 }
 
-// A warp per row and 128 columns, so that a row with many gradients does not take one warp for all of them.
-template <typename In, typename Out>
+// A block per row and per `threads * width` columns, so that a row with many gradients does not take one block for all of them.
+template <typename In, typename Out, int width>
 __global__ void __launch_bounds__(threads) sum_rows_kernel(
     const In* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns, Out* sums) {
   constexpr int ahead = 8;  // gradients that are being read
@@ -195,21 +198,26 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
   if (row < 0 || (at > 0 && rows[at - 1] == row)) return;
   int64_t end = at + 1;
   while (end < count && rows[end] == row) ++end;
-  const int64_t stride = static_cast<int64_t>(gridDim.y) * threads;
-  for (int64_t column = static_cast<int64_t>(blockIdx.y) * threads + threadIdx.x; column < columns; column += stride) {
-    float sum = 0;
+  const int64_t stride = static_cast<int64_t>(gridDim.y) * threads * width;
+  for (int64_t column = (static_cast<int64_t>(blockIdx.y) * threads + threadIdx.x) * width; column < columns; column += stride) {
+    float sum[width] = {};
     for (int64_t begin = at; begin < end; begin += ahead) {
-      float read[ahead];
+      Pack<In, width> read[ahead];
 #pragma unroll
       for (int step = 0; step < ahead; ++step) {
-        if (begin + step < end) read[step] = widen(values[order[begin + step] * columns + column]);
+        if (begin + step < end) read[step] = load<width>(values + order[begin + step] * columns + column);
       }
 #pragma unroll
       for (int step = 0; step < ahead; ++step) {
-        if (begin + step < end) sum += read[step];
+        if (begin + step >= end) break;
+#pragma unroll
+        for (int lane = 0; lane < width; ++lane) sum[lane] += widen(read[step].values[lane]);
       }
     }
-    sums[at * columns + column] = narrow<Out>(sum);
+    Pack<Out, width> written;
+#pragma unroll
+    for (int lane = 0; lane < width; ++lane) written.values[lane] = narrow<Out>(sum[lane]);
+    store(sums + at * columns + column, written);
   }
 }
 
@@ -241,7 +249,8 @@ __global__ void __launch_bounds__(threads)
   __threadfence_system();  // a peer reads it
 }
 
-template <typename In, typename Out, bool with_squares>
+// A warp per row. Most rows are zeros on every rank.
+template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums, int64_t first, int64_t count,
     int64_t columns, const Out* base, Out* out, float divisor, double* squares) {
@@ -249,25 +258,37 @@ __global__ void __launch_bounds__(threads) mean_rows_kernel(
   double own_squares = 0;
   for (int64_t at = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32; at < count; at += static_cast<int64_t>(gridDim.x) * warps) {
     const auto own_place = place_of(own_sums, first + at);
-    for (int64_t column = lane; column < columns; column += 32) {
-      float sum = 0;
-      for (int rank = 0; rank < ranks; ++rank) {
-        float value = 0;
-        if (rank == own) {
-          if (own_place >= 0) value = widen(static_cast<const In*>(own_sums.sums)[own_place * columns + column]);
-        } else {
-          const auto* piece = static_cast<const char*>(spread.of[rank]);
-          if (reinterpret_cast<const uint32_t*>(piece + has_offset)[at]) value = widen(reinterpret_cast<const In*>(piece)[at * columns + column]);
+    const auto sent = [&](int rank) { return static_cast<const char*>(spread.of[rank]); };
+    const auto has = [&](int rank) {
+      return rank == own ? own_place >= 0 : reinterpret_cast<const uint32_t*>(sent(rank) + has_offset)[at] != 0;
+    };
+    bool any = false;
+    for (int rank = 0; rank < ranks; ++rank) any = any || has(rank);
+    for (int64_t column = lane * width; column < columns; column += 32 * width) {
+      Pack<Out, width> before{}, written{};
+      if (base) before = load<width>(base + at * columns + column);
+      float sum[width] = {};
+      for (int rank = 0; any && rank < ranks; ++rank) {
+        Pack<In, width> next{};  // zeros
+        if (has(rank)) {
+          next = load<width>(
+              rank == own ? static_cast<const In*>(own_sums.sums) + own_place * columns + column
+                          : reinterpret_cast<const In*>(sent(rank)) + at * columns + column);
         }
-        sum = rank == 0 ? value : sum + value;
+#pragma unroll
+        for (int step = 0; step < width; ++step) sum[step] = rank == 0 ? widen(next.values[step]) : sum[step] + widen(next.values[step]);
       }
-      auto found = narrow<Out>(__fdiv_rn(sum, divisor));
-      if (base) found = narrow<Out>(__fadd_rn(widen(base[at * columns + column]), widen(found)));
-      out[at * columns + column] = found;
-      if constexpr (with_squares) {
-        const double wide = widen(found);
-        own_squares += wide * wide;
+#pragma unroll
+      for (int step = 0; step < width; ++step) {
+        auto found = narrow<Out>(__fdiv_rn(sum[step], divisor));
+        if (base) found = narrow<Out>(__fadd_rn(widen(before.values[step]), widen(found)));
+        written.values[step] = found;
+        if constexpr (with_squares) {
+          const double wide = widen(found);
+          own_squares += wide * wide;
+        }
       }
+      store(out + at * columns + column, written);
     }
   }
   if constexpr (with_squares) add_over_block(own_squares, squares + blockIdx.x);
@@ -340,6 +361,12 @@ void with_type(Type type, Run run) {
   }
 }
 
+// Calls `run.operator()<width>()` with how many elements of each row are read at a time.
+template <typename Run>
+void with_width(int64_t columns, bool all_aligned, Run run) {
+  all_aligned && columns % vector == 0 ? run.template operator()<vector>() : run.template operator()<1>();
+}
+
 // Calls `run.operator()<Word>(words)` with the widest type of which a row and all that is read and written are made.
 template <typename Run>
 void with_words(int64_t row_bytes, bool all_aligned, Run run) {
@@ -406,11 +433,14 @@ cudaError_t launch_read_rows(
 cudaError_t launch_sum_rows(Type in, Type out, const void* values, const int64_t* rows, const int64_t* order, int64_t count,
                             int64_t columns, void* sums, cudaStream_t stream) {
   if (count == 0 || columns == 0) return cudaSuccess;
-  const dim3 blocks(static_cast<unsigned>(count), static_cast<unsigned>(std::min<int64_t>((columns + threads - 1) / threads, 64)));
-  with_type(in, [&]<typename In>() {
-    with_type(out, [&]<typename Out>() {
-      sum_rows_kernel<In, Out>
-          <<<blocks, threads, 0, stream>>>(static_cast<const In*>(values), rows, order, count, columns, static_cast<Out*>(sums));
+  with_width(columns, aligned(values) && aligned(sums), [&]<int width>() {
+    const int64_t per_block = threads * width;
+    const dim3 blocks(static_cast<unsigned>(count), static_cast<unsigned>(std::min<int64_t>((columns + per_block - 1) / per_block, 64)));
+    with_type(in, [&]<typename In>() {
+      with_type(out, [&]<typename Out>() {
+        sum_rows_kernel<In, Out, width>
+            <<<blocks, threads, 0, stream>>>(static_cast<const In*>(values), rows, order, count, columns, static_cast<Out*>(sums));
+      });
     });
   });
   return cudaGetLastError();
@@ -432,14 +462,18 @@ cudaError_t launch_mean_rows(Type in, Type out, const Pieces& spread, int ranks,
   if (ranks > max_ranks) return cudaErrorInvalidValue;
   if (count == 0 || columns == 0) return cudaSuccess;
   const auto blocks = static_cast<int>(std::min<int64_t>(blocks_of_mean(count * columns), (count + warps - 1) / warps));
-  const auto launch = [&]<typename In, typename Out, bool with_squares>() {
-    mean_rows_kernel<In, Out, with_squares><<<blocks, threads, 0, stream>>>(
+  bool all_aligned = aligned(base) && aligned(result) && aligned(own_sums.sums);
+  for (int rank = 0; rank < ranks; ++rank) all_aligned = all_aligned && aligned(spread.of[rank]);
+  const auto launch = [&]<typename In, typename Out, bool with_squares, int width>() {
+    mean_rows_kernel<In, Out, with_squares, width><<<blocks, threads, 0, stream>>>(
         spread, ranks, has_offset, own, own_sums, first, count, columns, static_cast<const Out*>(base), static_cast<Out*>(result), divisor,
         squares);
   };
-  with_type(in, [&]<typename In>() {
-    with_type(out, [&]<typename Out>() {
-      squares ? launch.template operator()<In, Out, true>() : launch.template operator()<In, Out, false>();
+  with_width(columns, all_aligned, [&]<int width>() {
+    with_type(in, [&]<typename In>() {
+      with_type(out, [&]<typename Out>() {
+        squares ? launch.template operator()<In, Out, true, width>() : launch.template operator()<In, Out, false, width>();
+      });
     });
   });
   return cudaGetLastError();
@@ -476,9 +510,12 @@ cudaError_t load_kernels() {
           load(cast_kernel<One, Other>);
           load(mean_kernel<One, Other, false>);
           load(mean_kernel<One, Other, true>);
-          load(sum_rows_kernel<One, Other>);
-          load(mean_rows_kernel<One, Other, false>);
-          load(mean_rows_kernel<One, Other, true>);
+          load(sum_rows_kernel<One, Other, 1>);
+          load(sum_rows_kernel<One, Other, vector>);
+          load(mean_rows_kernel<One, Other, false, 1>);
+          load(mean_rows_kernel<One, Other, false, vector>);
+          load(mean_rows_kernel<One, Other, true, 1>);
+          load(mean_rows_kernel<One, Other, true, vector>);
         });
       });
     }

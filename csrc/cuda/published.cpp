@@ -102,13 +102,12 @@ std::unique_ptr<Transfer> Published::gather_rows(const GatherRowsRequest& reques
   const auto columns = request.rows.size(1);
   Pieces pieces{.rows = request.parameter->chunk / columns};
   for (int64_t rank = 0; rank < model_.world(); ++rank) pieces.of[rank] = shard->arena->at(rank, shard->offset_on(rank));
-  const auto stream = fan_.lane().stream();
-  auto event = pool_->take();
-  event.record(c10::cuda::getCurrentCUDAStream());  // the indices are there, and the memory of the rows is free
-  event.block(stream);
+  const auto stream = c10::cuda::getCurrentCUDAStream();  // not behind pulls that have started: this is needed now
+  published_.block(stream);
   C10_CUDA_CHECK(launch_read_rows(
       pieces, request.indices.const_data_ptr<int64_t>(), request.indices.numel(), request.parameter->numel / columns,
       columns * shard->width(), request.rows.mutable_data_ptr(), stream.stream()));
+  auto event = pool_->take();
   event.record(stream);
   return std::make_unique<Gather>(*this, std::vector<Pull>{{shard, request.rows}}, std::move(event));
 }
@@ -360,6 +359,7 @@ void Published::await(uint32_t group) {
   meetings_.await(published, number_of(group), fan_.lane(), {"to publish its shards"});
   casts_[group].block(own_);
   casts_[group].block(fan_.lane().stream());  // of small parameters, own pieces too
+  published_.record(fan_.lane().stream());
   fan_.fork();
   arrived_ = group + 1;
 }

@@ -115,6 +115,7 @@ class Published {
   size_t layout_ = 0;  // hash of what lies where, the same on all ranks
   Lending lending_;  // of the first arena
   std::vector<c10::cuda::CUDAEvent> casts_;  // by group: this rank has published it
+  c10::cuda::CUDAEvent published_;           // so have all, those groups that have been waited for
   bool old_ = false;
   bool stays_ = false;  // the last backward left masters as they were
   uint32_t renewals_ = 0;

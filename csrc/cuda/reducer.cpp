@@ -22,15 +22,20 @@ int64_t round_up(int64_t bytes) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
-// What one rank may push to one other at a time: the largest slice at the width of its master, if that is not too much.
+// What one rank may push to one other at a time: the largest slice at the width of its master, if that is not too much. Else the
+// largest that is not, at this width or half of it, so that what there are most of travel whole in the least staging.
 int64_t bytes_of_slot(Model& model) {
-  int64_t bytes = alignment;
+  const auto most = std::max(most_region_bytes / (model.world() - 1) / alignment * alignment, alignment);
+  int64_t largest = alignment, fitting = alignment;
   for (int64_t index = 0; index < model.size(); ++index) {
     const auto& parameter = model.parameter(index);
-    bytes = std::max(bytes, round_up(parameter.chunk * static_cast<int64_t>(parameter.shard.element_size())));
+    const auto bytes = parameter.chunk * static_cast<int64_t>(parameter.shard.element_size());
+    for (const auto slice : {round_up(bytes), round_up(bytes / 2)}) {
+      largest = std::max(largest, slice);
+      if (slice <= most) fitting = std::max(fitting, slice);
+    }
   }
-  const auto most = most_region_bytes / (model.world() - 1) / alignment * alignment;
-  return std::min(bytes, std::max(most, alignment));
+  return largest <= most || fitting >= most / 2 ? fitting : most;
 }
 
 at::Device current_device() {
