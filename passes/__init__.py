@@ -59,7 +59,7 @@ class Plan:
 def joint(plan: Plan) -> tuple[Pass, ...]:
     """Passes on the joint graph, before it is split into forward and backward."""
     persist_some = partial(persist, persist_bytes=plan.persist_bytes)
-    return _without(plan.disabled, unify, sum_reduces, downcast, narrow_reduces, partial(rows, link=plan.link), recompute, persist_some)
+    return _without(plan.disabled, unify, sum_reduces, downcast, narrow_reduces, partial(rows, link=plan.link, fused=plan.fused), recompute, persist_some)
 
 
 def schedule(plan: Plan) -> tuple[Pass, ...]:

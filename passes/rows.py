@@ -10,18 +10,22 @@ ADD_ROWS = aten.index_put.default
 ADD_SOME_ROWS = aten._unsafe_masked_index_put_accumulate.default  # what torch has in its place since 2.13
 
 
-def rows(graph: Graph, link: Link) -> None:
+def rows(graph: Graph, link: Link, fused: bool = True) -> None:
     """embedding(gather(shard), i) -> gather_rows(shard, i); reduce(zeros, to which rows i are added) -> reduce_rows(rows, i).
 
     Rows are gathered where a transport reads them from peers' memory. As a collective, all that ranks read would have to be
     agreed on first, so there the whole matrix comes, which a plan can hide. Gradients go as rows everywhere: a dense
     one is made of them at the width of the wire, where the graph would have made it in fp32 before.
+
+    Args:
+        fused: whether Inductor runs the graph, whose decomposition rounds as reduce_rows does. The op that it decomposes, which only a
+            graph on paper has then, rounds otherwise.
     """
     if link.wire.transport == "p2p":
         for gather in calls(graph, GATHER):
             _read_rows(graph, gather)
     for reduce in calls(graph, REDUCE):
-        _reduce_rows(graph, reduce)
+        _reduce_rows(graph, reduce, fused)
 
 
 def _read_rows(graph: Graph, gather: Node) -> None:
@@ -35,23 +39,25 @@ def _read_rows(graph: Graph, gather: Node) -> None:
     graph.erase_node(gather)
 
 
-def _reduce_rows(graph: Graph, reduce: Node) -> None:
+def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
     dense, shard = reduce.args
     dtype = value(dense).dtype
     added = dense.args[0] if is_cast(dense) else dense
-    if not (_only_read_once(dense) and _only_read_once(added)) or value(added).dtype != torch.float32:
+    if not (_only_read_once(dense) and _only_read_once(added)):
         return
-    if found := _added_rows(graph, reduce, added):
+    if found := _added_rows(graph, reduce, added, fused):
         grad, indices = found
         forget(graph, reduce, insert(graph, reduce, REDUCE_ROWS, grad, shard, indices, dtype, like=reduce))
         graph.eliminate_dead_code()
 
 
-def _added_rows(graph: Graph, before: Node, added: Node) -> tuple[Node, Node] | None:
+def _added_rows(graph: Graph, before: Node, added: Node, fused: bool) -> tuple[Node, Node] | None:
     """The gradients and the indices of which `added` is made, as Inductor's decomposition of an embedding's backward has it.
 
     Indices that count for nothing (padding) become negative.
     """
+    if fused and added.target is aten.embedding_dense_backward.default:
+        return (added.args[0], added.args[1]) if added.args[3] < 0 and not added.args[4] else None
     mask = None  # of indices: those that count, or those that do not
     if added.target is ADD_SOME_ROWS:
         zeros, counts, indices, grad = added.args
@@ -68,6 +74,8 @@ def _added_rows(graph: Graph, before: Node, added: Node) -> tuple[Node, Node] | 
         return None
     index = indices[0]
     if len(indices) != 1 or value(index).dtype not in (torch.int32, torch.int64) or not _is_zeros(zeros) or value(zeros).dim() != 2:
+        return None
+    if value(added).dtype != torch.float32:
         return None
     grad = grad.args[0] if is_widening(grad) else grad
     if value(grad).shape != (*value(index).shape, value(zeros).shape[1]):

@@ -108,8 +108,14 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
 def _close_groups(store) -> None:
     """Close the groups that the tests before opened: gloo's threads for each wake a hundred times a second, used or not.
 
-    Their names come again, and gloo would find the old addresses under them: groups to come look in `store`.
+    Their names come again, and gloo would find the old addresses under them: groups to come look in `store`. DTensor remembers how it
+    redistributed over a mesh, by what the mesh looks like, and would go on to use a closed one's groups.
     """
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    for remembered in (getattr(redistribute, name, None) for name in ("_gen_transform_infos", "_planner_cache")):
+        clear = getattr(remembered, "cache_clear", None) or getattr(remembered, "clear", None)
+        if clear is not None:
+            clear()
     theirs = vars(sys.modules.get("deepspeed.utils.groups", object)).values()  # of the process, not of an engine
     groups, world = distributed_c10d._world.pg_map, dist.group.WORLD
     for group in list(groups):

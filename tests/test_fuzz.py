@@ -103,7 +103,8 @@ def plans(seed, rank, world):
     taken = []
 
     def backend(gm, example_inputs):
-        plan = Settings.parse({"persist_bytes": fuzz.options_of(seed)["persist_bytes"]}).plan(CPU.over("gloo", world), 1 << 30)
+        link = (CPU.over("gloo", world), H200.over("p2p", world))[seed % 2]  # which reads rows of tables alone
+        plan = Settings.parse({"persist_bytes": fuzz.options_of(seed)["persist_bytes"]}).plan(link, 1 << 30)
         return compile_aot_eager(gm, example_inputs, plan, lambda graph: taken.append((copied(graph)[0], example_inputs)))
 
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):

@@ -317,7 +317,12 @@ def test_explain_on_paper(tmp_path, capsys):
     assert two["peak_bytes"] > many["peak_bytes"] and two["step_ms"] < many["step_ms"]
     parameters = sum(parameter.numel() for parameter in load("tiny", None, None, None, False).model.parameters())
     assert two["parameters"] == many["parameters"] == parameters
-    assert sum(one["nbytes"] for one in two["graphs"][0]["gathers"]) == 2 * parameters
+    forward = two["graphs"][0]
+    (embedding,) = forward["rows"]
+    table = load("tiny", None, None, None, False).model.embedding.weight
+    assert embedding == {"parameter": "embedding.weight", "dtype": "bfloat16", "nbytes": 2 * 8 * 32 * table.shape[1]}
+    assert sum(one["nbytes"] for one in forward["gathers"]) == 2 * (parameters - table.numel())
+    assert forward["gathered_bytes"] == sum(one["nbytes"] for one in forward["gathers"] + forward["rows"])
     assert all(one["full_bytes"] <= one["bound_bytes"] for plan in found["budgets"] for one in plan["graphs"])
     for graph in two["graphs"]:
         times, live, full = zip(*graph["memory"])

@@ -54,12 +54,22 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A matrix of which a graph gathers only the rows that a batch reads; `nbytes` are those of the rows."""
+
+    parameter: str
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class PlannedGraph:
     """One graph, planned.
 
     Attributes:
         kind: "forward" or "backward".
         gathers: in the order in which they start.
+        rows: what is gathered of embeddings, with nothing to plan about it.
         full_bytes, bound_bytes: most bytes of full parameters at once, and what the budget allows.
         live_bytes: most bytes at once besides shards: activations, full parameters, gradients.
         saved_bytes: of a backward, what it takes from its forward.
@@ -70,6 +80,7 @@ class PlannedGraph:
     kind: str
     nodes: int
     gathers: tuple[Gather, ...]
+    rows: tuple[Rows, ...]
     gathered_bytes: int
     reduced_bytes: int
     compute_ms: float
@@ -269,12 +280,17 @@ def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
     gathers, reduces = calls(graph, *GATHERS), calls(graph, *REDUCES)
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
     ms = _stretched(timeline)
+    rows = tuple(
+        Rows(names.get(node.args[0], node.args[0].name), str(value(node).dtype).removeprefix("torch."), *sizes_of(node))
+        for node in calls(graph, GATHER_ROWS)
+    )
     curve = [(ms(begins_s), *nbytes) for begins_s, *nbytes in zip(timeline.begins_s, live, windows.full_bytes(kept=True))]
     return PlannedGraph(
         kind=traced.kind,
         nodes=len(costs.liveness.nodes),
         gathers=_gathers(windows, timeline, names),
-        gathered_bytes=sum(map(bytes_of, gathers)),
+        rows=rows,
+        gathered_bytes=sum(map(bytes_of, gathers)) + sum(one.nbytes for one in rows),
         reduced_bytes=sum(map(bytes_of, reduces)),
         compute_ms=1e3 * timeline.compute_s,
         exposed_ms=1e3 * timeline.exposed_s,

@@ -22,6 +22,8 @@ def text_of(explained: Explanation, width: int = 140, rows: int = ROWS) -> str:
     )
     for graph in explained.graphs:
         console.print(_heading(graph), "", sep="\n")
+        for one in graph.rows:
+            console.print(f"of {one.parameter}, only the rows that the batch reads: {one.nbytes / (1 << 20):.2f} MiB {one.dtype}")
         if not graph.gathers:
             continue
         table = _table("parameter", "MiB", "dtype", "bucket", "starts", "arrives", "dies", "transfer us", "exposed us", "")

@@ -33,15 +33,15 @@ def parts_of_step(trace: dict, count: int) -> Parts:
     """Means over the `count` traced steps, which follow each other without a gap.
 
     On a GPU they last from the first thing that it does to the last. Compute is what runs on the busiest stream but for
-    NCCL's kernels; communication is those and whatever runs on other streams: copies between devices, what is packed for
-    them, casts and sums. On a CPU, communication is what gloo does on its threads and what zcompile's ops wait for;
+    NCCL's kernels and zcompile's; communication is those and whatever runs on other streams: copies between devices, what is
+    packed for them, casts and sums. On a CPU, communication is what gloo does on its threads and what zcompile's ops wait for;
     compute is aten's ops and compiled graphs but for such waits.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
         busiest = busiest_stream(device)
-        computes = [not is_nccl(event) and event["args"]["stream"] == busiest for event in device]
+        computes = [not (is_nccl(event) or is_ours(event)) and event["args"]["stream"] == busiest for event in device]
         compute = [interval(event) for event, is_compute in zip(device, computes) if is_compute]
         wire = [interval(event) for event, is_compute in zip(device, computes) if not is_compute]
         steps = [interval(event) for event in device]
@@ -94,6 +94,11 @@ def clock(trace: dict) -> Callable[[float], float]:
 
 def is_nccl(event: dict) -> bool:
     return event["name"].startswith("nccl")
+
+
+def is_ours(event: dict) -> bool:
+    """Whether it is a kernel of zcompile's, which all move or cast what travels, or add it up."""
+    return "zcompile::" in event["name"]
 
 
 def busiest_stream(device: list[dict]) -> int:
