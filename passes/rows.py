@@ -54,7 +54,8 @@ def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
 def _added_rows(graph: Graph, before: Node, added: Node, fused: bool) -> tuple[Node, Node] | None:
     """The gradients and the indices of which `added` is made, as Inductor's decomposition of an embedding's backward has it.
 
-    Indices that count for nothing (padding) become negative.
+    Indices that count for nothing (padding) become negative. To `index_put`, which is also the gradient of `table[i]`, negative ones
+    count from the end.
     """
     if fused and added.target is aten.embedding_dense_backward.default:
         return (added.args[0], added.args[1]) if added.args[3] < 0 and not added.args[4] else None
@@ -80,6 +81,10 @@ def _added_rows(graph: Graph, before: Node, added: Node, fused: bool) -> tuple[N
     grad = grad.args[0] if is_widening(grad) else grad
     if value(grad).shape != (*value(index).shape, value(zeros).shape[1]):
         return None
+    if added.target is ADD_ROWS:
+        is_negative = insert(graph, before, aten.lt.Scalar, index, 0, like=before)
+        from_end = insert(graph, before, aten.add.Tensor, index, value(zeros).shape[0], like=before)
+        index = insert(graph, before, aten.where.self, is_negative, from_end, index, like=before)
     if mask is not None:
         of = value(index)
         none = insert(graph, before, aten.scalar_tensor.default, -1, dtype=of.dtype, device=of.device, like=before)

@@ -155,6 +155,36 @@ def test_read_where_peers_are(ranks):
     ranks(2).run(read_where_peers_are, "aot_eager")
 
 
+class FromTheEnd(nn.Module):
+    """Rows by indexing, which may count from the end, some of them masked: no embedding, but the same gradient in graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.other = (nn.Parameter(torch.randn(9, 6)) for _ in range(2))
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, tokens):
+        i = tokens % 9 - 5
+        masked = torch.where((tokens % 3 == 0).unsqueeze(-1), 0.0, self.table[i])
+        return self.mix(masked + self.other[i])
+
+
+def indices_count_from_the_end(rank, world):
+    torch.manual_seed(0)
+    reference = FromTheEnd()
+    model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
+    for step in range(2):
+        tokens = [torch.randint(0, 61, (4, 5), generator=torch.Generator().manual_seed(10 * step + of)) for of in range(world)]
+        model(tokens[rank]).square().mean().backward()
+        for one in tokens:
+            (reference(one).square().mean() / world).backward()
+    same_grads(model, reference)
+
+
+def test_indices_count_from_the_end(ranks):
+    ranks(2).run(indices_count_from_the_end)
+
+
 def lengths_differ(rank, world):
     """Ranks with batches of other lengths, which compile other graphs or dynamic ones."""
     torch.manual_seed(0)
