@@ -222,6 +222,32 @@ def test_a_gather_is_not_earlier_than_it_must_be():
     assert all(later.begins > sooner.begins for sooner, later in itertools.pairwise(windows.windows))
 
 
+def explained_beside_micro_steps(rank, world, keep_bytes):
+    options = {"inner": "aot_eager", "bucket_bytes": 0, "persist_bytes": 0, "keep_bytes": keep_bytes}
+    model = zcompile.shard(WithLoss())
+    plan = zcompile.explain(model, batch(0, rank), options=options)
+    torch._dynamo.reset()
+    model.compile(backend="zcompile", options=options, fullgraph=True)
+    gathered = []
+    with zcompile.accumulate(model):
+        for micro in range(3):
+            for run in (lambda: model(batch(micro, rank)), lambda: loss.backward()):
+                zcompile.reset_stats(model)
+                loss = run() or loss
+                gathered.append(sum(zcompile.stats(model)["gathered_bytes"].values()))
+    return plan, gathered
+
+
+@pytest.mark.parametrize("keep_bytes", [None, 3000, 0])
+def test_explain_says_what_micro_steps_share(ranks, keep_bytes):
+    plan, gathered = ranks(2).run(explained_beside_micro_steps, keep_bytes)[0]
+    first, (forward, backward) = plan.graphs, plan.again or plan.graphs
+    later = [forward.gathered_bytes, backward.gathered_bytes]
+    assert gathered == [first[0].gathered_bytes, backward.gathered_bytes, *later, *later]
+    assert bool(plan.again) == (keep_bytes != 0) == bool(plan.shared_bytes) and plan.shared_bytes <= (keep_bytes or 1 << 30)
+    assert forward.gathered_bytes < first[0].gathered_bytes or keep_bytes == 0
+
+
 class WithLoss(nn.Module):
     def __init__(self):
         super().__init__()

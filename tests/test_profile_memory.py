@@ -227,7 +227,7 @@ def test_windows_only_of_gathers():
 def graph(kind, live, full, saved=0, ms=10.0):
     """One that has `live` and `full` bytes in its first half, and half of both in its second; and one transfer."""
     memory = ((0.0, live, full), (ms / 2, live // 2, full // 2))
-    return PlannedGraph(kind, 2, (), 0, 0, ms, 0.0, 0.0, full, full, live, saved, memory, ((1.0, 3.0),))
+    return PlannedGraph(kind, 2, (), (), 0, 0, ms - 0.25, 0.25, 0.0, full, full, live, saved, memory, ((1.0, 3.0),))
 
 
 def test_a_plan_as_a_course():
@@ -235,15 +235,30 @@ def test_a_plan_as_a_course():
     first = graph("forward", 100, 40), graph("backward", 80, 40, saved=16)
     graphs = (*first, graph("forward", 60, 20), graph("backward", 50, 20, saved=8))
     assert [(one.live_bytes, saved) for one, saved in in_order(graphs)] == [(100, 0), (60, 16), (50, 16), (80, 0)]
-    explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 45.0, 1.0, 1100, 1000, 20, "guesses")
+    explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 45.0, 1.0, 1100, 1000, 20, 0.0, "guesses", (), 0)
     found = planned(explained, micro_steps=2)
     assert (found.step_ms, found.exposed_ms, found.rests_on) == (85.0, 2.0, "guesses")
+    assert planned(replace(explained, adding_ms=3.0), micro_steps=3).step_ms == 3 * 40 + 2 * 3 + 5
     forwards = [(0, 1100, 1040), (5, 1050, 1020), (10, 1076, 1020), (15, 1046, 1010)]
     once = forwards + [(20, 1066, 1020), (25, 1041, 1010), (30, 1080, 1040), (35, 1040, 1020)]
     gradients = 4 * 10 // 2
     again = [(40 + ms, nbytes + gradients, full) for ms, nbytes, full in once]
     assert found.memory == [*once, *again, (80, 1000 + gradients, 1000), (85, 1000 + gradients, 1000)]
     assert found.peak_bytes == 1120 and found.transfers == [(10 * at + 1, 10 * at + 3) for at in range(8)]
+
+
+def test_a_plan_of_micro_steps_that_share():
+    """All but the first forward find full what was gathered, which is then there beside them."""
+    graphs = graph("forward", 100, 40), graph("backward", 80, 40, saved=16)
+    again = graph("forward", 70, 10, ms=8.0), graph("backward", 60, 10, saved=16, ms=6.0)
+    explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 25.0, 0.5, 1100, 1000, 20, 3.0, "guesses", again, 30)
+    assert planned(explained, micro_steps=1).step_ms == 25.0
+    found = planned(explained, micro_steps=2)
+    assert found.step_ms == 10 + 6 + 8 + 6 + 5
+    held = [(0, 0, 40), (10, 30, 10), (16, 30 + 20, 10), (24, 30 + 20, 10)]  # ms, what is kept and gradients, full
+    live = (100, 60, 70, 60)
+    assert found.memory[:8:2] == [(ms, 1000 + more + nbytes, 1000 + min(more, 30) + full) for (ms, more, full), nbytes in zip(held, live, strict=True)]
+    assert found.memory[-1] == (35.0, 1020, 1000)
 
 
 @pytest.mark.parametrize("transport", ["p2p", "nccl"])

@@ -4,6 +4,7 @@ Everything here is a function of the graph and the table, so that ranks which co
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -147,8 +148,8 @@ class Timeline:
         return self.compute_s + self.exposed_s + self.slowed_s
 
 
-def simulate(graph: Graph, costs: Costs) -> Timeline:
-    """Run `graph` on paper: compute in order, and one wire, which serves transfers in the order of their starts."""
+def simulate(graph: Graph, costs: Costs, full: Collection[Node] = ()) -> Timeline:
+    """Run `graph` on paper: compute in order, and one wire, which serves transfers in the order of their starts; what `full` starts is there."""
     link = costs.link
     now = wire_free = compute = exposed = 0.0
     ends: dict[Node, float] = {}  # of what a start fills
@@ -159,6 +160,9 @@ def simulate(graph: Graph, costs: Costs) -> Timeline:
         if node.op != "call_function":
             continue
         if node.target in GATHERS | REDUCES:
+            if node in full:
+                ends[node] = now
+                continue
             nbytes, seconds = bytes_of(node), transfer_s(node, link)
             begins = max(now, wire_free)
             wire_free = begins + seconds
@@ -174,7 +178,8 @@ def simulate(graph: Graph, costs: Costs) -> Timeline:
             exposed += late
             now += late
             tensor = node.args[0]
-            found[tensor if tensor in found else tensor.args[0]][3] += late
+            if tensor not in full:
+                found[tensor if tensor in found else tensor.args[0]][3] += late
         else:
             now += costs.seconds[node]
             compute += costs.seconds[node]

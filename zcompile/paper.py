@@ -12,11 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.config import Settings
 from zcompile.hardware import TABLES, Hardware, Link
+from zcompile.passes import Plan
 from zcompile.profile.commandline import Parser, positive
 from zcompile.profile.models import SIZES, BadInput, Workload, load
 from zcompile.report import Explanation, Traced, explanation, trace
 from zcompile.sharding import read_on_paper
 from zcompile.tables import comparison
+
+STATES = 4  # weight, gradient and two moments
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -75,6 +78,11 @@ def on_paper(workload: Workload, dtype: torch.dtype) -> dict[int, str]:
     return names
 
 
+def _bytes_to_keep(plan: Plan, parameters: int) -> int:
+    """As `keep_bytes` defaults to: a quarter of what shards, gradients and two states leave, on an empty device."""
+    return max(0, plan.link.hardware.memory_bytes - STATES * torch.float32.itemsize * -(-parameters // plan.link.world)) // 4
+
+
 def explained(arguments: argparse.Namespace) -> tuple[list[Explanation], list[Explanation], float]:
     """For each number of ranks; for each budget, on the first number of ranks; and the seconds that tracing took.
 
@@ -99,7 +107,7 @@ def explained(arguments: argparse.Namespace) -> tuple[list[Explanation], list[Ex
         except RuntimeError as error:
             raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
     seconds = time.monotonic() - begin
-    found = [explanation(traced, plan, parameters, 1) for plan in plans]
+    found = [explanation(traced, plan, parameters, 1, _bytes_to_keep(plan, parameters)) for plan in plans]
     what_if = [explanation(traced, replace(plans[0], gather_budget_bytes=one << 20), parameters, 1) for one in budgets]
     return found, what_if, seconds
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from zcompile import passes
 from zcompile.cost import Costs, Timeline, simulate
 from zcompile.curve import thinned
-from zcompile.graph import GATHER_GROUP_START, GATHER_ROWS, GATHERS, REDUCE_GROUP_START, REDUCES, bytes_of, calls, sizes_of, value
+from zcompile.graph import GATHER_GROUP_START, GATHER_KEPT_START, GATHER_ROWS, GATHERS, REDUCE_GROUP_START, REDUCES, bytes_of, calls, sizes_of, value
 from zcompile.hardware import Link
 from zcompile.passes import Plan
 from zcompile.windows import Window, Windows
@@ -38,6 +38,7 @@ class Gather:
         starts, arrives, dies: places of the start, of the wait before its first reader, and of its last reader.
         transfer_us, exposed_us: of the whole bucket, shared out by bytes.
         kept: whether it stays full after the graph, for backward.
+        shared: whether the next micro-step may find it full, inside of `zcompile.accumulate`.
     """
 
     parameter: str
@@ -51,6 +52,7 @@ class Gather:
     transfer_us: float
     exposed_us: float
     kept: bool
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ class Explanation:
         step_ms, peak_bytes: predicted, on one rank; the transport's own memory is part of it where the plan knows of it.
         static_bytes: of that, what lives as long as the model: shards, optimizer's state, the transport's memory.
         gradient_bytes: beside that, at the optimizer's step.
+        adding_ms: an op that adds one micro-step's gradients to those before.
+        again: the graphs inside of `zcompile.accumulate`, where what an earlier graph of the step gathered is full, as far as that may be kept.
+        shared_bytes: what that takes.
         rests_on: where the figures that it was computed from come from.
     """
 
@@ -122,7 +127,17 @@ class Explanation:
     peak_bytes: int
     static_bytes: int
     gradient_bytes: int
+    adding_ms: float
     rests_on: str
+    again: tuple[PlannedGraph, ...]
+    shared_bytes: int
+
+    @property
+    def micro_steps_ms(self) -> tuple[float, float]:
+        """Of the first micro-step inside of `zcompile.accumulate`, and of each other: forwards and backwards."""
+        found_full = sum(one.total_ms for one in self.again)
+        forwards = [pair for pair in zip(self.graphs, self.again, strict=True) if pair[0].kind == "forward"]
+        return found_full + sum(alone.total_ms - again.total_ms for alone, again in forwards), found_full
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -167,7 +182,8 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     plan = settings.plan(state.hardware.over(transport, state.runtime.world), state.free_bytes)
     traced = trace(functools.partial(model, *args, **kwargs), plan, lambda leaf: names.get(id(leaf)))
     count = sum(sharded.parameter.numel() for sharded in state.parameters.values())
-    return explanation(traced, plan, count, plan.link.world)
+    keep_bytes = state.bytes_to_keep() if settings.keep_bytes is None else settings.keep_bytes
+    return explanation(traced, plan, count, plan.link.world, keep_bytes)
 
 
 def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | None]) -> list[Traced]:
@@ -221,15 +237,18 @@ def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     return made, nodes
 
 
-def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_world: int) -> Explanation:
+def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_world: int, keep_bytes: int = 0) -> Explanation:
     """What `plan` makes of traced graphs, which stay as they are.
 
     Args:
         parameters: elements of all sharded parameters.
         traced_world: the number of ranks for which the graphs were traced; the plan's may be another.
+        keep_bytes: most bytes of full parameters that stay from micro-step to micro-step.
     """
     link = plan.link
     graphs = tuple(_planned(one, plan, traced_world) for one in traced)
+    shared = _shared(graphs, keep_bytes)
+    again = tuple(_planned(one, plan, traced_world, shared) for one in traced) if shared else ()
     share = -(-parameters // link.world)
     optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.bytes_s
     exposed_ms = sum(one.exposed_ms for one in graphs)
@@ -250,8 +269,20 @@ def explanation(traced: Sequence[Traced], plan: Plan, parameters: int, traced_wo
         peak_bytes=static + max((saved + graph.live_bytes for graph, saved in in_order(graphs)), default=0),
         static_bytes=static,
         gradient_bytes=round(GRADIENT_BYTES * share * _beside_shards(link)),
+        adding_ms=1e3 * 3 * GRADIENT_BYTES * share / link.hardware.bytes_s,
         rests_on=link.hardware.source,
+        again=again,
+        shared_bytes=round(sum(shared.values()) * _beside_own(link)),
     )
+
+
+def _shared(graphs: Sequence[PlannedGraph], keep_bytes: int) -> dict[tuple[str, str], int]:
+    """What stays full over micro-steps, by name and dtype, with its bytes: first come, first kept, as the runtime does it."""
+    found: dict[tuple[str, str], int] = {}
+    for gather in (gather for graph, _ in in_order(graphs) for gather in sorted(graph.gathers, key=lambda one: one.arrives)):
+        if gather.shared and sum(found.values()) + gather.nbytes <= keep_bytes:
+            found.setdefault((gather.parameter, gather.dtype), gather.nbytes)
+    return found
 
 
 def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
@@ -267,35 +298,37 @@ def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
     return forwards + backwards[::-1]
 
 
-def _planned(traced: Traced, plan: Plan, traced_world: int) -> PlannedGraph:
+def _planned(traced: Traced, plan: Plan, traced_world: int, shared: Collection[tuple[str, str]] | None = None) -> PlannedGraph:
+    """The planned graph; inside of `zcompile.accumulate` if `shared` tells what is full there."""
     graph, copies = copied(traced.graph)
     passes.run(graph, passes.schedule(plan))
     names = {copies[node]: name for node, name in traced.names.items()}
     costs = Costs(graph, plan.link, plan.fused)
-    timeline = simulate(graph, costs)
+    full = {start for start in calls(graph, GATHER_KEPT_START) if _key(start, names) in (shared or ())}
+    timeline = simulate(graph, costs, full)
     windows = Windows(graph)
     shards = _shards(graph)
-    scale = _beside_shards(plan.link) * traced_world / plan.link.world
-    live = costs.liveness.live_bytes(but=shards, scaled=set(calls(graph, *REDUCES)), scale=scale)
-    gathers, reduces = calls(graph, *GATHERS), calls(graph, *REDUCES)
+    scale = (_beside_shards(plan.link) if shared is None else 1.0) * traced_world / plan.link.world  # shards are needed again there
+    live = costs.liveness.live_bytes(but=shards | full, scaled=set(calls(graph, *REDUCES)), scale=scale)
+    gathers, reduces = [one for one in calls(graph, *GATHERS) if one not in full], calls(graph, *REDUCES)
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
     ms = _stretched(timeline)
     rows = tuple(
-        Rows(names.get(node.args[0], node.args[0].name), str(value(node).dtype).removeprefix("torch."), *sizes_of(node))
+        Rows(*_key(node, names), *sizes_of(node))
         for node in calls(graph, GATHER_ROWS)
     )
-    curve = [(ms(begins_s), *nbytes) for begins_s, *nbytes in zip(timeline.begins_s, live, windows.full_bytes(kept=True))]
+    curve = [(ms(begins_s), *nbytes) for begins_s, *nbytes in zip(timeline.begins_s, live, windows.full_bytes(kept=True, but=full))]
     return PlannedGraph(
         kind=traced.kind,
         nodes=len(costs.liveness.nodes),
-        gathers=_gathers(windows, timeline, names),
+        gathers=_gathers(windows, timeline, names, full),
         rows=rows,
         gathered_bytes=sum(map(bytes_of, gathers)) + sum(one.nbytes for one in rows),
         reduced_bytes=sum(map(bytes_of, reduces)),
         compute_ms=1e3 * timeline.compute_s,
         exposed_ms=1e3 * timeline.exposed_s,
         slowed_ms=1e3 * timeline.slowed_s,
-        full_bytes=max(windows.full_bytes()),
+        full_bytes=max(windows.full_bytes(but=full)),
         bound_bytes=windows.bound(plan.gather_budget_bytes),
         live_bytes=max(live),
         saved_bytes=sum(sum(sizes_of(node)) for node in inputs) if traced.kind == "backward" else 0,
@@ -308,6 +341,19 @@ def _beside_shards(link: Link) -> float:
     """How much of a gradient has memory of its own: peer to peer, half takes the place of published shards that backward has done
     with (csrc/cuda/published.h)."""
     return 0.5 if link.wire.transport == "p2p" else 1.0
+
+
+def _beside_own(link: Link) -> float:
+    """How much of a full parameter has memory of its own: peer to peer, its own piece is the published shard's (csrc/cuda/composed.h)."""
+    return (link.world - 1) / link.world if link.wire.transport == "p2p" else 1.0
+
+
+def _key(start: Node, names: Mapping[Node, str]) -> tuple[str, str]:
+    return names.get(start.args[0], start.args[0].name), _dtype_name(start)
+
+
+def _dtype_name(node: Node) -> str:
+    return str(value(node).dtype).removeprefix("torch.")
 
 
 def _stretched(timeline: Timeline) -> Callable[[float], float]:
@@ -327,7 +373,7 @@ def _shards(graph: Graph) -> set[Node]:
     return found
 
 
-def _gathers(windows: Windows, timeline: Timeline, names: Mapping[Node, str]) -> tuple[Gather, ...]:
+def _gathers(windows: Windows, timeline: Timeline, names: Mapping[Node, str], full: Collection[Node]) -> tuple[Gather, ...]:
     transfers = {transfer.start: transfer for transfer in timeline.transfers}
     groups = dict.fromkeys(window.start for window in windows.windows if window.start.target is GATHER_GROUP_START)
     buckets = {start: number for number, start in enumerate(groups)}
@@ -339,7 +385,7 @@ def _gathers(windows: Windows, timeline: Timeline, names: Mapping[Node, str]) ->
         return Gather(
             parameter=names.get(window.shard, window.shard.name),
             shape=tuple(value(window.wait).shape),
-            dtype=str(value(window.wait).dtype).removeprefix("torch."),
+            dtype=_dtype_name(window.wait),
             nbytes=window.nbytes,
             bucket=buckets.get(window.start),
             starts=window.begins,
@@ -348,6 +394,7 @@ def _gathers(windows: Windows, timeline: Timeline, names: Mapping[Node, str]) ->
             transfer_us=1e6 * part * (transfer.ends_s - transfer.begins_s),
             exposed_us=1e6 * part * transfer.exposed_s,
             kept=window.returned,
+            shared=window.start.target is GATHER_KEPT_START,
         )
 
-    return tuple(map(row, windows.windows))
+    return tuple(row(window) for window in windows.windows if window.start not in full)

@@ -33,6 +33,12 @@ def text_of(explained: Explanation, width: int = 140, rows: int = ROWS) -> str:
         console.print(table)
         if len(graph.gathers) > rows:
             console.print(f"and {len(graph.gathers) - rows} more: `.graphs[i].gathers` has all")
+    if explained.again:
+        first, later = explained.micro_steps_ms
+        console.print(
+            f"Micro-steps inside of zcompile.accumulate share what is gathered, {explained.shared_bytes / gib:.2f} GiB: {first:.1f} ms for the "
+            f"first, {later:.1f} ms for each other."
+        )
     console.print(f"AdamW, fp32: {explained.optimizer_ms:.2f} ms. Figures of the machine: {explained.rests_on}.")
     return console.file.getvalue()
 

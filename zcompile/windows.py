@@ -1,6 +1,7 @@
 """Windows of full parameters: how many bytes are full or on their way at each node of a planned graph."""
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -39,11 +40,12 @@ class Windows:
                 window = Window(shard, start, wait, storage.nbytes, position[start], dies, returned=storage.dies == end)
                 self.windows.append(window)
 
-    def full_bytes(self, kept: bool = False) -> list[int]:
-        """At each node, bytes of the windows that it stands in; `kept`: also of those that are kept beyond the graph."""
+    def full_bytes(self, kept: bool = False, but: Collection[Node] = ()) -> list[int]:
+        """At each node, bytes of the windows that it stands in; `kept`: also of those that are kept beyond the graph; `but`: starts whose
+        windows are left out."""
         change = [0] * (len(self.liveness.nodes) + 1)
         for window in self.windows:
-            if kept or not window.returned:
+            if (kept or not window.returned) and window.start not in but:
                 change[window.begins] += window.nbytes
                 change[window.ends + 1] -= window.nbytes
         return list(accumulate(change))
