@@ -31,12 +31,16 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-Parameter* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
+Parameter* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
   auto& parameter = find_parameter(shard);
   TORCH_CHECK(
-      shape == at::IntArrayRef(parameter.shape), "zcompile::gather: '", parameter.name, "' has shape ",
+      shape == at::IntArrayRef(parameter.shape), "zcompile::", op, ": '", parameter.name, "' has shape ",
       at::IntArrayRef(parameter.shape), ", asked for ", shape);
   return &parameter;
+}
+
+Parameter* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
+  return find_with_shape(shard, shape, "gather");
 }
 
 // Shapes of several tensors travel through a schema as one list: the sizes, and how many of them each tensor has.
@@ -111,14 +115,14 @@ at::Tensor gather_rows_kernel(const at::Tensor& shard, at::IntArrayRef shape, at
 }
 
 at::Tensor reduce_rows_start_kernel(
-    const at::Tensor& grad, const at::Tensor& shard, const at::Tensor& indices, at::ScalarType dtype) {
+    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return reduce_rows_start(&find_parameter(shard), grad, indices, dtype);
+  return reduce_rows_start(find_with_shape(shard, shape, "reduce_rows"), grad, indices, dtype);
 }
 
 at::Tensor reduce_rows_kernel(
-    const at::Tensor& grad, const at::Tensor& shard, const at::Tensor& indices, at::ScalarType dtype) {
-  auto out = reduce_rows_start_kernel(grad, shard, indices, dtype);
+    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
+  auto out = reduce_rows_start_kernel(grad, shard, shape, dtype, indices);
   reduce_wait(out);
   return out;
 }
@@ -153,7 +157,7 @@ at::Tensor gather_rows_meta(
 }
 
 at::Tensor reduce_rows_meta(
-    const at::Tensor& grad, const at::Tensor& shard, const at::Tensor& /*indices*/, at::ScalarType /*dtype*/) {
+    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef /*shape*/, at::ScalarType /*dtype*/, const at::Tensor& /*indices*/) {
   return reduce_meta(grad, shard);
 }
 
@@ -275,10 +279,10 @@ TORCH_LIBRARY(zcompile, library) {
   library.def("reduce_group_start(Tensor[] grads, Tensor[] shards) -> Tensor[]");
   // Rows of the full parameter, a matrix, downcast on the way: [*indices.shape, columns]. A new tensor: aliases nothing.
   library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
-  // As reduce, of the gradient of such rows: zeros, to which `grad` is added in fp32 in the order of `indices`, rounded to `dtype`.
+  // As reduce, of the gradient of such rows: zeros of `shape`, to which `grad` is added in fp32 in the order of `indices`, rounded to `dtype`.
   // Negative indices count for nothing.
-  library.def("reduce_rows(Tensor grad, Tensor shard, Tensor indices, ScalarType dtype) -> Tensor");
-  library.def("reduce_rows_start(Tensor grad, Tensor shard, Tensor indices, ScalarType dtype) -> Tensor");
+  library.def("reduce_rows(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
+  library.def("reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
   // The same memory, filled. Takes `grad` because it is read until here: nobody may reuse it before.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }

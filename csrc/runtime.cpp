@@ -170,9 +170,11 @@ at::Tensor Transport::make_gradient(const Parameter& parameter) {
 std::unique_ptr<Transfer> Transport::gather_rows(const GatherRowsRequest& request) {
   const auto& parameter = *request.parameter;
   const auto padded = at::empty({parameter.chunk * parameter.model->world()}, request.rows.options());
+  const auto full = padded.narrow(0, 0, parameter.numel).view(parameter.shape);
+  parameter.model->count_gather(full);
   gather(GatherRequest{&parameter, padded})->wait();
   auto rows = request.rows;
-  at::index_select_out(rows, padded.narrow(0, 0, parameter.numel).view(parameter.shape), 0, request.indices);
+  at::index_select_out(rows, full, 0, request.indices);
   return std::make_unique<Transfers>();
 }
 
@@ -180,6 +182,7 @@ std::unique_ptr<Transfer> Transport::reduce_rows(const ReduceRowsRequest& reques
   auto dense = at::empty(request.parameter->shape, request.grad.options().dtype(request.dtype));
   spread_rows(sum_rows(request.grad, request.indices, request.dtype), dense);
   dense = dense.to(request.wire);
+  request.parameter->model->count_reduce(dense);
   auto transfer = reduce(ReduceRequest{request.parameter, dense, request.out, request.besides});
   return std::make_unique<Holding>(std::move(transfer), std::vector<at::Tensor>{dense});
 }
@@ -572,12 +575,11 @@ at::Tensor flat_indices(const at::Tensor& indices) {
 }  // namespace
 
 at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Tensor& indices) {
-  auto& model = model_of(parameter);
+  const auto& model = model_of(parameter);
   const auto columns = columns_of(*parameter);
   const Range range("gather_rows", parameter, dtype);
   const auto flat = flat_indices(indices);
   auto rows = at::empty({flat.numel(), columns}, parameter->shard.options().dtype(dtype).requires_grad(false));
-  model.count_rows(rows);
   model.transport()->gather_rows({parameter, flat, rows})->wait();
   auto sizes = indices.sizes().vec();
   sizes.push_back(columns);
@@ -591,7 +593,6 @@ at::Tensor reduce_rows_start(Parameter* parameter, const at::Tensor& grad, const
   const auto rows = grad.contiguous().view({flat.numel(), columns_of(*parameter)});
   const auto wire = transport->wire_dtype(*parameter, dtype);
   const Range range("reduce_rows", parameter, wire);
-  model.count_reduce(rows);
   auto out = transport->make_gradient(*parameter);
   auto transfer = transport->reduce_rows({parameter, rows, flat, dtype, wire, out, besides(*parameter, out)});
   transfer = std::make_unique<Holding>(std::move(transfer), std::vector<at::Tensor>{flat});

@@ -92,7 +92,7 @@ class Transport {
   virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;
   virtual std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) = 0;
 
-  // Of a matrix, a few rows. Where a transport knows nothing better, all are gathered, and zeros are reduced.
+  // Of a matrix, a few rows. Where a transport knows nothing better, all are gathered, and zeros are reduced. They count what moves.
   virtual std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   virtual std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
 

@@ -37,6 +37,26 @@ class LateReduce : public Transfer {
   std::vector<ReduceRequest> requests_;
 };
 
+class LateGatherRows : public Transfer {
+ public:
+  LateGatherRows(at::Tensor arrived, at::Tensor rows) : arrived_(std::move(arrived)), rows_(std::move(rows)) {}
+  void wait() override { rows_.copy_(arrived_); }
+
+ private:
+  at::Tensor arrived_;
+  at::Tensor rows_;
+};
+
+class LateReduceRows : public Transfer {
+ public:
+  LateReduceRows(Transport& inner, ReduceRowsRequest request) : inner_(inner), request_(std::move(request)) {}
+  void wait() override { inner_.reduce_rows(request_)->wait(); }
+
+ private:
+  Transport& inner_;
+  ReduceRowsRequest request_;
+};
+
 class LateTransport : public Transport {
  public:
   explicit LateTransport(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}
@@ -58,6 +78,19 @@ class LateTransport : public Transport {
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
     for (auto request : requests) request.out.fill_(nan);
     return std::make_unique<LateReduce>(*inner_, requests);
+  }
+
+  std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
+    auto elsewhere = request;
+    elsewhere.rows = at::empty_like(request.rows);
+    inner_->gather_rows(elsewhere)->wait();
+    request.rows.fill_(nan);
+    return std::make_unique<LateGatherRows>(elsewhere.rows, request.rows);
+  }
+
+  std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
+    request.out.fill_(nan);
+    return std::make_unique<LateReduceRows>(*inner_, request);
   }
 
   void finish_backward() override { inner_->finish_backward(); }

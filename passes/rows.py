@@ -2,6 +2,7 @@
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zcompile.graph import GATHER, GATHER_ROWS, REDUCE, REDUCE_ROWS, aten, calls, forget, insert, is_cast, is_widening, value
 from zcompile.hardware import Link
@@ -29,13 +30,15 @@ def rows(graph: Graph, link: Link, fused: bool = True) -> None:
 
 
 def _read_rows(graph: Graph, gather: Node) -> None:
-    embeddings = list(gather.users)
-    if not all(one.target is aten.embedding.default and one.args[0] is gather for one in embeddings):
+    if len(gather.users) != 1:  # read twice, the whole matrix comes once for both
         return
-    for one in embeddings:
-        found = insert(graph, one, GATHER_ROWS, *gather.args, one.args[1], like=one)
-        found.meta |= {key: one.meta[key] for key in ("recompute", "ac_graph_id") if key in one.meta}
-        forget(graph, one, found)
+    (embedding,) = gather.users
+    if embedding.target is not aten.embedding.default or embedding.args[0] is not gather:
+        return
+    found = insert(graph, embedding, GATHER_ROWS, *gather.args, embedding.args[1], like=embedding)
+    found.meta |= {key: embedding.meta[key] for key in ("recompute", "ac_graph_id") if key in embedding.meta}
+    found.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # or sizes would decide which gathers backward has
+    forget(graph, embedding, found)
     graph.erase_node(gather)
 
 
@@ -47,7 +50,7 @@ def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
         return
     if found := _added_rows(graph, reduce, added, fused):
         grad, indices = found
-        forget(graph, reduce, insert(graph, reduce, REDUCE_ROWS, grad, shard, indices, dtype, like=reduce))
+        forget(graph, reduce, insert(graph, reduce, REDUCE_ROWS, grad, shard, [*value(dense).shape], dtype, indices, like=reduce))
         graph.eliminate_dead_code()
 
 

@@ -63,6 +63,11 @@ def check_schemas(rank, world):
     mean = ops.reduce(grad, shard)
     check(ops.reduce_wait.default, lambda: (arriving(ops.reduce_start(grad, shard), mean), grad), alias=True)
     check(ops.reduce.default, lambda: (grad, shard))
+    for indices in (torch.tensor([[4, 0], [0, 1]]), torch.tensor([3, -1], dtype=torch.int32), torch.tensor(2), torch.empty(0, dtype=torch.long)):
+        rows = torch.randn(*indices.shape, 3)
+        check(ops.gather_rows.default, lambda: (shard, [5, 3], torch.bfloat16, indices.clamp(min=0)))
+        check(ops.reduce_rows.default, lambda: (rows, shard, [5, 3], torch.float32, indices))
+        check(ops.reduce_rows_start.default, lambda: (rows, shard, [5, 3], torch.float32, indices), values=False)
 
     module, leaves = shards(world, (5, 3), (), (7,))
     some = [leaf.detach() for leaf in leaves]

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
-from zcompile.graph import GATHER, GATHERS, REDUCE, REDUCES, WAITS, aten, bytes_of, shape_hint, sizes_of, started, value
+from zcompile.graph import GATHER, GATHER_ROWS, GATHERS, REDUCE, REDUCES, ROWS, WAITS, aten, bytes_of, shape_hint, sizes_of, started, value
 from zcompile.hardware import Link
 from zcompile.liveness import Liveness, aliases, fuses
 
@@ -93,7 +93,7 @@ class Costs:
         if fuses(node):
             transfer = (self._newly_read(node) + written) / hardware.bytes_s
             return transfer + (hardware.kernel_s if written else 0.0)
-        read = sum(sum(sizes_of(source)) for source in node.all_input_nodes)
+        read = written if node.target is GATHER_ROWS else sum(sum(sizes_of(source)) for source in node.all_input_nodes)
         seconds = max((read + written) / hardware.bytes_s, hardware.kernel_s)
         if count := operations(node):
             attends = "scaled_dot_product" in node.target.name()
@@ -163,7 +163,7 @@ def simulate(graph: Graph, costs: Costs, full: Collection[Node] = ()) -> Timelin
             if node in full:
                 ends[node] = now
                 continue
-            nbytes, seconds = bytes_of(node), transfer_s(node, link)
+            nbytes, seconds = moved_bytes(node, link), transfer_s(node, link)
             begins = max(now, wire_free)
             wire_free = begins + seconds
             found[node] = [nbytes, begins, wire_free, 0.0]
@@ -189,4 +189,9 @@ def simulate(graph: Graph, costs: Costs, full: Collection[Node] = ()) -> Timelin
 
 
 def transfer_s(start: Node, link: Link) -> float:
-    return (link.gather_s if start.target in GATHERS else link.reduce_s)(bytes_of(start))
+    return (link.gather_s if start.target in GATHERS else link.reduce_s)(moved_bytes(start, link))
+
+
+def moved_bytes(start: Node, link: Link) -> int:
+    """`bytes_of`, but of rows only those that there are, where they travel so."""
+    return sum(sizes_of(start.args[0])) if start.target in ROWS and link.wire.transport == "p2p" else bytes_of(start)

@@ -3,6 +3,7 @@
 A *chain* is a gather and what merely moves or casts its data: nothing in it computes, so any of it may be redone or moved.
 """
 
+import math
 import operator
 from collections.abc import Iterator
 
@@ -29,6 +30,7 @@ REDUCE_ROWS_START = ops.reduce_rows_start.default
 GATHER_STARTS = (GATHER_START, GATHER_KEPT_START, GATHER_GROUP_START)
 GATHERS = {GATHER, *GATHER_STARTS}
 REDUCE_STARTS = (REDUCE_START, REDUCE_GROUP_START, REDUCE_ROWS_START)
+ROWS = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
@@ -224,6 +226,8 @@ def bytes_of(start: Node) -> int:
     """Bytes of the full tensors that a gather or reduce, or a start of one or of a group, moves."""
     if start.target in GATHERS:
         return sum(sizes_of(start))
+    if start.target in ROWS:  # as if the gradient were dense, whose size does not depend on the batch
+        return math.prod(start.args[2]) * start.args[3].itemsize
     grads = start.args[0] if start.target is REDUCE_GROUP_START else [start.args[0]]
     return sum(sum(sizes_of(grad)) for grad in grads)
 

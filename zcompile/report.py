@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOT
 from torch.fx import Graph, Node
 
 from zcompile import passes
-from zcompile.cost import Costs, Timeline, simulate
+from zcompile.cost import Costs, moved_bytes, simulate, Timeline
 from zcompile.curve import thinned
 from zcompile.graph import GATHER_GROUP_START, GATHER_KEPT_START, GATHER_ROWS, GATHERS, REDUCE_GROUP_START, REDUCES, bytes_of, calls, sizes_of, value
 from zcompile.hardware import Link
@@ -324,7 +324,7 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, shared: Collection[t
         gathers=_gathers(windows, timeline, names, full),
         rows=rows,
         gathered_bytes=sum(map(bytes_of, gathers)) + sum(one.nbytes for one in rows),
-        reduced_bytes=sum(map(bytes_of, reduces)),
+        reduced_bytes=sum(moved_bytes(one, plan.link) for one in reduces),
         compute_ms=1e3 * timeline.compute_s,
         exposed_ms=1e3 * timeline.exposed_s,
         slowed_ms=1e3 * timeline.slowed_s,

@@ -188,6 +188,20 @@ __global__ void __launch_bounds__(threads) read_rows_kernel(
   }
 }
 
+// The first place at which `rows`, which rise, are not below `row`.
+__device__ int64_t place_of(const int64_t* rows, int64_t count, int64_t row) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const auto middle = (low + high) / 2;
+    if (rows[middle] < row) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 // A block per row and per `threads * width` columns, so that a row with many gradients does not take one block for all of them.
 template <typename In, typename Out, int width>
 __global__ void __launch_bounds__(threads) sum_rows_kernel(
@@ -196,8 +210,7 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
   const int64_t at = blockIdx.x;
   const auto row = rows[at];
   if (row < 0 || (at > 0 && rows[at - 1] == row)) return;
-  int64_t end = at + 1;
-  while (end < count && rows[end] == row) ++end;
+  const auto end = place_of(rows, count, row + 1);
   const int64_t stride = static_cast<int64_t>(gridDim.y) * threads * width;
   for (int64_t column = (static_cast<int64_t>(blockIdx.y) * threads + threadIdx.x) * width; column < columns; column += stride) {
     float sum[width] = {};
@@ -223,16 +236,8 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
 
 // The first place of `row`; -1 if it has none.
 __device__ int64_t place_of(const RowSums& sums, int64_t row) {
-  int64_t low = 0, high = sums.count;
-  while (low < high) {
-    const auto middle = (low + high) / 2;
-    if (sums.rows[middle] < row) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low < sums.count && sums.rows[low] == row ? low : -1;
+  const auto place = place_of(sums.rows, sums.count, row);
+  return place < sums.count && sums.rows[place] == row ? place : -1;
 }
 
 template <typename Word>

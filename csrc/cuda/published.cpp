@@ -102,7 +102,7 @@ std::unique_ptr<Transfer> Published::gather_rows(const GatherRowsRequest& reques
   const auto columns = request.rows.size(1);
   Pieces pieces{.rows = request.parameter->chunk / columns};
   for (int64_t rank = 0; rank < model_.world(); ++rank) pieces.of[rank] = shard->arena->at(rank, shard->offset_on(rank));
-  const auto stream = c10::cuda::getCurrentCUDAStream();  // not behind pulls that have started: this is needed now
+  const auto stream = c10::cuda::getCurrentCUDAStream();  // of the pulls that have started, only behind those before its group was published
   published_.block(stream);
   C10_CUDA_CHECK(launch_read_rows(
       pieces, request.indices.const_data_ptr<int64_t>(), request.indices.numel(), request.parameter->numel / columns,

@@ -202,9 +202,10 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
   for (int64_t source = 0; source < world; ++source) {
     if (source != rank) spread.of[source] = place_of(0, source, rank);
   }
-  const auto out = sum.narrow(0, std::min(piece.begin * piece.columns(), sum.numel()), piece.count_of(rank) * piece.columns());
+  const auto begin = std::min(piece.begin * piece.columns(), sum.numel()), numel = piece.count_of(rank) * piece.columns();
+  const auto out = sum.narrow(0, begin, numel);
   const auto& [base, squares] = model_.groups().replicate.empty() ? piece.request->besides : Besides{};  // else for the mean over replicas
-  const auto own_base = base.defined() ? base.narrow(0, piece.begin * piece.columns(), out.numel()) : base;
+  const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
   C10_CUDA_CHECK(launch_mean_rows(
       *kernel_type(sums.scalar_type()), *kernel_type(out.scalar_type()), spread, static_cast<int>(world), piece.has_offset(),
       static_cast<int>(rank), {rows.const_data_ptr<int64_t>(), sums.const_data_ptr(), rows.numel()}, piece.first_of(rank),

@@ -82,21 +82,27 @@ class P2pTransport : public Transport {
   }
 
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
+    const auto columns = request.rows.size(1);
+    if (columns == 0 || request.parameter->chunk % columns != 0) return Transport::gather_rows(request);
     watchdog_.check();
     std::unique_ptr<Transfer> published;
-    if (request.parameter->chunk % request.rows.size(1) == 0) {
+    {
       std::lock_guard lock(mutex_);
       published = published_.gather_rows(request);
     }
-    return published ? std::move(published) : c10d_->gather_rows(request);
+    if (!published) return c10d_->gather_rows(request);
+    model_.count_rows(request.rows);
+    return published;
   }
 
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
-    const bool have_kernels = kernel_type(request.grad.scalar_type()) && kernel_type(request.wire);
+    const bool have_kernels =
+        kernel_type(request.grad.scalar_type()) && kernel_type(request.wire) && kernel_type(request.out.scalar_type());
     if (!have_kernels || !reducer_.has_rows(*request.parameter, request.grad.size(1))) return Transport::reduce_rows(request);
     watchdog_.check();
     std::lock_guard lock(mutex_);
     published_.count_reduces(1);
+    model_.count_reduce(request.grad);
     return reducer_.reduce_rows(request);
   }
 
