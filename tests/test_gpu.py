@@ -552,11 +552,13 @@ def test_rows(gpus, transport):
     gpus.run(rows_like_whole, transport, "cuda")
 
 
-def rows_agree_bitwise(rank, world):
-    found = [rows_curve(rank, {"inner": "inductor"}, "cuda", transport, steps=5) for transport in ("p2p", "c10d", "delayed p2p")]
+def rows_agree_bitwise(rank, world, micro_steps):
+    how = {"device": "cuda", "steps": 5, "micro_steps": micro_steps}
+    found = [rows_curve(rank, {"inner": "inductor"}, transport=transport, **how) for transport in ("p2p", "c10d", "delayed p2p")]
     for one, _ in found[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, found[0][0], strict=True))
 
 
-def test_rows_agree_bitwise(gpus):
-    gpus.run(rows_agree_bitwise)
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_rows_agree_bitwise(gpus, micro_steps):
+    gpus.run(rows_agree_bitwise, micro_steps)
