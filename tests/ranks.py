@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 TIMEOUT_SECONDS = 180
+LINEAR = torch.nn.functional.linear  # which DeepSpeed's zero.Init exchanges for good
 
 
 class Ranks:
@@ -93,6 +95,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
         except EOFError:
             return
         torch._dynamo.reset()
+        torch.nn.functional.linear = LINEAR
         _close_groups(dist.PrefixStore(str(number), store))
         torch.manual_seed(0)
         try:
@@ -108,14 +111,10 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
 def _close_groups(store) -> None:
     """Close the groups that the tests before opened: gloo's threads for each wake a hundred times a second, used or not.
 
-    Their names come again, and gloo would find the old addresses under them: groups to come look in `store`. DTensor remembers how it
-    redistributed over a mesh, by what the mesh looks like, and would go on to use a closed one's groups.
+    Their names come again, and gloo would find the old addresses under them: groups to come look in `store`. DTensor remembers
+    results of ops by what their meshes look like, and would give those of a closed one.
     """
-    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
-    for remembered in (getattr(redistribute, name, None) for name in ("_gen_transform_infos", "_planner_cache")):
-        clear = getattr(remembered, "cache_clear", None) or getattr(remembered, "clear", None)
-        if clear is not None:
-            clear()
+    _clear_sharding_prop_cache()
     theirs = vars(sys.modules.get("deepspeed.utils.groups", object)).values()  # of the process, not of an engine
     groups, world = distributed_c10d._world.pg_map, dist.group.WORLD
     for group in list(groups):
