@@ -455,11 +455,13 @@ const char* short_name(at::ScalarType dtype) {
 // nothing while nobody records.
 class Range {
  public:
-  Range(const char* what, c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype)
+  // `moved`: bytes, if they are not those of all that the parameters have.
+  Range(const char* what, c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype, std::optional<int64_t> moved = std::nullopt)
       : function_(at::RecordScope::USER_SCOPE) {
     if (!function_.isActive()) return;
     int64_t bytes = 0;
     for (const auto* parameter : parameters) bytes += parameter->numel * static_cast<int64_t>(c10::elementSize(dtype));
+    bytes = moved.value_or(bytes);
     const auto more = parameters.size() - 1;
     char width[64];  // not by a stream: those of another libstdc++ may be in this process
     std::snprintf(width, sizeof(width), " (%s, %.1f MiB)", short_name(dtype), static_cast<double>(bytes) / (1 << 20));
@@ -577,9 +579,9 @@ at::Tensor flat_indices(const at::Tensor& indices) {
 at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Tensor& indices) {
   const auto& model = model_of(parameter);
   const auto columns = columns_of(*parameter);
-  const Range range("gather_rows", parameter, dtype);
   const auto flat = flat_indices(indices);
   auto rows = at::empty({flat.numel(), columns}, parameter->shard.options().dtype(dtype).requires_grad(false));
+  const Range range("gather_rows", parameter, dtype, static_cast<int64_t>(rows.nbytes()));
   model.transport()->gather_rows({parameter, flat, rows})->wait();
   auto sizes = indices.sizes().vec();
   sizes.push_back(columns);
@@ -592,7 +594,7 @@ at::Tensor reduce_rows_start(Parameter* parameter, const at::Tensor& grad, const
   const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
   const auto rows = grad.contiguous().view({flat.numel(), columns_of(*parameter)});
   const auto wire = transport->wire_dtype(*parameter, dtype);
-  const Range range("reduce_rows", parameter, wire);
+  const Range range("reduce_rows", parameter, wire, rows.numel() * static_cast<int64_t>(c10::elementSize(wire)));
   auto out = transport->make_gradient(*parameter);
   auto transfer = transport->reduce_rows({parameter, rows, flat, dtype, wire, out, besides(*parameter, out)});
   transfer = std::make_unique<Holding>(std::move(transfer), std::vector<at::Tensor>{flat});

@@ -555,8 +555,8 @@ def test_rows(gpus, transport):
 def rows_agree_bitwise(rank, world, micro_steps):
     how = {"device": "cuda", "steps": 5, "micro_steps": micro_steps}
     found = [rows_curve(rank, {"inner": "inductor"}, transport=transport, **how) for transport in ("p2p", "c10d", "delayed p2p")]
-    for one, _ in found[1:]:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, found[0][0], strict=True))
+    for one in found[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, found[0], strict=True))
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])

@@ -229,12 +229,18 @@ def explained_beside_micro_steps(rank, world, keep_bytes):
     torch._dynamo.reset()
     model.compile(backend="zcompile", options=options, fullgraph=True)
     gathered = []
+
+    def note():
+        gathered.append(sum(zcompile.stats(model)["gathered_bytes"].values()))
+        zcompile.reset_stats(model)
+
+    zcompile.reset_stats(model)
     with zcompile.accumulate(model):
         for micro in range(3):
-            for run in (lambda: model(batch(micro, rank)), lambda: loss.backward()):
-                zcompile.reset_stats(model)
-                loss = run() or loss
-                gathered.append(sum(zcompile.stats(model)["gathered_bytes"].values()))
+            loss = model(batch(micro, rank))
+            note()
+            loss.backward()
+            note()
     return plan, gathered
 
 

@@ -11,10 +11,9 @@ from torch import nn
 import zcompile
 from reference import compiled, lm_loss, same_grads
 from test_ops import ops, shards
-from zcompile import passes
-from zcompile.backend import compile_aot_eager, compile_graph
+from zcompile.backend import compile_aot_eager
 from zcompile.config import Settings
-from zcompile.graph import GATHER, GATHER_ROWS, REDUCE, REDUCE_ROWS, calls
+from zcompile.graph import GATHER, GATHER_ROWS, calls
 from zcompile.hardware import H200
 from zcompile.sharding import state_of
 
@@ -105,31 +104,25 @@ class Tables(nn.Module):
         return self.head(torch.tanh(self.mix(x)))
 
 
-class Said(logging.Handler):
-    """Collects what the pass says that it changed."""
-
-    def __init__(self):
-        super().__init__(logging.DEBUG)
-        self.found = []
-        self.log = logging.getLogger("zcompile")
-        self.level_before = self.log.level
-        self.log.setLevel(logging.DEBUG)
-        self.log.addHandler(self)
-
-    def emit(self, record):
-        if record.getMessage().startswith("zcompile: rows:"):
-            self.found.append(record.getMessage())
-
-    def end(self):
-        self.log.removeHandler(self)
-        self.log.setLevel(self.level_before)
-        return self.found
+@contextlib.contextmanager
+def said():
+    """What the pass says that it changed."""
+    log, found = logging.getLogger("zcompile"), []
+    handler, level = logging.Handler(), log.level
+    handler.emit = lambda record: found.append(record.getMessage())
+    handler.addFilter(lambda record: record.getMessage().startswith("zcompile: rows:"))
+    log.setLevel(logging.DEBUG)
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def curve(rank, options, device="cpu", transport=None, steps=3, micro_steps=1, **how):
-    """Losses and gradients of some steps, whose micro-steps share gathers, and what the passes said of rows."""
+    """Losses and gradients of some steps, whose micro-steps share gathers."""
     torch.manual_seed(0)
-    said = Said()
     model = compiled(Tables().to(device), options=options, **how)
     if transport:
         state_of(model).runtime.use_transport(transport)
@@ -144,16 +137,18 @@ def curve(rank, options, device="cpu", transport=None, steps=3, micro_steps=1, *
         found += [parameter.grad.to_local().clone() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    return found, said.end()
+    return found
 
 
 def leaving_them_out_changes_nothing(rank, world, dtype, micro_steps):
     how = {"param_dtype": dtype, "micro_steps": micro_steps}
     with torch._inductor.config.patch(force_disable_caches=True):  # passes do not run where a cache has what they made
-        rows, said = curve(rank, {"inner": "inductor"}, **how)
-        whole, nothing = curve(rank, {"inner": "inductor", "disable_passes": ["rows"]}, **how)
+        with said() as something:
+            rows = curve(rank, {"inner": "inductor"}, **how)
+        with said() as nothing:
+            whole = curve(rank, {"inner": "inductor", "disable_passes": ["rows"]}, **how)
     assert all(torch.equal(one, other) for one, other in zip(rows, whole, strict=True))
-    assert len(said) == 1 and "+2 zcompile.reduce_rows.default" in said[0] and not nothing
+    assert len(something) == 1 and "+2 zcompile.reduce_rows.default" in something[0] and not nothing
 
 
 @pytest.mark.parametrize("dtype, micro_steps", [(torch.float32, 2), (torch.bfloat16, 1)])
@@ -177,7 +172,7 @@ def read_where_peers_are(rank, world, make, rows, gathers):
 
     def backend(gm, inputs):
         plan = Settings(inner="aot_eager").plan(H200.over("p2p", world), 1 << 30)
-        return compile_aot_eager(gm, inputs, plan, look=lambda graph: seen.append(graph_ops(graph)))
+        return compile_aot_eager(gm, inputs, plan, look=lambda graph: seen.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)]))
 
     ours = torch.compile(model, backend=backend)
     for step in range(2):
@@ -186,12 +181,8 @@ def read_where_peers_are(rank, world, make, rows, gathers):
         for other in range(world):
             (lm_loss(reference, step, other) / world).backward()
     same_grads(model, reference)
-    assert [graph.count(GATHER_ROWS) for graph in seen] == [rows, 0], "rows are read in forward alone"
-    assert seen[0].count(GATHER) == gathers
-
-
-def graph_ops(graph):
-    return [node.target for node in calls(graph, GATHER, GATHER_ROWS, REDUCE, REDUCE_ROWS)]
+    forward, backward = seen
+    assert forward == [rows, gathers] and backward[0] == 0, "rows are read in forward alone"
 
 
 @pytest.mark.parametrize("make, rows, gathers", [(Tables, 2, 4), (ReadTwice, 1, 5)])
