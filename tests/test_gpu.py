@@ -495,21 +495,23 @@ def test_ranks_that_reduce_different_parameters_give_errors():
 
 
 def replicated(rank, world):
-    mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = dist.init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     train_beside(rank, world, functools.partial(on, "p2p", mesh=mesh), make=on_gpu, tolerance=1e-4)
     native = functools.partial(on, "c10d", mesh=mesh, nccl_max_ctas=4, native_reduce=True)
     train_beside(rank, world, native, make=on_gpu, tolerance=1e-4)
 
 
-def four_ranks(rank, world):
+def many_ranks(rank, world):
     train_beside(rank, world, functools.partial(on, "p2p", inner="inductor"), make=on_gpu, tolerance=1e-4)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-def test_four_gpus_and_a_part_of_them():
-    pool = Ranks(4, "nccl")
+@pytest.mark.parametrize("world", [4, 8])
+def test_many_gpus_and_a_part_of_them(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    pool = Ranks(world, "nccl")
     try:
-        for what in (reduces_are_sums_in_rank_order, gathers_see_every_edit, four_ranks, replicated):
+        for what in (reduces_are_sums_in_rank_order, gathers_see_every_edit, many_ranks, replicated):
             pool.run(what)
         pool.run(native_sums, "cuda")
     finally:
