@@ -140,7 +140,7 @@ class DeviceClock:
     def __init__(self):
         torch.cuda.synchronize()
         dist.barrier()
-        torch.cuda._sleep(1_000_000)  # so that the host is ahead, as in a training step
+        torch.cuda._sleep(5_000_000)  # so that the host is ahead of everything, as in a training step
         self.events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:

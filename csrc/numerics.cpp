@@ -1,6 +1,7 @@
 #include "numerics.h"
 
 #include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -35,8 +36,8 @@ void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor
 
 using cuda::kernel_type;
 
-bool have_kernel(const at::Tensor& from, const at::Tensor& to) {
-  return from.is_cuda() && kernel_type(from.scalar_type()) && kernel_type(to.scalar_type());
+bool have_kernel(at::ScalarType from, const at::Tensor& to) {
+  return to.is_cuda() && kernel_type(from) && kernel_type(to.scalar_type());
 }
 
 #endif
@@ -53,7 +54,7 @@ void cast(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to
 #endif
   for (size_t at = 0; at < from.size(); ++at) {
 #ifdef ZCOMPILE_CUDA
-    if (have_kernel(from[at], to[at])) {
+    if (from[at].is_cuda() && have_kernel(from[at].scalar_type(), to[at])) {
       launches[{*kernel_type(from[at].scalar_type()), *kernel_type(to[at].scalar_type())}].push_back(
           {from[at].const_data_ptr(), to[at].mutable_data_ptr(), from[at].numel()});
       continue;
@@ -75,7 +76,7 @@ SortedRows sum_rows(const at::Tensor& grad, const at::Tensor& indices, at::Scala
   std::tie(sorted.rows, sorted.order) = at::sort(indices, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   sorted.sums = at::empty(grad.sizes(), grad.options().dtype(dtype));
 #ifdef ZCOMPILE_CUDA
-  if (have_kernel(grad, sorted.sums)) {
+  if (have_kernel(grad.scalar_type(), sorted.sums)) {
     C10_CUDA_CHECK(cuda::launch_sum_rows(
         *kernel_type(grad.scalar_type()), *kernel_type(dtype), grad.const_data_ptr(), sorted.rows.const_data_ptr<int64_t>(),
         sorted.order.const_data_ptr<int64_t>(), grad.size(0), grad.size(1), sorted.sums.mutable_data_ptr(),
@@ -115,21 +116,28 @@ at::Tensor make_squares(int64_t numel, at::Device device) {
 }
 
 void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const Besides& besides) {
-  const auto& [base, squares] = besides;
+  std::vector<const void*> addresses;
+  for (const auto& row : rows) addresses.push_back(row.const_data_ptr());
+  mean(addresses, rows[0].scalar_type(), divisor, std::move(out), besides);
+}
+
+void mean(const std::vector<const void*>& rows, at::ScalarType dtype, double divisor, at::Tensor out, const Besides& besides) {
   if (out.numel() == 0) return;
 #ifdef ZCOMPILE_CUDA
-  if (have_kernel(rows[0], out) && rows.size() <= cuda::max_ranks) {
-    std::vector<const void*> pointers;
-    for (const auto& row : rows) pointers.push_back(row.const_data_ptr());
+  const auto& [base, squares] = besides;
+  if (have_kernel(dtype, out) && rows.size() <= cuda::max_ranks) {
     C10_CUDA_CHECK(cuda::launch_mean(
-        *kernel_type(rows[0].scalar_type()), *kernel_type(out.scalar_type()), pointers.data(),
-        static_cast<int>(pointers.size()), base.defined() ? base.const_data_ptr() : nullptr, out.mutable_data_ptr(),
-        out.numel(), static_cast<float>(divisor),
+        *kernel_type(dtype), *kernel_type(out.scalar_type()), rows.data(), static_cast<int>(rows.size()),
+        base.defined() ? base.const_data_ptr() : nullptr, out.mutable_data_ptr(), out.numel(), static_cast<float>(divisor),
         squares.defined() ? squares.mutable_data_ptr<double>() : nullptr, c10::cuda::getCurrentCUDAStream()));
     return;
   }
 #endif
-  mean_by_ops(rows, divisor, out, besides);
+  std::vector<at::Tensor> tensors;
+  for (const auto* row : rows) {
+    tensors.push_back(at::for_blob(const_cast<void*>(row), out.sizes()).options(out.options().dtype(dtype)).target_device(out.device()).make_tensor());
+  }
+  mean_by_ops(tensors, divisor, out, besides);
 }
 
 }  // namespace zcompile

@@ -23,6 +23,8 @@ struct Besides {
 // out = base + (rows[0] + rows[1] + ...) / divisor, the mean being rounded like `out` first. All are contiguous and have as many
 // elements as `out`.
 void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const Besides& besides = {});
+// The same of rows at these addresses, on the device of `out`.
+void mean(const std::vector<const void*>& rows, at::ScalarType dtype, double divisor, at::Tensor out, const Besides& besides = {});
 
 // Gradients of some rows of a matrix, those of one row next to each other.
 struct SortedRows {

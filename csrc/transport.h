@@ -113,8 +113,8 @@ void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, con
 struct P2pSettings {
   // Streams over which copies are spread. One engine fills the link to a single peer, and serves two streams one after
   // the other, which only delays what is needed first.
-  int64_t gather_streams = 0;  // 0: one for a single peer, else four
-  int64_t reduce_streams = 0;  // 0: one for a single peer, else two
+  int64_t gather_streams = 1;
+  int64_t reduce_streams = 1;
   std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
 };
 

@@ -505,13 +505,36 @@ def many_ranks(rank, world):
     train_beside(rank, world, functools.partial(on, "p2p", inner="inductor"), make=on_gpu, tolerance=1e-4)
 
 
+def many_ranks_delayed(rank, world):
+    train_beside(rank, world, functools.partial(on, "delayed p2p"), make=on_gpu, tolerance=1e-4)
+
+
+def gathers_alone(rank, world):
+    """Several ranks start a gather together, but one that others do not make is not waited for."""
+    module = Parameters()
+    value, shape = module.p6.detach().clone(), list(SHAPES[6])
+    zcompile.shard(module)
+    state_of(module).runtime.use_transport("p2p")
+    leaf = module.leaves()[6]
+    for dtype in DTYPES * 2 + DTYPES[:1]:  # what is gathered at all is known after the first three, and published with the next
+        assert torch.equal(ops.gather(leaf, shape, dtype), value.to(dtype))
+    begin = time.monotonic()
+    if rank == 0:
+        assert torch.equal(ops.gather(leaf, shape, DTYPES[1]), value.to(DTYPES[1]))
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin < 10
+    dist.barrier()
+    for dtype in DTYPES:
+        assert torch.equal(ops.gather(leaf, shape, dtype), value.to(dtype))
+
+
 @pytest.mark.parametrize("world", [4, 8])
 def test_many_gpus_and_a_part_of_them(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     pool = Ranks(world, "nccl")
     try:
-        for what in (reduces_are_sums_in_rank_order, gathers_see_every_edit, many_ranks, replicated):
+        for what in (reduces_are_sums_in_rank_order, gathers_see_every_edit, gathers_alone, many_ranks, many_ranks_delayed, replicated):
             pool.run(what)
         pool.run(native_sums, "cuda")
     finally:

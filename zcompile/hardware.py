@@ -119,17 +119,17 @@ H200 = Hardware(
     kernel_s=3e-6,
     wires=(
         Wire("p2p", 2, ((MIB // 2, 20e-6), (32 * MIB, 116e-6)), ((MIB // 2, 20e-6), (32 * MIB, 104e-6)), 0.35),
-        Wire("p2p", 4, ((MIB, 20e-6), (48 * MIB, 201e-6)), ((MIB, 20e-6), (48 * MIB, 220e-6)), 0.18),
-        Wire("p2p", 8, ((MIB, 20e-6), (56 * MIB, 170e-6)), ((MIB, 20e-6), (56 * MIB, 250e-6)), 0.18),
+        Wire("p2p", 4, ((MIB, 20e-6), (48 * MIB, 174e-6)), ((MIB, 20e-6), (48 * MIB, 173e-6)), 0.14),
+        Wire("p2p", 8, ((MIB, 20e-6), (56 * MIB, 209e-6)), ((MIB, 20e-6), (56 * MIB, 215e-6)), 0.14),
         Wire("nccl", 2, ((MIB // 2, 12e-6), (32 * MIB, 174e-6)), ((MIB // 2, 20e-6), (32 * MIB, 183e-6)), 0.45),
         Wire("nccl", 4, ((MIB, 12e-6), (48 * MIB, 197e-6)), ((MIB, 20e-6), (48 * MIB, 223e-6)), 0.40),
-        Wire("nccl", 8, ((MIB, 12e-6), (56 * MIB, 225e-6)), ((MIB, 20e-6), (56 * MIB, 260e-6)), 0.40),
+        Wire("nccl", 8, ((MIB, 12e-6), (56 * MIB, 206e-6)), ((MIB, 20e-6), (56 * MIB, 253e-6)), 0.30),
     ),
     domain=8,
     network=Network(bytes_s=45e9, latency_s=15e-6),
     memory_bytes=140 << 30,
-    source="transfers alone and beside matrix products on 2 and 4 H200 and the parts of a step on 2 (docs/measurements.md); of 8, gathers "
-    "as the design notes have them, reduces scaled from 4; attention and launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
+    source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 (docs/measurements.md); attention and "
+    "launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
 )
 
 KIB = 1 << 10

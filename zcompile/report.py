@@ -24,7 +24,7 @@ from zcompile.windows import Window, Windows
 ADAM_BYTES = 28  # a parameter: weight, gradient and two moments are read, all but the gradient written, in fp32
 STATE_BYTES = 12  # a parameter: weight and two moments
 GRADIENT_BYTES = 4  # an element of a shard
-STAGING_BYTES = 192 << 20  # of reduces, peer to peer
+STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
 POINTS = 100  # of a graph's curve of memory
 
 

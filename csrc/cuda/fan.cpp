@@ -62,48 +62,29 @@ Fan::Fan(int64_t streams, std::shared_ptr<Events> pool) : pool_(std::move(pool))
   }
 }
 
-void Fan::wait(CUDAEvent& event) {
-  event.block(lane_.stream());
-  for (const auto& stream : others_) event.block(stream);
-}
-
-void Fan::fork() {
-  auto event = pool_->take();
-  event.record(lane_.stream());
-  for (const auto& stream : others_) event.block(stream);
-  pool_->give(std::move(event));
-}
-
-void Fan::join(const CUDAStream& stream) {
-  auto event = pool_->take();
-  event.record(lane_.stream());
-  event.block(stream);
-  for (const auto& other : others_) {
-    event.record(other);
-    event.block(stream);
-  }
-  pool_->give(std::move(event));
-}
-
 bool Fan::is_small(size_t bytes) {
   constexpr size_t small_bytes = 1 << 20;  // below, another stream costs more time than it saves
   return bytes <= small_bytes;
 }
 
-std::vector<CUDAEvent> Fan::copy(const std::vector<Copy>& copies) {
+void Fan::copy(const std::vector<Copy>& copies) {
   size_t bytes = 0;
   for (const auto& one : copies) bytes += one.bytes;
-  const auto parts = spread(copies, is_small(bytes) ? 1 : others_.size() + 1);
-  std::vector<CUDAEvent> events;
-  for (size_t part = 0; part < parts.size(); ++part) {
-    if (part > 0 && parts[part].empty()) continue;
-    const auto& stream = part == 0 ? lane_.stream() : others_[part - 1];
-    cuda::copy(parts[part], stream.stream());
-    auto event = pool_->take();
-    event.record(stream);
-    events.push_back(std::move(event));
+  if (others_.empty() || is_small(bytes)) {
+    cuda::copy(copies, lane_.stream().stream());
+    return;
   }
-  return events;
+  const auto parts = spread(copies, others_.size() + 1);
+  auto event = pool_->take();
+  event.record(lane_.stream());
+  for (const auto& other : others_) event.block(other);
+  cuda::copy(parts.front(), lane_.stream().stream());
+  for (size_t at = 0; at < others_.size(); ++at) {
+    cuda::copy(parts[at + 1], others_[at].stream());
+    event.record(others_[at]);
+    event.block(lane_.stream());
+  }
+  pool_->give(std::move(event));
 }
 
 }  // namespace zcompile::cuda

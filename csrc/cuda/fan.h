@@ -1,4 +1,4 @@
-// Streams over which copies are spread: one copy engine does not fill NVLink.
+// Streams over which copies are spread.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
@@ -41,14 +41,11 @@ class Fan {
  public:
   Fan(int64_t streams, std::shared_ptr<Events> pool);
 
-  Lane& lane() { return lane_; }  // the first of the streams, on which ranks also meet
-  void wait(c10::cuda::CUDAEvent& event);  // all streams
-  void fork();                             // all other streams wait for the lane
-  void join(const c10::cuda::CUDAStream& stream);  // `stream` waits for all
-  // Whether copies of so many bytes stay on the lane.
+  Lane& lane() { return lane_; }  // on which ranks also meet; the other streams leave it for a copy and come back
+  // Whether copies of so many bytes are not worth another stream.
   static bool is_small(size_t bytes);
-  // Starts the copies and returns an event for each stream that they are on.
-  std::vector<c10::cuda::CUDAEvent> copy(const std::vector<Copy>& copies);
+  // Starts the copies, in the lane's order.
+  void copy(const std::vector<Copy>& copies);
 
  private:
   Lane lane_;

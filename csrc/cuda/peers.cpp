@@ -55,6 +55,14 @@ CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value, bool tagged) {
   return operation;
 }
 
+void run_all(std::vector<CUstreamBatchMemOpParams> operations, cudaStream_t stream) {
+  constexpr size_t most = 256;  // per call, by the driver's manual
+  for (size_t begin = 0; begin < operations.size(); begin += most) {
+    const auto count = static_cast<unsigned int>(std::min(most, operations.size() - begin));
+    ZCOMPILE_DRIVER_CHECK(cuStreamBatchMemOp, stream, count, operations.data() + begin, 0U);
+  }
+}
+
 // std::ostream would do; but where a toolchain links libstdc++ statically, its numbers crash in a Python that has another (seen).
 std::string hex(uint32_t number) {
   std::array<char, 11> text{};
@@ -137,30 +145,40 @@ std::vector<uint32_t> Meetings::read(Signal signal, cudaStream_t stream) const {
 }
 
 void Meetings::append_posts(Signal signal, uint32_t number) {
-  const auto word = (static_cast<int64_t>(signal) * world_ + rank_) * static_cast<int64_t>(sizeof(uint32_t));
   for (int64_t step = 1; step < world_; ++step) {
-    operations_.push_back(write(address(words_.at((rank_ + step) % world_, word)), number));
+    operations_.push_back(write(address(word(signal, (rank_ + step) % world_, rank_)), number));
   }
 }
 
 void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting waiting) {
   for (int64_t step = 1; step < world_; ++step) {
-    const auto peer = (rank_ + step) % world_;
-    const auto word = (static_cast<int64_t>(signal) * world_ + peer) * static_cast<int64_t>(sizeof(uint32_t));
-    operations_.push_back(wait(address(words_.at(rank_, word)), number, is_tagged(signal)));
+    operations_.push_back(wait(address(word(signal, rank_, (rank_ + step) % world_)), number, is_tagged(signal)));
   }
   waiting.signal = signal;
   waiting.number = number;
   operations_.push_back(write(address(lane.reached_word()), lane.expect(waiting)));
 }
 
-void Meetings::run(cudaStream_t stream) {
-  constexpr size_t most = 256;  // per call, by the driver's manual
-  auto operations = std::exchange(operations_, {});
-  for (size_t begin = 0; begin < operations.size(); begin += most) {
-    const auto count = static_cast<unsigned int>(std::min(most, operations.size() - begin));
-    ZCOMPILE_DRIVER_CHECK(cuStreamBatchMemOp, stream, count, operations.data() + begin, 0U);
+bool Meetings::give_up(const Waiting& waiting, cudaStream_t stream) const {
+  if (waiting.signal != pulling) return false;
+  std::vector<CUstreamBatchMemOpParams> operations;
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    operations.push_back(write(address(word(pulling, rank_, peer)), waiting.number | 0xffff));
   }
+  try {
+    run_all(operations, stream);
+  } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
+    return false;
+  }
+  return true;
+}
+
+char* Meetings::word(Signal signal, int64_t of, int64_t by) const {
+  return words_.at(of, (static_cast<int64_t>(signal) * world_ + by) * static_cast<int64_t>(sizeof(uint32_t)));
+}
+
+void Meetings::run(cudaStream_t stream) {
+  run_all(std::exchange(operations_, {}), stream);
 }
 
 at::Tensor over(

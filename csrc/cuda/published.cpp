@@ -18,6 +18,7 @@ constexpr int64_t alignment = 512;  // of a published shard: whole lines for the
 constexpr uint32_t groups = 16;     // gathers may read a renewal as it proceeds, a sixteenth at a time
 
 constexpr int64_t least_pages = 4 << 20;  // bytes of a shard from which on it begins at a page
+constexpr size_t most_own_bytes = 4 << 20;  // that are copied with what peers have: what a composed parameter has beside its pages
 
 int64_t round_up(int64_t value) {
   return (value + alignment - 1) / alignment * alignment;
@@ -135,39 +136,43 @@ Published::Shard* Published::find(const Parameter& parameter, at::ScalarType dty
 
 c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
   const auto world = model_.world(), rank = model_.rank();
-  size_t bytes = 0;
+  size_t bytes = 0, own_bytes = 0;
   std::vector<Copy> copies, own;
   for (const auto& [shard, padded] : pulls) {
     await(shard->group);
+    bytes += static_cast<size_t>(shard->bytes() * world);
     auto* to = static_cast<char*>(padded.mutable_data_ptr());
     for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
       const auto owner = (rank + step) % world;
       const auto length = static_cast<size_t>(shard->parameter->length_of(owner) * shard->width());
       if (length > 0) copies.push_back({to + owner * shard->bytes(), shard->arena->at(owner, shard->offset_on(owner)), length});
-      bytes += length;
     }
     for (const auto& piece : copies_of_own(*shard, to)) {
       own.push_back(piece);
-      bytes += piece.bytes;
+      own_bytes += piece.bytes;
     }
   }
   auto event = pool_->take();
   event.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of the full parameters before is done
-  if (Fan::is_small(bytes)) {
-    event.block(fan_.lane().stream());
+  event.block(fan_.lane().stream());
+  if (go_in_step(world) && !Fan::is_small(bytes)) {
+    started_ += 1;
+    meetings_.post_and_await(
+        pulling, (renewals_ << 16) + started_, fan_.lane(), {"to gather", pulls.front().shard->parameter->index});
+  }
+  const bool apart = own_bytes > most_own_bytes;
+  if (apart) {
+    event.block(own_);
+    copy(own, own_.stream());
+  } else {
     copies.insert(copies.end(), own.begin(), own.end());
-    copy(copies, fan_.lane().stream().stream());
-    event.record(fan_.lane().stream());
-    return event;
   }
-  fan_.wait(event);
-  event.block(own_);
-  copy(own, own_.stream());
-  for (auto& pulled : fan_.copy(copies)) {
-    pulled.block(own_);
-    pool_->give(std::move(pulled));
+  fan_.copy(copies);
+  event.record(fan_.lane().stream());
+  if (apart) {
+    event.block(own_);
+    event.record(own_);
   }
-  event.record(own_);
   return event;
 }
 
@@ -258,15 +263,16 @@ void Published::renew() {
   if (!lent_.empty()) move_gradients_out();
   lending_.renew();
   renewals_ += 1;
-  arrived_ = 0;
+  arrived_ = started_ = 0;
   composer_->settle();
   auto event = pool_->take();
   event.record(c10::cuda::getCurrentCUDAStream());  // masters are final
   event.block(renewal_.stream());
-  event.record(own_);
-  event.block(renewal_.stream());
+  for (const auto& stream : {own_, fan_.lane().stream()}) {  // what this rank gathered has arrived
+    event.record(stream);
+    event.block(renewal_.stream());
+  }
   pool_->give(std::move(event));
-  fan_.join(renewal_.stream());  // what this rank gathered has arrived
   meetings_.post_and_await(
       done_reading, tag(renewals_, layout_), renewal_, {"to have read the shards of the step before"});
   for (uint32_t group = 0; group < groups; ++group) publish(group);
@@ -358,9 +364,8 @@ void Published::await(uint32_t group) {
   if (group < arrived_) return;
   meetings_.await(published, number_of(group), fan_.lane(), {"to publish its shards"});
   casts_[group].block(own_);
-  casts_[group].block(fan_.lane().stream());  // of small parameters, own pieces too
+  casts_[group].block(fan_.lane().stream());  // own pieces are copied there too
   published_.record(fan_.lane().stream());
-  fan_.fork();
   arrived_ = group + 1;
 }
 

@@ -2,7 +2,8 @@
 //
 // [Note: published copies]
 // Every rank keeps, in memory that its peers can read, a copy of its shards in each width in which they are gathered. A
-// gather is then a batch of peer-to-peer copies into the full parameter's final place, and other ranks take no part in it.
+// gather is then a batch of peer-to-peer copies into the full parameter's final place; for its numbers, other ranks need take
+// no part in it, but see [Note: transfers in step] in peers.h.
 // Ranks meet twice when the copies are renewed: before, because peers may still be reading the old ones, and after.
 //
 // All copies are renewed when a gather finds that they may be old:
@@ -120,6 +121,7 @@ class Published {
   bool stays_ = false;  // the last backward left masters as they were
   uint32_t renewals_ = 0;
   uint32_t arrived_ = 0;  // groups of this renewal that the gather streams have waited for
+  uint32_t started_ = 0;  // pulls of this renewal that ranks started together
 };
 
 }  // namespace zcompile::cuda

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t alignment = 512;
 // The sum of a piece gets SMs only when a product ends, so fewer and larger pieces are through sooner.
-constexpr int64_t most_region_bytes = 64 << 20;
+constexpr int64_t most_region_bytes = 96 << 20;
 
 int64_t round_up(int64_t bytes) {
   return (bytes + alignment - 1) / alignment * alignment;
@@ -73,8 +73,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   const c10::cuda::CUDAStreamGuard guard(sum_.stream());
   const auto sum = make_sum(request.out, request.wire);
   const auto sums = sum_rows(request.grad, request.indices, request.wire);
-  sorted_.record(sum_.stream());
-  sorted_.block(fan_.lane().stream());
+  ready_.record(sum_.stream());
   const auto columns = request.grad.size(1), rows = request.parameter->chunk / columns;
   const auto most = rows_of_slot(columns * static_cast<int64_t>(c10::elementSize(request.wire)));
   for (int64_t begin = 0; begin < rows; begin += most) {
@@ -88,11 +87,8 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
 }
 
 void Reducer::begin() {
-  auto event = pool_->take();
-  event.record(c10::cuda::getCurrentCUDAStream());  // the gradients are there, and the memory of the results is free
-  event.block(fan_.lane().stream());
-  event.block(sum_.stream());
-  pool_->give(std::move(event));
+  ready_.record(c10::cuda::getCurrentCUDAStream());  // the gradients are there, and the memory of the results is free
+  ready_.block(sum_.stream());
 }
 
 // Flat; with replicas, their sums are added up before they are the result.
@@ -139,20 +135,16 @@ void Reducer::finish(const c10::cuda::CUDAStream& stream) {
 
 void Reducer::push(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
-  await_drained(piece.front().request->parameter->index);
-  fan_.fork();
+  meet(piece.front().request->parameter->index);
   std::vector<Copy> copies;
   for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
     const auto owner = (rank + step) % world;
     for (const auto& part : piece) {
-      const auto slice = part.slice_of(owner);
-      if (slice.numel() > 0) copies.push_back({place_of(part.offset, rank, owner), slice.const_data_ptr(), slice.nbytes()});
+      const auto bytes = static_cast<size_t>(part.length_of(owner) * part.width());
+      if (bytes > 0) copies.push_back({place_of(part.offset, rank, owner), part.slice_of(owner), bytes});
     }
   }
-  for (auto& copied : fan_.copy(copies)) {
-    copied.block(fan_.lane().stream());
-    pool_->give(std::move(copied));
-  }
+  fan_.copy(copies);
   meetings_.post(pushed + region(), tag(pieces_, hash(piece)), fan_.lane().stream().stream());
 }
 
@@ -162,26 +154,30 @@ void Reducer::add_up(const Piece& piece) {
       pushed + region(), tag(pieces_, hash(piece)), sum_,
       {"to reduce", piece.front().request->parameter->index});
   for (const auto& part : piece) {
-    const auto own = part.slice_of(rank);
-    if (own.numel() == 0) continue;
-    std::vector<at::Tensor> rows;
+    const auto numel = part.length_of(rank);
+    if (numel == 0) continue;
+    std::vector<const void*> rows;
     for (int64_t source = 0; source < world; ++source) {
-      rows.push_back(source == rank ? own : over(place_of(part.offset, source, rank), own.sizes(), own.options()));
+      rows.push_back(source == rank ? part.slice_of(rank) : place_of(part.offset, source, rank));
     }
-    mean(rows, divisor(), part.sum.narrow(0, part.begin, own.numel()), part.besides(own.numel()));
+    mean(rows, part.request->grad.scalar_type(), divisor(), part.sum.narrow(0, part.begin, numel), part.besides(numel));
   }
-  meetings_.post(drained, pieces_, sum_.stream().stream());
+  added_up_[region()].record(sum_.stream());
 }
 
-void Reducer::await_drained(int64_t parameter) {
-  if (pieces_ > regions) meetings_.await(drained, pieces_ - regions, fan_.lane(), {"to add up before", parameter});
+void Reducer::meet(int64_t parameter) {
+  auto& lane = fan_.lane();
+  if (go_in_step(model_.world())) ready_.block(lane.stream());
+  added_up_[region()].block(lane.stream());
+  meetings_.post_and_await(pushing, pieces_, lane, {"to reduce", parameter});
+  if (!go_in_step(model_.world())) ready_.block(lane.stream());
 }
 
 void Reducer::push_rows(const RowsPiece& piece) {
   const auto world = model_.world(), rank = model_.rank();
   const auto stream = fan_.lane().stream().stream();
   const auto& [rows, order, sums] = *piece.sums;
-  await_drained(piece.request->parameter->index);
+  meet(piece.request->parameter->index);
   for (int64_t step = 1; step < world; ++step) {  // rotated, as above
     const auto owner = (rank + step) % world;
     auto* to = place_of(0, rank, owner);
@@ -211,7 +207,7 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
       static_cast<int>(rank), {rows.const_data_ptr<int64_t>(), sums.const_data_ptr(), rows.numel()}, piece.first_of(rank),
       piece.count_of(rank), piece.columns(), own_base.defined() ? own_base.const_data_ptr() : nullptr, out.mutable_data_ptr(),
       static_cast<float>(divisor()), squares.defined() ? squares.mutable_data_ptr<double>() : nullptr, sum_.stream().stream()));
-  meetings_.post(drained, pieces_, sum_.stream().stream());
+  added_up_[region()].record(sum_.stream());
 }
 
 int64_t Reducer::RowsPiece::first_of(int64_t rank) const {
@@ -251,8 +247,9 @@ int64_t Reducer::Part::length_of(int64_t rank) const {
   return std::clamp<int64_t>(request->parameter->length_of(rank) - begin, 0, most);
 }
 
-at::Tensor Reducer::Part::slice_of(int64_t rank) const {
-  return request->grad.view({-1}).narrow(0, request->parameter->offset_of(rank) + std::min(begin, request->parameter->length_of(rank)), length_of(rank));
+const void* Reducer::Part::slice_of(int64_t rank) const {
+  const auto first = request->parameter->offset_of(rank) + std::min(begin, request->parameter->length_of(rank));
+  return static_cast<const char*>(request->grad.const_data_ptr()) + first * width();
 }
 
 // Where `owner` finds what `source` pushed; an owner has no slot for itself.

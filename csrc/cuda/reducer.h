@@ -3,9 +3,10 @@
 // [Note: reduces in pieces]
 // Rank s pushes slice d of its gradient into slot s of rank d's staging, which is cut into regions that are used in turn.
 // Piece n of all reduces, counted alike on every rank:
-//   push lane: wait until all have drained what was in the region; copy to every peer; post "pushed n", tagged with what
-//   sum lane:  wait for everybody's "pushed n"; add up in rank order, the own slice from where it is; post "drained n"
-// Nobody pushes to a region before it is drained, so a tag stands until its owner has seen it.
+//   push lane: wait for the own sum of what was in the region; meet; copy to every peer; post "pushed n", tagged with what
+//   sum lane:  wait for everybody's "pushed n"; add up in rank order, the own slice from where it is
+// Nobody pushes to a region before all have added it up, so a tag stands until its owner has seen it. Where transfers go in step,
+// ranks come to the meeting with their gradients; two ranks push when they have them.
 // A large gradient takes several pieces, so staging does not grow with it; small ones that start together share one.
 //
 // [Note: rows of gradients]
@@ -14,6 +15,7 @@
 // that tells whether it is there. Pieces are the same whatever rows ranks have, so ranks with other batches meet all the same.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -45,7 +47,7 @@ class Reducer {
 
     int64_t width() const { return static_cast<int64_t>(request->grad.element_size()); }
     int64_t length_of(int64_t rank) const;
-    at::Tensor slice_of(int64_t rank) const;  // of this rank's own gradient
+    const void* slice_of(int64_t rank) const;  // of this rank's own gradient
     Besides besides(int64_t numel) const;     // for the sum of this part
   };
   using Piece = std::vector<Part>;
@@ -71,7 +73,7 @@ class Reducer {
   void add_up(const Piece& piece);
   void push_rows(const RowsPiece& piece);
   void add_up_rows(const RowsPiece& piece, const at::Tensor& sum);
-  void await_drained(int64_t parameter);
+  void meet(int64_t parameter);
   double divisor() const;
   int64_t region() const { return pieces_ % regions; }
   char* place_of(int64_t offset, int64_t source, int64_t owner) const;
@@ -86,7 +88,8 @@ class Reducer {
   Arena staging_;
   Fan fan_;
   Lane sum_;
-  c10::cuda::CUDAEvent sorted_;
+  std::array<c10::cuda::CUDAEvent, regions> added_up_;  // by region
+  c10::cuda::CUDAEvent ready_;  // what the reduce that is being started pushes
   uint32_t pieces_ = 0;
 };
 

@@ -23,11 +23,6 @@ std::chrono::milliseconds timeout_of(const std::string& group) {
   return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CUDA)->getBackendOptions()->timeout;
 }
 
-int64_t streams_or(int64_t asked, const Model& model, int64_t for_many_peers) {
-  if (asked > 0) return asked;
-  return model.world() == 2 ? 1 : for_many_peers;
-}
-
 class P2pTransport : public Transport {
  public:
   P2pTransport(Model& model, const P2pSettings& settings)
@@ -36,11 +31,12 @@ class P2pTransport : public Transport {
         pool_(std::make_shared<Events>()),
         meetings_(
             model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world()),
-        reducer_(model, meetings_, streams_or(settings.reduce_streams, model, 2), pool_),
-        published_(model, meetings_, reducer_, streams_or(settings.gather_streams, model, 4), pool_),
+        reducer_(model, meetings_, settings.reduce_streams, pool_),
+        published_(model, meetings_, reducer_, settings.gather_streams, pool_),
         watchdog_(
             lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)),
-            [this](const Waiting& waiting, cudaStream_t stream) { return describe(waiting, stream); }) {}
+            [this](const Waiting& waiting, cudaStream_t stream) { return describe(waiting, stream); },
+            [this](const Waiting& waiting, cudaStream_t stream) { return meetings_.give_up(waiting, stream); }) {}
 
   ~P2pTransport() override { watchdog_.drain(); }
 

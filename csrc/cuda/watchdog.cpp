@@ -42,10 +42,11 @@ std::optional<Lane::Overdue> Lane::oldest() {
   return Overdue{entry.waiting, now - std::max(entry.issued, last_end_)};
 }
 
-Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe)
+Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe, GiveUp give_up)
     : lanes_(std::move(lanes)),
       timeout_(timeout),
       describe_(std::move(describe)),
+      give_up_(std::move(give_up)),
       device_(c10::cuda::current_device()) {
   C10_CUDA_CHECK(load_kernels());
   int least = 0, greatest = 0;
@@ -78,12 +79,14 @@ void Watchdog::drain() {
 }
 
 void Watchdog::watch() {
-  constexpr auto interval = std::chrono::milliseconds(200);
+  constexpr auto interval = std::chrono::milliseconds(200), patience = std::chrono::milliseconds(500);
+  c10::cuda::set_device(device_);
   std::unique_lock lock(mutex_);
   while (!wake_.wait_for(lock, interval, [this] { return stop_; })) {
     std::optional<Lane::Overdue> longest;  // others may only wait for what waits here
     for (auto* lane : lanes_) {
       const auto oldest = lane->oldest();
+      if (oldest && oldest->since > patience && give_up_(oldest->waiting, stream_)) continue;
       if (oldest && (!longest || oldest->since > longest->since)) longest = oldest;
     }
     if (longest && longest->since > timeout_) {
@@ -97,7 +100,6 @@ void Watchdog::watch() {
 // device return an error, in this process alone; the peers' watchdogs find this rank missing. A device that does not even
 // take that ends the process, as NCCL's watchdog does.
 void Watchdog::fail(const Waiting& waiting) {
-  c10::cuda::set_device(device_);
   message_ = describe_(waiting, stream_);
   failed_ = true;
   std::fprintf(stderr, "%s\n", message_.c_str());

@@ -1,4 +1,5 @@
-// Finds a stream that waits for a peer which does not come, and turns the hang into an error.
+// Finds a stream that waits for a peer which does not come: goes on without it where that is possible, and turns the hang into an
+// error where it is not.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -66,9 +67,11 @@ class Watchdog {
  public:
   // May use the stream, on which nothing waits.
   using Describe = std::function<std::string(const Waiting&, cudaStream_t)>;
+  // The same; ends a wait without which the lane may go on, and says whether it is one.
+  using GiveUp = std::function<bool(const Waiting&, cudaStream_t)>;
 
   // Looks at `lanes`, which must outlive it, from a thread of its own.
-  Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe);
+  Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe, GiveUp give_up);
   ~Watchdog();
   void check() const;  // throws if a wait has failed
   // Returns when no lane waits any more, or one has failed: then freeing what they use cannot hang.
@@ -81,6 +84,7 @@ class Watchdog {
   std::vector<Lane*> lanes_;
   std::chrono::milliseconds timeout_;
   Describe describe_;
+  GiveUp give_up_;
   c10::DeviceIndex device_;
   // Of its own, and of the highest priority, which torch's pool does not reach where the device has more: streams share hardware
   // queues with others of their priority, and what comes behind one that hangs is not run.

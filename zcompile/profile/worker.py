@@ -34,6 +34,7 @@ from zcompile.profile.windows import Windows, windows_of_step
 from zcompile.profile.wire import wire_bytes
 
 TRACED_STEPS = 3
+HOST_STEPS = 3
 MOST_TRACES = 3  # until one is as fast as steps that are not traced
 SLOWER = 1.05  # a trace that took so much longer is of another step
 RECORDED_STEPS = 2  # the first is for what was allocated before and is freed in it
@@ -248,13 +249,17 @@ class Run:
         )
 
     def host_ms(self) -> float:
-        batches = self.batches()
+        """The median of a few steps, which all ranks begin together: the first after a trace waits for the rank that wrote it."""
+        issued_ms: list[float] = []
+        for _ in range(HOST_STEPS):
+            batches = self.batches()
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            self.losses.append(self.engine.step(batches))
+            issued_ms.append((time.perf_counter() - begin) * 1e3)
         torch.cuda.synchronize()
-        begin = time.perf_counter()
-        self.losses.append(self.engine.step(batches))
-        issued_ms = (time.perf_counter() - begin) * 1e3
-        torch.cuda.synchronize()
-        return issued_ms
+        return statistics.median(issued_ms)
 
     def mean_losses(self) -> list[float]:
         losses = torch.stack(self.losses[: self.job.warmup + self.job.steps]).float()
