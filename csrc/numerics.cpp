@@ -117,7 +117,12 @@ at::Tensor make_squares(int64_t numel, at::Device device) {
 
 void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const Besides& besides) {
   std::vector<const void*> addresses;
-  for (const auto& row : rows) addresses.push_back(row.const_data_ptr());
+  for (const auto& row : rows) {
+    TORCH_CHECK(
+        row.device() == out.device() && row.dtype() == rows[0].dtype() && row.numel() == out.numel() && row.is_contiguous(),
+        "zcompile: what is added up must be alike, contiguous, and where the result is");
+    addresses.push_back(row.const_data_ptr());
+  }
   mean(addresses, rows[0].scalar_type(), divisor, std::move(out), besides);
 }
 

@@ -61,7 +61,8 @@ def _merge_gathers(graph: Graph, group: list[Node]) -> None:
     shapes = [list(start.args[1]) for start in group]
     sizes = [size for shape in shapes for size in shape]
     dims = [len(shape) for shape in shapes]
-    merged = insert(graph, group[0], GATHER_GROUP_START, shards, sizes, dims, group[0].args[2], like=group[0])
+    fakes = list(map(value, group))
+    merged = insert(graph, group[0], GATHER_GROUP_START, shards, sizes, dims, group[0].args[2], like=group[0], fake=fakes)
     for start, item in zip(group, insert_items(graph, merged, len(group)), strict=True):
         forget(graph, start, item)
 
@@ -70,7 +71,7 @@ def _merge_reduces(graph: Graph, group: list[Node]) -> None:
     """One start where the last of them starts, and the waits behind it."""
     grads, shards = ([start.args[position] for start in group] for position in (0, 1))
     waits = [wait for start in group for wait in waits_of(start)]
-    merged = insert(graph, group[-1], REDUCE_GROUP_START, grads, shards, like=group[-1])
+    merged = insert(graph, group[-1], REDUCE_GROUP_START, grads, shards, like=group[-1], fake=list(map(value, group)))
     items = insert_items(graph, merged, len(group))
     for start, item in zip(group, items, strict=True):
         forget(graph, start, item)

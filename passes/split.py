@@ -8,10 +8,15 @@ STARTS = {REDUCE: REDUCE_START, REDUCE_ROWS: REDUCE_ROWS_START}
 
 
 def split(graph: Graph) -> None:
-    """gather -> gather_start, gather_wait; reduce -> reduce_start, reduce_wait; nothing stands between them yet."""
+    """gather -> gather_start, gather_wait; reduce -> reduce_start, reduce_wait; nothing stands between them yet.
+
+    Both keep the fake value that was there, so to Inductor no storage changes: else it would infer again all that follows.
+    """
     for gather in calls(graph, GATHER):
-        start = insert(graph, gather, GATHER_START, *gather.args, like=gather)
-        forget(graph, gather, insert(graph, gather, GATHER_WAIT, start, like=gather))
+        fake = gather.meta["val"]
+        start = insert(graph, gather, GATHER_START, *gather.args, like=gather, fake=fake)
+        forget(graph, gather, insert(graph, gather, GATHER_WAIT, start, like=gather, fake=fake))
     for reduce in calls(graph, *STARTS):
-        start = insert(graph, reduce, STARTS[reduce.target], *reduce.args, like=reduce)
-        forget(graph, reduce, insert(graph, reduce, REDUCE_WAIT, start, reduce.args[0], like=reduce))
+        fake = reduce.meta["val"]
+        start = insert(graph, reduce, STARTS[reduce.target], *reduce.args, like=reduce, fake=fake)
+        forget(graph, reduce, insert(graph, reduce, REDUCE_WAIT, start, reduce.args[0], like=reduce, fake=fake))

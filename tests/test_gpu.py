@@ -104,7 +104,7 @@ def test_aot_eager_equals_eager_bitwise(gpus, loss):
     gpus.run(bitwise, loss)
 
 
-SHAPES = [(5, 3), (2, 7), (1, 5), (333, 77), (), (0, 4), (3000, 4097)]  # odd, fewer rows than ranks, scalar, empty, in pieces
+SHAPES = [(5, 3), (2, 7), (1, 5), (333, 77), (), (0, 4), (3000, 4097)]  # odd, fewer rows than ranks, scalar, empty, large
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -172,21 +172,23 @@ def test_squares_of_reduces(gpus, transport):
 
 
 def gradient_is_free_after_its_wait(rank, world):
-    """Rank 0 adds up late, its SMs being taken, so rank 1 pushes the last of four pieces long after its own sums."""
-    rows = 16384
-    module = nn.Linear(rows, rows, bias=False, device="cuda", dtype=torch.bfloat16)
+    """Of one row rank 1 has nothing to add up, so its sum is done while rank 0 is still getting what it pushes."""
+    module = nn.Linear(64 << 20, 1, bias=False, device="cuda", dtype=torch.bfloat16)
+    for step, reduced in reduces(rank, module):
+        assert bool((reduced == step + 0.5).all())
+
+
+def reduces(rank, module):
+    """Four peer to peer, of gradients of step + rank that are overwritten directly after the wait: their steps and results."""
     zcompile.shard(module)
     state_of(module).runtime.use_transport("p2p")
-    leaf = module.__dict__["_zcompile_leaf_weight"].detach()
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    leaf, shape = module.__dict__["_zcompile_leaf_weight"].detach(), (module.out_features, module.in_features)
+    results = []
     for step in range(4):
-        grad = torch.full((rows, rows), float(step + rank), device="cuda", dtype=torch.bfloat16)
-        pending = ops.reduce_start(grad, leaf)
-        for _ in range(8 if rank == 0 else 0):
-            torch.mm(a, a)
-        reduced = ops.reduce_wait(pending, grad)
+        grad = torch.full(shape, float(step + rank), device="cuda", dtype=torch.bfloat16)
+        results.append((step, ops.reduce_wait(ops.reduce_start(grad, leaf), grad)))
         grad.fill_(float("nan"))
-        assert bool((reduced == step + 0.5).all())
+    return results
 
 
 def test_a_gradient_is_free_after_its_wait(gpus):
@@ -505,8 +507,10 @@ def many_ranks(rank, world):
     train_beside(rank, world, functools.partial(on, "p2p", inner="inductor"), make=on_gpu, tolerance=1e-4)
 
 
-def many_ranks_delayed(rank, world):
-    train_beside(rank, world, functools.partial(on, "delayed p2p"), make=on_gpu, tolerance=1e-4)
+def reduces_in_pieces(rank, world):
+    module = nn.Linear(16384, 16384, bias=False, device="cuda", dtype=torch.bfloat16)
+    for step, reduced in reduces(rank, module):
+        assert bool((reduced == step + (world - 1) / 2).all())
 
 
 def gathers_alone(rank, world):
@@ -524,7 +528,7 @@ def gathers_alone(rank, world):
     torch.cuda.synchronize()
     assert time.monotonic() - begin < 10
     dist.barrier()
-    for dtype in DTYPES:
+    for dtype in DTYPES[2:] + DTYPES:  # before shards are published again, and after
         assert torch.equal(ops.gather(leaf, shape, dtype), value.to(dtype))
 
 
@@ -534,8 +538,10 @@ def test_many_gpus_and_a_part_of_them(world):
         pytest.skip(f"needs {world} GPUs")
     pool = Ranks(world, "nccl")
     try:
-        for what in (reduces_are_sums_in_rank_order, gathers_see_every_edit, gathers_alone, many_ranks, many_ranks_delayed, replicated):
+        for what in (reduces_are_sums_in_rank_order, reduces_in_pieces, gathers_see_every_edit, gathers_alone, many_ranks, replicated):
             pool.run(what)
+        for transport, micro_steps in (("p2p", 1), ("delayed p2p", 3)):
+            pool.run(composed_like_copied, transport, micro_steps)
         pool.run(native_sums, "cuda")
     finally:
         pool.stop()

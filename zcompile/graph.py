@@ -193,12 +193,15 @@ def infer(node: Node) -> None:
         node.meta["val"] = node.target(*arguments[0], **arguments[1])
 
 
-def insert(graph: Graph, before: Node, target, *args, like: Node, **kwargs) -> Node:
-    """A new call before `before`, with fake value and the stack trace of `like`."""
+def insert(graph: Graph, before: Node, target, *args, like: Node, fake=None, **kwargs) -> Node:
+    """A new call before `before`, with the stack trace of `like` and the fake value `fake`; without one, what the call gives."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
-    infer(node)
+    if fake is None:
+        infer(node)
+    else:
+        node.meta["val"] = fake
     return node
 
 

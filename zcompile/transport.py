@@ -20,6 +20,7 @@ log = logging.getLogger("zcompile")
 TRANSPORTS = ("auto", "p2p", "nccl", "gloo")
 
 ops = torch.ops.zcompile
+_WIRE = 2  # raised when a transport's speed changes, so that what was measured before is measured again
 _MEASURED_NUMEL = 32 << 20  # 64 MiB in bf16, a matrix of a 7 B model
 
 
@@ -83,7 +84,7 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
 def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model], nccl_max_ctas: int | None) -> Choice:
     """What was faster on this machine, from its cache or measured now."""
     group = _shard_group(mesh)
-    key = f"{torch.cuda.get_device_name()} x{group.size()}, torch {torch.__version__}, cuda {torch.version.cuda}"
+    key = f"{torch.cuda.get_device_name()} x{group.size()}, torch {torch.__version__}, cuda {torch.version.cuda}, wire {_WIRE}"
     key += "" if nccl_max_ctas is None else f", NCCL on {nccl_max_ctas} SMs"
     times = _all_gather(group, _read_cache().get(key))[0]
     measured = times is None

@@ -56,7 +56,7 @@ CUstreamBatchMemOpParams wait(CUdeviceptr on, uint32_t value, bool tagged) {
 }
 
 void run_all(std::vector<CUstreamBatchMemOpParams> operations, cudaStream_t stream) {
-  constexpr size_t most = 256;  // per call, by the driver's manual
+  constexpr size_t most = 255;  // per call, by the driver's manual
   for (size_t begin = 0; begin < operations.size(); begin += most) {
     const auto count = static_cast<unsigned int>(std::min(most, operations.size() - begin));
     ZCOMPILE_DRIVER_CHECK(cuStreamBatchMemOp, stream, count, operations.data() + begin, 0U);
@@ -159,18 +159,22 @@ void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting 
   operations_.push_back(write(address(lane.reached_word()), lane.expect(waiting)));
 }
 
-bool Meetings::give_up(const Waiting& waiting, cudaStream_t stream) const {
-  if (waiting.signal != pulling) return false;
-  std::vector<CUstreamBatchMemOpParams> operations;
+void Meetings::start_pull(uint32_t number, Lane& lane, int64_t parameter) {
+  append_posts(pulling, number);
+  if (given_up_ != number >> 16) append_waits(pulling, number, lane, {"to gather", parameter});
+  run(lane.stream().stream());
+}
+
+Meetings::GaveUp Meetings::give_up(const Waiting& waiting, std::chrono::steady_clock::duration since, cudaStream_t stream) {
+  constexpr auto patience = std::chrono::milliseconds(500);
+  const auto renewal = waiting.number >> 16;
+  if (waiting.signal != pulling || (since < patience && given_up_ != renewal)) return GaveUp::no;
+  std::vector<CUstreamBatchMemOpParams> operations;  // peers that are behind may yet write over these; what was issued by then comes here again
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write(address(word(pulling, rank_, peer)), waiting.number | 0xffff));
   }
-  try {
-    run_all(operations, stream);
-  } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
-    return false;
-  }
-  return true;
+  run_all(operations, stream);
+  return given_up_.exchange(renewal) == renewal ? GaveUp::again : GaveUp::first;
 }
 
 char* Meetings::word(Signal signal, int64_t of, int64_t by) const {

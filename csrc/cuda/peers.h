@@ -10,8 +10,9 @@
 // A rank copies from and to its peers in turn, rank r from r + 1, r + 2 and so on, so that at any time each peer serves one
 // other. Ranks that have drifted apart copy from the same one now and then, and each gets half: among eight, pulls that were
 // started independently moved 207 GB/s, and 302 when ranks had started each of them together; pulls and pushes at once 178 and
-// 309. So where there are more than two ranks, transfers that are worth it begin with a meeting. That of a pull is for speed alone:
-// where a peer does not come, because it has another program, or is compiling, the watchdog ends the wait after half a second.
+// 309. So where there are more than two ranks, pulls that are worth it begin with a meeting, as pushes do in any case. That of a
+// pull is for speed alone: where a peer does not come, because it has another program, or is compiling, the watchdog ends the
+// wait after half a second, and this rank waits for nobody's pulls until the next renewal.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,6 +21,8 @@
 
 #include <cuda.h>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -76,8 +79,12 @@ class Meetings {
   // `lane` goes on once all peers have posted `number`.
   void await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
   void post_and_await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
-  // Ends a wait that is for speed alone, over `stream`, and all of its kind until the next renewal; whether it is one.
-  bool give_up(const Waiting& waiting, cudaStream_t stream) const;
+  // Ranks start a pull together; `number` is that of the renewal in its upper half. Where this was given up once, nobody is
+  // waited for until the next renewal.
+  void start_pull(uint32_t number, Lane& lane, int64_t parameter);
+  // Ends a wait of a pull that has been waiting for long, over `stream`; whether it was one, and the first of its renewal.
+  enum class GaveUp { no, again, first };
+  GaveUp give_up(const Waiting& waiting, std::chrono::steady_clock::duration since, cudaStream_t stream);
   // For an error: who has not posted what is waited for, or something else; read over `stream`.
   std::string missing(const Waiting& waiting, cudaStream_t stream) const;
 
@@ -93,6 +100,7 @@ class Meetings {
   int64_t world_;
   std::unique_ptr<uint32_t, void (*)(uint32_t*)> read_;  // made beforehand: allocating would wait for a device that hangs
   std::vector<CUstreamBatchMemOpParams> operations_;  // of the call that is being put together
+  std::atomic<uint32_t> given_up_{0};  // the last renewal in which a pull was not waited for
 };
 
 // A tensor over memory that something else owns; `release` is called when nobody has its storage any more.

@@ -18,6 +18,7 @@ constexpr int64_t alignment = 512;  // of a published shard: whole lines for the
 constexpr uint32_t groups = 16;     // gathers may read a renewal as it proceeds, a sixteenth at a time
 
 constexpr int64_t least_pages = 4 << 20;  // bytes of a shard from which on it begins at a page
+constexpr size_t least_in_step = 1 << 20;  // bytes, the same on all ranks, of a pull that ranks start together
 constexpr size_t most_own_bytes = 4 << 20;  // that are copied with what peers have: what a composed parameter has beside its pages
 
 int64_t round_up(int64_t value) {
@@ -155,10 +156,8 @@ c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
   auto event = pool_->take();
   event.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of the full parameters before is done
   event.block(fan_.lane().stream());
-  if (go_in_step(world) && !Fan::is_small(bytes)) {
-    started_ += 1;
-    meetings_.post_and_await(
-        pulling, (renewals_ << 16) + started_, fan_.lane(), {"to gather", pulls.front().shard->parameter->index});
+  if (go_in_step(world) && bytes > least_in_step) {
+    meetings_.start_pull((renewals_ << 16) + ++started_, fan_.lane(), pulls.front().shard->parameter->index);
   }
   const bool apart = own_bytes > most_own_bytes;
   if (apart) {

@@ -106,7 +106,7 @@ class Published {
   std::shared_ptr<Events> pool_;
   Lane renewal_;
   Fan fan_;                     // pulls from peers
-  c10::cuda::CUDAStream own_;  // copies of this rank's own pieces, which would hold up pulls behind them; joins them
+  c10::cuda::CUDAStream own_;  // copies of large own pieces, which would hold up pulls behind them; joins them
   std::vector<std::shared_ptr<const SharedBlocks>> arenas_;  // gradients that lie in one keep it
   std::shared_ptr<Composer> composer_;                      // as full parameters do
   std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;

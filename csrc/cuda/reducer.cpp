@@ -169,7 +169,7 @@ void Reducer::meet(int64_t parameter) {
   auto& lane = fan_.lane();
   if (go_in_step(model_.world())) ready_.block(lane.stream());
   added_up_[region()].block(lane.stream());
-  meetings_.post_and_await(pushing, pieces_, lane, {"to reduce", parameter});
+  meetings_.post_and_await(pushing, pieces_, lane, {"to be ready to reduce", parameter});
   if (!go_in_step(model_.world())) ready_.block(lane.stream());
 }
 

@@ -6,7 +6,7 @@
 //   push lane: wait for the own sum of what was in the region; meet; copy to every peer; post "pushed n", tagged with what
 //   sum lane:  wait for everybody's "pushed n"; add up in rank order, the own slice from where it is
 // Nobody pushes to a region before all have added it up, so a tag stands until its owner has seen it. Where transfers go in step,
-// ranks come to the meeting with their gradients; two ranks push when they have them.
+// ranks come to the meeting with their gradients; of two, each pushes when it has its own, at most one piece ahead of the other.
 // A large gradient takes several pieces, so staging does not grow with it; small ones that start together share one.
 //
 // [Note: rows of gradients]

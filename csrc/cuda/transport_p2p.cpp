@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <cstdio>
 #include <mutex>
 
 #include "../runtime.h"
@@ -36,7 +37,7 @@ class P2pTransport : public Transport {
         watchdog_(
             lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)),
             [this](const Waiting& waiting, cudaStream_t stream) { return describe(waiting, stream); },
-            [this](const Waiting& waiting, cudaStream_t stream) { return meetings_.give_up(waiting, stream); }) {}
+            [this](const Lane::Overdue& overdue, cudaStream_t stream) { return give_up(overdue, stream); }) {}
 
   ~P2pTransport() override { watchdog_.drain(); }
 
@@ -125,6 +126,23 @@ class P2pTransport : public Transport {
     return lanes;
   }
 
+  // On the watchdog's thread, where nothing may be thrown.
+  bool give_up(const Lane::Overdue& overdue, cudaStream_t stream) {
+    try {
+      const auto gave_up = meetings_.give_up(overdue.waiting, overdue.since, stream);
+      if (gave_up == Meetings::GaveUp::first && !told_) {
+        told_ = true;
+        std::fprintf(
+            stderr, "zcompile: rank %s gathers '%s' while other ranks do not. It goes on without them, and is slower when ranks do not gather the same parameters at the same time.\n",
+            std::to_string(model_.rank()).c_str(), model_.parameter(overdue.waiting.parameter).name.c_str());
+      }
+      return gave_up != Meetings::GaveUp::no;
+    } catch (const std::exception& error) {  // the device has failed, which whoever uses it next is told as well
+      std::fprintf(stderr, "zcompile: %s\n", error.what());
+      return false;
+    }
+  }
+
   std::string describe(const Waiting& waiting, cudaStream_t stream) {
     const auto name = waiting.parameter < 0 ? "" : " '" + model_.parameter(waiting.parameter).name + "'";
     const auto missing = meetings_.missing(waiting, stream);
@@ -141,6 +159,7 @@ class P2pTransport : public Transport {
   Reducer reducer_;
   Published published_;
   std::mutex mutex_;
+  bool told_ = false;  // that ranks gather differently
   Watchdog watchdog_;  // last, so that its thread ends first
 };
 

@@ -79,14 +79,14 @@ void Watchdog::drain() {
 }
 
 void Watchdog::watch() {
-  constexpr auto interval = std::chrono::milliseconds(200), patience = std::chrono::milliseconds(500);
-  c10::cuda::set_device(device_);
+  constexpr auto interval = std::chrono::milliseconds(200);
+  c10::cuda::set_device(device_, /*force=*/true);  // also where it is the first, or no context is bound to this thread
   std::unique_lock lock(mutex_);
   while (!wake_.wait_for(lock, interval, [this] { return stop_; })) {
     std::optional<Lane::Overdue> longest;  // others may only wait for what waits here
     for (auto* lane : lanes_) {
       const auto oldest = lane->oldest();
-      if (oldest && oldest->since > patience && give_up_(oldest->waiting, stream_)) continue;
+      if (oldest && give_up_(*oldest, stream_)) continue;
       if (oldest && (!longest || oldest->since > longest->since)) longest = oldest;
     }
     if (longest && longest->since > timeout_) {

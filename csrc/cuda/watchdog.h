@@ -67,8 +67,8 @@ class Watchdog {
  public:
   // May use the stream, on which nothing waits.
   using Describe = std::function<std::string(const Waiting&, cudaStream_t)>;
-  // The same; ends a wait without which the lane may go on, and says whether it is one.
-  using GiveUp = std::function<bool(const Waiting&, cudaStream_t)>;
+  // The same; ends a wait without which the lane may go on, if it has lasted long, and says whether it did.
+  using GiveUp = std::function<bool(const Lane::Overdue&, cudaStream_t)>;
 
   // Looks at `lanes`, which must outlive it, from a thread of its own.
   Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe, GiveUp give_up);
