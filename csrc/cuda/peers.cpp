@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -160,21 +161,32 @@ void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting 
 }
 
 void Meetings::start_pull(uint32_t number, Lane& lane, int64_t parameter) {
+  const auto renewal = static_cast<uint16_t>(number >> 16);
   append_posts(pulling, number);
-  if (given_up_ != number >> 16) append_waits(pulling, number, lane, {"to gather", parameter});
+  if (static_cast<int16_t>(renewal - resume_) >= 0) {
+    if (renewal != tried_) {
+      if (given_up_ != tried_) times_ = 0;
+      tried_ = resume_ = renewal;
+    }
+    append_waits(pulling, number, lane, {"to gather", parameter});
+  }
   run(lane.stream().stream());
 }
 
 Meetings::GaveUp Meetings::give_up(const Waiting& waiting, std::chrono::steady_clock::duration since, cudaStream_t stream) {
   constexpr auto patience = std::chrono::milliseconds(500);
-  const auto renewal = waiting.number >> 16;
+  constexpr int most_times = 10;
+  const auto renewal = static_cast<uint16_t>(waiting.number >> 16);
   if (waiting.signal != pulling || (since < patience && given_up_ != renewal)) return GaveUp::no;
   std::vector<CUstreamBatchMemOpParams> operations;  // peers that are behind may yet write over these; what was issued by then comes here again
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write(address(word(pulling, rank_, peer)), waiting.number | 0xffff));
   }
   run_all(operations, stream);
-  return given_up_.exchange(renewal) == renewal ? GaveUp::again : GaveUp::first;
+  if (given_up_.exchange(renewal) == renewal) return GaveUp::again;
+  resume_ = static_cast<uint16_t>(renewal + (1 << times_));
+  times_ = std::min(times_ + 1, most_times);
+  return GaveUp::first;
 }
 
 char* Meetings::word(Signal signal, int64_t of, int64_t by) const {

@@ -12,7 +12,8 @@
 // started independently moved 207 GB/s, and 302 when ranks had started each of them together; pulls and pushes at once 178 and
 // 309. So where there are more than two ranks, pulls that are worth it begin with a meeting, as pushes do in any case. That of a
 // pull is for speed alone: where a peer does not come, because it has another program, or is compiling, the watchdog ends the
-// wait after half a second, and this rank waits for nobody's pulls until the next renewal.
+// wait after half a second, and this rank waits for nobody's pulls until the next renewal; if that was given up too, for two
+// renewals, then for four, and so on.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -79,8 +80,7 @@ class Meetings {
   // `lane` goes on once all peers have posted `number`.
   void await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
   void post_and_await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
-  // Ranks start a pull together; `number` is that of the renewal in its upper half. Where this was given up once, nobody is
-  // waited for until the next renewal.
+  // Ranks start a pull together, unless that was given up; `number` is that of the renewal in its upper half.
   void start_pull(uint32_t number, Lane& lane, int64_t parameter);
   // Ends a wait of a pull that has been waiting for long, over `stream`; whether it was one, and the first of its renewal.
   enum class GaveUp { no, again, first };
@@ -100,7 +100,11 @@ class Meetings {
   int64_t world_;
   std::unique_ptr<uint32_t, void (*)(uint32_t*)> read_;  // made beforehand: allocating would wait for a device that hangs
   std::vector<CUstreamBatchMemOpParams> operations_;  // of the call that is being put together
-  std::atomic<uint32_t> given_up_{0};  // the last renewal in which a pull was not waited for
+  // Of pulls' meetings, by renewals, which wrap around:
+  std::atomic<uint16_t> given_up_{0};  // the last in which they were given up
+  std::atomic<uint16_t> resume_{0};    // the first in which they are tried again
+  std::atomic<int> times_{0};          // that they were given up one after the other
+  uint16_t tried_ = 0;                 // the last in which they were tried
 };
 
 // A tensor over memory that something else owns; `release` is called when nobody has its storage any more.
