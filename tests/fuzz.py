@@ -148,7 +148,8 @@ class Scalar:
         scale = module.parts[self.scale]
         if self.norm:
             return nn.functional.layer_norm(x, (WIDTH,), scale) * module.parts[self.scalar]
-        low, high = torch.aminmax(x * scale, dim=1, keepdim=True)
+        scaled = x * scale
+        low, high = (extreme(scaled, dim=1, keepdim=True).values for extreme in (torch.min, torch.max))
         return (x - low) / (high - low + 1) * module.parts[self.scalar]
 
 
