@@ -221,7 +221,7 @@ def show(title: str, figures: dict[str, dict], inbound_bytes: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes-mib", default="1x16,8x8,64x7,256x2,1024x1", help="MIBxCOUNT of bf16 parameters, with commas between")
-    parser.add_argument("--streams", default="4", help="copy streams of p2p, separated by commas")
+    parser.add_argument("--streams", default="1", help="copy streams of p2p, separated by commas; zcompile uses one")
     parser.add_argument("--max-ctas", default="", help="limits on NCCL's SMs, separated by commas")
     parser.add_argument("--products", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=15)

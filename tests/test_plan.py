@@ -24,7 +24,7 @@ from zcompile import passes
 from zcompile.config import Settings
 from zcompile.cost import Costs, operations, simulate
 from zcompile.paper import main, on_paper
-from zcompile.graph import GATHER, GATHERS, aten, calls, chain, insert, readers, value
+from zcompile.graph import GATHER, GATHER_WAIT, GATHERS, aten, calls, chain, insert, readers, value
 from zcompile.hardware import CPU, H200
 from zcompile.liveness import Liveness
 from zcompile.passes.fit import given_up
@@ -46,6 +46,16 @@ def traced():
         names = on_paper(workload, torch.bfloat16)
         tokens = torch.zeros(2, 25, dtype=torch.int64)
         return trace(lambda: model(tokens), Settings().plan(H200.over("p2p", 8), 1 << 30), lambda leaf: names.get(id(leaf)))
+
+
+def test_a_plan_gives_readers_no_new_storage(traced):
+    """Or Inductor would infer again all that reads a gathered parameter, and all that comes behind it."""
+    for one in traced:
+        planned, _ = copied(one.graph)
+        before = {value(gather).untyped_storage()._cdata for gather in calls(planned, GATHER)}
+        passes.run(planned, passes.schedule(Settings().plan(H200.over("p2p", 8), 1 << 30)))
+        waits = calls(planned, GATHER_WAIT)
+        assert waits and {value(wait).untyped_storage()._cdata for wait in waits} <= before
 
 
 def test_operations_of_products_are_torchs(traced):

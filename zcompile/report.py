@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOT
 from torch.fx import Graph, Node
 
 from zcompile import passes
-from zcompile.cost import Costs, moved_bytes, simulate, Timeline
+from zcompile.cost import Costs, Timeline, moved_bytes, simulate
 from zcompile.curve import thinned
 from zcompile.graph import GATHER_GROUP_START, GATHER_KEPT_START, GATHER_ROWS, GATHERS, REDUCE_GROUP_START, REDUCES, bytes_of, calls, sizes_of, value
 from zcompile.hardware import Link

@@ -4,7 +4,7 @@
 // A rank posts a number into a word of every peer, and a stream of the peer waits until its word has reached that number:
 // cuStreamBatchMemOp, which neither takes an SM nor blocks the host. Every wait is for a post that the peer's program
 // issues before its own wait of the same number, so streams that share a hardware queue cannot lock each other out.
-// A peer that never posts is found by the watchdog (watchdog.h), which ends the wait with an error.
+// A peer that never posts is found by the watchdog (watchdog.h), which ends the wait with an error; one for speed alone, without.
 //
 // [Note: transfers in step]
 // A rank copies from and to its peers in turn, rank r from r + 1, r + 2 and so on, so that at any time each peer serves one
@@ -82,7 +82,8 @@ class Meetings {
   void post_and_await(Signal signal, uint32_t number, Lane& lane, Waiting waiting);
   // Ranks start a pull together, unless that was given up; `number` is that of the renewal in its upper half.
   void start_pull(uint32_t number, Lane& lane, int64_t parameter);
-  // Ends a wait of a pull that has been waiting for long, over `stream`; whether it was one, and the first of its renewal.
+  // Ends what `waiting` says has been waited for `since`, over `stream`, if that is a pull and was long; whether it did, and for the
+  // first time in its renewal.
   enum class GaveUp { no, again, first };
   GaveUp give_up(const Waiting& waiting, std::chrono::steady_clock::duration since, cudaStream_t stream);
   // For an error: who has not posted what is waited for, or something else; read over `stream`.
