@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
   const int64_t at = blockIdx.x;
   const auto row = rows[at];
   if (row < 0 || (at > 0 && rows[at - 1] == row)) return;
-  const auto end = place_of(rows, count, row + 1);
+  const auto end = at + 1 < count && rows[at + 1] == row ? place_of(rows, count, row + 1) : at + 1;  // most have one gradient
   const int64_t stride = static_cast<int64_t>(gridDim.y) * threads * width;
   for (int64_t column = (static_cast<int64_t>(blockIdx.y) * threads + threadIdx.x) * width; column < columns; column += stride) {
     float sum[width] = {};
@@ -234,10 +234,18 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
   }
 }
 
-// The first place of `row`; -1 if it has none.
+// The first place of `row`; -1 if it has none. A warp looks together: 32 places at a time, where one thread would read one after the other.
 __device__ int64_t place_of(const RowSums& sums, int64_t row) {
-  const auto place = place_of(sums.rows, sums.count, row);
-  return place < sums.count && sums.rows[place] == row ? place : -1;
+  int64_t low = 0, high = sums.count;  // it is the first place in [low, high] that is not below `row`
+  while (low < high) {
+    const int64_t step = (high - low + 31) / 32;
+    const auto probe = low + static_cast<int64_t>(threadIdx.x % 32) * step;
+    const int below = __popc(__ballot_sync(~0u, probe < high && sums.rows[probe] < row));
+    if (below == 0) break;
+    high = min(high, low + below * step);
+    low += (below - 1) * step + 1;
+  }
+  return low < sums.count && sums.rows[low] == row ? low : -1;
 }
 
 template <typename Word>
@@ -254,14 +262,18 @@ __global__ void __launch_bounds__(threads)
   __threadfence_system();  // a peer reads it
 }
 
-// A warp per row. Most rows are zeros on every rank.
+constexpr int row_steps = 4;  // accesses of one thread of a sum of rows
+
+// A warp per `32 * width * row_steps` columns of a row. Most rows are zeros on every rank.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums, int64_t first, int64_t count,
     int64_t columns, const Out* base, Out* out, float divisor, double* squares) {
   const int lane = threadIdx.x % 32;
+  const int64_t span = 32 * width * row_steps, spans = (columns + span - 1) / span;
   double own_squares = 0;
-  for (int64_t at = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32; at < count; at += static_cast<int64_t>(gridDim.x) * warps) {
+  for (int64_t task = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32; task < count * spans; task += static_cast<int64_t>(gridDim.x) * warps) {
+    const auto at = task / spans;
     const auto own_place = place_of(own_sums, first + at);
     const auto sent = [&](int rank) { return static_cast<const char*>(spread.of[rank]); };
     const auto has = [&](int rank) {
@@ -269,7 +281,10 @@ __global__ void __launch_bounds__(threads) mean_rows_kernel(
     };
     bool any = false;
     for (int rank = 0; rank < ranks; ++rank) any = any || has(rank);
-    for (int64_t column = lane * width; column < columns; column += 32 * width) {
+#pragma unroll
+    for (int part = 0; part < row_steps; ++part) {
+      const auto column = task % spans * span + (part * 32 + lane) * width;
+      if (column >= columns) continue;
       Pack<Out, width> before{}, written{};
       if (base) before = load<width>(base + at * columns + column);
       float sum[width] = {};
@@ -466,7 +481,7 @@ cudaError_t launch_mean_rows(Type in, Type out, const Pieces& spread, int ranks,
                              double* squares, cudaStream_t stream) {
   if (ranks > max_ranks) return cudaErrorInvalidValue;
   if (count == 0 || columns == 0) return cudaSuccess;
-  const auto blocks = static_cast<int>(std::min<int64_t>(blocks_of_mean(count * columns), (count + warps - 1) / warps));
+  const int blocks = blocks_of_mean(count * columns);
   bool all_aligned = aligned(base) && aligned(result) && aligned(own_sums.sums);
   for (int rank = 0; rank < ranks; ++rank) all_aligned = all_aligned && aligned(spread.of[rank]);
   const auto launch = [&]<typename In, typename Out, bool with_squares, int width>() {
