@@ -31,13 +31,18 @@ def swept(results: dict[str, Any], budgets_mib: list[int]) -> list[tuple[int, di
 
 
 def draw(found: list[tuple[int, dict[str, Any]]]) -> Figure:
-    """Peak memory against the line that follows the budget, and under it step time with its quartiles."""
+    """Peak memory against the line that follows the budget, and under it step time with its quartiles.
+
+    The line is the peak under the largest budget, had there been as many bytes full at that moment as each budget allows.
+    """
     budgets = [budget for budget, _ in found]
     peaks = [one["peak_bytes"] / MIB for _, one in found]
+    measured = found[-1][1].get("memory")  # on GPUs
+    full = measured["at_peak"]["full"] / MIB if measured else budgets[-1]
     figure = Figure(figsize=(6, 5), layout="constrained")
     memory, time = figure.subplots(2, 1, sharex=True)
     memory.plot(budgets, peaks, "o-", label="measured peak")
-    memory.plot(budgets, [peaks[-1] - budgets[-1] + budget for budget in budgets], "k:", label="as the budget falls")
+    memory.plot(budgets, [peaks[-1] - full + min(budget, full) for budget in budgets], "k:", label="as the budget falls")
     if all(one.get("plan") for _, one in found):
         memory.plot(budgets, [one["plan"]["peak_bytes"] / MIB for _, one in found], "x", label="predicted")
     memory.set_ylabel("MiB, one rank")
