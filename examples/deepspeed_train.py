@@ -9,8 +9,12 @@ OUT/deepspeed-ENGINE.json and draws all of OUT/*.json into OUT/loss.png.
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
+
+# Behind Python's own modules: profile.py beside this has the name of one, which torch imports.
+sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
 import deepspeed
 import torch
