@@ -15,6 +15,7 @@ from zcompile.passes.bucket import bucket
 from zcompile.passes.defer import defer
 from zcompile.passes.downcast import downcast
 from zcompile.passes.fit import fit
+from zcompile.passes.free import free
 from zcompile.passes.keep import keep
 from zcompile.passes.persist import persist
 from zcompile.passes.prefetch import prefetch
@@ -32,7 +33,7 @@ Pass = Callable[[Graph], None]
 
 # What `options={"disable_passes": [...]}` may name. The others make what every graph must be: one gather and one reduce per
 # parameter, started and waited for, and no full parameter saved that is not meant to be.
-OPTIONAL = ("downcast", "narrow_reduces", "rows", "persist", "sink", "fit", "bucket", "prefetch", "defer", "keep")
+OPTIONAL = ("downcast", "narrow_reduces", "rows", "persist", "free", "sink", "fit", "bucket", "prefetch", "defer", "keep")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def schedule(plan: Plan) -> tuple[Pass, ...]:
     planned = _without(
         plan.disabled,
         downcast,
+        free,
         sink,
         partial(fit, gather_budget_bytes=budget),
         downcast,

@@ -24,7 +24,7 @@ from zcompile import passes
 from zcompile.config import Settings
 from zcompile.cost import Costs, operations, simulate
 from zcompile.paper import main, on_paper
-from zcompile.graph import GATHER, GATHER_WAIT, GATHERS, aten, calls, chain, insert, readers, value
+from zcompile.graph import GATHER, GATHER_WAIT, GATHERS, MOVEMENT, aten, calls, chain, insert, readers, value
 from zcompile.hardware import CPU, H200
 from zcompile.liveness import Liveness
 from zcompile.passes.fit import given_up
@@ -439,8 +439,31 @@ def test_rematerialized_is_what_products_read_of_pointwise_kernels(inner):
         torch.testing.assert_close(one, other, **exact)
 
 
+def test_weight_gradients_come_second(traced):
+    """Of the two products that read one gradient, that with the full parameter comes first, in each of a decoder's matrices."""
+    pairs = [early_and_late(traced[1].graph, Settings(disable_passes=disabled)) for disabled in ((), ("free",))]
+    assert pairs[0] == (0, 3 * 7)
+    assert pairs[1][0] > 0
+
+
+def early_and_late(graph, settings):
+    """How many weight gradients come before that product and behind it, in the planned graph."""
+    planned, _ = copied(graph)
+    passes.run(planned, passes.schedule(settings.plan(H200.over("p2p", 8), 1 << 30)))
+    place = {node: at for at, node in enumerate(planned.nodes)}
+    full = {link for wait in calls(planned, GATHER_WAIT) for link in chain(wait)}
+
+    def origin(node):
+        return origin(node.args[0]) if node.target in MOVEMENT else node
+
+    products = calls(planned, aten.mm.default)
+    reading = {origin(one.args[0]): one for one in products if one.args[1] in full}
+    behind = [place[one] > place[reading[grad]] for one in products if one.args[1] not in full and (grad := origin(one.args[0])) in reading]
+    return behind.count(False), behind.count(True)
+
+
 def test_full_matrices_die_at_their_first_reader(traced):
-    """Why no pass reorders the user's nodes: there is nothing between a decoder's first and last reader of a matrix."""
+    """There is nothing between a decoder's first and last reader of a matrix that another order could move behind it."""
     for one in traced:
         graph, _ = copied(one.graph)
         passes.run(graph, passes.schedule(Settings().plan(H200.over("p2p", 8), 1 << 40)))

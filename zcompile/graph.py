@@ -173,12 +173,12 @@ def readers(source: Node, links: list[Node]) -> list[tuple[Node, Node]]:
 
 
 def is_tangent(node: Node) -> bool:
-    """Whether `node` is a gradient that enters the joint graph; AOTAutograd tells by name alone."""
+    """Whether `node` is a gradient that enters the graph; AOTAutograd tells by name alone."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def backward_nodes(graph: Graph) -> set[Node]:
-    """Nodes of a joint graph that depend on an incoming gradient."""
+    """Nodes of a joint graph, or of a backward, that depend on an incoming gradient."""
     found: set[Node] = set()
     for node in graph.nodes:
         if is_tangent(node) or any(source in found for source in node.all_input_nodes):

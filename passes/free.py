@@ -1,0 +1,69 @@
+"""Of the products that read one gradient, those with full parameters come first: the gradient of a weight can wait."""
+
+from collections import defaultdict
+from itertools import chain as chain_of
+
+from torch.fx import Graph, Node
+
+from zcompile.cost import operations
+from zcompile.graph import GATHER, MOVEMENT, REDUCES, backward_nodes, calls, chain, readers
+
+
+def free(graph: Graph) -> None:
+    """Place each product on which no reader of a full parameter depends, and what is made of it, behind the others that read the same gradient.
+
+    So full parameters die earlier, and the graph has the order in which Inductor runs it: what is made again for the gradient of a
+    weight it fuses with what follows the gradient of the input, and a gather's start between the two products would come behind both.
+    The order of readers decides, nothing else, so that ranks which see other lengths decide alike.
+    """
+    if not calls(graph, *REDUCES):
+        return
+    needed = _ancestors({reader for gather in calls(graph, GATHER) for _, reader in readers(gather, chain(gather))})
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    products = [node for node in graph.nodes if operations(node)]
+    gradients = backward_nodes(graph)
+    last = {_origin(source): node for node in products if node in needed for source in node.all_input_nodes if source in gradients}
+    waiting = set(products) - needed
+    goal: dict[Node, Node] = {}  # what goes elsewhere -> behind which product
+    held: dict[Node, list[Node]] = defaultdict(list)  # the same by product, in order
+    for node in place:
+        behind = [goal[source] for source in node.all_input_nodes if source in goal]
+        if node in waiting:
+            behind += [last[origin] for origin in map(_origin, node.all_input_nodes) if origin in last]
+        product = max(behind, key=place.__getitem__, default=node)
+        if held and (node.op == "output" or _writes(node)):
+            _move(sorted(chain_of(held.values()), key=place.__getitem__), before=node)
+            held.clear()
+        elif place[product] > place[node]:
+            goal[node] = product
+            held[product].append(node)
+        else:
+            _move(held.pop(node, []), before=node.next)
+
+
+def _move(nodes: list[Node], before: Node) -> None:
+    for node in nodes:
+        before.prepend(node)
+
+
+def _ancestors(nodes: set[Node]) -> set[Node]:
+    """These nodes and all that they depend on."""
+    found, pending = set(nodes), list(nodes)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                pending.append(source)
+    return found
+
+
+def _origin(node: Node) -> Node:
+    """What `node` moves data of."""
+    while node.op == "call_function" and node.target in MOVEMENT:
+        node = node.args[0]
+    return node
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
