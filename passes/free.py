@@ -1,26 +1,25 @@
-"""Of the products that read one gradient, those with full parameters come first: the gradient of a weight can wait."""
+"""Of the products that read one gradient, those with full parameters come first: gradients of weights can wait."""
 
 from collections import defaultdict
-from itertools import chain as chain_of
 
 from torch.fx import Graph, Node
 
-from zcompile.cost import operations
+from zcompile.cost import is_product
 from zcompile.graph import GATHER, MOVEMENT, REDUCES, backward_nodes, calls, chain, readers
 
 
 def free(graph: Graph) -> None:
     """Place each product on which no reader of a full parameter depends, and what is made of it, behind the others that read the same gradient.
 
-    So full parameters die earlier, and the graph has the order in which Inductor runs it: what is made again for the gradient of a
-    weight it fuses with what follows the gradient of the input, and a gather's start between the two products would come behind both.
-    The order of readers decides, nothing else, so that ranks which see other lengths decide alike.
+    So the graph has the order in which Inductor runs it: what is made again for the gradient of a weight it fuses with what follows
+    the gradient of the input, and a gather's start between the two products would come behind both. Kinds of nodes and their order
+    decide, and no sizes, so that ranks which see other lengths decide alike. Nothing moves past a node that writes to its arguments.
     """
     if not calls(graph, *REDUCES):
         return
     needed = _ancestors({reader for gather in calls(graph, GATHER) for _, reader in readers(gather, chain(gather))})
     place = {node: at for at, node in enumerate(graph.nodes)}
-    products = [node for node in graph.nodes if operations(node)]
+    products = [node for node in graph.nodes if is_product(node)]
     gradients = backward_nodes(graph)
     last = {_origin(source): node for node in products if node in needed for source in node.all_input_nodes if source in gradients}
     waiting = set(products) - needed
@@ -31,9 +30,10 @@ def free(graph: Graph) -> None:
         if node in waiting:
             behind += [last[origin] for origin in map(_origin, node.all_input_nodes) if origin in last]
         product = max(behind, key=place.__getitem__, default=node)
-        if held and (node.op == "output" or _writes(node)):
-            _move(sorted(chain_of(held.values()), key=place.__getitem__), before=node)
+        if _writes(node):
+            _move(sorted(sum(held.values(), []), key=place.__getitem__), before=node)
             held.clear()
+            goal.clear()
         elif place[product] > place[node]:
             goal[node] = product
             held[product].append(node)

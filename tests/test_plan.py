@@ -28,6 +28,7 @@ from zcompile.graph import GATHER, GATHER_WAIT, GATHERS, MOVEMENT, aten, calls, 
 from zcompile.hardware import CPU, H200
 from zcompile.liveness import Liveness
 from zcompile.passes.fit import given_up
+from zcompile.passes.free import free
 from zcompile.profile.models import Llama, Size, load
 from zcompile.report import copied, trace
 from zcompile.windows import Windows
@@ -444,6 +445,20 @@ def test_weight_gradients_come_second(traced):
     pairs = [early_and_late(traced[1].graph, Settings(disable_passes=disabled)) for disabled in ((), ("free",))]
     assert pairs[0] == (0, 3 * 7)
     assert pairs[1][0] > 0
+
+
+def test_weight_gradients_do_not_pass_a_write(traced):
+    """What the first one to move reads is written to directly behind it: it must have read that before."""
+    graph, moved = copied(traced[1].graph)[0], copied(traced[1].graph)[0]
+    free(moved)
+    order = [[node.name for node in calls(one, aten.mm.default)] for one in (graph, moved)]
+    name = next(one for one, other in zip(*order, strict=True) if one != other)
+    product = next(node for node in graph.nodes if node.name == name)
+    with graph.inserting_after(product):
+        write = graph.call_function(aten.mul_.Tensor, (product.args[1], 0.5))
+    free(graph)
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    assert place[product] < place[write]
 
 
 def early_and_late(graph, settings):

@@ -19,21 +19,25 @@ from zcompile.liveness import Liveness, aliases, fuses
 log = logging.getLogger("zcompile")
 
 
+def is_product(node: Node) -> bool:
+    """Whether `node` is a product or an attention, whatever its sizes."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is not None and (packet in flop_registry or packet.__name__ == "_grouped_mm" or "scaled_dot_product" in packet.__name__)
+
+
 def operations(node: Node) -> int:
     """Floating-point operations of a product or an attention, those that a causal mask leaves out not counted; 0 for others.
 
     By torch's formulas, but attention by our own: torch's do not know grouped queries, the CPU's kernel or masks.
     """
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is None:
+    if not is_product(node):
         return 0
+    packet = node.target.overloadpacket
     if "scaled_dot_product" in packet.__name__:
         return _attention_operations(node)
     if packet.__name__ == "_grouped_mm":
         return _grouped_operations(node)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
+    formula = flop_registry[packet]
 
     def shape(argument):
         found = argument.meta["val"] if isinstance(argument, Node) else argument
