@@ -190,7 +190,8 @@ Parameter& find_parameter(const at::Tensor& shard);
 
 // Parameters that start together are of one model.
 std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype);
-// The result may be kept by the runtime, or be one that was: it must not be written to, nor its memory used for anything else.
+// The result may be kept by the runtime, or be one that was, or have memory of the transport: it must not be written to, nor its
+// memory used for anything else, nor may it be held until masters change.
 at::Tensor gather_kept_start(Parameter* parameter, at::ScalarType dtype);
 void gather_wait(const at::Tensor& full);
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads);

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.graph import GATHER_KEPT_START, GATHER_START, aten, calls, chain, is_cast, readers, waits_of
+from zcompile.graph import GATHER_KEPT_START, GATHER_START, PERSISTS, aten, calls, chain, is_cast, readers, waits_of
 
 # What reads parameters, as packets of overloads, and is never made to write its result over its first argument. Inductor does so
 # with some (`index_put`, custom ops that mutate) where nobody reads the argument again, in a graph that does not say who else does.
@@ -33,17 +33,19 @@ READERS = {
 def keep(graph: Graph) -> None:
     """gather_start -> gather_kept_start, whose memory the runtime may keep while micro-steps accumulate.
 
-    Only of what products, norms, embeddings and pointwise nodes read: not what the graph returns, for a backward may take over the
-    memory of what was saved for it, nor what a node might write to. Nor groups of small ones, which cost little. Which of
-    the others are kept is decided when they are gathered, in order, by what memory there is.
+    Only of what products, norms, embeddings and pointwise nodes read: not what the graph returns, but for what `persist` saved, whose
+    memory backward is kept from taking over; nor what a node might write to. Nor groups of small ones, which cost little. Which
+    of the others are kept is decided when they are gathered, in order, by what memory there is.
     """
     for start in calls(graph, GATHER_START):
         wait = waits_of(start)[0]
-        if all(_only_reads(reader) for _, reader in readers(wait, chain(wait))):
+        if all(_only_reads(link, reader) for link, reader in readers(wait, chain(wait))):
             start.target = GATHER_KEPT_START
 
 
-def _only_reads(node: Node) -> bool:
+def _only_reads(link: Node, node: Node) -> bool:
+    if node.op == "output":
+        return link.meta.get(PERSISTS, False)
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     pointwise = torch.Tag.pointwise in node.target.tags and not node.target._schema.is_mutable

@@ -3,7 +3,7 @@
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zcompile.graph import GATHER, backward_nodes, calls, chain, is_tangent, nbytes, readers, value
+from zcompile.graph import GATHER, PERSISTS, backward_nodes, calls, chain, forget, is_tangent, nbytes, readers, value
 
 
 def persist(graph: Graph, persist_bytes: int | None) -> None:
@@ -11,6 +11,9 @@ def persist(graph: Graph, persist_bytes: int | None) -> None:
 
     A gather costs about the same for each byte, and what is read last is kept for the shortest time, so the best that fits into
     a number of bytes is the end of forward's order. That also makes all ranks choose alike.
+
+    Of many, own pieces are not copied: their memory is the transport's, which keeps it, so at the end of backward too, where a
+    model's peak may be. The few of the default are freed before gradients take as much, and so cost nothing at the peak.
 
     Args:
         persist_bytes: None for the bytes of the largest parameter, and an eighth more for small ones that are read after it, if
@@ -22,7 +25,9 @@ def persist(graph: Graph, persist_bytes: int | None) -> None:
     last_read: dict[Node, int] = {}  # gathers that both read
     for gather in calls(graph, GATHER):
         outside = [reader for _, reader in readers(gather, chain(gather))]
-        forward = [position[reader] for reader in outside if reader not in backward and reader.op != "output"]
+        if any(reader.op == "output" for reader in outside):  # it is the user's
+            continue
+        forward = [position[reader] for reader in outside if reader not in backward]
         if forward and any(reader in backward for reader in outside):
             last_read[gather] = max(forward)
     room = persist_bytes
@@ -34,4 +39,12 @@ def persist(graph: Graph, persist_bytes: int | None) -> None:
         room -= nbytes(gather)
         if room < 0:
             return
-        gather.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        _save(graph, gather, in_runtime=persist_bytes is not None)
+
+
+def _save(graph: Graph, gather: Node, in_runtime: bool) -> None:
+    """Mark it, and name it so: caches of compiled graphs go by a graph's text."""
+    with graph.inserting_before(gather):
+        saved = graph.create_node("call_function", GATHER, gather.args, name="persistent" if in_runtime else "saved")
+    saved.meta = {**gather.meta, "recompute": CheckpointPolicy.MUST_SAVE, PERSISTS: in_runtime}
+    forget(graph, gather, saved)

@@ -5,13 +5,13 @@ import logging
 from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from zcompile.graph import (
     GATHER,
     GATHER_GROUP_START,
     GATHER_STARTS,
     GATHER_WAIT,
+    PERSISTS,
     REDUCE,
     REDUCE_GROUP_START,
     REDUCE_ROWS,
@@ -116,8 +116,7 @@ def verify_partition(forward: GraphModule, num_outputs: int) -> None:
     outputs = forward.graph.output_node().args[0]
     returned = set(outputs[:num_outputs])
     for node in outputs[num_outputs:]:
-        persists = node.target is GATHER and node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
-        pins = node in full and node not in returned and not persists
+        pins = node in full and node not in returned and PERSISTS not in node.meta
         _require(not pins, "partition", node, "is saved for backward and pins a full parameter")
 
 

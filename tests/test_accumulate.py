@@ -180,6 +180,35 @@ def test_weights_of_which_a_copy_is_overwritten(ranks):
     ranks(2).run(weights_overwritten)
 
 
+class Gated(torch.nn.Module):
+    """In backward, the last reader of `gate` makes something of its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.gate = (torch.nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+
+    def forward(self, x):
+        return 2 * ((x @ self.weight) * self.gate).sum()
+
+
+def saved_and_kept(rank, world):
+    torch.manual_seed(0)
+    model = compiled(Gated(), inner="inductor", options={"bucket_bytes": 0, "persist_bytes": 1 << 20})
+    losses = []
+    with checked(model):
+        for _ in range(3):
+            loss = model(torch.ones(32, 32))
+            loss.backward()
+            losses.append(loss.item())
+    assert losses == 3 * losses[:1]
+    assert zcompile.stats(model)["gathers"] == 2
+
+
+def test_what_is_saved_for_backward_is_not_written_over(ranks):
+    """Inductor may use the memory of what was saved for it, but not of a parameter that is kept for the next micro-step too."""
+    ranks(2).run(saved_and_kept)
+
+
 def one_budget(rank, world):
     """What a rank keeps follows from sizes that all know, and not from its own piece, which may be shorter or empty."""
     model = zcompile.shard(Transformer())

@@ -318,10 +318,10 @@ class Wide(nn.Module):
         return x + self.down(F.silu(self.up(x)))
 
 
-def trained(rank, transport, micro_steps):
+def trained(rank, transport, micro_steps, **options):
     """Losses, parameters and most allocated bytes of the last steps; masters are edited in between."""
     torch.manual_seed(0)
-    model = on(transport, nn.Sequential(*(Wide() for _ in range(3))).cuda())
+    model = on(transport, nn.Sequential(*(Wide() for _ in range(3))).cuda(), options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     losses = []
     for step in range(7):
@@ -343,9 +343,11 @@ def trained(rank, transport, micro_steps):
     return torch.stack(losses).detach(), [parameter.to_local().detach().clone() for parameter in model.parameters()], peak
 
 
-def composed_like_copied(rank, world, transport, micro_steps):
+def composed_like_copied(rank, world, transport, micro_steps, persist_bytes=0):
     before = torch.cuda.memory_allocated()
-    (losses, parameters, peak), (other_losses, other_parameters, _) = (trained(rank, one, micro_steps) for one in (transport, "c10d"))
+    (losses, parameters, peak), (other_losses, other_parameters, _) = (
+        trained(rank, one, micro_steps, persist_bytes=persist_bytes) for one in (transport, "c10d")
+    )
     assert torch.equal(losses, other_losses)
     for one, other in zip(parameters, other_parameters, strict=True):
         assert torch.equal(one, other)
@@ -358,6 +360,47 @@ def test_composed_parameters(gpus, transport, micro_steps):
     for peak, masters in gpus.run(composed_like_copied, transport, micro_steps):
         if micro_steps == 1:  # masters, two states, gradients; a gradient or two before there is room in the place of shards
             assert peak < 4.8 * masters + 200 * 2**20, (peak, masters)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("transport", ["p2p", "delayed p2p"])
+@pytest.mark.parametrize("persist_bytes", [40 << 20, 1 << 30])  # some; all
+def test_composed_parameters_saved_for_backward(gpus, transport, micro_steps, persist_bytes):
+    gpus.run(composed_like_copied, transport, micro_steps, persist_bytes)
+
+
+def saves_composed(rank, world):
+    """What is saved is composed, also where two forwards come before their backwards, and one has none; compared with c10d."""
+    found = []
+    for transport in ("p2p", "c10d"):
+        torch.manual_seed(0)
+        model = on(transport, nn.Sequential(*(Wide() for _ in range(2))).cuda(), options={"persist_bytes": 1 << 30})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        saved: list[int] = []
+
+        def note(tensor, saved=saved):
+            saved.append(tensor.data_ptr() if tensor.shape == (4101, 2048) else 0)
+            return tensor
+
+        for step in range(5):
+            xs = torch.randn(3, 64, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank)).requires_grad_()
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                first, second, _ = (model(x).square().mean() for x in xs)
+            second.backward()
+            first.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        segments = [(one["address"], one["address"] + one["total_size"]) for one in torch.cuda.memory_snapshot()]
+        elsewhere = [address for address in saved if address and not any(begin <= address < end for begin, end in segments)]
+        assert len(elsewhere) == (6 if transport == "p2p" else 0)  # two of three forwards
+        found.append([parameter.to_local().detach().clone() for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_saved_for_backward_is_composed(gpus):
+    gpus.run(saves_composed)
 
 
 def full_of(shard, shape):

@@ -27,6 +27,7 @@ from zcompile.graph import (
     GATHER_ROWS,
     GATHER_STARTS,
     GATHER_WAIT,
+    PERSISTS,
     REDUCE_STARTS,
     REDUCE_WAIT,
     calls,
@@ -219,6 +220,10 @@ class _Schedule(_Passes):
         super().__call__(graph)
         for node in calls(graph, *LOWERED):
             node.target = _lowering_of(node.target)
+        for saved in graph.find_nodes(op="placeholder"):
+            if saved.meta.get(PERSISTS):
+                with graph.inserting_after(saved):
+                    graph.call_function(_never_reuse, (saved,)).meta["val"] = saved.meta["val"]
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -260,6 +265,15 @@ def _lower_kept(fallback: Callable[..., Any], *args: Any) -> Any:
     name = output.inputs[0].get_name()
     output.get_inputs_that_alias_output = lambda: [name]
     return result
+
+
+def _never_reuse(saved: Any) -> Any:
+    """Have Inductor leave alone a full parameter that was saved for backward, though it may write over other things that were."""
+    V.graph.never_reuse_buffers.add(saved.get_name())
+    return saved
+
+
+_never_reuse._inductor_lowering_function = True
 
 
 def _lower(fallback: Callable[..., Any], *args: Any) -> Any:

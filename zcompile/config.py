@@ -37,12 +37,13 @@ class Settings:
     persist_bytes: int | None = None
     """Most bytes of full parameters that stay from forward to backward instead of being gathered again, of those that forward
     reads last. Default: those of the largest parameter and an eighth more in a graph that computes the loss, since backward begins
-    with what forward read last and has nothing yet to hide its gather behind; 0 in other graphs."""
+    with what forward read last and has nothing yet to hide its gather behind; 0 in other graphs. Where it is given, over "p2p" each
+    takes memory for what other ranks have of it alone, which the transport then keeps."""
 
     rematerialize: bool = True
     """Make again in backward what pointwise kernels make of tensors that are saved anyway, such as the result of a norm or an
-    activation that a product reads, rather than save that too. Of a Llama block a third of what is saved; False: only where
-    it costs no writing, as torch.compile does by default."""
+    activation that a product reads, rather than save that too. Of a Llama block a third of what is saved, for about a hundredth of
+    a step (docs/measurements.md); False: only where it costs no writing, as torch.compile does by default."""
 
     bucket_bytes: int = 8 << 20
     """Most bytes of full parameters, or of gradients, that travel as one transfer: what NVLink moves in about the time that

@@ -34,6 +34,9 @@ ROWS = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
+# Key of `meta`, of a full parameter that is saved for backward, and that nobody else sees: whether its memory may be the runtime's.
+PERSISTS = "zcompile_persists"
+
 # Ops whose output holds elements of their first argument, unchanged.
 MOVEMENT = {
     aten.alias.default,
@@ -197,7 +200,7 @@ def insert(graph: Graph, before: Node, target, *args, like: Node, fake=None, **k
     """A new call before `before`, with the stack trace of `like` and the fake value `fake`; without one, what the call gives."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
-    node.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+    node.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", PERSISTS) if key in like.meta}
     if fake is None:
         infer(node)
     else:

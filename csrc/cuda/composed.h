@@ -4,8 +4,9 @@
 // The pages of a full parameter that lie inside of this rank's piece are those of the published shard (published.h), mapped
 // a second time; only the others have memory of their own, from a pool. So a gather moves what peers have and no more: on two
 // ranks half of the memory, and of what a gather reads and writes.
-//   - A composed parameter must not be written to, since that would change the shard; nor may it be held for longer than a graph
-//     runs, since the next renewal changes it. `gather_kept_start` promises both.
+//   - A composed parameter must not be written to, since that would change the shard; nor may it be held until masters change,
+//     since the next renewal changes it. `gather_kept_start` promises both: what it returns lives as long as a graph runs, or
+//     is saved by forward for its backward.
 //   - Mapping costs the host time, so mappings stay. A parameter is composed again where it was before, if those pages of
 //     the pool are free; a step that repeats finds all of them.
 //   - Memory is used again on the stream on which it was released, or after it.
