@@ -5,15 +5,17 @@ from collections import defaultdict
 from torch.fx import Graph, Node
 
 from zcompile.cost import is_product
-from zcompile.graph import GATHER, MOVEMENT, REDUCES, backward_nodes, calls, chain, readers
+from zcompile.graph import GATHER, MOVEMENT, REDUCES, aten, backward_nodes, calls, chain, is_cast, is_movement, readers
 
 
 def free(graph: Graph) -> None:
     """Place each product on which no reader of a full parameter depends, and what is made of it, behind the others that read the same gradient.
 
     So the graph has the order in which Inductor runs it: what is made again for the gradient of a weight it fuses with what follows
-    the gradient of the input, and a gather's start between the two products would come behind both. Kinds of nodes and their order
-    decide, and no sizes, so that ranks which see other lengths decide alike. Nothing moves past a node that writes to its arguments.
+    the gradient of the input, and a gather's start between the two products would come behind both. Where several products in a row
+    are added up to that gradient (queries, keys, values), all come first; between them it would need a kernel of its own. Kinds of
+    nodes and their order decide, and no sizes, so that ranks which see other lengths decide alike. Nothing moves past a node that
+    writes to its arguments.
     """
     if not calls(graph, *REDUCES):
         return
@@ -21,13 +23,12 @@ def free(graph: Graph) -> None:
     place = {node: at for at, node in enumerate(graph.nodes)}
     products = [node for node in graph.nodes if is_product(node)]
     gradients = backward_nodes(graph)
-    last = {_origin(source): node for node in products if node in needed for source in node.all_input_nodes if source in gradients}
-    waiting = set(products) - needed
+    last = _last_readers([node for node in products if node in needed], gradients)
     goal: dict[Node, Node] = {}  # what goes elsewhere -> behind which product
     held: dict[Node, list[Node]] = defaultdict(list)  # the same by product, in order
     for node in place:
         behind = [goal[source] for source in node.all_input_nodes if source in goal]
-        if node in waiting:
+        if is_product(node) and node not in needed:
             behind += [last[origin] for origin in map(_origin, node.all_input_nodes) if origin in last]
         product = max(behind, key=place.__getitem__, default=node)
         if _writes(node):
@@ -39,6 +40,30 @@ def free(graph: Graph) -> None:
             held[product].append(node)
         else:
             _move(held.pop(node, []), before=node.next)
+
+
+def _last_readers(products: list[Node], gradients: set[Node]) -> dict[Node, Node]:
+    """What each gradient is read by last, of `products` in order, or the last of those in a row with which that one is added up."""
+    found: dict[Node, Node] = {}
+    last: Node | None = None
+    for node in reversed(products):
+        read = {_origin(source) for source in node.all_input_nodes if source in gradients}
+        if read and (last is None or _sum_of(node) is not _sum_of(last)):
+            last = node
+        for origin in read:
+            found.setdefault(origin, last)
+    return found
+
+
+def _sum_of(node: Node) -> Node:
+    """The last of the sums that `node` goes into, as far as nobody else reads what is on the way."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        added = user.target is aten.add.Tensor or user.target is aten.addmm.default and user.args[0] is node
+        if not (added or is_movement(user, node) or is_cast(user)):
+            break
+        node = user
+    return node
 
 
 def _move(nodes: list[Node], before: Node) -> None:

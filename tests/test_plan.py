@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -442,7 +443,7 @@ def test_rematerialized_is_what_products_read_of_pointwise_kernels(inner):
 
 def test_weight_gradients_come_second(traced):
     """Of the two products that read one gradient, that with the full parameter comes first, in each of a decoder's matrices."""
-    pairs = [early_and_late(traced[1].graph, Settings(disable_passes=disabled)) for disabled in ((), ("free",))]
+    pairs = [early_and_late(traced[1].graph, disabled) for disabled in ((), ("free",))]
     assert pairs[0] == (0, 3 * 7)
     assert pairs[1][0] > 0
 
@@ -461,20 +462,45 @@ def test_weight_gradients_do_not_pass_a_write(traced):
     assert place[product] < place[write]
 
 
-def early_and_late(graph, settings):
-    """How many weight gradients come before that product and behind it, in the planned graph."""
+def origin(node):
+    return origin(node.args[0]) if node.op == "call_function" and node.target in MOVEMENT else node
+
+
+def planned_products(graph, disabled):
+    """Places of nodes in the planned graph; its products that read a full parameter, by the gradient they read; its other products."""
     planned, _ = copied(graph)
-    passes.run(planned, passes.schedule(settings.plan(H200.over("p2p", 8), 1 << 30)))
-    place = {node: at for at, node in enumerate(planned.nodes)}
+    passes.run(planned, passes.schedule(Settings(disable_passes=disabled).plan(H200.over("p2p", 8), 1 << 30)))
     full = {link for wait in calls(planned, GATHER_WAIT) for link in chain(wait)}
-
-    def origin(node):
-        return origin(node.args[0]) if node.target in MOVEMENT else node
-
     products = calls(planned, aten.mm.default)
     reading = {origin(one.args[0]): one for one in products if one.args[1] in full}
-    behind = [place[one] > place[reading[grad]] for one in products if one.args[1] not in full and (grad := origin(one.args[0])) in reading]
+    of_weights = [one for one in products if one.args[1] not in full and origin(one.args[0]) in reading]
+    return {node: at for at, node in enumerate(planned.nodes)}, reading, of_weights
+
+
+def early_and_late(graph, disabled):
+    """How many weight gradients come before the product that reads the same gradient, and behind it."""
+    place, reading, of_weights = planned_products(graph, disabled)
+    behind = [place[one] > place[reading[origin(one.args[0])]] for one in of_weights]
     return behind.count(False), behind.count(True)
+
+
+def apart(graph, disabled):
+    """Of the weight gradients that read one activation, made again: how many come before a product that reads one of their gradients."""
+    place, reading, of_weights = planned_products(graph, disabled)
+    made_again = defaultdict(list)
+    for one in of_weights:
+        if origin(one.args[1]).op != "placeholder":
+            made_again[origin(one.args[1])].append(one)
+    several = [together for together in made_again.values() if len(together) > 1]
+    assert len(several) == 2 * SIZE.layers  # what queries, keys and values read, and both halves of the feed-forward
+    lasts = [max(place[reading[origin(one.args[0])]] for one in together) for together in several]
+    return sum(place[one] < last for together, last in zip(several, lasts, strict=True) for one in together)
+
+
+def test_weight_gradients_of_one_activation_come_together(traced):
+    """Behind all products that the activation's gradient is summed from: else Inductor makes it again in a kernel of its own."""
+    assert apart(traced[1].graph, ()) == 0
+    assert apart(traced[1].graph, ("free",)) > 0
 
 
 def test_full_matrices_die_at_their_first_reader(traced):
