@@ -202,15 +202,19 @@ __device__ int64_t place_of(const int64_t* rows, int64_t count, int64_t row) {
   return low;
 }
 
+// Elements of 16 bytes where both types have two, of what is read `width` at a time.
+template <typename In, typename Out, int width>
+constexpr int wide_of = width == vector && sizeof(In) == 2 && sizeof(Out) == 2 ? 2 * vector : width;
+
 // A block per row and per `threads * width` columns, so that a row with many gradients does not take one block for all of them.
 template <typename In, typename Out, int width>
 __global__ void __launch_bounds__(threads) sum_rows_kernel(
     const In* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns, Out* sums) {
-  constexpr int ahead = 8;  // gradients that are being read
+  constexpr int ahead = width == 1 ? 8 : 32 / width;  // gradients that are being read
   const int64_t at = blockIdx.x;
-  const auto row = rows[at];
-  if (row < 0 || (at > 0 && rows[at - 1] == row)) return;
-  const auto end = at + 1 < count && rows[at + 1] == row ? place_of(rows, count, row + 1) : at + 1;  // most have one gradient
+  const auto row = rows[at], before = at > 0 ? rows[at - 1] : -1, after = at + 1 < count ? rows[at + 1] : -1, first = order[at];
+  if (row < 0 || row == before) return;
+  const auto end = row == after ? place_of(rows, count, row + 1) : at + 1;  // most have one gradient
   const int64_t stride = static_cast<int64_t>(gridDim.y) * threads * width;
   for (int64_t column = (static_cast<int64_t>(blockIdx.y) * threads + threadIdx.x) * width; column < columns; column += stride) {
     float sum[width] = {};
@@ -218,7 +222,7 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
       Pack<In, width> read[ahead];
 #pragma unroll
       for (int step = 0; step < ahead; ++step) {
-        if (begin + step < end) read[step] = load<width>(values + order[begin + step] * columns + column);
+        if (begin + step < end) read[step] = load<width>(values + (begin + step == at ? first : order[begin + step]) * columns + column);
       }
 #pragma unroll
       for (int step = 0; step < ahead; ++step) {
@@ -262,53 +266,58 @@ __global__ void __launch_bounds__(threads)
   __threadfence_system();  // a peer reads it
 }
 
-constexpr int row_steps = 4;  // accesses of one thread of a sum of rows
+constexpr int rows_at_once = 8;  // of one block
 
-// A warp per `32 * width * row_steps` columns of a row. Most rows are zeros on every rank.
+// A lane of each warp looks whether any rank has something for a row; all threads add up those rows for which one has. Most are
+// zeros on every rank, as they are in `out` already, unless there is something to add them to.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums, int64_t first, int64_t count,
     int64_t columns, const Out* base, Out* out, float divisor, double* squares) {
   const int lane = threadIdx.x % 32;
-  const int64_t span = 32 * width * row_steps, spans = (columns + span - 1) / span;
+  const auto sent = [&](int rank) { return static_cast<const char*>(spread.of[rank]); };
+  const auto was_sent = [&](int rank, int64_t at) { return reinterpret_cast<const uint32_t*>(sent(rank) + has_offset)[at] != 0; };
   double own_squares = 0;
-  for (int64_t task = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32; task < count * spans; task += static_cast<int64_t>(gridDim.x) * warps) {
-    const auto at = task / spans;
-    const auto own_place = place_of(own_sums, first + at);
-    const auto sent = [&](int rank) { return static_cast<const char*>(spread.of[rank]); };
-    const auto has = [&](int rank) {
-      return rank == own ? own_place >= 0 : reinterpret_cast<const uint32_t*>(sent(rank) + has_offset)[at] != 0;
-    };
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * rows_at_once; begin < count; begin += static_cast<int64_t>(gridDim.x) * rows_at_once) {
+    int64_t place_of_lane = -1;
     bool any = false;
-    for (int rank = 0; rank < ranks; ++rank) any = any || has(rank);
+    if (lane < rows_at_once && begin + lane < count) {
+      const auto row = first + begin + lane;
+      const auto place = place_of(own_sums.rows, own_sums.count, row);
+      if (place < own_sums.count && own_sums.rows[place] == row) place_of_lane = place;
+      any = base || place_of_lane >= 0;
+      for (int rank = 0; rank < ranks; ++rank) any = any || (rank != own && was_sent(rank, begin + lane));
+    }
+    for (auto left = __ballot_sync(~0u, any); left != 0; left &= left - 1) {
+      const int which = __ffs(left) - 1;
+      const auto at = begin + which;
+      const auto own_place = __shfl_sync(~0u, place_of_lane, which);
+      for (int64_t column = static_cast<int64_t>(threadIdx.x) * width; column < columns; column += threads * width) {
+        Pack<Out, width> before{}, written;
+        if (base) before = load<width>(base + at * columns + column);
+        float sum[width] = {};
+        for (int rank = 0; rank < ranks; ++rank) {
+          Pack<In, width> next{};  // zeros
+          if (rank == own ? own_place >= 0 : was_sent(rank, at)) {
+            next = load<width>(
+                rank == own ? static_cast<const In*>(own_sums.sums) + own_place * columns + column
+                            : reinterpret_cast<const In*>(sent(rank)) + at * columns + column);
+          }
 #pragma unroll
-    for (int part = 0; part < row_steps; ++part) {
-      const auto column = task % spans * span + (part * 32 + lane) * width;
-      if (column >= columns) continue;
-      Pack<Out, width> before{}, written{};
-      if (base) before = load<width>(base + at * columns + column);
-      float sum[width] = {};
-      for (int rank = 0; any && rank < ranks; ++rank) {
-        Pack<In, width> next{};  // zeros
-        if (has(rank)) {
-          next = load<width>(
-              rank == own ? static_cast<const In*>(own_sums.sums) + own_place * columns + column
-                          : reinterpret_cast<const In*>(sent(rank)) + at * columns + column);
+          for (int step = 0; step < width; ++step) sum[step] = rank == 0 ? widen(next.values[step]) : sum[step] + widen(next.values[step]);
         }
 #pragma unroll
-        for (int step = 0; step < width; ++step) sum[step] = rank == 0 ? widen(next.values[step]) : sum[step] + widen(next.values[step]);
-      }
-#pragma unroll
-      for (int step = 0; step < width; ++step) {
-        auto found = narrow<Out>(__fdiv_rn(sum[step], divisor));
-        if (base) found = narrow<Out>(__fadd_rn(widen(before.values[step]), widen(found)));
-        written.values[step] = found;
-        if constexpr (with_squares) {
-          const double wide = widen(found);
-          own_squares += wide * wide;
+        for (int step = 0; step < width; ++step) {
+          auto found = narrow<Out>(__fdiv_rn(sum[step], divisor));
+          if (base) found = narrow<Out>(__fadd_rn(widen(before.values[step]), widen(found)));
+          written.values[step] = found;
+          if constexpr (with_squares) {
+            const double wide = widen(found);
+            own_squares += wide * wide;
+          }
         }
+        store(out + at * columns + column, written);
       }
-      store(out + at * columns + column, written);
     }
   }
   if constexpr (with_squares) add_over_block(own_squares, squares + blockIdx.x);
@@ -453,13 +462,17 @@ cudaError_t launch_read_rows(
 cudaError_t launch_sum_rows(Type in, Type out, const void* values, const int64_t* rows, const int64_t* order, int64_t count,
                             int64_t columns, void* sums, cudaStream_t stream) {
   if (count == 0 || columns == 0) return cudaSuccess;
-  with_width(columns, aligned(values) && aligned(sums), [&]<int width>() {
+  const auto launch = [&]<typename In, typename Out, int width>() {
     const int64_t per_block = threads * width;
     const dim3 blocks(static_cast<unsigned>(count), static_cast<unsigned>(std::min<int64_t>((columns + per_block - 1) / per_block, 64)));
+    sum_rows_kernel<In, Out, width>
+        <<<blocks, threads, 0, stream>>>(static_cast<const In*>(values), rows, order, count, columns, static_cast<Out*>(sums));
+  };
+  with_width(columns, aligned(values) && aligned(sums), [&]<int width>() {
     with_type(in, [&]<typename In>() {
       with_type(out, [&]<typename Out>() {
-        sum_rows_kernel<In, Out, width>
-            <<<blocks, threads, 0, stream>>>(static_cast<const In*>(values), rows, order, count, columns, static_cast<Out*>(sums));
+        constexpr int wide = wide_of<In, Out, width>;
+        columns % wide == 0 ? launch.template operator()<In, Out, wide>() : launch.template operator()<In, Out, width>();
       });
     });
   });
@@ -481,7 +494,7 @@ cudaError_t launch_mean_rows(Type in, Type out, const Pieces& spread, int ranks,
                              double* squares, cudaStream_t stream) {
   if (ranks > max_ranks) return cudaErrorInvalidValue;
   if (count == 0 || columns == 0) return cudaSuccess;
-  const int blocks = blocks_of_mean(count * columns);
+  const int blocks = std::min(blocks_for((count + rows_at_once - 1) / rows_at_once), blocks_of_mean(count * columns));
   bool all_aligned = aligned(base) && aligned(result) && aligned(own_sums.sums);
   for (int rank = 0; rank < ranks; ++rank) all_aligned = all_aligned && aligned(spread.of[rank]);
   const auto launch = [&]<typename In, typename Out, bool with_squares, int width>() {
@@ -532,6 +545,7 @@ cudaError_t load_kernels() {
           load(mean_kernel<One, Other, true>);
           load(sum_rows_kernel<One, Other, 1>);
           load(sum_rows_kernel<One, Other, vector>);
+          load(sum_rows_kernel<One, Other, wide_of<One, Other, vector>>);
           load(mean_rows_kernel<One, Other, false, 1>);
           load(mean_rows_kernel<One, Other, false, vector>);
           load(mean_rows_kernel<One, Other, true, 1>);

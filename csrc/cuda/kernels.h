@@ -62,7 +62,8 @@ cudaError_t launch_spread_rows(
     const RowSums& from, int64_t row_bytes, int64_t first, int64_t count, void* to, uint32_t* has, cudaStream_t stream);
 
 // The mean of rows first, first + 1, ... (`count` of them) as launch_mean has it, where a rank that has nothing for a row counts as
-// zeros. What other ranks have is spread, with `has` at byte `has_offset`; what rank `own` has are sums.
+// zeros. What other ranks have is spread, with `has` at byte `has_offset`; what rank `own` has are sums. Without `base`, `result`
+// must be zeros: only rows for which a rank has something are written.
 cudaError_t launch_mean_rows(Type in, Type out, const Pieces& spread, int ranks, int64_t has_offset, int own, const RowSums& own_sums,
                              int64_t first, int64_t count, int64_t columns, const void* base, void* result, float divisor,
                              double* squares, cudaStream_t stream);

@@ -70,20 +70,35 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
 
 std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request) {
   begin();
+  const auto sums = sum_rows(request);
   const c10::cuda::CUDAStreamGuard guard(sum_.stream());
   const auto sum = make_sum(request.out, request.wire);
-  const auto sums = sum_rows(request.grad, request.indices, request.wire);
-  ready_.record(sum_.stream());
   const auto columns = request.grad.size(1), rows = request.parameter->chunk / columns;
   const auto most = rows_of_slot(columns * static_cast<int64_t>(c10::elementSize(request.wire)));
   for (int64_t begin = 0; begin < rows; begin += most) {
     const RowsPiece piece{&request, &sums, begin, std::min(most, rows - begin)};
     pieces_ += 1;
     push_rows(piece);
+    if (begin == 0) {
+      ready_.block(sum_.stream());
+      const bool adds = model_.groups().replicate.empty() && request.besides.base.defined();
+      if (!adds) C10_CUDA_CHECK(cudaMemsetAsync(sum.mutable_data_ptr(), 0, sum.nbytes(), sum_.stream()));  // most stay zeros
+    }
     add_up_rows(piece, sum);
   }
   if (!model_.groups().replicate.empty()) mean_over_replicas(model_, sum, request.out, request.besides);
   return end();
+}
+
+// On the stream of pushes: that of sums may still wait for a peer.
+SortedRows Reducer::sum_rows(const ReduceRowsRequest& request) {
+  const auto stream = fan_.lane().stream();
+  ready_.block(stream);
+  const c10::cuda::CUDAStreamGuard guard(stream);
+  auto sums = zcompile::sum_rows(request.grad, request.indices, request.wire);
+  for (const auto& one : {sums.rows, sums.order, sums.sums}) one.record_stream(sum_.stream());
+  ready_.record(stream);
+  return sums;
 }
 
 void Reducer::begin() {
@@ -178,6 +193,7 @@ void Reducer::push_rows(const RowsPiece& piece) {
   const auto stream = fan_.lane().stream().stream();
   const auto& [rows, order, sums] = *piece.sums;
   meet(piece.request->parameter->index);
+  ready_.record(fan_.lane().stream());  // and no rank reads any more what the result may overwrite
   for (int64_t step = 1; step < world; ++step) {  // rotated, as above
     const auto owner = (rank + step) % world;
     auto* to = place_of(0, rank, owner);

@@ -13,6 +13,8 @@
 // Of an embedding's gradient, few rows are not zeros, and the others are not even made: a rank adds up the gradients of each row
 // that it has, and writes these sums to their owners' staging, where they would be in a dense gradient, with a word for each row
 // that tells whether it is there. Pieces are the same whatever rows ranks have, so ranks with other batches meet all the same.
+// The result is zeros but for rows that a rank has. It is cleared when all ranks have come to push, beside the first pushes: not
+// before, for it may lie in the place of a shard that a peer still reads (lending.h).
 #pragma once
 
 #include <array>
@@ -66,6 +68,7 @@ class Reducer {
   };
 
   void begin();
+  SortedRows sum_rows(const ReduceRowsRequest& request);
   at::Tensor make_sum(const at::Tensor& out, at::ScalarType wire) const;
   std::unique_ptr<Transfer> end();
   std::vector<Piece> cut(c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const;
@@ -89,7 +92,7 @@ class Reducer {
   Fan fan_;
   Lane sum_;
   std::array<c10::cuda::CUDAEvent, regions> added_up_;  // by region
-  c10::cuda::CUDAEvent ready_;  // what the reduce that is being started pushes
+  c10::cuda::CUDAEvent ready_;  // of the reduce that is being started: what it pushes; of rows, then all ranks too
   uint32_t pieces_ = 0;
 };
 
