@@ -1,5 +1,6 @@
 """Of the products that read one gradient, those with full parameters come first: gradients of weights can wait."""
 
+import functools
 from collections import defaultdict
 
 from torch.fx import Graph, Node
@@ -45,10 +46,14 @@ def free(graph: Graph) -> None:
 def _last_readers(products: list[Node], gradients: set[Node]) -> dict[Node, Node]:
     """What each gradient is read by last, of `products` in order, or the last of those in a row with which that one is added up."""
     found: dict[Node, Node] = {}
+    sum_of = functools.cache(_sum_of)
     last: Node | None = None
     for node in reversed(products):
         read = {_origin(source) for source in node.all_input_nodes if source in gradients}
-        if read and (last is None or _sum_of(node) is not _sum_of(last)):
+        if not read:  # made again, as checkpointing does: what it leads to would live from there on
+            last = None
+            continue
+        if last is None or sum_of(node) is not sum_of(last):
             last = node
         for origin in read:
             found.setdefault(origin, last)

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.graph import GATHER_KEPT_START, GATHER_START, PERSISTS, aten, calls, chain, is_cast, readers, waits_of
+from zcompile.graph import GATHER_KEPT_START, GATHER_START, PERSISTS, aten, calls, chain, is_cast, leaves, readers, waits_of
 
 # What reads parameters, as packets of overloads, and is never made to write its result over its first argument. Inductor does so
 # with some (`index_put`, custom ops that mutate) where nobody reads the argument again, in a graph that does not say who else does.
@@ -44,8 +44,8 @@ def keep(graph: Graph) -> None:
 
 
 def _only_reads(link: Node, node: Node) -> bool:
-    if node.op == "output":
-        return link.meta.get(PERSISTS, False)
+    if node.op == "output":  # as what was saved, and not as a result too
+        return link.meta.get(PERSISTS, False) and leaves(node.args).count(link) == 1
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     pointwise = torch.Tag.pointwise in node.target.tags and not node.target._schema.is_mutable

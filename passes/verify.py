@@ -116,7 +116,7 @@ def verify_partition(forward: GraphModule, num_outputs: int) -> None:
     outputs = forward.graph.output_node().args[0]
     returned = set(outputs[:num_outputs])
     for node in outputs[num_outputs:]:
-        pins = node in full and node not in returned and PERSISTS not in node.meta
+        pins = node in full and node not in returned and not (node.target is GATHER and PERSISTS in node.meta)
         _require(not pins, "partition", node, "is saved for backward and pins a full parameter")
 
 

@@ -393,7 +393,7 @@ def saves_composed(rank, world):
             optimizer.zero_grad()
         segments = [(one["address"], one["address"] + one["total_size"]) for one in torch.cuda.memory_snapshot()]
         elsewhere = [address for address in saved if address and not any(begin <= address < end for begin, end in segments)]
-        assert len(elsewhere) == (6 if transport == "p2p" else 0)  # two of three forwards
+        assert len(elsewhere) == (6 if transport == "p2p" else 0)  # two matrices in each of three forwards
         found.append([parameter.to_local().detach().clone() for parameter in model.parameters()])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

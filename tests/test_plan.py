@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import zcompile
@@ -30,7 +31,7 @@ from zcompile.hardware import CPU, H200
 from zcompile.liveness import Liveness
 from zcompile.passes.fit import given_up
 from zcompile.passes.free import free
-from zcompile.profile.models import Llama, Size, load
+from zcompile.profile.models import Llama, Size, Workload, load
 from zcompile.report import copied, trace
 from zcompile.windows import Windows
 
@@ -501,6 +502,34 @@ def test_weight_gradients_of_one_activation_come_together(traced):
     """Behind all products that the activation's gradient is summed from: else Inductor makes it again in a kernel of its own."""
     assert apart(traced[1].graph, ()) == 0
     assert apart(traced[1].graph, ("free",)) > 0
+
+
+class Branches(nn.Module):
+    """Several checkpointed branches that read one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.heads = nn.Linear(16, 16), nn.ModuleList(nn.Linear(16, 512) for _ in range(6))
+
+    def forward(self, x):
+        x = self.into(x)
+        return sum(checkpoint(lambda x, head=head: head(x).square().mean(), x, use_reentrant=False) for head in self.heads)
+
+
+def test_weight_gradients_of_checkpointed_branches_come_with_each():
+    """All gradients of branches together would take what checkpoints had saved."""
+    peaks = []
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Branches()
+        names = on_paper(Workload(model, None, None), torch.float32)
+        plan = Settings().plan(H200.over("p2p", 8), 1 << 30)
+        _, backward = trace(lambda: model(torch.zeros(256, 16)), plan, lambda leaf: names.get(id(leaf)))
+    for disabled in ((), ("free",)):
+        planned, _ = copied(backward.graph)
+        passes.run(planned, passes.schedule(replace(plan, disabled=disabled)))
+        peaks.append(max(Liveness(planned).live_bytes()))
+    assert peaks[0] < 1.25 * peaks[1], peaks
 
 
 def test_full_matrices_die_at_their_first_reader(traced):

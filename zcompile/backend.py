@@ -220,9 +220,10 @@ class _Schedule(_Passes):
         super().__call__(graph)
         for node in calls(graph, *LOWERED):
             node.target = _lowering_of(node.target)
-        for saved in graph.find_nodes(op="placeholder"):
+        placeholders = graph.find_nodes(op="placeholder")
+        for saved in placeholders:
             if saved.meta.get(PERSISTS):
-                with graph.inserting_after(saved):
+                with graph.inserting_after(placeholders[-1]):
                     graph.call_function(_never_reuse, (saved,)).meta["val"] = saved.meta["val"]
 
 

@@ -42,7 +42,7 @@ class Settings:
 
     rematerialize: bool = True
     """Make again in backward what pointwise kernels make of tensors that are saved anyway, such as the result of a norm or an
-    activation that a product reads, rather than save that too. Of a Llama block a third of what is saved, for about a hundredth of
+    activation that a product reads, rather than save that too. Of a Llama block a third of what is saved, for up to a hundredth of
     a step (docs/measurements.md); False: only where it costs no writing, as torch.compile does by default."""
 
     bucket_bytes: int = 8 << 20

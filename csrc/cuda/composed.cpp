@@ -6,6 +6,18 @@
 
 namespace zcompile::cuda {
 
+namespace {
+
+// `stream` goes on when what `other` has been given by now is done.
+void wait_for(const std::optional<c10::cuda::CUDAStream>& other, const c10::cuda::CUDAStream& stream) {
+  if (!other || *other == stream) return;
+  c10::cuda::CUDAEvent event;
+  event.record(*other);
+  event.block(stream);
+}
+
+}  // namespace
+
 Composer::~Composer() {
   finish(device_);
 }
@@ -22,6 +34,7 @@ void* Composer::compose(const void* parameter, int64_t bytes, const OwnPages& ow
     by_address_[found->range.begin()] = found;
   }
   settle_locked();
+  found->stream = last_;
   take(*found, true);
   return found->range.begin();
 }
@@ -59,11 +72,13 @@ std::unique_ptr<Composer::Composed> Composer::map(int64_t bytes, const OwnPages&
 
 void Composer::release(void* full) {
   std::lock_guard lock(mutex_);
+  auto& one = *by_address_.at(full);
   try {
+    wait_for(one.stream, c10::cuda::getCurrentCUDAStream(device_.index()));
     settle_locked();
   } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
   }
-  take(*by_address_.at(full), false);
+  take(one, false);
 }
 
 // A profiler sees it as memory of which no allocator has a total.
@@ -92,11 +107,7 @@ void Composer::settle() {
 
 void Composer::settle_locked() {
   const auto current = c10::cuda::getCurrentCUDAStream(device_.index());
-  if (last_ && *last_ != current) {
-    c10::cuda::CUDAEvent event;
-    event.record(*last_);
-    event.block(current);
-  }
+  wait_for(last_, current);
   last_ = current;
 }
 

@@ -9,7 +9,8 @@
 //     is saved by forward for its backward.
 //   - Mapping costs the host time, so mappings stay. A parameter is composed again where it was before, if those pages of
 //     the pool are free; a step that repeats finds all of them.
-//   - Memory is used again on the stream on which it was released, or after it.
+//   - Memory is used again on the stream on which it was released, or after it, and behind all readers on the stream on which it
+//     was composed: what was saved for a backward that never runs may be dropped on another.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
@@ -54,6 +55,7 @@ class Composer {
     std::vector<size_t> pages;  // of the pool
     const Block* own;
     bool in_use = false;
+    std::optional<c10::cuda::CUDAStream> stream = std::nullopt;  // on which it is read
   };
 
   Composed* find_free(const void* parameter, const OwnPages& own);
