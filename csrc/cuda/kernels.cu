@@ -202,7 +202,7 @@ __device__ int64_t place_of(const int64_t* rows, int64_t count, int64_t row) {
   return low;
 }
 
-// Elements of 16 bytes where both types have two, of what is read `width` at a time.
+// How many elements are read at a time: 16 bytes of types of two, where `width` says that they are aligned.
 template <typename In, typename Out, int width>
 constexpr int wide_of = width == vector && sizeof(In) == 2 && sizeof(Out) == 2 ? 2 * vector : width;
 
@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
     const In* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns, Out* sums) {
   constexpr int ahead = width == 1 ? 8 : 32 / width;  // gradients that are being read
   const int64_t at = blockIdx.x;
+  // All at once, since each read takes as long as all else that a block does.
   const auto row = rows[at], before = at > 0 ? rows[at - 1] : -1, after = at + 1 < count ? rows[at + 1] : -1, first = order[at];
   if (row < 0 || row == before) return;
   const auto end = row == after ? place_of(rows, count, row + 1) : at + 1;  // most have one gradient

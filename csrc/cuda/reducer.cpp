@@ -79,11 +79,6 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
     const RowsPiece piece{&request, &sums, begin, std::min(most, rows - begin)};
     pieces_ += 1;
     push_rows(piece);
-    if (begin == 0) {
-      ready_.block(sum_.stream());
-      const bool adds = model_.groups().replicate.empty() && request.besides.base.defined();
-      if (!adds) C10_CUDA_CHECK(cudaMemsetAsync(sum.mutable_data_ptr(), 0, sum.nbytes(), sum_.stream()));  // most stay zeros
-    }
     add_up_rows(piece, sum);
   }
   if (!model_.groups().replicate.empty()) mean_over_replicas(model_, sum, request.out, request.besides);
@@ -208,16 +203,18 @@ void Reducer::push_rows(const RowsPiece& piece) {
 void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
   const auto world = model_.world(), rank = model_.rank();
   const auto& [rows, order, sums] = *piece.sums;
+  const auto begin = std::min(piece.begin * piece.columns(), sum.numel()), numel = piece.count_of(rank) * piece.columns();
+  const auto out = sum.narrow(0, begin, numel);
+  const auto& [base, squares] = model_.groups().replicate.empty() ? piece.request->besides : Besides{};  // else for the mean over replicas
+  const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
+  ready_.block(sum_.stream());
+  if (!own_base.defined() && numel > 0) C10_CUDA_CHECK(cudaMemsetAsync(out.mutable_data_ptr(), 0, out.nbytes(), sum_.stream()));  // most stays so
   meetings_.await(
       pushed + region(), tag(pieces_, hash(piece)), sum_, {"to reduce", piece.request->parameter->index});
   Pieces spread{};
   for (int64_t source = 0; source < world; ++source) {
     if (source != rank) spread.of[source] = place_of(0, source, rank);
   }
-  const auto begin = std::min(piece.begin * piece.columns(), sum.numel()), numel = piece.count_of(rank) * piece.columns();
-  const auto out = sum.narrow(0, begin, numel);
-  const auto& [base, squares] = model_.groups().replicate.empty() ? piece.request->besides : Besides{};  // else for the mean over replicas
-  const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
   C10_CUDA_CHECK(launch_mean_rows(
       *kernel_type(sums.scalar_type()), *kernel_type(out.scalar_type()), spread, static_cast<int>(world), piece.has_offset(),
       static_cast<int>(rank), {rows.const_data_ptr<int64_t>(), sums.const_data_ptr(), rows.numel()}, piece.first_of(rank),
