@@ -295,5 +295,5 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
         draw_windows,
     ),
     "losses": ("Losses, means over ranks. 'limit' is left out, for it does not train.", draw_losses),
-    "steps": ("Every timed step of rank 0.", draw_every_step),
+    "steps": ("Every timed step, of its slowest rank.", draw_every_step),
 }

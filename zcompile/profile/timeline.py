@@ -24,9 +24,11 @@ class Parts:
     timeline: dict[str, list[Interval]]  # of about the last traced one, ms since it began: "compute" and "communication"
 
     def at_speed(self, timed_ms: float) -> "Parts":
-        """With the idle time of a step that took `timed_ms`: tracing slows a GPU's host, and not what the GPU does."""
-        idle_ms = max(timed_ms - self.compute_ms - self.exposed_ms, 0.0)
-        return replace(self, step_ms=self.compute_ms + self.exposed_ms + idle_ms, idle_ms=idle_ms)
+        """Of a step that took `timed_ms`: tracing slows a GPU's host, and with it what waits for a host: idle time, and transfers in
+        which a rank waits for another one's host, but not compute."""
+        left_ms = max(timed_ms - self.compute_ms, 0.0)
+        exposed_ms = min(self.exposed_ms, left_ms)
+        return replace(self, step_ms=self.compute_ms + left_ms, exposed_ms=exposed_ms, idle_ms=left_ms - exposed_ms)
 
 
 def parts_of_step(trace: dict, count: int) -> Parts:
