@@ -2,9 +2,12 @@
 
 import copy
 import functools
+import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
+import zcompile.transport
 from models import Transformer
 from reference import compiled, lm_loss
 from zcompile.config import Settings
 from zcompile.sharding import state_of
+from zcompile.transport import Choice
 
 
 def raises(error, pattern, call):
@@ -48,6 +53,94 @@ def transports(rank, world):
         torch._dynamo.reset()
         model = compiled(Transformer(), options={"transport": wrong})
         raises(ValueError, f"'{wrong}' is not possible here: the model is on cpu. Use 'auto' or 'gloo'", lambda: lm_loss(model, 0, rank))
+
+
+class HostEvent:
+    """In the place of a CUDA event."""
+
+    def __init__(self, enable_timing):
+        self.time = 0.0
+
+    def record(self):
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.time - self.time)
+
+
+class Apart:
+    """A runtime on which peer to peer fails on some ranks; on the others it moves nothing."""
+
+    def __init__(self, runtime, failing):
+        self.runtime, self.failing = runtime, failing
+
+    def __getattr__(self, name):
+        return getattr(self.runtime, name)
+
+    def use_transport(self, name):
+        if name == "p2p" and dist.get_rank() in self.failing:
+            raise RuntimeError("rank 0 does not share its memory\nand where that was found")
+        self.runtime.use_transport("loopback" if name == "p2p" else name)
+
+
+def falls_back(rank, world, folder):
+    state = state_of(zcompile.shard(nn.Linear(4, 4)))
+    on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
+    small = mock.patch.object(zcompile.transport, "_MEASURED_NUMEL", 64)
+    no_products = mock.patch.object(torch, "mm", lambda a, b: None)
+    with on_gpu, small, no_products, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
+        choose = functools.partial(zcompile.transport._faster, state.mesh, nccl_max_ctas=None)
+        for failing in ({1}, {0, 1}):
+            expected = f"peer to peer failed on rank {min(failing)}: rank 0 does not share its memory"
+            assert choose(lambda: Apart(state.new_runtime(), failing)) == Choice("nccl", expected)
+            assert not zcompile.transport._cache_file().exists()  # it may not fail the next time
+        for when in ("now", "earlier"):
+            assert f"measured {when}" in choose(lambda: Apart(state.new_runtime(), ())).reason
+            dist.barrier()
+
+
+def test_auto_where_ranks_cannot_share_memory(ranks, tmp_path):
+    ranks(2).run(falls_back, str(tmp_path))
+
+
+class OnGpu:
+    """A mesh that says that it is of GPUs."""
+
+    device_type = "cuda"
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+
+    def __getattr__(self, name):
+        return getattr(self.mesh, name)
+
+
+def finds_obstacles(rank, world):
+    mesh = OnGpu(state_of(zcompile.shard(nn.Linear(4, 4))).mesh)
+
+    def obstacle(uuid=rank, reachable=True, namespaces="net:[1]", host="one", visible=world):
+        gpus = mock.patch.multiple(
+            torch.cuda,
+            current_device=lambda: rank % visible,
+            device_count=lambda: visible,
+            get_device_properties=lambda device: SimpleNamespace(uuid=uuid),
+            can_device_access_peer=lambda device, other: reachable,
+        )
+        here = mock.patch.multiple(zcompile.transport, _namespaces=lambda: (namespaces,), _C=SimpleNamespace(built_with_cuda=True))
+        with gpus, here, mock.patch("socket.gethostname", lambda: host):
+            return zcompile.transport._obstacle_to_p2p(mesh)
+
+    assert obstacle() == obstacle(visible=1) == ""  # each may see its own GPU alone
+    assert obstacle(host=str(rank)) == "the ranks are on several hosts"
+    assert obstacle(uuid=0) == "ranks share a GPU"
+    assert obstacle(reachable=rank == 0) == "the GPU of rank 1 cannot access GPU 0"
+    assert "containers that do not share a network" in obstacle(namespaces=f"net:[{rank}]")
+    kinds = [one.partition(":")[0] for one in zcompile.transport._namespaces()]
+    assert kinds == ["net", "pid"]
+
+
+def test_obstacles_to_peer_to_peer(ranks):
+    ranks(2).run(finds_obstacles)
 
 
 def test_transport_option(ranks):

@@ -67,31 +67,46 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
     if not _C.built_with_cuda:
         return "zcompile was built without CUDA (no nvcc was found)"
     device, visible = torch.cuda.current_device(), torch.cuda.device_count()
-    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), device)
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), device, _namespaces())
     ranks = _all_gather(group, mine)
-    others = [other for _, _, other in ranks if other != device]
+    others = [other for _, _, other, _ in ranks if other != device]
     unreachable = [other for other in others if other < visible and not torch.cuda.can_device_access_peer(device, other)]
     obstacle = ""
-    if len({host for host, _, _ in ranks}) > 1:
+    if len({host for host, _, _, _ in ranks}) > 1:
         obstacle = "the ranks are on several hosts"
-    elif len({uuid for _, uuid, _ in ranks}) < len(ranks):
+    elif len({uuid for _, uuid, _, _ in ranks}) < len(ranks):
         obstacle = "ranks share a GPU"
+    elif len({namespaces for _, _, _, namespaces in ranks}) > 1:
+        obstacle = "the ranks are in containers that do not share a network and processes, as sockets that share memory need"
     elif unreachable:
         obstacle = f"the GPU of rank {dist.get_rank()} cannot access GPU {unreachable[0]}"
     return next(filter(None, of_all(mesh, obstacle)), "")
 
 
+def _namespaces() -> tuple[str, ...]:
+    """Of this process: those in which ranks find each other to share memory."""
+    try:
+        return tuple(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))
+    except OSError:
+        return ()
+
+
 def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model], nccl_max_ctas: int | None) -> Choice:
-    """What was faster on this machine, from its cache or measured now."""
+    """What was faster on this machine, from its cache or measured now; NCCL where ranks cannot share memory after all."""
     group = _shard_group(mesh)
     key = f"{torch.cuda.get_device_name()} x{group.size()}, torch {torch.__version__}, cuda {torch.version.cuda}, wire {_WIRE}"
     key += "" if nccl_max_ctas is None else f", NCCL on {nccl_max_ctas} SMs"
-    times = _all_gather(group, _read_cache().get(key))[0]
+    times, failure = _all_gather(group, _read_cache().get(key))[0], ""
     measured = times is None
     if measured:
-        times = _all_gather(group, _measure(make_runtime))[0]
-        if group.rank() == 0:
-            _write_cache(key, times)
+        times, failure = _measure(make_runtime, mesh.device_type)
+        times = _all_gather(group, times)[0]
+    if failed := next(filter(None, of_all(mesh, failure)), ""):
+        if dist.get_rank() == 0:
+            log.warning("zcompile: NCCL moves parameters and gradients, which takes time from compute: %s", failed)
+        return Choice("nccl", failed)
+    if measured and group.rank() == 0:
+        _write_cache(key, times)
     times = of_all(mesh, times)[0]
     better = min(times, key=times.get)
     figures = ", ".join(f"{name} {time_us:.0f} us" for name, time_us in times.items())
@@ -99,21 +114,21 @@ def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model], nccl_max_cta
     return Choice(better, f"four gathers of 64 MiB beside matrix products: {figures} ({when})")
 
 
-def _measure(make_runtime: Callable[[], _C.Model]) -> dict[str, float]:
-    """Median microseconds, by transport, until gathers and the matrix products that they run beside are all done.
+def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[str, float], str]:
+    """Median microseconds, by transport, until gathers and the matrix products that they run beside are all done; and how peer to
+    peer failed, if it did, as where the ranks' containers do not let them share memory.
 
     Alone, collectives may be as fast; but they take SMs from the products, which is what a step feels.
     """
     runtime, count = make_runtime(), 4
     chunk = _MEASURED_NUMEL // runtime.world
     shape = [runtime.world, chunk]
-    shards = [torch.randn(chunk, device="cuda") for _ in range(count)]
+    shards = [torch.randn(chunk, device=device) for _ in range(count)]
     for at, shard in enumerate(shards):
         runtime.add(name=f"measured{at}", shard=shard, shape=shape, chunk=chunk, replicated=False, reduce_dtype=None)
-    a, b = torch.randn(2, 4096, 4096, device="cuda", dtype=torch.bfloat16)
-    times = {}
-    for transport, name in (("c10d", "nccl"), ("p2p", "p2p")):
-        runtime.use_transport(transport)
+    a, b = torch.randn(2, 4096, 4096, device=device, dtype=torch.bfloat16)
+
+    def time_us() -> float:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
         for event in events:
             started = [ops.gather_start(shard, shape, torch.bfloat16) for shard in shards]
@@ -123,8 +138,16 @@ def _measure(make_runtime: Callable[[], _C.Model]) -> dict[str, float]:
                 ops.gather_wait(full)
             event.record()
         torch.cuda.synchronize()
-        times[name] = median(1e3 * one.elapsed_time(other) for one, other in zip(events[2:-1], events[3:], strict=True))
-    return times
+        return median(1e3 * one.elapsed_time(other) for one, other in zip(events[2:-1], events[3:], strict=True))
+
+    runtime.use_transport("c10d")
+    times = {"nccl": time_us()}
+    try:
+        runtime.use_transport("p2p")
+        times["p2p"] = time_us()
+    except RuntimeError as error:
+        return times, f"peer to peer failed on rank {dist.get_rank()}: {str(error).splitlines()[0]}"
+    return times, ""
 
 
 def _cache_file() -> Path:
