@@ -220,11 +220,11 @@ class Run:
                 "held_bytes": memory.now() - memory.before,
             }
         counted = None if wire is None else (self.engine.wire_bytes() - wire) // self.job.steps
+        host_ms = self.host_ms() if self.cuda else None  # before what traces and may slow every launch from then on
         parts = self.parts(statistics.median(step_ms))
         if parts and self.cuda:
             parts = parts.at_speed(statistics.median(step_ms))
         recorded = self.recorded()
-        host_ms = self.host_ms() if self.cuda else None
         losses = self.mean_losses()
         self.snapshot()
         missing: list[str] = []
@@ -249,7 +249,7 @@ class Run:
         )
 
     def host_ms(self) -> float:
-        """The median of a few steps, which all ranks begin together: the first after a trace waits for the rank that wrote it."""
+        """The median of a few steps, which all ranks begin together."""
         issued_ms: list[float] = []
         for _ in range(HOST_STEPS):
             batches = self.batches()
