@@ -68,15 +68,14 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
         return "zcompile was built without CUDA (no nvcc was found)"
     device, visible = torch.cuda.current_device(), torch.cuda.device_count()
     mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), device, _namespaces())
-    ranks = _all_gather(group, mine)
-    others = [other for _, _, other, _ in ranks if other != device]
-    unreachable = [other for other in others if other < visible and not torch.cuda.can_device_access_peer(device, other)]
+    hosts, gpus, devices, namespaces = zip(*_all_gather(group, mine))
+    unreachable = [other for other in devices if other != device and other < visible and not torch.cuda.can_device_access_peer(device, other)]
     obstacle = ""
-    if len({host for host, _, _, _ in ranks}) > 1:
+    if len(set(hosts)) > 1:
         obstacle = "the ranks are on several hosts"
-    elif len({uuid for _, uuid, _, _ in ranks}) < len(ranks):
+    elif len(set(gpus)) < group.size():
         obstacle = "ranks share a GPU"
-    elif len({namespaces for _, _, _, namespaces in ranks}) > 1:
+    elif len(set(namespaces)) > 1:
         obstacle = "the ranks are in containers that do not share a network and processes, as sockets that share memory need"
     elif unreachable:
         obstacle = f"the GPU of rank {dist.get_rank()} cannot access GPU {unreachable[0]}"
@@ -146,7 +145,8 @@ def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[st
         runtime.use_transport("p2p")
         times["p2p"] = time_us()
     except RuntimeError as error:
-        return times, f"peer to peer failed on rank {dist.get_rank()}: {str(error).splitlines()[0]}"
+        what, *_ = str(error).split("\n")
+        return times, f"peer to peer failed on rank {dist.get_rank()}: {what}"
     return times, ""
 
 

@@ -279,7 +279,7 @@ def draw_every_step(results: Results) -> Figure:
 # Of each its caption, and what draws it: None if no engine has what it shows.
 PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
     "step_time": (
-        "Where a step goes: mean of the traced steps, rank 0. The black marks are the steps that were timed, without a profiler.",
+        "Where a step goes, on rank 0. The black marks are the steps that were timed, without a profiler.",
         draw_step_time,
     ),
     "timeline": ("About one traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
