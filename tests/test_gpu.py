@@ -25,6 +25,7 @@ from test_native_reduce import native_sums
 from test_ops import means, squares_of_reduces
 from test_rows import curve as rows_curve
 from test_rows import rows_like_whole
+from zcompile.profile.timeline import busiest_stream
 
 ops = torch.ops.zcompile
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -490,6 +491,36 @@ def never_waits_on_the_host(rank, world):
 def test_no_host_synchronisation_in_forward_and_backward(gpus):
     for waits in gpus.run(never_waits_on_the_host):
         assert len(waits) <= 1  # the profiler's own, when it stops
+
+
+def side_streams(rank, world):
+    """See [Note: one stream beside compute] in csrc/cuda/fan.h."""
+    layers = [nn.Linear(2048, 4096, bias=False), nn.RMSNorm(4096), nn.Linear(4096, 2048, bias=False)]
+    model = on("p2p", nn.Sequential(*layers, *map(copy.deepcopy, layers)).cuda(), inner="inductor")
+    x = torch.randn(4096, 2048, device="cuda")
+
+    def train(steps):
+        for _ in range(steps):
+            with torch.autocast("cuda", torch.bfloat16):
+                model(x).float().square().mean().backward()
+            model.zero_grad()
+        torch.cuda.synchronize()
+
+    train(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        train(2)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    compute = busiest_stream(device)
+    return {event["args"]["stream"] for event in device if event["args"]["stream"] != compute and "PtoP" not in event["name"]}
+
+
+def test_only_one_stream_beside_compute_has_kernels(gpus):
+    for streams in gpus.run(side_streams):
+        assert len(streams) == 1
 
 
 def chosen_by_option(rank, world):

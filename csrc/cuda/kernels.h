@@ -68,7 +68,7 @@ cudaError_t launch_mean_rows(Type in, Type out, const Pieces& spread, int ranks,
                              int64_t first, int64_t count, int64_t columns, const void* base, void* result, float divisor,
                              double* squares, cudaStream_t stream);
 
-// Copies by SMs, for drivers whose copy engines cannot be asked for.
+// Copies by SMs: of what is small, and for drivers whose copy engines cannot be asked for.
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream);
 
 // Ends the context with an error, so that whatever waits on this device returns one.

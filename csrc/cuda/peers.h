@@ -50,7 +50,7 @@ class Arena {
 
 // Which word of a rank: its own number for each kind of meeting, and for each region of staging (reducer.h).
 using Signal = int;
-constexpr Signal done_reading = 0, published = 1, pulling = 2, pushing = 3, pushed = 4;
+constexpr Signal done_reading = 0, published = 1, pulling = 2, pushing = 3, clearing = 4, pushed = 5;
 constexpr int regions = 3;  // one is pushed to while another is added up; the third takes up the slack
 constexpr int signals = pushed + regions;
 

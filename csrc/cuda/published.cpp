@@ -70,11 +70,10 @@ OwnPages Published::Shard::own_pages(int64_t rank) const {
 }
 
 Published::Published(
-    Model& model, Meetings& meetings, Reducer& reducer, int64_t streams, std::shared_ptr<Events> pool)
-    : model_(model), meetings_(meetings), reducer_(reducer), pool_(pool),
-      renewal_(/*high_priority=*/false),  // only the first casts are urgent, and nothing else runs then
+    Model& model, Meetings& meetings, Reducer& reducer, Lane& work, int64_t streams, std::shared_ptr<Events> pool)
+    : model_(model), meetings_(meetings), reducer_(reducer), pool_(pool), work_(work),
       fan_(streams, std::move(pool)), own_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true)),
-      composer_(std::make_shared<Composer>(c10::Device(c10::kCUDA, c10::cuda::current_device()))), casts_(groups) {}
+      composer_(std::make_shared<Composer>(c10::Device(c10::kCUDA, c10::cuda::current_device()))), published_(groups) {}
 
 int64_t Published::bytes() const {
   int64_t bytes = composer_->pool_bytes();
@@ -100,17 +99,16 @@ std::unique_ptr<Transfer> Published::gather(
 std::unique_ptr<Transfer> Published::gather_rows(const GatherRowsRequest& request) {
   auto* shard = find(*request.parameter, request.rows.scalar_type());
   if (!shard) return nullptr;
-  await(shard->group);
   const auto columns = request.rows.size(1);
   Pieces pieces{.rows = request.parameter->chunk / columns};
   for (int64_t rank = 0; rank < model_.world(); ++rank) pieces.of[rank] = shard->arena->at(rank, shard->offset_on(rank));
-  const auto stream = c10::cuda::getCurrentCUDAStream();  // of the pulls that have started, only behind those before its group was published
-  published_.block(stream);
-  C10_CUDA_CHECK(launch_read_rows(
-      pieces, request.indices.const_data_ptr<int64_t>(), request.indices.numel(), request.parameter->numel / columns,
-      columns * shard->width(), request.rows.mutable_data_ptr(), stream.stream()));
+  read_here(shard->group, [&](cudaStream_t stream) {
+    return launch_read_rows(
+        pieces, request.indices.const_data_ptr<int64_t>(), request.indices.numel(), request.parameter->numel / columns,
+        columns * shard->width(), request.rows.mutable_data_ptr(), stream);
+  });
   auto event = pool_->take();
-  event.record(stream);
+  event.record(c10::cuda::getCurrentCUDAStream());
   return std::make_unique<Gather>(*this, std::vector<Pull>{{shard, request.rows}}, std::move(event));
 }
 
@@ -139,8 +137,9 @@ c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
   const auto world = model_.world(), rank = model_.rank();
   size_t bytes = 0, own_bytes = 0;
   std::vector<Copy> copies, own;
+  uint32_t group = 0;
   for (const auto& [shard, padded] : pulls) {
-    await(shard->group);
+    group = std::max(group, shard->group);
     bytes += static_cast<size_t>(shard->bytes() * world);
     auto* to = static_cast<char*>(padded.mutable_data_ptr());
     for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
@@ -154,25 +153,43 @@ c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
     }
   }
   auto event = pool_->take();
+  if (Fan::is_small(bytes)) {
+    copies.insert(copies.end(), own.begin(), own.end());
+    read_here(group, [&](cudaStream_t stream) { return launch_pull(copies.data(), static_cast<int>(copies.size()), stream); });
+    event.record(c10::cuda::getCurrentCUDAStream());
+    return event;
+  }
+  await(group);
   event.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of the full parameters before is done
   event.block(fan_.lane().stream());
   if (go_in_step(world) && bytes > least_in_step) {
     meetings_.start_pull((renewals_ << 16) + ++started_, fan_.lane(), pulls.front().shard->parameter->index);
   }
   const bool apart = own_bytes > most_own_bytes;
+  const auto& own_stream = in_backward() ? own_ : work_.stream();  // in backward, `work` waits for peers' gradients
   if (apart) {
-    event.block(own_);
-    copy(own, own_.stream());
+    published_[group].block(own_stream);
+    event.block(own_stream);
+    copy(own, own_stream.stream());
   } else {
     copies.insert(copies.end(), own.begin(), own.end());
   }
   fan_.copy(copies);
   event.record(fan_.lane().stream());
   if (apart) {
-    event.block(own_);
-    event.record(own_);
+    event.block(own_stream);
+    event.record(own_stream);
   }
   return event;
+}
+
+// Launches what reads peers' shards by itself, in compute's order: where that costs less than a copy beside it.
+void Published::read_here(uint32_t group, const std::function<cudaError_t(cudaStream_t)>& launch) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  published_[group].block(stream);
+  read_.block(stream);
+  C10_CUDA_CHECK(launch(stream.stream()));
+  read_.record(stream);
 }
 
 // This rank's piece; of a composed parameter, what does not fill its pages.
@@ -242,7 +259,7 @@ void Published::finish_backward() {
     shard->gathers = 0;
   }
   // An optimizer may follow, which must not write to masters that are still being read.
-  if (renewals_ > 0) casts_.back().block(c10::cuda::getCurrentCUDAStream());
+  if (renewals_ > 0) published_.back().block(c10::cuda::getCurrentCUDAStream());
 }
 
 void Published::renew_if_old() {
@@ -266,14 +283,15 @@ void Published::renew() {
   composer_->settle();
   auto event = pool_->take();
   event.record(c10::cuda::getCurrentCUDAStream());  // masters are final
-  event.block(renewal_.stream());
+  event.block(work_.stream());
+  read_.block(work_.stream());
   for (const auto& stream : {own_, fan_.lane().stream()}) {  // what this rank gathered has arrived
     event.record(stream);
-    event.block(renewal_.stream());
+    event.block(work_.stream());
   }
   pool_->give(std::move(event));
   meetings_.post_and_await(
-      done_reading, tag(renewals_, layout_), renewal_, {"to have read the shards of the step before"});
+      done_reading, tag(renewals_, layout_), work_, {"to have read the shards of the step before"});
   for (uint32_t group = 0; group < groups; ++group) publish(group);
 }
 
@@ -341,7 +359,7 @@ void Published::form_groups() {
 }
 
 void Published::publish(uint32_t group) {
-  const c10::cuda::CUDAStreamGuard guard(renewal_.stream());  // also for copies of masters that are not contiguous
+  const c10::cuda::CUDAStreamGuard guard(work_.stream());  // also for copies of masters that are not contiguous
   std::vector<at::Tensor> from, to;
   for (auto* shard : order_) {
     if (!shard->arena || shard->group != group) continue;
@@ -355,21 +373,14 @@ void Published::publish(uint32_t group) {
         master.options().dtype(shard->dtype).requires_grad(false)));
   }
   cast(from, to);
-  casts_[group].record(renewal_.stream());
-  meetings_.post(published, number_of(group), renewal_.stream().stream());
+  meetings_.post_and_await(published, renewals_ * groups + group + 1, work_, {"to publish its shards"});
+  published_[group].record(work_.stream());
 }
 
 void Published::await(uint32_t group) {
   if (group < arrived_) return;
-  meetings_.await(published, number_of(group), fan_.lane(), {"to publish its shards"});
-  casts_[group].block(own_);
-  casts_[group].block(fan_.lane().stream());  // own pieces are copied there too
-  published_.record(fan_.lane().stream());
+  published_[group].block(fan_.lane().stream());
   arrived_ = group + 1;
-}
-
-uint32_t Published::number_of(uint32_t group) const {
-  return renewals_ * groups + group + 1;
 }
 
 }  // namespace zcompile::cuda

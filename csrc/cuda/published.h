@@ -36,7 +36,7 @@ namespace zcompile::cuda {
 
 class Published {
  public:
-  Published(Model& model, Meetings& meetings, Reducer& reducer, int64_t streams, std::shared_ptr<Events> pool);
+  Published(Model& model, Meetings& meetings, Reducer& reducer, Lane& work, int64_t streams, std::shared_ptr<Events> pool);
 
   // Fills what is published from all ranks' copies, in one transfer (none if nothing is), and appends the other requests
   // to `unpublished`.
@@ -53,7 +53,7 @@ class Published {
   void expire() { old_ = true; }  // masters may have changed
   void renew_if_old();
   int64_t bytes() const;
-  std::vector<Lane*> lanes() { return {&renewal_, &fan_.lane()}; }
+  Lane& lane() { return fan_.lane(); }
 
  private:
   struct Shard {
@@ -98,15 +98,15 @@ class Published {
   void publish(uint32_t group);
   void await(uint32_t group);
   c10::cuda::CUDAEvent pull(const std::vector<Pull>& pulls);
-  uint32_t number_of(uint32_t group) const;
+  void read_here(uint32_t group, const std::function<cudaError_t(cudaStream_t)>& launch);
 
   Model& model_;
   Meetings& meetings_;
   Reducer& reducer_;
   std::shared_ptr<Events> pool_;
-  Lane renewal_;
-  Fan fan_;                     // pulls from peers
-  c10::cuda::CUDAStream own_;  // copies of large own pieces, which would hold up pulls behind them; joins them
+  Lane& work_;
+  Fan fan_;                    // pulls from peers
+  c10::cuda::CUDAStream own_;  // copies of large own pieces in backward, which would hold up pulls behind them
   std::vector<std::shared_ptr<const SharedBlocks>> arenas_;  // gradients that lie in one keep it
   std::shared_ptr<Composer> composer_;                      // as full parameters do
   std::map<std::pair<int64_t, at::ScalarType>, Shard> shards_;
@@ -115,12 +115,12 @@ class Published {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> lent_;  // gradients in the place of shards
   size_t layout_ = 0;  // hash of what lies where, the same on all ranks
   Lending lending_;  // of the first arena
-  std::vector<c10::cuda::CUDAEvent> casts_;  // by group: this rank has published it
-  c10::cuda::CUDAEvent published_;           // so have all, those groups that have been waited for
+  std::vector<c10::cuda::CUDAEvent> published_;  // by group: all ranks have
+  c10::cuda::CUDAEvent read_;  // what kernels in compute's order have read of peers' shards until now
   bool old_ = false;
   bool stays_ = false;  // the last backward left masters as they were
   uint32_t renewals_ = 0;
-  uint32_t arrived_ = 0;  // groups of this renewal that the gather streams have waited for
+  uint32_t arrived_ = 0;  // groups of this renewal that the stream of pulls has waited for
   uint32_t started_ = 0;  // pulls of this renewal that ranks started together
 };
 

@@ -44,9 +44,10 @@ at::Device current_device() {
 
 }  // namespace
 
-Reducer::Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool)
+Reducer::Reducer(Model& model, Meetings& meetings, Lane& work, int64_t streams, std::shared_ptr<Events> pool)
     : model_(model),
       meetings_(meetings),
+      work_(work),
       pool_(pool),
       slot_bytes_(bytes_of_slot(model)),
       staging_(model.groups().gather, current_device(), regions * (model.world() - 1) * slot_bytes_),
@@ -54,7 +55,7 @@ Reducer::Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_
 
 std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests) {
   begin();
-  const c10::cuda::CUDAStreamGuard guard(sum_.stream());
+  const c10::cuda::CUDAStreamGuard guard(work_.stream());
   std::vector<at::Tensor> sums;
   for (const auto& request : requests) sums.push_back(make_sum(request.out, request.grad.scalar_type()));
   for (const auto& piece : cut(requests, sums)) {
@@ -69,9 +70,9 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
 }
 
 std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request) {
-  begin();
   const auto sums = sum_rows(request);
-  const c10::cuda::CUDAStreamGuard guard(sum_.stream());
+  begin();
+  const c10::cuda::CUDAStreamGuard guard(work_.stream());
   const auto sum = make_sum(request.out, request.wire);
   const auto columns = request.grad.size(1), rows = request.parameter->chunk / columns;
   const auto most = rows_of_slot(columns * static_cast<int64_t>(c10::elementSize(request.wire)));
@@ -85,20 +86,16 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   return end();
 }
 
-// On the stream of pushes: that of sums may still wait for a peer.
+// In compute's order: `work` may still wait for a peer, and little is left to compute when the gradients of an embedding are there.
 SortedRows Reducer::sum_rows(const ReduceRowsRequest& request) {
-  const auto stream = fan_.lane().stream();
-  ready_.block(stream);
-  const c10::cuda::CUDAStreamGuard guard(stream);
   auto sums = zcompile::sum_rows(request.grad, request.indices, request.wire);
-  for (const auto& one : {sums.rows, sums.order, sums.sums}) one.record_stream(sum_.stream());
-  ready_.record(stream);
+  for (const auto& one : {sums.rows, sums.order, sums.sums}) one.record_stream(work_.stream());
   return sums;
 }
 
 void Reducer::begin() {
   ready_.record(c10::cuda::getCurrentCUDAStream());  // the gradients are there, and the memory of the results is free
-  ready_.block(sum_.stream());
+  ready_.block(work_.stream());
 }
 
 // Flat; with replicas, their sums are added up before they are the result.
@@ -107,11 +104,8 @@ at::Tensor Reducer::make_sum(const at::Tensor& out, at::ScalarType wire) const {
 }
 
 std::unique_ptr<Transfer> Reducer::end() {
-  // A sum waits for what peers pushed, not for this rank's own pushes: they too must have read the gradients by then.
   auto event = pool_->take();
-  event.record(fan_.lane().stream());
-  event.block(sum_.stream());
-  event.record(sum_.stream());
+  event.record(work_.stream());  // which has waited for this rank's own copies too
   return std::make_unique<EventTransfer>(pool_, std::move(event));
 }
 
@@ -138,14 +132,17 @@ std::vector<Reducer::Piece> Reducer::cut(
 
 void Reducer::finish(const c10::cuda::CUDAStream& stream) {
   auto done = pool_->take();
-  done.record(sum_.stream());
+  done.record(work_.stream());
   done.block(stream);
   pool_->give(std::move(done));
 }
 
 void Reducer::push(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
-  meet(piece.front().request->parameter->index);
+  auto& lane = fan_.lane();
+  ready_.block(lane.stream());
+  free_[region()].block(lane.stream());
+  if (go_in_step(world)) meetings_.post_and_await(pushing, pieces_, lane, {"to be ready to reduce", piece.front().request->parameter->index});
   std::vector<Copy> copies;
   for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
     const auto owner = (rank + step) % world;
@@ -155,14 +152,14 @@ void Reducer::push(const Piece& piece) {
     }
   }
   fan_.copy(copies);
-  meetings_.post(pushed + region(), tag(pieces_, hash(piece)), fan_.lane().stream().stream());
+  copied_.record(lane.stream());
+  copied_.block(work_.stream());
 }
 
 void Reducer::add_up(const Piece& piece) {
   const auto world = model_.world(), rank = model_.rank();
-  meetings_.await(
-      pushed + region(), tag(pieces_, hash(piece)), sum_,
-      {"to reduce", piece.front().request->parameter->index});
+  meetings_.post_and_await(pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.front().request->parameter->index});
+  free_before();
   for (const auto& part : piece) {
     const auto numel = part.length_of(rank);
     if (numel == 0) continue;
@@ -172,23 +169,18 @@ void Reducer::add_up(const Piece& piece) {
     }
     mean(rows, part.request->grad.scalar_type(), divisor(), part.sum.narrow(0, part.begin, numel), part.besides(numel));
   }
-  added_up_[region()].record(sum_.stream());
 }
 
-void Reducer::meet(int64_t parameter) {
-  auto& lane = fan_.lane();
-  if (go_in_step(model_.world())) ready_.block(lane.stream());
-  added_up_[region()].block(lane.stream());
-  meetings_.post_and_await(pushing, pieces_, lane, {"to be ready to reduce", parameter});
-  if (!go_in_step(model_.world())) ready_.block(lane.stream());
+// All ranks have posted this piece, and so have added up the one before.
+void Reducer::free_before() {
+  free_[(pieces_ - 1) % regions].record(work_.stream());
 }
 
 void Reducer::push_rows(const RowsPiece& piece) {
   const auto world = model_.world(), rank = model_.rank();
-  const auto stream = fan_.lane().stream().stream();
+  const auto stream = work_.stream().stream();
   const auto& [rows, order, sums] = *piece.sums;
-  meet(piece.request->parameter->index);
-  ready_.record(fan_.lane().stream());  // and no rank reads any more what the result may overwrite
+  meetings_.post_and_await(clearing, pieces_, work_, {"to be ready to reduce", piece.request->parameter->index});
   for (int64_t step = 1; step < world; ++step) {  // rotated, as above
     const auto owner = (rank + step) % world;
     auto* to = place_of(0, rank, owner);
@@ -207,10 +199,10 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
   const auto out = sum.narrow(0, begin, numel);
   const auto& [base, squares] = model_.groups().replicate.empty() ? piece.request->besides : Besides{};  // else for the mean over replicas
   const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
-  ready_.block(sum_.stream());
-  if (!own_base.defined() && numel > 0) C10_CUDA_CHECK(cudaMemsetAsync(out.mutable_data_ptr(), 0, out.nbytes(), sum_.stream()));  // most stays so
-  meetings_.await(
-      pushed + region(), tag(pieces_, hash(piece)), sum_, {"to reduce", piece.request->parameter->index});
+  const auto stream = work_.stream().stream();
+  if (!own_base.defined() && numel > 0) C10_CUDA_CHECK(cudaMemsetAsync(out.mutable_data_ptr(), 0, out.nbytes(), stream));  // most stays so
+  meetings_.await(pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.request->parameter->index});
+  free_before();
   Pieces spread{};
   for (int64_t source = 0; source < world; ++source) {
     if (source != rank) spread.of[source] = place_of(0, source, rank);
@@ -219,8 +211,7 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
       *kernel_type(sums.scalar_type()), *kernel_type(out.scalar_type()), spread, static_cast<int>(world), piece.has_offset(),
       static_cast<int>(rank), {rows.const_data_ptr<int64_t>(), sums.const_data_ptr(), rows.numel()}, piece.first_of(rank),
       piece.count_of(rank), piece.columns(), own_base.defined() ? own_base.const_data_ptr() : nullptr, out.mutable_data_ptr(),
-      static_cast<float>(divisor()), squares.defined() ? squares.mutable_data_ptr<double>() : nullptr, sum_.stream().stream()));
-  added_up_[region()].record(sum_.stream());
+      static_cast<float>(divisor()), squares.defined() ? squares.mutable_data_ptr<double>() : nullptr, stream));
 }
 
 int64_t Reducer::RowsPiece::first_of(int64_t rank) const {

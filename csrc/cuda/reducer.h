@@ -3,10 +3,12 @@
 // [Note: reduces in pieces]
 // Rank s pushes slice d of its gradient into slot s of rank d's staging, which is cut into regions that are used in turn.
 // Piece n of all reduces, counted alike on every rank:
-//   push lane: wait for the own sum of what was in the region; meet; copy to every peer; post "pushed n", tagged with what
-//   sum lane:  wait for everybody's "pushed n"; add up in rank order, the own slice from where it is
+//   pushes: wait until all ranks have added up what was in the region; copy to every peer
+//   work:   wait for these copies; post "pushed n", tagged with what; wait for everybody's; add up in rank order, the own slice
+//           from where it is
+// A rank posts "pushed n" when it has added up piece n - 1, so who has seen everybody's knows that its region is free again.
 // Nobody pushes to a region before all have added it up, so a tag stands until its owner has seen it. Where transfers go in step,
-// ranks come to the meeting with their gradients; of two, each pushes when it has its own, at most one piece ahead of the other.
+// ranks meet before the copies, with their gradients; of two, each pushes when it has its own, at most two pieces ahead of the other.
 // A large gradient takes several pieces, so staging does not grow with it; small ones that start together share one.
 //
 // [Note: rows of gradients]
@@ -28,7 +30,7 @@ namespace zcompile::cuda {
 
 class Reducer {
  public:
-  Reducer(Model& model, Meetings& meetings, int64_t streams, std::shared_ptr<Events> pool);
+  Reducer(Model& model, Meetings& meetings, Lane& work, int64_t streams, std::shared_ptr<Events> pool);
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
   // Whether pieces of this gradient can be cut at rows.
@@ -36,7 +38,7 @@ class Reducer {
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
   void finish(const c10::cuda::CUDAStream& stream);  // `stream` waits for all reduces that have been started
   int64_t bytes() const { return staging_.bytes(); }
-  std::vector<Lane*> lanes() { return {&fan_.lane(), &sum_}; }
+  Lane& lane() { return fan_.lane(); }
 
  private:
   // Elements [begin, begin + most) of every rank's slice of one gradient.
@@ -76,7 +78,7 @@ class Reducer {
   void add_up(const Piece& piece);
   void push_rows(const RowsPiece& piece);
   void add_up_rows(const RowsPiece& piece, const at::Tensor& sum);
-  void meet(int64_t parameter);
+  void free_before();
   double divisor() const;
   int64_t region() const { return pieces_ % regions; }
   char* place_of(int64_t offset, int64_t source, int64_t owner) const;
@@ -86,13 +88,14 @@ class Reducer {
 
   Model& model_;
   Meetings& meetings_;
+  Lane& work_;
   std::shared_ptr<Events> pool_;
   int64_t slot_bytes_;
   Arena staging_;
-  Fan fan_;
-  Lane sum_;
-  std::array<c10::cuda::CUDAEvent, regions> added_up_;  // by region
-  c10::cuda::CUDAEvent ready_;  // of the reduce that is being started: what it pushes; of rows, then all ranks too
+  Fan fan_;  // pushes
+  std::array<c10::cuda::CUDAEvent, regions> free_;  // by region: all ranks have added it up
+  c10::cuda::CUDAEvent ready_;   // of the reduce that is being started: what it pushes
+  c10::cuda::CUDAEvent copied_;  // of the piece that is being started
   uint32_t pieces_ = 0;
 };
 

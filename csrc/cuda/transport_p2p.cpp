@@ -32,14 +32,17 @@ class P2pTransport : public Transport {
         pool_(std::make_shared<Events>()),
         meetings_(
             model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world()),
-        reducer_(model, meetings_, settings.reduce_streams, pool_),
-        published_(model, meetings_, reducer_, settings.gather_streams, pool_),
+        reducer_(model, meetings_, work_, settings.reduce_streams, pool_),
+        published_(model, meetings_, reducer_, work_, settings.gather_streams, pool_),
         watchdog_(
-            lanes(), settings.timeout.value_or(timeout_of(model.groups().gather)),
+            {&work_, &published_.lane(), &reducer_.lane()}, settings.timeout.value_or(timeout_of(model.groups().gather)),
             [this](const Waiting& waiting, cudaStream_t stream) { return describe(waiting, stream); },
             [this](const Lane::Overdue& overdue, cudaStream_t stream) { return give_up(overdue, stream); }) {}
 
-  ~P2pTransport() override { watchdog_.drain(); }
+  ~P2pTransport() override {
+    watchdog_.drain();
+    cudaStreamSynchronize(work_.stream().stream());  // it may yet use what is freed now; errors were reported where they arose
+  }
 
   std::string name() const override { return "p2p"; }
   int64_t bytes() const override { return published_.bytes() + reducer_.bytes(); }
@@ -120,12 +123,6 @@ class P2pTransport : public Transport {
   }
 
  private:
-  std::vector<Lane*> lanes() {
-    auto lanes = published_.lanes();
-    for (auto* lane : reducer_.lanes()) lanes.push_back(lane);
-    return lanes;
-  }
-
   // On the watchdog's thread, where nothing may be thrown.
   bool give_up(const Lane::Overdue& overdue, cudaStream_t stream) {
     try {
@@ -156,6 +153,7 @@ class P2pTransport : public Transport {
   std::unique_ptr<Transport> c10d_;
   std::shared_ptr<Events> pool_;
   Meetings meetings_;
+  Lane work_;  // casts, words and sums; see [Note: one stream beside compute] in fan.h
   Reducer reducer_;
   Published published_;
   std::mutex mutex_;
