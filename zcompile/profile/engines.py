@@ -137,8 +137,8 @@ class Limit(Engine):
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         super().__init__(model, training, options)
         share = sum(parameter.numel() for parameter in self.model.parameters()) // dist.get_world_size()
-        state = nn.Parameter(torch.zeros(share, device=next(self.model.parameters()).device))
-        state.grad = torch.zeros_like(state)
+        state = nn.Parameter(torch.randn(share, device=next(self.model.parameters()).device))  # on zeros, Adam takes another time
+        state.grad = torch.randn_like(state)
         self.state = torch.optim.AdamW([state], lr=training.learning_rate, fused=True)
 
     def prepare(self, model):
