@@ -1,5 +1,5 @@
-// Peer to peer inside one NVLink domain: copy engines move the bytes, and no SM is taken from compute but for the casts
-// and the sums. What is not published (yet) goes over c10d.
+// Peer to peer inside one NVLink domain: copy engines move the bytes, and no SM is taken from compute but for casts,
+// sums and what is small. What is not published (yet) goes over c10d.
 
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAFunctions.h>
