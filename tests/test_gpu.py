@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -521,6 +522,42 @@ def side_streams(rank, world):
 def test_only_one_stream_beside_compute_has_kernels(gpus):
     for streams in gpus.run(side_streams):
         assert len(streams) == 1
+
+
+def product_us(behind=None):
+    """Median microseconds that a product takes when `behind` is pending behind 200 of them."""
+    factors = torch.randn(1536, 1536, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(factors)
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(200_000_000)  # 0.1 s, in which the host issues all that follows
+        begin.record()
+        for _ in range(200):
+            torch.mm(factors, factors, out=product)
+        end.record()
+        if behind:
+            behind()
+        torch.cuda.synchronize()
+        times.append(1000 * begin.elapsed_time(end) / 200)
+    return median(times)
+
+
+def pending_steps(rank, world):
+    """Whatever streams the process has used before: one more each time, which has a hardware queue then."""
+    for _ in range(3):
+        model = on("p2p", on_gpu())
+        for step in range(3):
+            lm_loss(model, step, rank).backward()
+        assert product_us(lambda model=model: lm_loss(model, 3, rank).backward()) < product_us() + 0.6
+        with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+            torch.zeros(1, device="cuda")
+
+
+def test_a_pending_step_does_not_delay_compute(gpus):
+    gpus.run(pending_steps)
 
 
 def chosen_by_option(rank, world):

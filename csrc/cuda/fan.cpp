@@ -2,6 +2,8 @@
 
 #include <numeric>
 
+#include "queues.h"
+
 namespace zcompile::cuda {
 
 using c10::cuda::CUDAEvent;
@@ -58,7 +60,7 @@ void EventTransfer::wait() {
 
 Fan::Fan(int64_t streams, std::shared_ptr<Events> pool) : pool_(std::move(pool)) {
   for (int64_t stream = 1; stream < streams; ++stream) {
-    others_.push_back(c10::cuda::getStreamFromPool(/*isHighPriority=*/true));
+    others_.push_back(take_quiet_stream());
   }
 }
 

@@ -1,12 +1,10 @@
 // Streams over which copies are spread.
 //
 // [Note: one stream beside compute]
-// The GPU runs kernels and words from a few hardware queues. While two or more streams besides compute's have one pending, whatever
-// these wait for, each kernel of compute starts 1.3 to 1.9 us later (docs/measurements.md), and since hosts run a step ahead, a
-// stream that ever has a kernel nearly always has one pending. One such stream costs nothing. Nor does any number of streams that
-// only wait for events and copy between GPUs: copy engines have queues of their own, but copies within a GPU are not among these.
-// So all casts, words and sums are on one stream, `work`, in the order of the program; pulls and pushes have a stream each, for
-// copies alone, unless transfers go in step (peers.h); and what is too small for a copy engine is read by a kernel in compute's order.
+// A stream that has a kernel, a word or a copy within the GPU pending needs one of the few hardware queues that do not delay compute
+// (queues.h). So all casts, words and sums are on one stream, `work`, in the order of the program; what is too small for a copy
+// engine is read by a kernel in compute's order; and pulls and pushes have a stream each for copies, which need no such queue where
+// they are between GPUs. Where transfers go in step (peers.h), ranks meet on these two as well.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "../numerics.h"
+#include "queues.h"
 
 namespace zcompile::cuda {
 
@@ -72,7 +73,7 @@ OwnPages Published::Shard::own_pages(int64_t rank) const {
 Published::Published(
     Model& model, Meetings& meetings, Reducer& reducer, Lane& work, int64_t streams, std::shared_ptr<Events> pool)
     : model_(model), meetings_(meetings), reducer_(reducer), pool_(pool), work_(work),
-      fan_(streams, std::move(pool)), own_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true)),
+      fan_(streams, std::move(pool)), own_(take_quiet_stream()),
       composer_(std::make_shared<Composer>(c10::Device(c10::kCUDA, c10::cuda::current_device()))), published_(groups) {}
 
 int64_t Published::bytes() const {

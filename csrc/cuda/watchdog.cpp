@@ -8,12 +8,13 @@
 #include <cstdlib>
 
 #include "kernels.h"
+#include "queues.h"
 
 namespace zcompile::cuda {
 
 using Clock = std::chrono::steady_clock;
 
-Lane::Lane(bool high_priority) : stream_(c10::cuda::getStreamFromPool(high_priority)) {
+Lane::Lane() : stream_(take_quiet_stream()) {
   C10_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&reached_), sizeof(uint32_t), cudaHostAllocMapped));
   *reached_ = 0;
 }
@@ -114,7 +115,7 @@ bool ends_within(cudaStream_t stream, std::chrono::milliseconds time) {
   const auto deadline = Clock::now() + time;
   while (cudaStreamQuery(stream) == cudaErrorNotReady) {
     if (Clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return true;
 }

@@ -29,7 +29,7 @@ struct Waiting {
 // A stream on which ranks wait for each other. Behind each wait the stream writes the wait's number into `reached`.
 class Lane {
  public:
-  explicit Lane(bool high_priority = true);
+  Lane();
   ~Lane();
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
