@@ -76,6 +76,10 @@ Published::Published(
       fan_(streams, std::move(pool)), own_(take_quiet_stream()),
       composer_(std::make_shared<Composer>(c10::Device(c10::kCUDA, c10::cuda::current_device()))), published_(groups) {}
 
+Published::~Published() {
+  cudaStreamSynchronize(own_.stream());  // it may yet read what is freed now, and is not a lane, which would have been waited for
+}
+
 int64_t Published::bytes() const {
   int64_t bytes = composer_->pool_bytes();
   for (const auto& arena : arenas_) bytes += arena->bytes();

@@ -37,6 +37,9 @@ namespace zcompile::cuda {
 class Published {
  public:
   Published(Model& model, Meetings& meetings, Reducer& reducer, Lane& work, int64_t streams, std::shared_ptr<Events> pool);
+  ~Published();
+  Published(const Published&) = delete;
+  Published& operator=(const Published&) = delete;
 
   // Fills what is published from all ranks' copies, in one transfer (none if nothing is), and appends the other requests
   // to `unpublished`.
