@@ -1,5 +1,7 @@
 #include "lending.h"
 
+#include <c10/util/hash.h>
+
 #include <limits>
 #include <utility>
 
@@ -48,6 +50,12 @@ void Lending::finish_backward(bool stays) {
     const auto last_wait = std::exchange(shard.last_wait, 0);
     if (!stays) shard.dead_from = last_wait;
   }
+}
+
+size_t Lending::learned() const {
+  size_t hash = 0;
+  for (const auto& shard : shards_) hash = c10::get_hash(hash, shard.dead_from.value_or(-1));
+  return hash;
 }
 
 }  // namespace zcompile

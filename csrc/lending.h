@@ -6,6 +6,7 @@
 // first gathers, so backward frees them from the end: gradients are placed from the end downwards.
 //   - Which gather is a shard's last is known from the backward before. Should another one come, it must go elsewhere, whether or
 //     not a gradient has taken the place by then: the other way is a collective, and ranks agree on what is dead, not on who lies where.
+//     Ranks that have learned different things must not go on: one would read a shard that is a gradient on its owner (`learned`).
 //   - A peer's reduce n says that the peer has waited for what its program waited for before it, so that the owner may
 //     overwrite, in reduce n, a shard whose last gather was waited for before reduce n on every rank.
 //   - The owner itself may still read the shard, as a part of its own full parameter (cuda/composed.h). The gradient then
@@ -42,6 +43,8 @@ class Lending {
   std::optional<int64_t> lend(int64_t bytes, const std::function<bool(size_t)>& is_in_use);
   // `stays`: not everything was gathered, so nothing is learned from this backward.
   void finish_backward(bool stays);
+  // A hash of what is known from the backward before; what ranks must agree on.
+  size_t learned() const;
 
  private:
   struct Shard {

@@ -93,7 +93,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("gather_elsewhere", &Lending::gather_elsewhere, py::arg("shard"))
       .def("count_reduces", &Lending::count_reduces, py::arg("count"))
       .def("lend", &Lending::lend, py::arg("bytes"), py::arg("is_in_use"))
-      .def("finish_backward", &Lending::finish_backward, py::arg("stays"));
+      .def("finish_backward", &Lending::finish_backward, py::arg("stays"))
+      .def("learned", &Lending::learned);
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,

@@ -71,6 +71,7 @@ class Program:
         for rank in self.ranks:
             rank.lending.finish_backward(stays=False)
             rank.used.clear()
+        assert len({rank.lending.learned() for rank in self.ranks}) == 1
         self.lent.append(sum(end - begin for begin, end in self.ranks[0].gradients))
 
     def gather(self, shard: int) -> bool:
@@ -126,3 +127,16 @@ def test_a_backward_from_the_end_fills_all_places():
             lending.count_reduces(1)
         lending.finish_backward(stays=False)
         assert lent == (0 if step == 0 else count // 2)
+
+
+def test_ranks_that_learned_different_things_are_told_apart():
+    """The second does not gather the last shard in backward, and would overwrite it while the first reads it there."""
+    ranks = [_C.Lending([(0, 512), (512, 1024)], 1024) for _ in range(2)]
+    assert ranks[0].learned() == ranks[1].learned()
+    for rank, shards in zip(ranks, ([0, 1], [0]), strict=True):
+        rank.count_reduces(1)
+        for shard in shards:
+            rank.start_gather(shard)
+            rank.finish_gather(shard, in_backward=True)
+        rank.finish_backward(stays=False)
+    assert ranks[0].learned() != ranks[1].learned()

@@ -4,7 +4,8 @@
 // A stream that has a kernel, a word or a copy within the GPU pending needs one of the few hardware queues that do not delay compute
 // (queues.h). So all casts, words and sums are on one stream, `work`, in the order of the program; what is too small for a copy
 // engine is read by a kernel in compute's order; and pulls and pushes have a stream each for copies, which need no such queue where
-// they are between GPUs. Where transfers go in step (peers.h), ranks meet on these two as well.
+// they are between GPUs. Not on `work` are rests of own pieces, which go with pulls; whole own pieces in backward, for which pulls
+// would wait (published.h); and, where transfers go in step (peers.h), the meetings before copies.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>

@@ -162,6 +162,7 @@ void Meetings::append_waits(Signal signal, uint32_t number, Lane& lane, Waiting 
 
 void Meetings::start_pull(uint32_t number, Lane& lane, int64_t parameter) {
   const auto renewal = static_cast<uint16_t>(number >> 16);
+  operations_.push_back(write(address(lane.reached_word()), lane.arrive()));  // else a host far ahead would pass for a peer that does not come
   append_posts(pulling, number);
   if (static_cast<int16_t>(renewal - resume_) >= 0) {
     if (renewal != tried_) {

@@ -279,8 +279,10 @@ bool Published::must_renew(const Shard& shard) const {
 
 void Published::renew() {
   place();
-  old_ = stays_ = false;
-  if (arenas_.empty()) return;
+  if (arenas_.empty()) {
+    old_ = stays_ = false;
+    return;
+  }
   if (!lent_.empty()) move_gradients_out();
   lending_.renew();
   renewals_ += 1;
@@ -296,8 +298,9 @@ void Published::renew() {
   }
   pool_->give(std::move(event));
   meetings_.post_and_await(
-      done_reading, tag(renewals_, layout_), work_, {"to have read the shards of the step before"});
+      done_reading, tag(renewals_, c10::get_hash(layout_, lending_.learned())), work_, {"to have read the shards of the step before"});
   for (uint32_t group = 0; group < groups; ++group) publish(group);
+  old_ = stays_ = false;  // last: what has raised before is tried again
 }
 
 // What backward does not gather lies at the end, from where gradients are placed, for it is free when backward begins.
@@ -355,10 +358,14 @@ void Published::place() {
 void Published::form_groups() {
   int64_t total = 0, before = 0;
   for (const auto* shard : order_) total += shard->bytes();
-  layout_ = 0;
-  for (auto* shard : order_) {
+  auto order = order_;  // small ones first, also those that turned up later: compute waits for them (read_here)
+  std::stable_partition(order.begin(), order.end(), [](const Shard* shard) { return !shard->has_pages(); });
+  for (auto* shard : order) {
     shard->group = static_cast<uint32_t>(before * groups / std::max<int64_t>(total, 1));
     before += shard->bytes();
+  }
+  layout_ = 0;
+  for (const auto* shard : order_) {
     layout_ = c10::get_hash(layout_, shard->parameter->index, static_cast<int>(shard->dtype), shard->offset);
   }
 }

@@ -8,8 +8,10 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <condition_variable>
 #include <limits>
+#include <mutex>
+#include <thread>
 
 #include "driver.h"
 #include "watchdog.h"
@@ -33,10 +35,7 @@ class Trial {
     word_ = static_cast<volatile uint32_t*>(word);
     alone_us_ = fastest_us(nullptr);  // which loads all kernels, for which the driver would wait for the stream that waits
   }
-  ~Trial() {
-    *word_ = 1;  // where a product failed, the other stream still waits
-    cudaFreeHost(const_cast<uint32_t*>(word_));
-  }
+  ~Trial() { cudaFreeHost(const_cast<uint32_t*>(word_)); }
   Trial(const Trial&) = delete;
   Trial& operator=(const Trial&) = delete;
 
@@ -65,6 +64,13 @@ class Trial {
     constexpr auto patience = std::chrono::milliseconds(50);
     CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
     *word_ = 0;
+    // By a thread of its own, since this one may have to wait for another that waits for the device.
+    std::jthread release([this, patience](const std::stop_token& stop) {
+      std::mutex mutex;
+      std::unique_lock lock(mutex);
+      std::condition_variable_any().wait_for(lock, stop, 2 * patience, [] { return false; });
+      *word_ = 1;
+    });
     at::cuda::sleep(lead_cycles);
     if (pending) {
       const auto word = reinterpret_cast<CUdeviceptr>(const_cast<uint32_t*>(word_));
@@ -74,7 +80,7 @@ class Trial {
     for (int at = 0; at < products; ++at) at::mm_out(product_, factors_, factors_);
     end.record(compute_);
     const bool ended = ends_within(compute_.stream(), patience);
-    *word_ = 1;
+    release.request_stop();
     c10::cuda::device_synchronize();
     return ended ? 1000 * begin.elapsed_time(end) / products : std::numeric_limits<float>::infinity();
   }
@@ -94,7 +100,6 @@ CUDAStream next_of_pool() {
 CUDAStream take_quiet_stream() {
   constexpr int most_tried = 8;  // there are not more queues
   const auto first = next_of_pool();
-  if (std::getenv("CUDA_LAUNCH_BLOCKING")) return first;  // a host that waits for each kernel is not ahead, and nobody would end the wait
   Trial trial;
   auto stream = first;
   for (int tried = 1; tried <= most_tried; ++tried, stream = next_of_pool()) {

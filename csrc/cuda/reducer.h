@@ -15,8 +15,8 @@
 // Of an embedding's gradient, few rows are not zeros, and the others are not even made: a rank adds up the gradients of each row
 // that it has, and writes these sums to their owners' staging, where they would be in a dense gradient, with a word for each row
 // that tells whether it is there. Pieces are the same whatever rows ranks have, so ranks with other batches meet all the same.
-// The result is zeros but for rows that a rank has. Each piece of it is cleared while rows are pushed, when all ranks have come to do
-// so: not before, for it may lie in the place of a shard that a peer still reads (lending.h).
+// The result is zeros but for rows that a rank has. Each piece of it is cleared behind the rows that this rank sends, which is when
+// all ranks have come to send theirs: not before, for it may lie in the place of a shard that a peer still reads (lending.h).
 #pragma once
 
 #include <array>

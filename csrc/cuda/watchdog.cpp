@@ -30,6 +30,12 @@ uint32_t Lane::expect(Waiting waiting) {
   return issued_;
 }
 
+uint32_t Lane::arrive() {
+  std::lock_guard lock(mutex_);
+  entries_.push_back({++issued_, std::nullopt, Clock::now()});
+  return issued_;
+}
+
 std::optional<Lane::Overdue> Lane::oldest() {
   std::lock_guard lock(mutex_);
   const uint32_t reached = *const_cast<volatile uint32_t*>(reached_);
@@ -38,9 +44,9 @@ std::optional<Lane::Overdue> Lane::oldest() {
     entries_.pop_front();
     last_end_ = now;
   }
-  if (entries_.empty()) return std::nullopt;
+  if (entries_.empty() || !entries_.front().waiting) return std::nullopt;
   const auto& entry = entries_.front();
-  return Overdue{entry.waiting, now - std::max(entry.issued, last_end_)};
+  return Overdue{*entry.waiting, now - std::max(entry.issued, last_end_)};
 }
 
 Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe, GiveUp give_up)

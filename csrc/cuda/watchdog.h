@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -36,19 +37,21 @@ class Lane {
 
   const c10::cuda::CUDAStream& stream() const { return stream_; }
   uint32_t expect(Waiting waiting);  // the number of the wait that is about to be issued
+  uint32_t arrive();                 // of no wait: the next one is counted from when the stream gets here, not from when it was issued
   void* reached_word() const { return reached_; }
 
   struct Overdue {
     Waiting waiting;
     std::chrono::steady_clock::duration since;
   };
-  // The oldest wait that has not ended, with how long it has been the oldest; nothing if there is none.
+  // The oldest wait that has not ended, with how long it has been the oldest; nothing if there is none, or the stream has yet to
+  // arrive at it.
   std::optional<Overdue> oldest();
 
  private:
   struct Entry {
     uint32_t number;
-    Waiting waiting;
+    std::optional<Waiting> waiting;
     std::chrono::steady_clock::time_point issued;
   };
 
