@@ -115,7 +115,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           "use_transport",
           [](Model& model, const std::string& name, int64_t gather_streams, int64_t reduce_streams,
              std::optional<int64_t> timeout_ms) {
-            P2pSettings settings{gather_streams, reduce_streams, std::nullopt};
+            P2pSettings settings{gather_streams, reduce_streams, std::nullopt, std::nullopt};
             if (timeout_ms) settings.timeout = std::chrono::milliseconds(*timeout_ms);
             model.use_transport(name, settings);
           },

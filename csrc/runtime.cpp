@@ -254,10 +254,15 @@ std::unique_ptr<Transport> Model::make_transport(const std::string& name, const 
   if (name.starts_with("late ")) return make_late_transport(rest("late "));
 #ifdef ZCOMPILE_CUDA
   if (name == "p2p") return make_p2p_transport(*this, settings);
+  if (name == "p2p in step") {
+    auto in_step = settings;
+    in_step.in_step = true;
+    return make_p2p_transport(*this, in_step);
+  }
   if (name.starts_with("delayed ")) return make_delayed_transport(rest("delayed "), *this);
 #endif
   TORCH_CHECK_VALUE(
-      false, "zcompile: no transport named '", name, "' in this build; there are c10d, loopback, late ..., and with CUDA p2p "
+      false, "zcompile: no transport named '", name, "' in this build; there are c10d, loopback, late ..., and with CUDA p2p, p2p in step "
       "and delayed ...");
 }
 

@@ -116,6 +116,7 @@ struct P2pSettings {
   int64_t gather_streams = 1;
   int64_t reduce_streams = 1;
   std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
+  std::optional<bool> in_step;  // whether ranks start transfers together; by default where there are more than two
 };
 
 // Copy engines between GPUs that can map each other's memory; only in builds with CUDA. Made by all ranks together, when

@@ -62,7 +62,7 @@ def on(transport, model, **options):
 def training(rank, world, transport, loss, tolerance, inner):
     prepare = functools.partial(on, transport, inner=inner)
     model = train_beside(rank, world, prepare, make=on_gpu, loss=loss, tolerance=tolerance, micro_steps=2)
-    assert zcompile.stats(model)["transport"] == transport.replace("c10d", "nccl")
+    assert zcompile.stats(model)["transport"] == transport.replace("c10d", "nccl").removesuffix(" in step")
     assert ("bfloat16" in zcompile.stats(model)["gathered_bytes"]) == (loss is autocast_loss)
 
 
@@ -72,7 +72,7 @@ def test_training(gpus, transport, loss, tolerance, inner):
     gpus.run(training, transport, loss, tolerance, inner)
 
 
-@pytest.mark.parametrize("transport", ["late p2p", "late c10d", "delayed p2p", "delayed c10d"])
+@pytest.mark.parametrize("transport", ["late p2p", "late c10d", "delayed p2p", "delayed p2p in step", "delayed c10d"])
 def test_nothing_depends_on_when_it_arrives(gpus, transport):
     gpus.run(training, transport, lm_loss, 1e-4, "inductor")
 
@@ -141,7 +141,7 @@ def test_gathers_peer_to_peer(gpus):
 
 def reduces_are_sums_in_rank_order(rank, world):
     module = zcompile.shard(Parameters())
-    for transport in ("p2p", "c10d"):
+    for transport in ("p2p", "p2p in step", "c10d"):
         state_of(module).runtime.use_transport(transport)
         for dtype in DTYPES:
             for leaf, shape in zip(module.leaves(), SHAPES, strict=True):
@@ -246,9 +246,10 @@ def curves_agree(rank, world, loss, transport, how):
         assert torch.equal(one, another)
 
 
+@pytest.mark.parametrize("transport", ["p2p", "p2p in step"])
 @pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
-def test_transports_agree_bitwise(gpus, loss):
-    gpus.run(curves_agree, loss, "p2p", {})
+def test_transports_agree_bitwise(gpus, loss, transport):
+    gpus.run(curves_agree, loss, transport, {})
 
 
 @pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
@@ -624,23 +625,56 @@ def reduces_in_pieces(rank, world):
         assert bool((reduced == step + (world - 1) / 2).all())
 
 
-def gathers_alone(rank, world):
-    """Several ranks start a gather together, but one that others do not make is not waited for."""
+def gathers_in_step():
+    """A function that gathers a published parameter in a given width, after a meeting of ranks."""
     module = Parameters()
     value, shape = module.p6.detach().clone(), list(SHAPES[6])
     zcompile.shard(module)
-    state_of(module).runtime.use_transport("p2p")
-    leaf = module.leaves()[6]
+    state_of(module).runtime.use_transport("p2p in step")
+
+    def gather(dtype, check=True):
+        full = ops.gather(module.leaves()[6], shape, dtype)
+        assert not check or torch.equal(full, value.to(dtype))
+
     for dtype in DTYPES * 2 + DTYPES[:1]:  # what is gathered at all is known after the first three, and published with the next
-        assert torch.equal(ops.gather(leaf, shape, dtype), value.to(dtype))
+        gather(dtype)
+    return gather
+
+
+def gathers_alone(rank, world):
+    """Several ranks start a gather together, but one that others do not make is not waited for."""
+    gather = gathers_in_step()
     begin = time.monotonic()
     if rank == 0:
-        assert torch.equal(ops.gather(leaf, shape, DTYPES[1]), value.to(DTYPES[1]))
+        gather(DTYPES[1])
     torch.cuda.synchronize()
     assert time.monotonic() - begin < 10
     dist.barrier()
     for dtype in DTYPES[2:] + DTYPES:  # before shards are published again, and after
-        assert torch.equal(ops.gather(leaf, shape, dtype), value.to(dtype))
+        gather(dtype)
+
+
+def host_is_far_ahead(rank, world):
+    """A peer is not missing because this rank's host issued a gather long before its stream got there."""
+    gather = gathers_in_step()
+    with tempfile.TemporaryFile() as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            for dtype in DTYPES:
+                torch.cuda._sleep(3_000_000_000)  # 1.5 s or more
+                gather(dtype, check=False)
+            torch.cuda.synchronize()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        file.seek(0)
+        assert b"goes on without" not in file.read()
+
+
+@pytest.mark.parametrize("what", [gathers_alone, host_is_far_ahead])
+def test_gathers_in_step(gpus, what):
+    gpus.run(what)
 
 
 @pytest.mark.parametrize("world", [4, 8])

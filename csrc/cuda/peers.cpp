@@ -100,10 +100,11 @@ Arena::Arena(const std::string& group, c10::Device device, int64_t bytes) {
   }
 }
 
-Meetings::Meetings(const std::string& group, c10::Device device, int64_t rank, int64_t world)
+Meetings::Meetings(const std::string& group, c10::Device device, int64_t rank, int64_t world, bool in_step)
     : words_(group, device, signals * world * static_cast<int64_t>(sizeof(uint32_t))),
       rank_(rank),
       world_(world),
+      in_step_(in_step),
       read_(host_words(world), [](uint32_t* words) { cudaFreeHost(words); }) {}
 
 void Meetings::post(Signal signal, uint32_t number, cudaStream_t stream) {

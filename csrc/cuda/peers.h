@@ -65,15 +65,13 @@ constexpr uint32_t tag(uint32_t number, size_t what) {
   return number << 16 | ((what ^ what >> 16 ^ what >> 32 ^ what >> 48) & 0xffff);
 }
 
-// See [Note: transfers in step].
-constexpr bool go_in_step(int64_t world) {
-  return world > 2;
-}
-
 // The words, one per signal and rank.
 class Meetings {
  public:
-  Meetings(const std::string& group, c10::Device device, int64_t rank, int64_t world);
+  Meetings(const std::string& group, c10::Device device, int64_t rank, int64_t world, bool in_step);
+
+  // See [Note: transfers in step].
+  bool in_step() const { return in_step_; }
 
   // Peers may go on with what waits for `number`, once `stream` gets here.
   void post(Signal signal, uint32_t number, cudaStream_t stream);
@@ -99,6 +97,7 @@ class Meetings {
   Arena words_;
   int64_t rank_;
   int64_t world_;
+  bool in_step_;
   std::unique_ptr<uint32_t, void (*)(uint32_t*)> read_;  // made beforehand: allocating would wait for a device that hangs
   std::vector<CUstreamBatchMemOpParams> operations_;  // of the call that is being put together
   // Of pulls' meetings, by renewals, which wrap around:

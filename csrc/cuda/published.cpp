@@ -167,7 +167,7 @@ c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
   await(group);
   event.record(c10::cuda::getCurrentCUDAStream());  // whatever used the memory of the full parameters before is done
   event.block(fan_.lane().stream());
-  if (go_in_step(world) && bytes > least_in_step) {
+  if (meetings_.in_step() && bytes > least_in_step) {
     meetings_.start_pull((renewals_ << 16) + ++started_, fan_.lane(), pulls.front().shard->parameter->index);
   }
   const bool apart = own_bytes > most_own_bytes;

@@ -142,7 +142,7 @@ void Reducer::push(const Piece& piece) {
   auto& lane = fan_.lane();
   ready_.block(lane.stream());
   free_[region()].block(lane.stream());
-  if (go_in_step(world)) meetings_.post_and_await(pushing, pieces_, lane, {"to be ready to reduce", piece.front().request->parameter->index});
+  if (meetings_.in_step()) meetings_.post_and_await(pushing, pieces_, lane, {"to be ready to reduce", piece.front().request->parameter->index});
   std::vector<Copy> copies;
   for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
     const auto owner = (rank + step) % world;

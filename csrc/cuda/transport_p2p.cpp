@@ -31,7 +31,8 @@ class P2pTransport : public Transport {
         c10d_(make_c10d_transport(model)),
         pool_(std::make_shared<Events>()),
         meetings_(
-            model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world()),
+            model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world(),
+            settings.in_step.value_or(model.world() > 2)),
         reducer_(model, meetings_, work_, settings.reduce_streams, pool_),
         published_(model, meetings_, reducer_, work_, settings.gather_streams, pool_),
         watchdog_(
