@@ -2,7 +2,7 @@
 
 from torch.fx import Graph
 
-from zcompile.graph import GATHER, GATHER_START, GATHER_WAIT, REDUCE, REDUCE_ROWS, REDUCE_ROWS_START, REDUCE_START, REDUCE_WAIT, calls, forget, insert
+from zcompile.graph import GATHER, GATHER_START, GATHER_WAIT, REDUCE, REDUCE_ROWS, REDUCE_ROWS_START, REDUCE_START, REDUCE_WAIT, calls, insert, turn_into
 
 STARTS = {REDUCE: REDUCE_START, REDUCE_ROWS: REDUCE_ROWS_START}
 
@@ -10,13 +10,12 @@ STARTS = {REDUCE: REDUCE_START, REDUCE_ROWS: REDUCE_ROWS_START}
 def split(graph: Graph) -> None:
     """gather -> gather_start, gather_wait; reduce -> reduce_start, reduce_wait; nothing stands between them yet.
 
-    Both keep the fake value that was there, so to Inductor no storage changes: else it would infer again all that follows.
+    The wait is the node that was there, and the start has its fake value: for Inductor neither a reader nor a storage changes, or
+    else it would infer again all that follows.
     """
     for gather in calls(graph, GATHER):
-        fake = gather.meta["val"]
-        start = insert(graph, gather, GATHER_START, *gather.args, like=gather, fake=fake)
-        forget(graph, gather, insert(graph, gather, GATHER_WAIT, start, like=gather, fake=fake))
+        start = insert(graph, gather, GATHER_START, *gather.args, like=gather, fake=gather.meta["val"])
+        turn_into(gather, GATHER_WAIT, start)
     for reduce in calls(graph, *STARTS):
-        fake = reduce.meta["val"]
-        start = insert(graph, reduce, STARTS[reduce.target], *reduce.args, like=reduce, fake=fake)
-        forget(graph, reduce, insert(graph, reduce, REDUCE_WAIT, start, reduce.args[0], like=reduce, fake=fake))
+        start = insert(graph, reduce, STARTS[reduce.target], *reduce.args, like=reduce, fake=reduce.meta["val"])
+        turn_into(reduce, REDUCE_WAIT, start, reduce.args[0])

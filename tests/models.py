@@ -7,6 +7,15 @@ VOCABULARY = 61
 TOKENS = 12
 
 
+class Chain(nn.Sequential):
+    """With a forward that is not torch.nn's, of which model.compile() compiles nothing (pytorch/pytorch#150915)."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 class Block(nn.Module):
     """A pre-norm transformer block with sizes that do not divide by 2 or 4."""
 

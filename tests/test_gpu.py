@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zcompile
-from models import Transformer, batch, loss_of
+from models import Chain, Transformer, batch, loss_of
 from ranks import Ranks
 from reference import compiled, lm_loss, train_beside
 from test_accumulate import ALONE, STEPS, alone, checked, same, train
@@ -199,7 +199,7 @@ def test_a_gradient_is_free_after_its_wait(gpus):
 
 def gradients_outlive_their_transport(rank, world):
     torch.manual_seed(0)
-    model = on("p2p", nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0})
+    model = on("p2p", Chain(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0})
     x = torch.randn(64, 512, device="cuda")
     for _ in range(3):
         model.zero_grad()
@@ -445,7 +445,7 @@ def test_composed_parameters_are_mapped_once(gpus):
 def gradients_outlive_renewals(rank, world):
     """A gradient that is kept over the next forwards keeps its values: its place among the shards is needed again."""
     torch.manual_seed(0)
-    model = on("p2p", nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0})
+    model = on("p2p", Chain(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0})
     x = torch.randn(64, 512, device="cuda")
     kept = []
     for _ in range(5):
@@ -498,7 +498,7 @@ def test_no_host_synchronisation_in_forward_and_backward(gpus):
 def side_streams(rank, world):
     """See [Note: one stream beside compute] in csrc/cuda/fan.h."""
     layers = [nn.Linear(2048, 4096, bias=False), nn.RMSNorm(4096), nn.Linear(4096, 2048, bias=False)]
-    model = on("p2p", nn.Sequential(*layers, *map(copy.deepcopy, layers)).cuda(), inner="inductor")
+    model = on("p2p", Chain(*layers, *map(copy.deepcopy, layers)).cuda(), inner="inductor")
     x = torch.randn(4096, 2048, device="cuda")
 
     def train(steps):

@@ -23,11 +23,13 @@ from zcompile import passes
 from zcompile.config import Settings
 from zcompile.graph import (
     GATHER,
+    GATHER_GROUP_START,
     GATHER_KEPT_START,
     GATHER_ROWS,
     GATHER_STARTS,
     GATHER_WAIT,
     PERSISTS,
+    REDUCE_GROUP_START,
     REDUCE_STARTS,
     REDUCE_WAIT,
     calls,
@@ -218,6 +220,9 @@ class _Schedule(_Passes):
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
+        for start in calls(graph, GATHER_GROUP_START, REDUCE_GROUP_START):
+            for item in start.users:
+                item.target = _item
         for node in calls(graph, *LOWERED):
             node.target = _lowering_of(node.target)
         placeholders = graph.find_nodes(op="placeholder")
@@ -266,6 +271,14 @@ def _lower_kept(fallback: Callable[..., Any], *args: Any) -> Any:
     name = output.inputs[0].get_name()
     output.get_inputs_that_alias_output = lambda: [name]
     return result
+
+
+def _item(results: Sequence[Any], at: int) -> Any:
+    """operator.getitem, but Inductor does not infer the item's fake value again."""
+    return results[at]
+
+
+_item._inductor_lowering_function = True
 
 
 def _never_reuse(saved: Any) -> Any:

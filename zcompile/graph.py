@@ -200,12 +200,23 @@ def insert(graph: Graph, before: Node, target, *args, like: Node, fake=None, **k
     """A new call before `before`, with the stack trace of `like` and the fake value `fake`; without one, what the call gives."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
-    node.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", PERSISTS) if key in like.meta}
+    node.meta = _kept_meta(like)
     if fake is None:
         infer(node)
     else:
         node.meta["val"] = fake
     return node
+
+
+def turn_into(node: Node, target, *args) -> None:
+    """Make `node` another call, with the fake value and the readers that it has."""
+    node.target, node.args, node.kwargs = target, args, {}
+    node.meta = _kept_meta(node) | {"val": node.meta["val"]}
+
+
+def _kept_meta(node: Node) -> dict[str, object]:
+    """What is true of a call that takes the node's place; the rest, such as the strides of its arguments, is of that call alone."""
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", PERSISTS) if key in node.meta}
 
 
 def insert_items(graph: Graph, node: Node, count: int) -> list[Node]:
