@@ -552,7 +552,7 @@ def pending_steps(rank, world):
         model = on("p2p", on_gpu())
         for step in range(3):
             lm_loss(model, step, rank).backward()
-        assert product_us(lambda model=model: lm_loss(model, 3, rank).backward()) < product_us() + 0.6
+        assert product_us(lambda model=model: lm_loss(model, 3, rank).backward()) < product_us() + 0.8  # else 1.2 and more
         with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
             torch.zeros(1, device="cuda")
 
