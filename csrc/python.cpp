@@ -3,6 +3,7 @@
 #include "lending.h"
 #include "numerics.h"
 #include "runtime.h"
+#include "step_order.h"
 
 #include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
@@ -95,6 +96,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("lend", &Lending::lend, py::arg("bytes"), py::arg("is_in_use"))
       .def("finish_backward", &Lending::finish_backward, py::arg("stays"))
       .def("learned", &Lending::learned);
+  module.def(
+      "order_step",
+      [](const std::vector<std::tuple<int64_t, std::pair<int64_t, int64_t>, std::pair<int64_t, int64_t>>>& items,
+         const std::vector<std::pair<int64_t, int64_t>>& others) {
+        std::vector<StepItem> all;
+        for (const auto& [numel, gradient, copy] : items) {
+          all.push_back({numel, {gradient.first, gradient.second}, {copy.first, copy.second}});
+        }
+        std::vector<Span> besides;
+        for (const auto& [begin, end] : others) besides.push_back({begin, end});
+        const auto order = order_step(all, besides);
+        const auto as_tuples = [](const std::vector<StepPart>& parts) {
+          std::vector<std::tuple<size_t, int64_t, int64_t, bool>> tuples;
+          for (const auto& part : parts) tuples.emplace_back(part.item, part.begin, part.end, part.writes);
+          return tuples;
+        };
+        std::vector<std::vector<std::tuple<size_t, int64_t, int64_t, bool>>> rounds;
+        for (const auto& round : order.rounds) rounds.push_back(as_tuples(round));
+        return std::make_tuple(rounds, as_tuples(order.casts), order.is_copied);
+      },
+      py::arg("items"), py::arg("others"), "For tests: in which order a step goes, for items (numel, gradient, copy).");
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
@@ -122,6 +144,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("renew", &Model::renew, ReleaseGil())
+      .def(
+          "step",
+          [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors, float lr,
+             float beta1, float beta2, float weight_decay, float eps) {
+            std::vector<AdamRequest> requests;
+            for (size_t at = 0; at < indices.size(); ++at) {
+              requests.push_back(
+                  {&model.parameter(indices[at]), tensors.at(0).at(at), tensors.at(1).at(at), tensors.at(2).at(at), tensors.at(3).at(at),
+                   tensors.at(4).at(at)});
+            }
+            const py::gil_scoped_release released;
+            return model.step(requests, {lr, beta1, beta2, weight_decay, eps});
+          },
+          py::arg("indices"), py::arg("tensors"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+          py::arg("weight_decay"), py::arg("eps"))
       .def("keep", &Model::keep, py::arg("bytes"))
       .def("keep_at_most", &Model::keep_at_most, py::arg("bytes"))
       .def("stop_keeping", &Model::stop_keeping)

@@ -140,6 +140,9 @@ class Model {
   // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call it, or none.
   void renew() { transport_->renew(); }
 
+  // A step of AdamW with some parameters of this model, by the transport; see Transport::step.
+  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) { return transport_->step(requests, settings); }
+
   // From the first to the last micro-step of a step, in which masters stay as they are: what gather_kept_start gathers
   // stays full, as far as it fits into `bytes`. Dropped again by stop_keeping(). All ranks call both, or none.
   void keep(int64_t bytes);

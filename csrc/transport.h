@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "adam.h"
 #include "numerics.h"
 
 namespace zcompile {
@@ -60,6 +61,16 @@ struct ReduceRowsRequest {
   Besides besides = {};
 };
 
+// One parameter of a step of AdamW: this rank's piece of each, fp32 and contiguous.
+struct AdamRequest {
+  const Parameter* parameter;
+  at::Tensor master;  // the shard, as the optimizer has it
+  at::Tensor gradient;
+  at::Tensor exp_avg;
+  at::Tensor exp_avg_sq;
+  at::Tensor count;  // [] steps, this one too
+};
+
 // Several transfers as one.
 class Transfers : public Transfer {
  public:
@@ -100,6 +111,9 @@ class Transport {
   virtual void finish_backward() {}
   // Masters may change from now on, after micro-steps between which they did not.
   virtual void finish_keeping() {}
+  // Steps, and while it does so makes ready what the next gather would have to. Gradients that nobody else holds may be overwritten.
+  // False, and nothing is done, where the transport has no better way than torch.
+  virtual bool step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
   // Makes ready what the next gather would have to. All ranks call it, or none.
   virtual void renew() {}
 };

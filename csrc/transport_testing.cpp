@@ -145,6 +145,10 @@ class DelayedTransport : public Transport {
   void finish_backward() override { inner_->finish_backward(); }
   void finish_keeping() override { inner_->finish_keeping(); }
   void renew() override { inner_->renew(); }
+  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
+    delay();
+    return inner_->step(requests, settings);
+  }
   at::Tensor make_gradient(const Parameter& parameter) override { return inner_->make_gradient(parameter); }
   at::Tensor make_full(const Parameter& parameter, at::ScalarType dtype) override { return inner_->make_full(parameter, dtype); }
   at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {

@@ -188,6 +188,8 @@ class Training(Stateful):
     def __init__(self, args: argparse.Namespace, model: nn.Module):
         self.args, self.model = args, model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
+        if args.engine != "fsdp2":
+            zcompile.fuse_optimizer(model, self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: cosine(args, step))
         self.step = 0
         self.records: list[dict] = []

@@ -472,6 +472,52 @@ def test_gradients_take_the_place_of_shards(gpus):
     gpus.run(gradients_outlive_renewals)
 
 
+def stepped(rank, transport, fuse, make, groups):
+    """Parameters and averages of eight steps, and how many kernels cast in the last; masters are edited in between, and gradients held."""
+    torch.manual_seed(0)
+    model = on(transport, Chain(*(Wide() for _ in range(4)), nn.Linear(2048, 77)).cuda())
+    model[1].down.requires_grad_(False)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make([{"params": parameters[at::groups]} for at in range(groups)], lr=1e-3, weight_decay=0.1 * (make is torch.optim.AdamW), fused=True)
+    if fuse:
+        zcompile.fuse_optimizer(model, optimizer)
+    held, casts = [], 0
+    for step in range(8):
+        with torch.profiler.profile() if step == 7 else contextlib.nullcontext() as profiler:
+            x = torch.randn(256, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank))
+            with torch.autocast("cuda", torch.bfloat16):
+                model(x).float().square().mean().backward()
+            if step == 4:
+                held = [(one.grad.to_local(), one.grad.to_local().clone()) for one in parameters[1::3]]
+            optimizer.step()
+            assert not fuse or all(parameter.grad is None for parameter in parameters)
+            optimizer.zero_grad()
+        for gradient, copied in held:
+            assert torch.equal(gradient, copied), "a gradient that somebody holds was overwritten"
+        if step == 5:
+            with torch.no_grad():
+                parameters[2].mul_(1.01)
+                parameters[3].to_local().mul_(1.01)
+        if profiler:
+            casts = sum("cast_kernel" in event.name for event in profiler.events())
+    averages = [optimizer.state[one][name].to_local() for one in parameters for name in ("exp_avg", "exp_avg_sq")]
+    return [one.to_local().detach().clone() for one in model.parameters()] + averages, casts
+
+
+def steps_like_torch(rank, world, transport, make, groups):
+    (ours, casts), (theirs, all_casts) = stepped(rank, transport, True, make, groups), stepped(rank, "p2p", False, make, groups)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+    return casts, all_casts
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("transport, groups", [("p2p", 1), ("p2p", 2), ("p2p in step", 1), ("delayed p2p", 1), ("c10d", 1)])
+def test_fused_optimizer(gpus, transport, groups, make):
+    for casts, all_casts in gpus.run(steps_like_torch, transport, make, groups):
+        assert groups > 1 or transport == "c10d" or casts <= 2 < all_casts, (casts, all_casts)
+
+
 def never_waits_on_the_host(rank, world):
     model = on("p2p", on_gpu(), inner="inductor")
     for step in range(3):

@@ -10,10 +10,11 @@ if _C.built_for_torch != torch.__version__:
         "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
     )
 
+from zcompile.optimizer import fuse_optimizer
 from zcompile.report import explain
 from zcompile.sharding import accumulate, reset_stats, shard, stats
 from zcompile_flag import watch
 
 watch()
 
-__all__ = ["accumulate", "explain", "reset_stats", "shard", "stats"]
+__all__ = ["accumulate", "explain", "fuse_optimizer", "reset_stats", "shard", "stats"]

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "../adam.h"
+
 namespace zcompile::cuda {
 
 enum class Type { f32, bf16, f16 };
@@ -70,6 +72,21 @@ cudaError_t launch_mean_rows(Type in, Type out, const Pieces& spread, int ranks,
 
 // Copies by SMs: of what is small, and for drivers whose copy engines cannot be asked for.
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream);
+
+// One tensor of an optimizer's step, or a part of it; `numel` elements each.
+struct AdamEntry {
+  float* master;
+  const float* gradient;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const float* count;  // one, on the device: steps, this one too
+  void* copy;          // of what the masters are then; or none
+  int64_t numel;
+};
+
+// torch.optim's fused AdamW, number for number, that also writes copies, of type `copy`.
+cudaError_t launch_adam(Type copy, const AdamSettings& settings, const AdamEntry* entries, int count, cudaStream_t stream);
+cudaError_t load_adam_kernels();
 
 // Ends the context with an error, so that whatever waits on this device returns one.
 cudaError_t launch_trap(cudaStream_t stream);

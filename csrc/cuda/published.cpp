@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 
 #include "../numerics.h"
 #include "queues.h"
+#include "types.h"
 
 namespace zcompile::cuda {
 
@@ -278,18 +280,29 @@ bool Published::must_renew(const Shard& shard) const {
 }
 
 void Published::renew() {
-  place();
+  if (!begun_) place();
   if (arenas_.empty()) {
     old_ = stays_ = false;
     return;
   }
+  if (!begun_) begin_renewal();
   if (!lent_.empty()) move_gradients_out();
   lending_.renew();
-  renewals_ += 1;
   arrived_ = started_ = 0;
+  auto event = pool_->take();
+  event.record(c10::cuda::getCurrentCUDAStream());  // masters are final, and so are copies that a step wrote
+  event.block(work_.stream());
+  pool_->give(std::move(event));
+  for (uint32_t group = 0; group < groups; ++group) publish(group);
+  old_ = stays_ = begun_ = false;  // last: what has raised before is tried again
+}
+
+// Behind this, in the order of `work`, copies may be written.
+void Published::begin_renewal() {
+  renewals_ += 1;
   composer_->settle();
   auto event = pool_->take();
-  event.record(c10::cuda::getCurrentCUDAStream());  // masters are final
+  event.record(c10::cuda::getCurrentCUDAStream());  // what was gathered is read no more
   event.block(work_.stream());
   read_.block(work_.stream());
   for (const auto& stream : {own_, fan_.lane().stream()}) {  // what this rank gathered has arrived
@@ -299,8 +312,98 @@ void Published::renew() {
   pool_->give(std::move(event));
   meetings_.post_and_await(
       done_reading, tag(renewals_, c10::get_hash(layout_, lending_.learned())), work_, {"to have read the shards of the step before"});
-  for (uint32_t group = 0; group < groups; ++group) publish(group);
-  old_ = stays_ = false;  // last: what has raised before is tried again
+  begun_ = true;
+}
+
+bool Published::step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
+  if (in_backward() || model_.keeps()) return false;  // copies are still gathered
+  const auto is_whole = [](const at::Tensor& tensor) { return tensor.is_cuda() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous(); };
+  for (const auto& request : requests) {
+    const auto numel = request.master.numel();
+    for (const auto* tensor : {&request.master, &request.gradient, &request.exp_avg, &request.exp_avg_sq}) {
+      if (!is_whole(*tensor) || tensor->numel() != numel) return false;
+    }
+    if (!is_whole(request.count) || request.count.numel() != 1) return false;
+  }
+  if (!begun_) {
+    place();
+    if (arenas_.empty()) return false;
+    old_ = true;
+    begin_renewal();
+  }
+  std::vector<Shard*> copies;
+  std::vector<StepItem> items;
+  const auto span = [](const void* begin, int64_t bytes) {
+    const auto address = reinterpret_cast<int64_t>(begin);
+    return Span{address, address + bytes};
+  };
+  for (const auto& request : requests) {
+    const auto numel = request.master.numel();
+    auto* shard = request.master.const_data_ptr() == request.parameter->shard.const_data_ptr() ? copy_of(*request.parameter) : nullptr;
+    copies.push_back(shard);
+    items.push_back({numel, span(request.gradient.const_data_ptr(), numel * 4), {}});
+    if (shard) items.back().copy = span(shard->arena->at(model_.rank(), shard->offset_on(model_.rank())), numel * shard->width());
+  }
+  const auto order = order_step(items, gradients_besides(requests));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  auto event = pool_->take();
+  event.record(work_.stream());  // ranks have met
+  event.block(stream);
+  pool_->give(std::move(event));
+  const auto copy_at = [&](const StepPart& part) {
+    return reinterpret_cast<char*>(items[part.item].copy.begin) + part.begin * copies[part.item]->width();
+  };
+  for (const auto& round : order.rounds) {
+    std::map<Type, std::vector<AdamEntry>> launches;
+    for (const auto& part : round) {
+      const auto& request = requests[part.item];
+      launches[part.writes ? *kernel_type(copies[part.item]->dtype) : Type::f32].push_back(
+          {request.master.mutable_data_ptr<float>() + part.begin, request.gradient.const_data_ptr<float>() + part.begin,
+           request.exp_avg.mutable_data_ptr<float>() + part.begin, request.exp_avg_sq.mutable_data_ptr<float>() + part.begin,
+           request.count.const_data_ptr<float>(), part.writes ? copy_at(part) : nullptr, part.end - part.begin});
+    }
+    for (const auto& [type, entries] : launches) {
+      C10_CUDA_CHECK(launch_adam(type, settings, entries.data(), static_cast<int>(entries.size()), stream));
+    }
+  }
+  std::map<Type, std::vector<Cast>> casts;
+  for (const auto& part : order.casts) {
+    casts[*kernel_type(copies[part.item]->dtype)].push_back(
+        {requests[part.item].master.const_data_ptr<float>() + part.begin, copy_at(part), part.end - part.begin});
+  }
+  for (const auto& [type, entries] : casts) {
+    C10_CUDA_CHECK(launch_cast(Type::f32, type, entries.data(), static_cast<int>(entries.size()), stream));
+  }
+  for (size_t at = 0; at < requests.size(); ++at) {
+    if (!order.is_copied[at]) continue;
+    copies[at]->stepped = requests[at].master.const_data_ptr();
+    copies[at]->version = requests[at].parameter->master_version();
+  }
+  return true;
+}
+
+Published::Shard* Published::copy_of(const Parameter& parameter) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat}) {
+    const auto found = shards_.find({parameter.index, dtype});
+    if (found != shards_.end() && found->second.arena) return &found->second;
+  }
+  return nullptr;
+}
+
+// Gradients in the place of shards that must stay: those that are not stepped with, and those that somebody else holds too.
+std::vector<Span> Published::gradients_besides(c10::ArrayRef<AdamRequest> requests) {
+  std::set<const c10::StorageImpl*> stepped;
+  for (const auto& request : requests) stepped.insert(request.gradient.storage().unsafeGetStorageImpl());
+  std::vector<Span> besides;
+  std::erase_if(lent_, [&](const auto& lent) {
+    const auto gradient = lent.lock();
+    if (!gradient) return true;
+    const bool alone = stepped.contains(gradient.get()) && gradient.use_count() == 2;  // the tensor, and `gradient`
+    const auto begin = reinterpret_cast<int64_t>(gradient->data());
+    if (!alone) besides.push_back({begin, begin + static_cast<int64_t>(gradient->nbytes())});
+    return alone;
+  });
+  return besides;
 }
 
 // What backward does not gather lies at the end, from where gradients are placed, for it is free when backward begins.
@@ -376,9 +479,10 @@ void Published::publish(uint32_t group) {
   for (auto* shard : order_) {
     if (!shard->arena || shard->group != group) continue;
     shard->gathers_of_renewal = 0;
-    shard->version = shard->parameter->master_version();
     const auto& master = shard->parameter->shard;
-    if (master.numel() == 0) continue;
+    const auto version = std::exchange(shard->version, shard->parameter->master_version());
+    const auto* stepped = std::exchange(shard->stepped, nullptr);
+    if (master.numel() == 0 || (stepped && stepped == master.const_data_ptr() && version == shard->version)) continue;
     from.push_back(master.reshape({-1}));
     to.push_back(over(
         shard->arena->at(model_.rank(), shard->offset_on(model_.rank())), {master.numel()},

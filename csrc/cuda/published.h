@@ -14,11 +14,13 @@
 // While the model keeps full parameters over micro-steps, the first two mean nothing, for masters stay as they are.
 // So whatever changes masters between two forwards is seen: an optimizer, whose fused kernels move no version counter, or
 // an edit through .data.
+// An optimizer's step may write the copies itself, where it has new masters at hand (step_order.h, adam.cu): ranks then meet before
+// the step instead, and the renewal casts the rest. What is written to such a master afterwards must move its version counter.
 // What is gathered is known after one step. Until then, and for a parameter or a width that turns up later, gathers go
 // over c10d; the next renewal makes room for them.
 //
 // Meanwhile, gradients take the place of shards: see the note in lending.h. A renewal finds gradients that are still alive
-// (accumulation) and moves them to memory of their own.
+// (accumulation) and moves them to memory of their own; a step that writes copies overwrites those that it has read.
 #pragma once
 
 #include <map>
@@ -28,6 +30,7 @@
 
 #include "../lending.h"
 #include "../runtime.h"
+#include "../step_order.h"
 #include "composed.h"
 #include "fan.h"
 #include "reducer.h"
@@ -55,6 +58,8 @@ class Published {
   void finish_backward();
   void expire() { old_ = true; }  // masters may have changed
   void renew_if_old();
+  // A step of AdamW that writes copies; false, and nothing is done, where it cannot.
+  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings);
   int64_t bytes() const;
   Lane& lane() { return fan_.lane(); }
 
@@ -74,6 +79,7 @@ class Published {
     int64_t gathers_of_renewal = 0;  // outside of backward, since the last renewal
     std::optional<int64_t> gathers_of_forward;  // fewest between two backwards
     uint64_t version = 0;  // of the master when it was published
+    const void* stepped = nullptr;  // the master from whose step the copy is, until it is published
 
     int64_t width() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
     int64_t bytes() const { return parameter->chunk * width(); }
@@ -92,6 +98,9 @@ class Published {
   Shard* find(const Parameter& parameter, at::ScalarType dtype);  // none if it is not published
   bool must_renew(const Shard& shard) const;
   void renew();
+  void begin_renewal();
+  Shard* copy_of(const Parameter& parameter);  // that a step writes; none if it is not published
+  std::vector<Span> gradients_besides(c10::ArrayRef<AdamRequest> requests);
   void place();
   std::vector<Copy> copies_of_own(const Shard& shard, char* to) const;
   void move_gradients_out();
@@ -121,6 +130,7 @@ class Published {
   std::vector<c10::cuda::CUDAEvent> published_;  // by group: all ranks have
   c10::cuda::CUDAEvent read_;  // what kernels in compute's order have read of peers' shards until now
   bool old_ = false;
+  bool begun_ = false;  // a renewal: ranks have met, and copies may be written
   bool stays_ = false;  // the last backward left masters as they were
   uint32_t renewals_ = 0;
   uint32_t arrived_ = 0;  // groups of this renewal that the stream of pulls has waited for

@@ -117,6 +117,12 @@ class P2pTransport : public Transport {
     published_.expire();
   }
 
+  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
+    watchdog_.check();
+    std::lock_guard lock(mutex_);
+    return published_.step(requests, settings);
+  }
+
   void renew() override {
     watchdog_.check();
     std::lock_guard lock(mutex_);

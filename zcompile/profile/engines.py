@@ -103,6 +103,10 @@ class Engine:
 
 
 class Eager(Engine):
+    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
+        super().__init__(model, training, options)
+        zcompile.fuse_optimizer(self.model, self.optimizer)
+
     def prepare(self, model):
         return zcompile.shard(model, param_dtype=torch.bfloat16 if self.training.precision == "bf16" else None)
 
@@ -318,9 +322,9 @@ class Entry:
 
 
 ENGINES = {
-    "zcompile": Entry(Zcompile, "zcompile.shard and torch.compile(backend='zcompile')", takes_options=True),
+    "zcompile": Entry(Zcompile, "zcompile.shard, torch.compile(backend='zcompile') and fuse_optimizer", takes_options=True),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
-    "eager": Entry(Eager, "zcompile.shard, not compiled"),
+    "eager": Entry(Eager, "zcompile.shard and fuse_optimizer, not compiled"),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
     "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block"),
     "ddp": Entry(Ddp, "DistributedDataParallel: nothing is sharded"),

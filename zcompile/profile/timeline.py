@@ -99,8 +99,8 @@ def is_nccl(event: dict) -> bool:
 
 
 def is_ours(event: dict) -> bool:
-    """Whether it is a kernel of zcompile's, which all move or cast what travels, or add it up."""
-    return "zcompile::" in event["name"]
+    """Whether it is a kernel of zcompile's, which all move or cast what travels, or add it up, but for the optimizer's."""
+    return "zcompile::" in event["name"] and "adam_kernel" not in event["name"]
 
 
 def busiest_stream(device: list[dict]) -> int:
