@@ -66,8 +66,8 @@ ON_GPU = [
     event("ncclDevKernel_AllGather", "kernel", 300, 600, 2),
     event("ncclDevKernel_AllReduce", "kernel", 550, 570),  # a norm, on the stream of compute
     event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 550, 650, 3),
-    event("cast_kernel", "kernel", 600, 640, 3),
-    event("adam", "kernel", 700, 900),
+    event("void zcompile::cuda::cast_kernel<float, __nv_bfloat16>", "kernel", 600, 640, 3),
+    event("void zcompile::cuda::adam_kernel<__nv_bfloat16>", "kernel", 700, 900),  # a step that writes copies
     event("adam", "kernel", 999.5, 1000),
 ]
 ON_CPU = [

@@ -11,7 +11,6 @@
 
 #include "../numerics.h"
 #include "queues.h"
-#include "types.h"
 
 namespace zcompile::cuda {
 
@@ -316,68 +315,30 @@ void Published::begin_renewal() {
 }
 
 bool Published::step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
-  if (in_backward() || model_.keeps()) return false;  // copies are still gathered
-  const auto is_whole = [](const at::Tensor& tensor) { return tensor.is_cuda() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous(); };
-  for (const auto& request : requests) {
-    const auto numel = request.master.numel();
-    for (const auto* tensor : {&request.master, &request.gradient, &request.exp_avg, &request.exp_avg_sq}) {
-      if (!is_whole(*tensor) || tensor->numel() != numel) return false;
-    }
-    if (!is_whole(request.count) || request.count.numel() != 1) return false;
-  }
+  if (in_backward() || model_.keeps() || !can_step(requests)) return false;  // in the first two, copies are still gathered
   if (!begun_) {
     place();
     if (arenas_.empty()) return false;
     old_ = true;
     begin_renewal();
   }
-  std::vector<Shard*> copies;
-  std::vector<StepItem> items;
-  const auto span = [](const void* begin, int64_t bytes) {
-    const auto address = reinterpret_cast<int64_t>(begin);
-    return Span{address, address + bytes};
-  };
+  std::vector<Shard*> shards;
+  std::vector<CopyPlace> copies;
   for (const auto& request : requests) {
-    const auto numel = request.master.numel();
-    auto* shard = request.master.const_data_ptr() == request.parameter->shard.const_data_ptr() ? copy_of(*request.parameter) : nullptr;
-    copies.push_back(shard);
-    items.push_back({numel, span(request.gradient.const_data_ptr(), numel * 4), {}});
-    if (shard) items.back().copy = span(shard->arena->at(model_.rank(), shard->offset_on(model_.rank())), numel * shard->width());
+    const bool is_shard = request.master.const_data_ptr() == request.parameter->shard.const_data_ptr();
+    auto* shard = shards.emplace_back(is_shard ? copy_of(*request.parameter) : nullptr);
+    copies.push_back(shard ? CopyPlace{shard->arena->at(model_.rank(), shard->offset_on(model_.rank())), shard->dtype} : CopyPlace{});
   }
-  const auto order = order_step(items, gradients_besides(requests));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   auto event = pool_->take();
   event.record(work_.stream());  // ranks have met
   event.block(stream);
   pool_->give(std::move(event));
-  const auto copy_at = [&](const StepPart& part) {
-    return reinterpret_cast<char*>(items[part.item].copy.begin) + part.begin * copies[part.item]->width();
-  };
-  for (const auto& round : order.rounds) {
-    std::map<Type, std::vector<AdamEntry>> launches;
-    for (const auto& part : round) {
-      const auto& request = requests[part.item];
-      launches[part.writes ? *kernel_type(copies[part.item]->dtype) : Type::f32].push_back(
-          {request.master.mutable_data_ptr<float>() + part.begin, request.gradient.const_data_ptr<float>() + part.begin,
-           request.exp_avg.mutable_data_ptr<float>() + part.begin, request.exp_avg_sq.mutable_data_ptr<float>() + part.begin,
-           request.count.const_data_ptr<float>(), part.writes ? copy_at(part) : nullptr, part.end - part.begin});
-    }
-    for (const auto& [type, entries] : launches) {
-      C10_CUDA_CHECK(launch_adam(type, settings, entries.data(), static_cast<int>(entries.size()), stream));
-    }
-  }
-  std::map<Type, std::vector<Cast>> casts;
-  for (const auto& part : order.casts) {
-    casts[*kernel_type(copies[part.item]->dtype)].push_back(
-        {requests[part.item].master.const_data_ptr<float>() + part.begin, copy_at(part), part.end - part.begin});
-  }
-  for (const auto& [type, entries] : casts) {
-    C10_CUDA_CHECK(launch_cast(Type::f32, type, entries.data(), static_cast<int>(entries.size()), stream));
-  }
+  const auto is_copied = launch_step(requests, settings, copies, gradients_besides(requests), stream);
   for (size_t at = 0; at < requests.size(); ++at) {
-    if (!order.is_copied[at]) continue;
-    copies[at]->stepped = requests[at].master.const_data_ptr();
-    copies[at]->version = requests[at].parameter->master_version();
+    if (!is_copied[at]) continue;
+    shards[at]->stepped = requests[at].master.const_data_ptr();
+    shards[at]->version = requests[at].parameter->master_version();
   }
   return true;
 }
@@ -399,8 +360,7 @@ std::vector<Span> Published::gradients_besides(c10::ArrayRef<AdamRequest> reques
     const auto gradient = lent.lock();
     if (!gradient) return true;
     const bool alone = stepped.contains(gradient.get()) && gradient.use_count() == 2;  // the tensor, and `gradient`
-    const auto begin = reinterpret_cast<int64_t>(gradient->data());
-    if (!alone) besides.push_back({begin, begin + static_cast<int64_t>(gradient->nbytes())});
+    if (!alone) besides.push_back(span_of(gradient->data(), static_cast<int64_t>(gradient->nbytes())));
     return alone;
   });
   return besides;

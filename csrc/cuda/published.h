@@ -30,10 +30,10 @@
 
 #include "../lending.h"
 #include "../runtime.h"
-#include "../step_order.h"
 #include "composed.h"
 #include "fan.h"
 #include "reducer.h"
+#include "step.h"
 
 namespace zcompile::cuda {
 
