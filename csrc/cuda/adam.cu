@@ -7,8 +7,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-constexpr int unroll = 2;  // accesses to each of four tensors in flight
-constexpr int tile = threads * vector * unroll;
+constexpr int tile = threads * vector;
 
 struct AdamBatch {
   AdamEntry items[entries];
@@ -48,29 +47,21 @@ __device__ void step_tile(const AdamEntry& entry, const AdamSettings& settings, 
   auto* copy = entry.copy ? static_cast<To*>(entry.copy) + begin : nullptr;
   const auto numel = min(static_cast<int64_t>(tile), entry.numel - begin);
   if (numel == tile && aligned(master) && aligned(gradient) && aligned(exp_avg) && aligned(exp_avg_sq) && aligned(copy)) {
-    Pack<float> masters[unroll], gradients[unroll], firsts[unroll], seconds[unroll];
+    const int at = threadIdx.x * vector;
+    auto masters = load(master + at);
+    const auto gradients = load(gradient + at);
+    auto firsts = load(exp_avg + at);
+    auto seconds = load(exp_avg_sq + at);
+    Pack<To> copies;
 #pragma unroll
-    for (int step = 0; step < unroll; ++step) {
-      const int at = (step * threads + threadIdx.x) * vector;
-      masters[step] = load(master + at);
-      gradients[step] = load(gradient + at);
-      firsts[step] = load(exp_avg + at);
-      seconds[step] = load(exp_avg_sq + at);
+    for (int lane = 0; lane < vector; ++lane) {
+      update(settings, bias, masters.values[lane], gradients.values[lane], firsts.values[lane], seconds.values[lane]);
+      copies.values[lane] = narrow<To>(masters.values[lane]);
     }
-#pragma unroll
-    for (int step = 0; step < unroll; ++step) {
-      const int at = (step * threads + threadIdx.x) * vector;
-      Pack<To> copies;
-#pragma unroll
-      for (int lane = 0; lane < vector; ++lane) {
-        update(settings, bias, masters[step].values[lane], gradients[step].values[lane], firsts[step].values[lane], seconds[step].values[lane]);
-        copies.values[lane] = narrow<To>(masters[step].values[lane]);
-      }
-      store(master + at, masters[step]);
-      store(exp_avg + at, firsts[step]);
-      store(exp_avg_sq + at, seconds[step]);
-      if (copy) store(copy + at, copies);
-    }
+    store(master + at, masters);
+    store(exp_avg + at, firsts);
+    store(exp_avg_sq + at, seconds);
+    if (copy) store(copy + at, copies);
     return;
   }
   for (int at = threadIdx.x; at < numel; at += threads) {
@@ -81,18 +72,12 @@ __device__ void step_tile(const AdamEntry& entry, const AdamSettings& settings, 
 
 template <typename To>
 __global__ void __launch_bounds__(threads) adam_kernel(const __grid_constant__ AdamBatch batch, const __grid_constant__ AdamSettings settings) {
+  const int at = entry_of(batch, blockIdx.x);
+  const auto& entry = batch.items[at];
   __shared__ Bias bias;
-  int before = -1;
-  for (int at = blockIdx.x; at < batch.first_tile[batch.count]; at += gridDim.x) {
-    const int entry = entry_of(batch, at);
-    if (entry != before) {  // the same for all threads
-      __syncthreads();
-      if (threadIdx.x == 0) bias = bias_of(settings, *batch.items[entry].count);
-      __syncthreads();
-      before = entry;
-    }
-    step_tile<To>(batch.items[entry], settings, bias, static_cast<int64_t>(at - batch.first_tile[entry]) * tile);
-  }
+  if (threadIdx.x == 0) bias = bias_of(settings, *entry.count);
+  __syncthreads();
+  step_tile<To>(entry, settings, bias, static_cast<int64_t>(blockIdx.x - batch.first_tile[at]) * tile);
 }
 
 }  // namespace
@@ -100,8 +85,8 @@ __global__ void __launch_bounds__(threads) adam_kernel(const __grid_constant__ A
 cudaError_t launch_adam(Type copy, const AdamSettings& settings, const AdamEntry* items, int count, cudaStream_t stream) {
   return in_batches<AdamBatch>(
       items, count, tile, &AdamBatch::items, [](const AdamEntry& entry) { return entry.numel; },
-      [&](const AdamBatch& batch, int blocks) {
-        with_type(copy, [&]<typename To>() { adam_kernel<To><<<blocks, threads, 0, stream>>>(batch, settings); });
+      [&](const AdamBatch& batch, int tiles) {
+        with_type(copy, [&]<typename To>() { adam_kernel<To><<<tiles, threads, 0, stream>>>(batch, settings); });
       });
 }
 

@@ -13,7 +13,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-constexpr int unroll = 8;  // accesses of one cast in flight
+constexpr int unroll = 2;  // accesses of one cast in flight
 constexpr int tile = threads * vector * unroll;
 
 struct CastBatch {
@@ -45,13 +45,12 @@ __device__ void cast_tile(const Cast& entry, int64_t begin) {
 
 template <typename From, typename To>
 __global__ void __launch_bounds__(threads) cast_kernel(const __grid_constant__ CastBatch batch) {
-  for (int at = blockIdx.x; at < batch.first_tile[batch.count]; at += gridDim.x) {
-    const int entry = entry_of(batch, at);
-    cast_tile<From, To>(batch.casts[entry], static_cast<int64_t>(at - batch.first_tile[entry]) * tile);
-  }
+  const int entry = entry_of(batch, blockIdx.x);
+  cast_tile<From, To>(batch.casts[entry], static_cast<int64_t>(blockIdx.x - batch.first_tile[entry]) * tile);
 }
 
-constexpr int mean_steps = 4;  // accesses of one thread of a sum, so that reads of several rows are in flight
+constexpr int mean_steps = 2;  // accesses of one thread to each row of a sum
+constexpr int mean_tile = threads * vector * mean_steps;
 
 struct Rows {
   const void* rows[max_ranks];
@@ -73,6 +72,8 @@ template <typename In, typename Out, bool with_squares>
 __global__ void __launch_bounds__(threads)
     mean_kernel(const __grid_constant__ Rows rows, const Out* base, Out* out, int64_t numel, float divisor, double* squares, bool all_aligned) {
   constexpr int steps = mean_steps;
+  const auto begin = static_cast<int64_t>(blockIdx.x) * mean_tile;
+  const auto left = min(static_cast<int64_t>(mean_tile), numel - begin);
   double own_squares = 0;
   const auto result = [&](float sum, Out before) {
     auto found = narrow<Out>(__fdiv_rn(sum, divisor));
@@ -83,12 +84,11 @@ __global__ void __launch_bounds__(threads)
     }
     return found;
   };
-  const int64_t packs = all_aligned ? numel / (threads * vector * steps) * threads * steps : 0;
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * threads * steps; begin < packs; begin += static_cast<int64_t>(gridDim.x) * threads * steps) {
+  if (all_aligned && left == mean_tile) {
     float sum[steps][vector];
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      const auto head = load(static_cast<const In*>(rows.rows[0]) + (begin + step * threads + threadIdx.x) * vector);
+      const auto head = load(static_cast<const In*>(rows.rows[0]) + begin + (step * threads + threadIdx.x) * vector);
 #pragma unroll
       for (int lane = 0; lane < vector; ++lane) sum[step][lane] = widen(head.values[lane]);
     }
@@ -96,25 +96,26 @@ __global__ void __launch_bounds__(threads)
     for (int row = 1; row < rows.count; ++row) {
 #pragma unroll
       for (int step = 0; step < steps; ++step) {
-        const auto next = load(static_cast<const In*>(rows.rows[row]) + (begin + step * threads + threadIdx.x) * vector);
+        const auto next = load(static_cast<const In*>(rows.rows[row]) + begin + (step * threads + threadIdx.x) * vector);
 #pragma unroll
         for (int lane = 0; lane < vector; ++lane) sum[step][lane] += widen(next.values[lane]);
       }
     }
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
+      const auto at = begin + (step * threads + threadIdx.x) * vector;
       Pack<Out> before{}, written;
-      if (base) before = load(base + (begin + step * threads + threadIdx.x) * vector);
+      if (base) before = load(base + at);
 #pragma unroll
       for (int lane = 0; lane < vector; ++lane) written.values[lane] = result(sum[step][lane], before.values[lane]);
-      store(out + (begin + step * threads + threadIdx.x) * vector, written);
+      store(out + at, written);
     }
-  }
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * threads;
-  for (int64_t at = packs * vector + static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; at < numel; at += stride) {
-    float sum = widen(static_cast<const In*>(rows.rows[0])[at]);
-    for (int row = 1; row < rows.count; ++row) sum += widen(static_cast<const In*>(rows.rows[row])[at]);
-    out[at] = result(sum, base ? base[at] : Out());
+  } else {
+    for (auto at = begin + threadIdx.x; at < begin + left; at += threads) {
+      float sum = widen(static_cast<const In*>(rows.rows[0])[at]);
+      for (int row = 1; row < rows.count; ++row) sum += widen(static_cast<const In*>(rows.rows[row])[at]);
+      out[at] = result(sum, base ? base[at] : Out());
+    }
   }
   if constexpr (with_squares) add_over_block(own_squares, squares + blockIdx.x);
 }
@@ -122,6 +123,11 @@ __global__ void __launch_bounds__(threads)
 // --- rows of a matrix -------------------------------------------------------------------------------------------------
 
 constexpr int warps = threads / 32;
+
+int blocks_for(int64_t tiles) {
+  constexpr int64_t most = 132 * 8;  // as many as an H200 runs at once
+  return static_cast<int>(std::min(tiles, most));
+}
 
 template <typename Word>
 __global__ void __launch_bounds__(threads) read_rows_kernel(
@@ -282,22 +288,20 @@ struct CopyBatch {
 constexpr int64_t copy_tile = threads * 16 * 4;
 
 __global__ void __launch_bounds__(threads) pull_kernel(const __grid_constant__ CopyBatch batch) {
-  for (int at = blockIdx.x; at < batch.first_tile[batch.count]; at += gridDim.x) {
-    const int entry = entry_of(batch, at);
-    const auto& copy = batch.copies[entry];
-    const int64_t begin = static_cast<int64_t>(at - batch.first_tile[entry]) * copy_tile;
-    const auto* from = static_cast<const char*>(copy.from) + begin;
-    auto* to = static_cast<char*>(copy.to) + begin;
-    const int64_t bytes = min(copy_tile, static_cast<int64_t>(copy.bytes) - begin);
-    int64_t done = 0;
-    if (aligned(from) && aligned(to)) {
-      for (int64_t word = threadIdx.x; word < bytes / 16; word += threads) {
-        reinterpret_cast<uint4*>(to)[word] = reinterpret_cast<const uint4*>(from)[word];
-      }
-      done = bytes / 16 * 16;
+  const int entry = entry_of(batch, blockIdx.x);
+  const auto& copy = batch.copies[entry];
+  const int64_t begin = static_cast<int64_t>(blockIdx.x - batch.first_tile[entry]) * copy_tile;
+  const auto* from = static_cast<const char*>(copy.from) + begin;
+  auto* to = static_cast<char*>(copy.to) + begin;
+  const int64_t bytes = min(copy_tile, static_cast<int64_t>(copy.bytes) - begin);
+  int64_t done = 0;
+  if (aligned(from) && aligned(to)) {
+    for (int64_t word = threadIdx.x; word < bytes / 16; word += threads) {
+      reinterpret_cast<uint4*>(to)[word] = reinterpret_cast<const uint4*>(from)[word];
     }
-    for (int64_t byte = done + threadIdx.x; byte < bytes; byte += threads) to[byte] = from[byte];
+    done = bytes / 16 * 16;
   }
+  for (int64_t byte = done + threadIdx.x; byte < bytes; byte += threads) to[byte] = from[byte];
 }
 
 __global__ void trap_kernel() {
@@ -325,16 +329,15 @@ void with_words(int64_t row_bytes, bool all_aligned, Run run) {
 cudaError_t launch_cast(Type from, Type to, const Cast* casts, int count, cudaStream_t stream) {
   return in_batches<CastBatch>(
       casts, count, tile, &CastBatch::casts, [](const Cast& entry) { return entry.numel; },
-      [&](const CastBatch& batch, int blocks) {
+      [&](const CastBatch& batch, int tiles) {
         with_type(from, [&]<typename From>() {
-          with_type(to, [&]<typename To>() { cast_kernel<From, To><<<blocks, threads, 0, stream>>>(batch); });
+          with_type(to, [&]<typename To>() { cast_kernel<From, To><<<tiles, threads, 0, stream>>>(batch); });
         });
       });
 }
 
 int blocks_of_mean(int64_t numel) {
-  constexpr int64_t per_block = threads * vector * mean_steps;
-  return blocks_for((numel + per_block - 1) / per_block);
+  return static_cast<int>((numel + mean_tile - 1) / mean_tile);
 }
 
 cudaError_t launch_mean(Type in, Type out, const void* const* rows, int count, const void* base, void* result, int64_t numel,
@@ -429,7 +432,7 @@ cudaError_t launch_mean_rows(Type in, Type out, const Pieces& spread, int ranks,
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream) {
   return in_batches<CopyBatch>(
       copies, count, copy_tile, &CopyBatch::copies, [](const Copy& copy) { return copy.bytes; },
-      [&](const CopyBatch& batch, int blocks) { pull_kernel<<<blocks, threads, 0, stream>>>(batch); });
+      [&](const CopyBatch& batch, int tiles) { pull_kernel<<<tiles, threads, 0, stream>>>(batch); });
 }
 
 cudaError_t launch_trap(cudaStream_t stream) {

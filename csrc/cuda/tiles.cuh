@@ -41,7 +41,7 @@ template <int width = vector, typename T>
 __device__ Pack<T, width> load(const T* from) {
   using Word = WordOf<sizeof(Pack<T, width>)>;
   Pack<T, width> pack;
-  *reinterpret_cast<Word*>(&pack) = __ldcs(reinterpret_cast<const Word*>(from));  // read once
+  *reinterpret_cast<Word*>(&pack) = *reinterpret_cast<const Word*>(from);
   return pack;
 }
 
@@ -69,12 +69,8 @@ __device__ int entry_of(const Batch& batch, int tile) {
   return low;
 }
 
-inline int blocks_for(int64_t tiles) {
-  constexpr int64_t most = 132 * 8;  // as many as an H200 runs at once; more would only wait
-  return static_cast<int>(std::min(tiles, most));
-}
-
-// Calls `launch(batch, tiles)` for every `entries` of the `count` items, of `size_of(item)` units each.
+// Calls `launch(batch, tiles)` for every `entries` of the `count` items, of `size_of(item)` units each. A block has one tile: with
+// fewer blocks that go on to further tiles, memory is idle while a block goes on.
 template <typename Batch, typename Item, typename SizeOf, typename Launch>
 cudaError_t in_batches(const Item* items, int count, int64_t per_tile, Item (Batch::*member)[entries], SizeOf size_of,
                        Launch launch) {
@@ -87,7 +83,7 @@ cudaError_t in_batches(const Item* items, int count, int64_t per_tile, Item (Bat
       batch.first_tile[at + 1] = batch.first_tile[at] + static_cast<int>(tiles);
     }
     const int tiles = batch.first_tile[batch.count];
-    if (tiles > 0) launch(batch, blocks_for(tiles));
+    if (tiles > 0) launch(batch, tiles);
     const auto error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
