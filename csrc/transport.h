@@ -111,8 +111,8 @@ class Transport {
   virtual void finish_backward() {}
   // Masters may change from now on, after micro-steps between which they did not.
   virtual void finish_keeping() {}
-  // Steps, and while it does so makes ready what the next gather would have to. Gradients that nobody else holds may be overwritten.
-  // False, and nothing is done, where the transport has no better way than torch.
+  // Steps, and while it does so makes ready what the next gather would have to. Gradients may be overwritten but for
+  // those whose memory another tensor has. False, and nothing is stepped, where the transport has no better way than torch.
   virtual bool step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
   // Makes ready what the next gather would have to. All ranks call it, or none.
   virtual void renew() {}

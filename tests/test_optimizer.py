@@ -1,7 +1,10 @@
 """zcompile.fuse_optimizer on CPU ranks, where steps are torch's; tests/test_gpu.py has those of the transport."""
 
 import functools
+import gc
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
+import zcompile.optimizer
 from models import Transformer
 from reference import compiled, lm_loss
+from zcompile.sharding import state_of
 
 
 def curve(rank, fuse, make, closures):
@@ -75,3 +80,104 @@ def refuses(rank, world):
 
 def test_what_cannot_be_fused_is_an_error(ranks):
     ranks(2).run(refuses)
+
+
+class Writing:
+    """Stands in for a transport whose steps write copies: where gradients lie, as they may."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def step(self, indices, tensors, lr, beta1, beta2, weight_decay, eps):
+        parameters, gradients, averages, squares, counts = tensors
+        settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
+        torch._fused_adamw_(parameters, gradients, averages, squares, [], counts, **settings, amsgrad=False, maximize=False)
+        for gradient in gradients:
+            gradient.fill_(7)
+        self.steps += 1
+        return True
+
+
+def writes(make_state, models, optimizer):
+    """The stand-ins, in the place of the transports that `models` are on."""
+    found = [Writing() for _ in models]
+    for model, writing in zip(models, found, strict=True):
+        zcompile.optimizer.state_of = lambda model, writing=writing: SimpleNamespace(parameters=make_state(model).parameters, runtime=writing)
+        zcompile.fuse_optimizer(model, optimizer)
+    zcompile.optimizer.state_of = make_state
+    return found
+
+
+def pair():
+    torch.manual_seed(0)
+    return [zcompile.shard(nn.Linear(6, 5)) for _ in range(2)]
+
+
+def train(models, optimizer, steps):
+    for step in range(steps):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+        sum(model(x).square().mean() for model in models).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.to_local().detach().clone() for model in models for parameter in model.parameters()]
+
+
+def parameters_of(models):
+    return [parameter for model in models for parameter in model.parameters()]
+
+
+def gives_gradients_up_at_once(rank, world):
+    models = pair()
+    optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
+    written = writes(state_of, models, optimizer)
+    optimizer.register_step_post_hook(lambda *_: [parameter.grad for parameter in parameters_of(models)].count(None) == 4 or 1 / 0)
+    found = train(models, optimizer, 3)
+    assert [one.steps for one in written] == [3, 3]
+    plain = pair()
+    for one, other in zip(found, train(plain, torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True), 3), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_are_gone_when_hooks_run(ranks):
+    """Of two models with one optimizer, each on a transport of its own."""
+    ranks(2).run(gives_gradients_up_at_once)
+
+
+def leaves_to_torch(rank, world, changed):
+    models = pair()
+    optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
+    written = writes(state_of, models[:1], optimizer)
+    train(models, optimizer, 2)
+    optimizer.param_groups[0] |= changed
+    versions = [parameter._local_tensor._version for parameter in models[0].parameters()]
+    found = train(models, optimizer, 2)
+    assert [one.steps for one in written] == [2]
+    assert all(parameter._local_tensor._version > before for parameter, before in zip(models[0].parameters(), versions, strict=True))
+    plain = pair()
+    optimizer = torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True)
+    train(plain, optimizer, 2)
+    optimizer.param_groups[0] |= changed
+    for one, other in zip(found, train(plain, optimizer, 2), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_groups_that_change_are_torchs(ranks):
+    """As by a checkpoint's groups; and that masters move is told, since torch's kernel does not tell."""
+    ranks(2).run(leaves_to_torch, {"maximize": True})
+
+
+def is_freed(rank, world):
+    (model, _) = pair()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    torch.optim.lr_scheduler.LinearLR(zcompile.fuse_optimizer(model, optimizer))
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_is_freed_at_once(ranks):
+    ranks(2).run(is_freed)

@@ -6,7 +6,7 @@ fused kernel is taken, by a dispatch mode that lasts as long as the step.
 """
 
 import functools
-import types
+import weakref
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     """Let steps of `optimizer` write what the next forward gathers, and give up gradients as they go. No number changes.
 
     Peer to peer this saves a pass over all masters per step; over other transports, steps are torch's. In any case `step()` leaves
-    `.grad` of the model's parameters None, for their memory may be what it writes to: a gradient that is wanted afterwards must be
-    cloned before. Between a step and the next forward, change parameters by plain in-place operations under `torch.no_grad()`, or by
-    `load_state_dict`: what is written through `.data` or `torch._foreach_*` is noticed a step later. Schedulers, GradScaler, state and
+    `.grad` of the model's parameters None, already when hooks behind it run, for their memory may be what it writes to: a gradient
+    that is wanted afterwards must be cloned before. Between a step and the next forward, change parameters by plain in-place
+    operations under `torch.no_grad()`, or by `load_state_dict`: what is written through `.data`, by `torch._foreach_*` or by another
+    optimizer is not in that forward, but in the next one with a step or a backward before it. Schedulers, GradScaler, state and
     checkpoints of the optimizer are as ever; with GradScaler, and where Adam adds weight decay to the gradient, steps are torch's.
-    All ranks call it, or none.
+    All ranks call it, or none, and all ranks step.
 
     Args:
         model: sharded by `zcompile.shard`, on the transport that it will train on or not.
@@ -45,18 +46,23 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     for group in optimizer.param_groups:
         if not group["fused"] or group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor):
             raise ValueError("zcompile.fuse_optimizer needs fused=True, and neither amsgrad, maximize nor a tensor as learning rate.")
-    if hasattr(optimizer.step, "fused_by_zcompile"):
-        return optimizer
     inner = optimizer.step
+    models = getattr(inner, "fused_by_zcompile", ())
+    if any(one is state for one in models):
+        return optimizer
+    unbound = getattr(inner, "__func__", None)
+    if unbound is None:  # a scheduler was there before
+        unbound = functools.wraps(inner)(lambda self: inner())
+    mode = StepMode(state)
 
-    @functools.wraps(inner)  # schedulers and others leave marks on it
-    def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+    @functools.wraps(unbound)  # schedulers and others leave marks on it
+    def fused(self: torch.optim.Optimizer, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with StepMode(state):
-            inner()
+        with mode:
+            unbound(self)
         ours = {id(sharded.parameter) for sharded in state.parameters.values()}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -64,8 +70,15 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
                     parameter.grad = None
         return loss
 
-    step.fused_by_zcompile = True
-    optimizer.step = types.MethodType(step, optimizer)  # a method, as schedulers expect
+    fused.fused_by_zcompile = (*models, state)
+    reference = weakref.ref(optimizer)  # nothing here may hold the optimizer, or it would hold itself, and with it its states
+
+    @functools.wraps(fused)
+    def step(closure: Any = None) -> Any:
+        return fused(reference(), closure)
+
+    step.__func__ = fused  # as of a method, which schedulers expect
+    optimizer.step = step
     return optimizer
 
 
@@ -75,21 +88,33 @@ class StepMode(TorchDispatchMode):
     def __init__(self, state: ShardedModel):
         super().__init__()
         self.state = state
+        self.writes_copies = False  # the transport, in some step
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None
-        if scaled or not (func is ADAMW or func is ADAM and kwargs["weight_decay"] == 0):
+        if func not in (ADAM, ADAMW):
             return func(*args, **kwargs)
         parameters, gradients, averages, squares, _, counts = args
         index_of = {id(sharded.parameter): sharded.index for sharded in self.state.parameters.values()}
         ours = {at: index_of[id(parameter)] for at, parameter in enumerate(parameters) if id(parameter) in index_of}
         tensors = [[_local(each[at]) for at in ours] for each in (parameters, gradients, averages, squares, counts)]
         settings = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
-        if ours and self.state.runtime.step(list(ours.values()), tensors, **settings):
+        if ours and _is_plain(func, kwargs) and self.state.runtime.step(list(ours.values()), tensors, **settings):
+            self.writes_copies = True
+            for at in ours:
+                parameters[at].grad = None  # at once: whoever wrote to it now, a hook or after an error, would write to copies
             args = tuple([one for at, one in enumerate(each) if at not in ours] for each in args)
+        elif self.writes_copies:
+            torch.autograd.graph.increment_version(tensors[0])  # torch's kernel does not, and copies of the step before would pass for new
         if args[0]:
             func(*args, **kwargs)
+
+
+def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the call is for what transports compute. Groups may have changed since, as by a checkpoint."""
+    if kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None or kwargs["amsgrad"] or kwargs["maximize"]:
+        return False
+    return func is ADAMW or kwargs["weight_decay"] == 0
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

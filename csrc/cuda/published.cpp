@@ -315,13 +315,13 @@ void Published::begin_renewal() {
 }
 
 bool Published::step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
-  if (in_backward() || model_.keeps() || !can_step(requests)) return false;  // in the first two, copies are still gathered
+  if (in_backward() || model_.keeps() || arenas_.empty()) return false;  // copies are still gathered, or there are none yet
   if (!begun_) {
     place();
-    if (arenas_.empty()) return false;
     old_ = true;
     begin_renewal();
   }
+  if (!can_step(requests)) return false;  // behind the meeting, for another rank's pieces may be such that it can
   std::vector<Shard*> shards;
   std::vector<CopyPlace> copies;
   for (const auto& request : requests) {
@@ -337,7 +337,7 @@ bool Published::step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& se
   const auto is_copied = launch_step(requests, settings, copies, gradients_besides(requests), stream);
   for (size_t at = 0; at < requests.size(); ++at) {
     if (!is_copied[at]) continue;
-    shards[at]->stepped = requests[at].master.const_data_ptr();
+    shards[at]->stepped = requests[at].master.storage().getWeakStorageImpl();
     shards[at]->version = requests[at].parameter->master_version();
   }
   return true;
@@ -351,7 +351,7 @@ Published::Shard* Published::copy_of(const Parameter& parameter) {
   return nullptr;
 }
 
-// Gradients in the place of shards that must stay: those that are not stepped with, and those that somebody else holds too.
+// Gradients in the place of shards that must stay: those that are not stepped with, and those whose memory another tensor has too.
 std::vector<Span> Published::gradients_besides(c10::ArrayRef<AdamRequest> requests) {
   std::set<const c10::StorageImpl*> stepped;
   for (const auto& request : requests) stepped.insert(request.gradient.storage().unsafeGetStorageImpl());
@@ -441,8 +441,9 @@ void Published::publish(uint32_t group) {
     shard->gathers_of_renewal = 0;
     const auto& master = shard->parameter->shard;
     const auto version = std::exchange(shard->version, shard->parameter->master_version());
-    const auto* stepped = std::exchange(shard->stepped, nullptr);
-    if (master.numel() == 0 || (stepped && stepped == master.const_data_ptr() && version == shard->version)) continue;
+    const auto stepped = std::exchange(shard->stepped, std::nullopt);
+    const bool is_copied = stepped && stepped->lock().get() == master.storage().unsafeGetStorageImpl() && version == shard->version;
+    if (is_copied || master.numel() == 0) continue;
     from.push_back(master.reshape({-1}));
     to.push_back(over(
         shard->arena->at(model_.rank(), shard->offset_on(model_.rank())), {master.numel()},

@@ -25,6 +25,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -79,7 +80,7 @@ class Published {
     int64_t gathers_of_renewal = 0;  // outside of backward, since the last renewal
     std::optional<int64_t> gathers_of_forward;  // fewest between two backwards
     uint64_t version = 0;  // of the master when it was published
-    const void* stepped = nullptr;  // the master from whose step the copy is, until it is published
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> stepped;  // the master from whose step the copy is, until it is published
 
     int64_t width() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
     int64_t bytes() const { return parameter->chunk * width(); }
