@@ -45,7 +45,7 @@ profile: install
 # On a CPU two files at a time, for a file's ranks also wait: for one another, for time limits and for compilers. Tests on GPUs want them to themselves.
 test: install
 	gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $$((gpus ? 0 : 2)) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $$((gpus ? 0 : 2)) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clean:
 	rm -rf build out .pytest_cache *.egg-info zcompile/_C.*.so

@@ -21,6 +21,14 @@ from ranks import Ranks  # noqa: E402
 EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions")))
 
 
+# Files that take minutes, longest first: workers take whole files in this order, and one that came last would run alone.
+LONG = ("test_deepspeed.py", "test_profile.py", "test_deepspeed_step.py", "test_training.py", "test_numerics.py", "test_fuzz.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 def pytest_sessionstart(session):
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     session.at_work = open(EXTENSIONS / "at_work", "w")  # open, and so locked, to the end of the session
