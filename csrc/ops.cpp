@@ -39,8 +39,21 @@ Parameter* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const
   return &parameter;
 }
 
+// [Note: writes to a full parameter are lost]
+// A gathered parameter is a copy. An in-place write to it raises its version counter, which outlives it, so the next
+// gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own.
+void refuse_lost_writes(const Parameter& parameter) {
+  TORCH_CHECK(
+      !parameter.version_of_full || parameter.version_of_full->current_version() == 0, "zcompile: parameter '",
+      parameter.name, "' was modified in place through its owning module on rank ", parameter.model->rank(),
+      ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), or "
+      "initialise before zcompile.shard().");
+}
+
 Parameter* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
-  return find_with_shape(shard, shape, "gather");
+  auto* parameter = find_with_shape(shard, shape, "gather");
+  refuse_lost_writes(*parameter);
+  return parameter;
 }
 
 // Shapes of several tensors travel through a schema as one list: the sizes, and how many of them each tensor has.
@@ -217,21 +230,9 @@ void attach_shared_backward(Parameter& parameter, const at::Tensor& shard, const
   parameter.backward.insert_or_assign(full.scalar_type(), NodeTraits<NodePtr>::weak(node));
 }
 
-// [Note: writes to a full parameter are lost]
-// A gathered parameter is a copy. An in-place write to it raises its version counter, which outlives it, so the next
-// gather can tell.
-void refuse_lost_writes(Parameter& parameter) {
-  TORCH_CHECK(
-      !parameter.version_of_full || parameter.version_of_full->current_version() == 0, "zcompile: parameter '",
-      parameter.name, "' was modified in place through its owning module on rank ", parameter.model->rank(),
-      ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), or "
-      "initialise before zcompile.shard().");
-}
-
 at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
   Parameter* parameter = is_real(shard) ? &find_parameter(shard) : nullptr;
-  if (parameter) refuse_lost_writes(*parameter);
   at::Tensor full;
   {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -265,6 +265,14 @@ def lost_write(rank, world):
     raises(RuntimeError, f"'weight' was modified in place .* on rank {rank}", lambda: model(torch.ones(1, 3)))
 
 
+def lost_write_beside_compiled(rank, world):
+    model = torch.compile(zcompile.shard(nn.Linear(3, 4)), backend="zcompile", options={"inner": "aot_eager"})
+    model(torch.ones(1, 3)).sum().backward()
+    with torch.no_grad():
+        nn.init.zeros_(model.weight)
+    raises(RuntimeError, f"'weight' was modified in place .* on rank {rank}", lambda: model(torch.ones(1, 3)))
+
+
 class Renormalised(nn.Linear):
     def forward(self, x):
         with torch.no_grad():
@@ -277,7 +285,7 @@ def compiled_write(rank, world):
     raises(Exception, "modifies parameter .* in place", lambda: model(torch.ones(1, 3)))
 
 
-@pytest.mark.parametrize("job", [lost_write, compiled_write])
+@pytest.mark.parametrize("job", [lost_write, lost_write_beside_compiled, compiled_write])
 def test_writes_that_would_be_lost(ranks, job):
     ranks(2).run(job)
 
