@@ -96,7 +96,7 @@ def _optimizers(parameters: dict[str, nn.Parameter]) -> Exception | None:
             for parameter in group["params"]:
                 if id(parameter) in names:
                     return RuntimeError(
-                        f"zcompile.shard: a {type(item).__name__} built before holds parameter '{names[id(parameter)]}' "
+                        f"zcompile.shard: an optimizer ({type(item).__name__}) built before holds parameter '{names[id(parameter)]}' "
                         f"(rank {dist.get_rank()}) and would update the unsharded copy. Build the optimizer after zcompile.shard."
                     )
     return None

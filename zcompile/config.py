@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._inductor import config as inductor_config
+
 from zcompile.hardware import Link
 from zcompile.passes import OPTIONAL, Plan
 from zcompile.transport import TRANSPORTS
@@ -75,6 +77,11 @@ class Settings:
         settings = cls(**(options or {}))
         if not isinstance(settings.inductor, Mapping):
             raise ValueError(f"zcompile: option 'inductor' must be a mapping of Inductor's settings, not {settings.inductor!r}.")
+        if strange := [name for name in settings.inductor if not hasattr(inductor_config, name)]:
+            raise ValueError(
+                f"zcompile: option 'inductor' has {', '.join(map(repr, strange))}, which Inductor does not know; torch._inductor.list_options() "
+                "lists its settings."
+            )
         if settings.inductor.get("shape_padding") and not settings.inductor.get("force_shape_pad"):
             raise ValueError(
                 "zcompile: Inductor's 'shape_padding' decides by measuring, which differs between ranks; set 'force_shape_pad' "
@@ -97,7 +104,7 @@ class Settings:
             given = getattr(settings, one.name)
             if one.name.endswith("_bytes") and not (given is None and one.default is None):
                 if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-                    raise ValueError(f"zcompile: option {one.name!r} must be at least 0, not {given!r}.")
+                    raise ValueError(f"zcompile: option {one.name!r} must be a whole number of bytes, at least 0, not {given!r}.")
         return settings
 
     def plan(self, link: Link, free_bytes: int) -> Plan:

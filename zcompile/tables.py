@@ -39,6 +39,11 @@ def text_of(explained: Explanation, width: int = 140, rows: int = ROWS) -> str:
             f"Micro-steps inside of zcompile.accumulate share what is gathered, {explained.shared_bytes / gib:.2f} GiB: {first:.1f} ms for the "
             f"first, {later:.1f} ms for each other."
         )
+    if any(graph.gathers for graph in explained.graphs):
+        console.print(
+            "starts, arrives, dies: by number of node, where a gather starts, is waited for, and has its last reader. Those of one bucket travel "
+            "together, and its times are shared out by bytes."
+        )
     console.print(f"AdamW, fp32: {explained.optimizer_ms:.2f} ms. Figures of the machine: {explained.rests_on}.")
     return console.file.getvalue()
 

@@ -1,6 +1,7 @@
 """What is trained: a built-in decoder in several sizes, a Hugging Face config with random weights, or a user's own module."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -183,6 +184,8 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
 
 def _read_config(name: str) -> Any:
     known = f"built in are {', '.join(SIZES)}; anything else must be a Hugging Face config"
+    if re.fullmatch(r"[\d.]+[kmbt]", name.lower()) and not Path(name).exists():  # a size, which no hub need be asked for
+        raise BadInput(f"no model of size {name!r}: {known}")
     try:
         from transformers import AutoConfig
     except ImportError:
