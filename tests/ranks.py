@@ -2,6 +2,7 @@
 
 import datetime
 import faulthandler
+import gc
 import importlib
 import itertools
 import os
@@ -100,6 +101,8 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
         torch.manual_seed(0)
         try:
             function = importlib.import_module(module)
+            gc.collect()
+            gc.freeze()  # torch's and other modules' objects, of which each collection would take a third of a second; DeepSpeed asks for many
             for part in name.split("."):
                 function = getattr(function, part)
             answer = True, function(rank, world, *args)
