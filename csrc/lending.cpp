@@ -15,6 +15,8 @@ Lending::Lending(std::vector<Place> places, int64_t bytes) : bytes_(bytes) {
 void Lending::renew() {
   lent_from_ = bytes_;
   alive_ = shards_.size();
+  reduces_ = 0;
+  for (auto& shard : shards_) shard.last_wait = 0;
 }
 
 void Lending::start_gather(size_t shard) {

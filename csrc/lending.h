@@ -31,7 +31,7 @@ class Lending {
   // Where shards lie in memory of `bytes`, in order; they are numbered so.
   Lending(std::vector<Place> places, int64_t bytes);
 
-  // All shards are needed again, and no gradient lies here any more.
+  // All shards are needed again, and no gradient lies here any more. What a backward that raised has counted is forgotten.
   void renew();
   // Whether the shard may not be gathered from here any more: the same on every rank.
   bool is_dead(size_t shard) const { return shard >= alive_; }

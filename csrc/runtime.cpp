@@ -388,12 +388,13 @@ void Model::forget_squares() {
 
 void Model::note_backward() {
   const int64_t id = torch::autograd::get_current_graph_task_id();
-  if (id == -1) return;
   {
     std::lock_guard lock(mutex_);
     if (backward_id_ == id) return;
     backward_id_ = id;
   }
+  Registry::instance().abandon(*this);  // of a forward or backward that raised: a graph waits for all that it starts
+  if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_backward(); });
 }
 
@@ -529,7 +530,7 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::S
 }
 
 at::Tensor gather_kept_start(Parameter* parameter, at::ScalarType dtype) {
-  auto& model = *parameter->model;
+  auto& model = model_of(parameter);
   if (auto full = model.find_kept(*parameter, dtype); full.defined()) {
     Registry::instance().start({&model, nullptr, full, {}});
     return full;

@@ -166,7 +166,8 @@ class Model {
   std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
   void forget_squares();
 
-  // Called by every gather and reduce: the first of a backward asks autograd to tell when that backward ends.
+  // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends; that, and the
+  // first behind one, give up what is still in flight.
   void note_backward();
 
  private:
@@ -183,7 +184,7 @@ class Model {
   std::mutex mutex_;
   Stats stats_;
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> fulls_;
-  int64_t backward_id_ = -1;
+  int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none
   bool keeps_ = false;
   int64_t bytes_to_keep_ = 0;
 };

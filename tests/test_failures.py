@@ -375,6 +375,59 @@ def test_a_rank_that_dies_is_named_as_the_cause(ranks):
     assert "died" in dead
 
 
+RAISES = []  # not empty: `may_raise` raises
+
+
+@torch.library.custom_op("zcompile_tests::may_raise", mutates_args=())
+def may_raise(x: torch.Tensor) -> torch.Tensor:
+    if RAISES:
+        raise RuntimeError("broken on purpose")
+    return x.clone()
+
+
+may_raise.register_fake(torch.empty_like)
+may_raise.register_autograd(lambda context, grad: may_raise(grad))
+
+
+class MayRaise(nn.Module):
+    def forward(self, x):
+        return may_raise(x)
+
+
+def goes_on(rank, world, inner):
+    """Steps behind a backward that raised in the middle, while gathers were on their way, beside steps without it."""
+    curves, peaks = [], []
+    for raising in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(24, 24) for _ in range(6)]
+        model = zcompile.shard(nn.Sequential(*layers[:4], MayRaise(), *layers[4:]))
+        model = torch.compile(model, backend="zcompile", options={"inner": inner, "bucket_bytes": 0})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(rank))
+        curves.append([])
+        for step in range(5):
+            if step == 2 and raising:
+                loss = model(x).square().mean()
+                RAISES.append(step)
+                raises(RuntimeError, "broken on purpose", loss.backward)
+                RAISES.clear()
+                optimizer.zero_grad()
+            if step == 4:
+                zcompile.reset_stats(model)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curves[-1].append(loss.item())
+        peaks.append(zcompile.stats(model)["peak_full_bytes"])
+    assert curves[0] == curves[1] and peaks[0] == peaks[1], (curves, peaks)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_backward_that_raised_leaves_nothing(ranks, inner):
+    ranks(2).run(goes_on, inner)
+
+
 def test_backend_is_found_without_an_import():
     code = "import torch; assert 'zcompile' in torch._dynamo.list_backends(), torch._dynamo.list_backends()"
     subprocess.run([sys.executable, "-c", code], check=True)

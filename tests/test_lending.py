@@ -113,20 +113,47 @@ def test_gradients_lie_where_nobody_reads(surprises):
     assert sum(shares) / len(shares) > (0.1 if surprises else 0.3)
 
 
+COUNT = 32
+
+
+def many_shards():
+    return _C.Lending([(512 * at, 512 * (at + 1)) for at in range(COUNT)], 512 * COUNT)
+
+
+def backward_from_the_end(lending, until=0):
+    """Each parameter is gathered, read and reduced before the one in front of it; how many gradients got a place."""
+    lent = 0
+    for shard in reversed(range(until, COUNT)):
+        assert not lending.is_dead(shard)
+        lending.start_gather(shard)
+        lending.finish_gather(shard, in_backward=True)
+        lent += lending.lend(1024, lambda one: False) is not None
+        lending.count_reduces(1)
+    return lent
+
+
 def test_a_backward_from_the_end_fills_all_places():
-    """Each parameter is gathered, read and reduced before the one in front of it: half of the gradients, being twice as wide, fit."""
-    count = 32
-    lending = _C.Lending([(512 * at, 512 * (at + 1)) for at in range(count)], 512 * count)
+    """Half of the gradients, being twice as wide, fit."""
+    lending = many_shards()
     for step in range(3):
         lending.renew()
-        lent = 0
-        for shard in reversed(range(count)):
-            lending.start_gather(shard)
-            lending.finish_gather(shard, in_backward=True)
-            lent += lending.lend(1024, lambda one: False) is not None
-            lending.count_reduces(1)
+        lent = backward_from_the_end(lending)
         lending.finish_backward(stays=False)
-        assert lent == (0 if step == 0 else count // 2)
+        assert lent == (0 if step == 0 else COUNT // 2)
+
+
+def test_a_backward_that_raised_is_forgotten():
+    """Ranks that raised at different places learn the same from the next one, which finds all that it gathers."""
+    ranks = [many_shards() for _ in range(3)]
+    for step in range(4):
+        for rank, until in zip(ranks, (COUNT // 2, COUNT // 3, COUNT), strict=True):
+            rank.renew()
+            if step == 2:
+                backward_from_the_end(rank, until)
+                rank.renew()
+            assert backward_from_the_end(rank) == (0 if step == 0 else COUNT // 2)
+            rank.finish_backward(stays=False)
+        assert len({rank.learned() for rank in ranks}) == 1
 
 
 def test_ranks_that_learned_different_things_are_told_apart():
