@@ -21,8 +21,9 @@ from ranks import Ranks  # noqa: E402
 EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions")))
 
 
-# Files that take minutes, longest first: workers take whole files in this order, and one that came last would run alone.
-LONG = ("test_deepspeed.py", "test_profile.py", "test_deepspeed_step.py", "test_training.py", "test_numerics.py", "test_fuzz.py")
+# Files that take minutes, longest first: workers take whole files in this order, and one that came last would run alone. Not the two
+# that would wait for the same DeepSpeed op at the beginning.
+LONG = ("test_profile.py", "test_numerics.py", "test_deepspeed_step.py", "test_deepspeed.py", "test_fuzz.py", "test_training.py")
 
 
 def pytest_collection_modifyitems(items):
