@@ -22,7 +22,7 @@ LINEAR = torch.nn.functional.linear  # which DeepSpeed's zero.Init exchanges for
 
 
 class Ranks:
-    """`world` processes in one process group, gloo on CPU or NCCL with a GPU each. `run(function, ...)` calls a test module's function on all of them."""
+    """`world` processes in one process group, gloo on CPU or NCCL on GPUs. `run(function, ...)` calls a test module's function on all of them."""
 
     def __init__(self, world: int, backend: str = "gloo"):
         self.world = world
@@ -85,7 +85,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()  # says where a rank crashed
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        _take_gpu(rank, world)
     dist.init_process_group(
         backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2)
     )
@@ -109,6 +109,17 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
         except BaseException as error:
             answer = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         pipe.send(answer)
+
+
+def _take_gpu(rank: int, world: int) -> None:
+    """One for each rank; where there are fewer, several share one, which NCCL and symmetric memory allow if told so: slowly, and
+    NCCL over sockets, as between hosts."""
+    gpus = torch.cuda.device_count()
+    if gpus < world:
+        os.environ.update(
+            NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1"
+        )
+    torch.cuda.set_device(rank % gpus)
 
 
 def _close_groups(store) -> None:
