@@ -21,7 +21,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
-#include <array>
+#include <memory>
 #include <numeric>
 #include <tuple>
 
@@ -64,6 +64,12 @@ Want want_of_all(c10::ArrayRef<Request> requests) {
   }
   want.count = static_cast<int64_t>(requests.size());
   return want;
+}
+
+// Over memory that lives as long as anybody holds the tensor, such as a collective.
+at::Tensor tensor_of(std::vector<int64_t> values) {
+  auto held = std::make_shared<std::vector<int64_t>>(std::move(values));
+  return at::from_blob(held->data(), {static_cast<int64_t>(held->size())}, [held](void*) {}, at::kLong);
 }
 
 at::Tensor as_bytes(const at::Tensor& flat) {
@@ -365,11 +371,8 @@ class C10dTransport : public Transport {
 
   std::vector<Want> all_wants(const Want& mine, const std::string& name) {
     auto ranks = resolve(model_.groups().control);
-    std::array<int64_t, want_size> sent_values{
-        static_cast<int64_t>(mine.kind), mine.what, static_cast<int64_t>(mine.dtype), mine.count};
-    std::vector<int64_t> received_values(ranks->getSize() * want_size);
-    auto sent = at::from_blob(sent_values.data(), {want_size}, at::kLong);
-    auto received = at::from_blob(received_values.data(), {ranks->getSize() * want_size}, at::kLong);
+    const auto sent = tensor_of({static_cast<int64_t>(mine.kind), mine.what, static_cast<int64_t>(mine.dtype), mine.count});
+    const auto received = tensor_of(std::vector<int64_t>(ranks->getSize() * want_size));
     try {
       all_gather(*ranks, received, sent)->wait();
     } catch (const std::exception& error) {
@@ -379,10 +382,10 @@ class C10dTransport : public Transport {
           ", but other ranks did not answer: a rank stopped, or left the training loop early. ", error.what());
     }
     std::vector<Want> wants;
-    for (size_t at = 0; at < received_values.size(); at += want_size) {
+    const auto* values = received.const_data_ptr<int64_t>();
+    for (int64_t at = 0; at < received.numel(); at += want_size) {
       wants.push_back(
-          {static_cast<Kind>(received_values[at]), received_values[at + 1],
-           static_cast<at::ScalarType>(received_values[at + 2]), received_values[at + 3]});
+          {static_cast<Kind>(values[at]), values[at + 1], static_cast<at::ScalarType>(values[at + 2]), values[at + 3]});
     }
     return wants;
   }
