@@ -2,7 +2,7 @@
 
     python benchmarks/budget_sweep.py --budgets 4096,2048,1024,512,416 --figure docs/budget-2xH200.png -- --model 2b --steps 20
 
-A budget of B MiB is `gather_budget_bytes` and `persist_bytes` of B: what backward gathers again is kept from forward as far as it
+A budget of B MiB is `gather_budget_bytes` and `save_for_backward_bytes` of B: what backward gathers again is kept from forward as far as it
 goes. What follows `--` goes to `python -m zcompile.profile`, which runs each budget as an engine, one after the other.
 """
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 def engine(budget_mib: int) -> str:
     """The name that the profiler has for zcompile under this budget."""
-    return f"zcompile:gather_budget_bytes={budget_mib * MIB}:persist_bytes={budget_mib * MIB}"
+    return f"zcompile:gather_budget_bytes={budget_mib * MIB}:save_for_backward_bytes={budget_mib * MIB}"
 
 
 def swept(results: dict[str, Any], budgets_mib: list[int]) -> list[tuple[int, dict[str, Any]]]:
@@ -42,7 +42,9 @@ def draw(found: list[tuple[int, dict[str, Any]]]) -> Figure:
     figure = Figure(figsize=(6, 5), layout="constrained")
     memory, time = figure.subplots(2, 1, sharex=True)
     memory.plot(budgets, peaks, "o-", label="measured peak")
-    memory.plot(budgets, [peaks[-1] - full + min(budget, full) for budget in budgets], "k:", label="as the budget falls")
+    memory.plot(
+        budgets, [peaks[-1] - full + min(budget, full) for budget in budgets], "k:", label="as the budget falls"
+    )
     if all(one.get("plan") for _, one in found):
         memory.plot(budgets, [one["plan"]["peak_bytes"] / MIB for _, one in found], "x", label="predicted")
     memory.set_ylabel("MiB, one rank")
@@ -59,7 +61,12 @@ def draw(found: list[tuple[int, dict[str, Any]]]) -> Figure:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budgets", required=True, type=lambda text: [int(one) for one in text.split(",")], help="MiB, with commas between them")
+    parser.add_argument(
+        "--budgets",
+        required=True,
+        type=lambda text: [int(one) for one in text.split(",")],
+        help="MiB, with commas between them",
+    )
     parser.add_argument("--figure", required=True, type=Path, help="the PNG to write")
     parser.add_argument("--output", type=Path, default=Path("out/budgets"), help="the profiler's folder")
     parser.add_argument("profile", nargs="*", help="for the profiler, behind --")

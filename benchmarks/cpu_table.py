@@ -1,6 +1,6 @@
 """What the table of a CPU in zcompile/hardware.py holds, measured on this machine, one thread a rank.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/cpu_table.py
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/cpu_table.py
 """
 
 import statistics
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from zcompile.sharding import state_of
+from zcompile.sharding.model_state import state_of
 
 
 def seconds(run: Callable[[], object], count: int = 20) -> float:

@@ -61,7 +61,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         theirs, ours = (statistics.median(column) for column in zip(*times))
         print(f"plain torch.compile: {theirs:.0f} us a step; sharded, loopback transport: {ours:.0f} us a step")
-        print(f"added per parameter and step: median {quartiles[1]:.1f} us, quartiles {quartiles[0]:.1f} to {quartiles[2]:.1f}")
+        print(
+            f"added per parameter and step: median {quartiles[1]:.1f} us, quartiles {quartiles[0]:.1f} to {quartiles[2]:.1f}"
+        )
     dist.destroy_process_group()
 
 

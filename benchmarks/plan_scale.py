@@ -1,6 +1,6 @@
 """How long planning takes by size of the graph: all schedule passes and their checks, and tracing beside them.
 
-    python benchmarks/plan_scale.py --layers 8,24,80,160
+python benchmarks/plan_scale.py --layers 8,24,80,160
 """
 
 import argparse
@@ -9,12 +9,12 @@ import time
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zcompile import passes
-from zcompile.config import Settings
-from zcompile.paper import on_paper
-from zcompile.hardware import H200
+from zcompile.analysis.hardware import H200
+from zcompile.options import Settings
+from zcompile.passes import pipeline
+from zcompile.planning.command import install_trace_readers
+from zcompile.planning.explain import copied, trace
 from zcompile.profile.models import Llama, Size, Workload, draw_tokens
-from zcompile.report import copied, trace
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         begin = time.perf_counter()
         with FakeTensorMode(allow_non_fake_inputs=True):
             workload = Workload(Llama(size), lambda step, rank: draw_tokens(32_000, 1, 2048, step, rank), 2048)
-            names = on_paper(workload, torch.bfloat16)
+            names = install_trace_readers(workload, torch.bfloat16)
             batch = workload.batch(0, 0)
             torch._dynamo.reset()
             traced = trace(lambda: workload.model(batch), plan, lambda leaf: names.get(id(leaf)))
@@ -38,7 +38,7 @@ def main() -> None:
             for _ in range(arguments.repeats):
                 graph, _ = copied(one.graph)
                 begin = time.perf_counter()
-                passes.run(graph, passes.schedule(plan))
+                pipeline.run(graph, pipeline.schedule(plan))
                 times_s.append(time.perf_counter() - begin)
             count = len(one.graph.nodes)
             median = sorted(times_s)[len(times_s) // 2]

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from zcompile import _C
-from zcompile.config import Settings
-from zcompile.sharding import new_group
+from zcompile.options import Settings
+from zcompile.sharding.process_groups import new_group
 
 ops = torch.ops.zcompile
 MIB = 1 << 20
@@ -34,10 +34,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Zcompile:
     """Parameters of one size on one of zcompile's transports."""
 
-    def __init__(self, group_names: list[str], transport: str, numel: int, count: int, native_reduce: bool = False, **streams: int):
+    def __init__(
+        self,
+        group_names: list[str],
+        transport: str,
+        numel: int,
+        count: int,
+        native_reduce: bool = False,
+        **streams: int,
+    ):
         rank, self.world = dist.get_rank(), dist.get_world_size()
         names = dict(zip(("gather", "reduce"), group_names, strict=True))
-        self.runtime = _C.Model(**names, replicate="", control="", rank=rank, world=self.world, native_reduce=native_reduce)
+        self.runtime = _C.Model(
+            **names, replicate="", control="", rank=rank, world=self.world, native_reduce=native_reduce
+        )
         self.chunk = numel // self.world
         self.shards = [torch.randn(self.chunk, device=DEVICE) for _ in range(count)]
         self.grads = [torch.randn(self.world, self.chunk, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
@@ -63,7 +73,7 @@ class Zcompile:
         for group in self.groups():
             shards = self.shards[group]
             if len(shards) == 1:
-                started.append(ops.gather_kept_start(shards[0], shape, torch.bfloat16))
+                started.append(ops.gather_cached_start(shards[0], shape, torch.bfloat16))
             else:
                 started += ops.gather_group_start(shards, shape * len(shards), [2] * len(shards), torch.bfloat16)
         return started
@@ -208,7 +218,9 @@ def rows(engines: dict[str, Callable], direction: str, products: Products, round
 
 
 def show(title: str, figures: dict[str, dict], inbound_bytes: float) -> None:
-    print(f"\n{title}\n{'':34s}{'alone ms':>9s}{'(quartiles)':>18s}{'GB/s':>7s}{'products':>10s}{'beside':>8s}{'slowed':>8s}{'done':>8s}")
+    print(
+        f"\n{title}\n{'':34s}{'alone ms':>9s}{'(quartiles)':>18s}{'GB/s':>7s}{'products':>10s}{'beside':>8s}{'slowed':>8s}{'done':>8s}"
+    )
     for name, one in figures.items():
         low, high = one["alone_quartiles_ms"]
         print(
@@ -220,7 +232,9 @@ def show(title: str, figures: dict[str, dict], inbound_bytes: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes-mib", default="1x16,8x8,64x7,256x2,1024x1", help="MIBxCOUNT of bf16 parameters, with commas between")
+    parser.add_argument(
+        "--sizes-mib", default="1x16,8x8,64x7,256x2,1024x1", help="MIBxCOUNT of bf16 parameters, with commas between"
+    )
     parser.add_argument("--streams", default="1", help="copy streams of p2p, separated by commas; zcompile uses one")
     parser.add_argument("--max-ctas", default="", help="limits on NCCL's SMs, separated by commas")
     parser.add_argument("--products", type=int, default=10)
@@ -249,12 +263,20 @@ def main() -> None:
             if DEVICE == "cuda"
         }
         over = f"zcompile {dist.get_backend()}"
-        held = {f"{over}, {limit} CTAs": partial(Zcompile, groups, "c10d", numel, count) for limit, groups in limited.items()}
+        held = {
+            f"{over}, {limit} CTAs": partial(Zcompile, groups, "c10d", numel, count)
+            for limit, groups in limited.items()
+        }
         ours = {**p2p, over: partial(Zcompile, names, "c10d", numel, count), **held}
         native = {f"{over}, native reduce": partial(Zcompile, names, "c10d", numel, count, native_reduce=True)}
         torch_bf16, torch_fp32 = (partial(Torch, numel, count, dtype) for dtype in (torch.bfloat16, torch.float32))
         gathers = {**ours, "torch: cast, all-gather": torch_bf16}
-        reduces = {**ours, **native, "torch: reduce-scatter bf16": torch_bf16, "torch: cast, reduce-scatter fp32": torch_fp32}
+        reduces = {
+            **ours,
+            **native,
+            "torch: reduce-scatter bf16": torch_bf16,
+            "torch: cast, reduce-scatter fp32": torch_fp32,
+        }
         inbound_bytes = 2 * numel * count * (world - 1) / world
         for direction, engines in (("gather", gathers), ("reduce", reduces)):
             figures = rows(engines, direction, products, arguments.rounds)

@@ -56,7 +56,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = (run(cache, arguments.blocks) for _ in range(2))
-    print(f"first step: cold {cold['seconds']:.1f} s, warm {warm['seconds']:.1f} s: {cold['seconds'] / warm['seconds']:.1f} x")
+    print(
+        f"first step: cold {cold['seconds']:.1f} s, warm {warm['seconds']:.1f} s: {cold['seconds'] / warm['seconds']:.1f} x"
+    )
     print(f"losses equal: {cold['losses'] == warm['losses']}")
 
 

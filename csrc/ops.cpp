@@ -46,7 +46,8 @@ void refuse_lost_writes(const Parameter& parameter) {
   TORCH_CHECK(
       !parameter.version_of_full || parameter.version_of_full->current_version() == 0, "zcompile: parameter '",
       parameter.name, "' was modified in place through its owning module on rank ", parameter.model->rank(),
-      ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), or "
+      ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), "
+      "or "
       "initialise before zcompile.shard().");
 }
 
@@ -72,9 +73,9 @@ at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, a
   return std::move(gather_start(find_to_gather(shard, shape), dtype).front());
 }
 
-at::Tensor gather_kept_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+at::Tensor gather_cached_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return gather_kept_start(find_to_gather(shard, shape), dtype);
+  return gather_cached_start(find_to_gather(shard, shape), dtype);
 }
 
 std::vector<at::Tensor> gather_group_start_kernel(
@@ -122,19 +123,22 @@ at::Tensor reduce_kernel(const at::Tensor& grad, const at::Tensor& shard) {
   return out;
 }
 
-at::Tensor gather_rows_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
+at::Tensor gather_rows_kernel(
+    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
   at::AutoDispatchBelowADInplaceOrView below;
   return gather_rows(find_to_gather(shard, shape), dtype, indices);
 }
 
 at::Tensor reduce_rows_start_kernel(
-    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
+    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
+    const at::Tensor& indices) {
   at::AutoDispatchBelowADInplaceOrView below;
   return reduce_rows_start(find_with_shape(shard, shape, "reduce_rows"), grad, indices, dtype);
 }
 
 at::Tensor reduce_rows_kernel(
-    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
+    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
+    const at::Tensor& indices) {
   auto out = reduce_rows_start_kernel(grad, shard, shape, dtype, indices);
   reduce_wait(out);
   return out;
@@ -154,9 +158,7 @@ std::vector<at::Tensor> gather_group_meta(
   return fulls;
 }
 
-at::Tensor gather_wait_meta(const at::Tensor& full) {
-  return at::alias(full);
-}
+at::Tensor gather_wait_meta(const at::Tensor& full) { return at::alias(full); }
 
 at::Tensor reduce_meta(const at::Tensor& /*grad*/, const at::Tensor& shard) {
   return at::empty_like(shard, shard.options().requires_grad(false), at::MemoryFormat::Contiguous);
@@ -170,7 +172,8 @@ at::Tensor gather_rows_meta(
 }
 
 at::Tensor reduce_rows_meta(
-    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef /*shape*/, at::ScalarType /*dtype*/, const at::Tensor& /*indices*/) {
+    const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef /*shape*/, at::ScalarType /*dtype*/,
+    const at::Tensor& /*indices*/) {
   return reduce_meta(grad, shard);
 }
 
@@ -180,9 +183,7 @@ std::vector<at::Tensor> reduce_group_meta(at::TensorList grads, at::TensorList s
   return outs;
 }
 
-at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*/) {
-  return at::alias(pending);
-}
+at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*/) { return at::alias(pending); }
 
 // --- autograd -------------------------------------------------------------------------------------------------------
 
@@ -267,9 +268,10 @@ TORCH_LIBRARY(zcompile, library) {
   library.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   // A new tensor that is being filled: only gather_wait may read it.
   library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
-  // The same, but the runtime may keep its memory for the next micro-step: nobody may give it to another result, which no schema
-  // can say (an alias of the shard would live as long as that), and the backend tells Inductor; see _lower_kept.
-  library.def("gather_kept_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  // The same, but the runtime may keep its memory for the next micro-step: nobody may give it to another result, which
+  // no schema can say (an alias of the shard would live as long as that), and the backend tells Inductor; see
+  // _lower_cached.
+  library.def("gather_cached_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
   // New tensors that are being filled together. `sizes` are those of all, `dims` says how many each has.
   library.def("gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype) -> Tensor[]");
   // The same memory, filled. It lives as long as its last reader, which the annotation tells Inductor.
@@ -278,30 +280,31 @@ TORCH_LIBRARY(zcompile, library) {
   library.def("reduce_start(Tensor grad, Tensor shard) -> Tensor");
   // New tensors that are being filled together, while `grads` are being read.
   library.def("reduce_group_start(Tensor[] grads, Tensor[] shards) -> Tensor[]");
-  // Rows of the full parameter, a matrix, downcast on the way: [*indices.shape, columns]. A new tensor: aliases nothing.
+  // Rows of the full parameter, a matrix, downcast on the way: [*indices.shape, columns]. A new tensor: aliases
+  // nothing.
   library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
-  // As reduce, of the gradient of such rows: zeros of `shape`, to which `grad` is added in fp32 in the order of `indices`, rounded to `dtype`.
-  // Negative indices count for nothing.
+  // As reduce, of the gradient of such rows: zeros of `shape`, to which `grad` is added in fp32 in the order of
+  // `indices`, rounded to `dtype`. Negative indices count for nothing.
   library.def("reduce_rows(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
   library.def("reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
   // The same memory, filled. Takes `grad` because it is read until here: nobody may reuse it before.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }
 
-#define ZCOMPILE_KERNELS(key)                       \
-  TORCH_LIBRARY_IMPL(zcompile, key, library) {      \
-    library.impl("gather", gather_kernel);          \
-    library.impl("reduce", reduce_kernel);          \
-    library.impl("gather_start", gather_start_kernel); \
-    library.impl("gather_kept_start", gather_kept_start_kernel); \
-    library.impl("gather_wait", gather_wait_kernel);   \
-    library.impl("reduce_start", reduce_start_kernel); \
-    library.impl("reduce_wait", reduce_wait_kernel);   \
-    library.impl("gather_group_start", gather_group_start_kernel); \
-    library.impl("reduce_group_start", reduce_group_start_kernel); \
-    library.impl("gather_rows", gather_rows_kernel); \
-    library.impl("reduce_rows", reduce_rows_kernel); \
-    library.impl("reduce_rows_start", reduce_rows_start_kernel); \
+#define ZCOMPILE_KERNELS(key)                                        \
+  TORCH_LIBRARY_IMPL(zcompile, key, library) {                       \
+    library.impl("gather", gather_kernel);                           \
+    library.impl("reduce", reduce_kernel);                           \
+    library.impl("gather_start", gather_start_kernel);               \
+    library.impl("gather_cached_start", gather_cached_start_kernel); \
+    library.impl("gather_wait", gather_wait_kernel);                 \
+    library.impl("reduce_start", reduce_start_kernel);               \
+    library.impl("reduce_wait", reduce_wait_kernel);                 \
+    library.impl("gather_group_start", gather_group_start_kernel);   \
+    library.impl("reduce_group_start", reduce_group_start_kernel);   \
+    library.impl("gather_rows", gather_rows_kernel);                 \
+    library.impl("reduce_rows", reduce_rows_kernel);                 \
+    library.impl("reduce_rows_start", reduce_rows_start_kernel);     \
   }
 
 ZCOMPILE_KERNELS(CPU)
@@ -311,7 +314,7 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
   library.impl("gather", gather_meta);
   library.impl("reduce", reduce_meta);
   library.impl("gather_start", gather_meta);
-  library.impl("gather_kept_start", gather_meta);
+  library.impl("gather_cached_start", gather_meta);
   library.impl("gather_wait", gather_wait_meta);
   library.impl("reduce_start", reduce_meta);
   library.impl("reduce_wait", reduce_wait_meta);
@@ -325,9 +328,11 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
   library.impl("reduce", reduce_autograd);
-  // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several microseconds.
-  for (const auto* op : {"gather_start", "gather_kept_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start",
-                         "reduce_group_start", "gather_rows", "reduce_rows", "reduce_rows_start"}) {
+  // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several
+  // microseconds.
+  for (const auto* op :
+       {"gather_start", "gather_cached_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start",
+        "reduce_group_start", "gather_rows", "reduce_rows", "reduce_rows_start"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
 }

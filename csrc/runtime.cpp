@@ -13,7 +13,7 @@
 #include <cstdio>
 #include <iterator>
 
-#include "numerics.h"
+#include "kernels/numerics.h"
 
 namespace zcompile {
 
@@ -21,9 +21,7 @@ namespace {
 
 using Storage = c10::StorageImpl*;
 
-Storage storage_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl();
-}
+Storage storage_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
 
 // A transfer that several tensors may wait for. The first wait is for all, and on GPU orders the stream that is current
 // then: compiled code, which alone starts transfers together, has one.
@@ -128,7 +126,8 @@ class Registry {
 
 void wait_for(const at::Tensor& destination, const char* op) {
   auto in_flight = Registry::instance().finish(destination);
-  TORCH_CHECK(in_flight, "zcompile::", op, ": this tensor is not in flight; it was waited for already or never started");
+  TORCH_CHECK(
+      in_flight, "zcompile::", op, ": this tensor is not in flight; it was waited for already or never started");
   if (in_flight->transfer) in_flight->transfer->wait();
   if (in_flight->kept_for) in_flight->model->keep_full(*in_flight->kept_for, in_flight->destination);
 }
@@ -138,9 +137,9 @@ void wait_for(const at::Tensor& destination, const char* op) {
 namespace {
 
 // A transfer of tensors that nobody else has.
-class Holding : public Transfer {
+class OwningTransfer : public Transfer {
  public:
-  Holding(std::unique_ptr<Transfer> transfer, std::vector<at::Tensor> tensors)
+  OwningTransfer(std::unique_ptr<Transfer> transfer, std::vector<at::Tensor> tensors)
       : transfer_(std::move(transfer)), tensors_(std::move(tensors)) {}
   void wait() override { transfer_->wait(); }
 
@@ -155,9 +154,7 @@ Squares new_squares(const at::Tensor& shard) {
 
 }  // namespace
 
-int64_t Parameter::offset_of(int64_t rank) const {
-  return replicated ? 0 : std::min(rank * chunk, numel);
-}
+int64_t Parameter::offset_of(int64_t rank) const { return replicated ? 0 : std::min(rank * chunk, numel); }
 
 int64_t Parameter::length_of(int64_t rank) const {
   return replicated ? numel : std::min((rank + 1) * chunk, numel) - offset_of(rank);
@@ -184,7 +181,7 @@ std::unique_ptr<Transfer> Transport::reduce_rows(const ReduceRowsRequest& reques
   dense = dense.to(request.wire);
   request.parameter->model->count_reduce(dense);
   auto transfer = reduce(ReduceRequest{request.parameter, dense, request.out, request.besides});
-  return std::make_unique<Holding>(std::move(transfer), std::vector<at::Tensor>{dense});
+  return std::make_unique<OwningTransfer>(std::move(transfer), std::vector<at::Tensor>{dense});
 }
 
 at::ScalarType Transport::wire_dtype(const Parameter& parameter, at::ScalarType grad) const {
@@ -262,7 +259,8 @@ std::unique_ptr<Transport> Model::make_transport(const std::string& name, const 
   if (name.starts_with("delayed ")) return make_delayed_transport(rest("delayed "), *this);
 #endif
   TORCH_CHECK_VALUE(
-      false, "zcompile: no transport named '", name, "' in this build; there are c10d, loopback, late ..., and with CUDA p2p, p2p in step "
+      false, "zcompile: no transport named '", name,
+      "' in this build; there are c10d, loopback, late ..., and with CUDA p2p, p2p in step "
       "and delayed ...");
 }
 
@@ -292,7 +290,7 @@ void Model::count_gather(const at::Tensor& full) {
   stats_.gathers += 1;
   stats_.gathered_bytes[static_cast<size_t>(full.scalar_type())] += bytes;
   fulls_.emplace_back(full.storage().getWeakStorageImpl(), bytes);
-  stats_.peak_full_bytes = std::max(stats_.peak_full_bytes, live_full_bytes());
+  stats_.peak_unsharded_bytes = std::max(stats_.peak_unsharded_bytes, live_full_bytes());
 }
 
 void Model::count_rows(const at::Tensor& rows) {
@@ -308,25 +306,25 @@ void Model::count_reduce(const at::Tensor& wire) {
       wire.numel() * static_cast<int64_t>(wire.element_size());
 }
 
-void Model::keep(int64_t bytes) {
-  if (keeps_) return;
-  keeps_ = true;
+void Model::begin_caching(int64_t bytes) {
+  if (is_caching_) return;
+  is_caching_ = true;
   bytes_to_keep_ = bytes;
 }
 
-void Model::stop_keeping() {
-  if (!std::exchange(keeps_, false)) return;
+void Model::end_caching() {
+  if (!std::exchange(is_caching_, false)) return;
   for (auto& parameter : parameters_) {
     parameter->kept.clear();
     parameter->accumulated = {};
     parameter->base = {};
   }
-  transport_->finish_keeping();
+  transport_->finish_caching();
 }
 
 void Model::keep_full(Parameter& parameter, const at::Tensor& full) {
   const auto bytes = static_cast<int64_t>(full.storage().nbytes());
-  if (!keeps_ || bytes > bytes_to_keep_ || parameter.kept.count(full.scalar_type())) return;
+  if (!is_caching_ || bytes > bytes_to_keep_ || parameter.kept.count(full.scalar_type())) return;
   bytes_to_keep_ -= bytes;
   parameter.kept[full.scalar_type()] = {full, parameter.master_version()};
 }
@@ -348,7 +346,7 @@ at::Tensor Accumulated::get() const {
 
 void Model::accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner) {
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
-  if (!keeps_ || has_base(index)) return;
+  if (!is_caching_ || has_base(index)) return;
   auto& accumulated = parameter(index).accumulated;
   accumulated = {};
   accumulated.gradient = Weak(gradient.getIntrusivePtr());
@@ -363,7 +361,7 @@ std::optional<at::Tensor> Model::take_base(int64_t index) {
   return std::exchange(base, {}).gradient;
 }
 
-void Model::keep_squares() {
+void Model::collect_squares() {
   for (auto& parameter : parameters_) {
     parameter->squares = new_squares(parameter->shard);
   }
@@ -377,7 +375,7 @@ std::optional<at::Tensor> Model::squares_of(int64_t index, const at::Tensor& gra
   return squares->partial;
 }
 
-void Model::forget_squares() {
+void Model::clear_squares() {
   std::vector<at::Tensor> all;
   for (auto& parameter : parameters_) {
     if (!parameter->squares || std::exchange(parameter->squares->reduces, 0) == 0) continue;
@@ -462,7 +460,9 @@ const char* short_name(at::ScalarType dtype) {
 class Range {
  public:
   // `moved`: bytes, if they are not those of all that the parameters have.
-  Range(const char* what, c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype, std::optional<int64_t> moved = std::nullopt)
+  Range(
+      const char* what, c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype,
+      std::optional<int64_t> moved = std::nullopt)
       : function_(at::RecordScope::USER_SCOPE) {
     if (!function_.isActive()) return;
     int64_t bytes = 0;
@@ -482,12 +482,12 @@ class Range {
 
 bool alike(const at::Tensor& one, const at::Tensor& other) {
   return one.scalar_type() == other.scalar_type() && one.numel() == other.numel() && one.device() == other.device() &&
-      one.is_contiguous();
+         one.is_contiguous();
 }
 
 // What the reduce that makes `gradient` adds to, and where it adds up squares.
-Besides besides(Parameter& parameter, const at::Tensor& gradient) {
-  Besides found;
+ReduceExtras besides(Parameter& parameter, const at::Tensor& gradient) {
+  ReduceExtras found;
   const auto backward = torch::autograd::get_current_graph_task_id();
   const auto accumulated = std::exchange(parameter.accumulated, {}).get();
   if (backward != -1 && accumulated.defined() && alike(accumulated, gradient)) {
@@ -529,20 +529,18 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::S
   return start_gather(parameters, dtype, /*only_read=*/false);
 }
 
-at::Tensor gather_kept_start(Parameter* parameter, at::ScalarType dtype) {
+at::Tensor gather_cached_start(Parameter* parameter, at::ScalarType dtype) {
   auto& model = model_of(parameter);
   if (auto full = model.find_kept(*parameter, dtype); full.defined()) {
     Registry::instance().start({&model, nullptr, full, {}});
     return full;
   }
   auto full = start_gather(parameter, dtype, /*only_read=*/true).front();
-  if (model.keeps()) Registry::instance().mark_to_keep(full, parameter);
+  if (model.is_caching()) Registry::instance().mark_to_keep(full, parameter);
   return full;
 }
 
-void gather_wait(const at::Tensor& full) {
-  wait_for(full, "gather_wait");
-}
+void gather_wait(const at::Tensor& full) { wait_for(full, "gather_wait"); }
 
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads) {
   auto& model = model_of(parameters);
@@ -563,9 +561,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::T
   return outs;
 }
 
-void reduce_wait(const at::Tensor& pending) {
-  wait_for(pending, "reduce_wait");
-}
+void reduce_wait(const at::Tensor& pending) { wait_for(pending, "reduce_wait"); }
 
 namespace {
 
@@ -576,9 +572,7 @@ int64_t columns_of(const Parameter& parameter) {
   return parameter.shape[1];
 }
 
-at::Tensor flat_indices(const at::Tensor& indices) {
-  return indices.to(at::kLong).contiguous().view({-1});
-}
+at::Tensor flat_indices(const at::Tensor& indices) { return indices.to(at::kLong).contiguous().view({-1}); }
 
 }  // namespace
 
@@ -594,7 +588,8 @@ at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Ten
   return rows.view(sizes);
 }
 
-at::Tensor reduce_rows_start(Parameter* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
+at::Tensor reduce_rows_start(
+    Parameter* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
   auto& model = model_of(parameter);
   const auto transport = model.transport();
   const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
@@ -603,7 +598,7 @@ at::Tensor reduce_rows_start(Parameter* parameter, const at::Tensor& grad, const
   const Range range("reduce_rows", parameter, wire, rows.numel() * static_cast<int64_t>(c10::elementSize(wire)));
   auto out = transport->make_gradient(*parameter);
   auto transfer = transport->reduce_rows({parameter, rows, flat, dtype, wire, out, besides(*parameter, out)});
-  transfer = std::make_unique<Holding>(std::move(transfer), std::vector<at::Tensor>{flat});
+  transfer = std::make_unique<OwningTransfer>(std::move(transfer), std::vector<at::Tensor>{flat});
   Registry::instance().start({&model, std::make_shared<Shared>(transport, std::move(transfer)), out, rows});
   return out;
 }

@@ -9,8 +9,8 @@
 //   gather_wait   waits, forgets the transfer                      -> full: plain tensor, owned by whoever holds it
 //   last reader   the compiled code drops the tensor               -> freed by reference count; the runtime has no say
 // While micro-steps accumulate, the runtime holds some of them too: the next gather of such a one is done at once.
-// A reduce is the mirror image: from start to wait the gradient must stay untouched, and after wait the shard gradient is
-// an ordinary tensor.
+// A reduce is the mirror image: from start to wait the gradient must stay untouched, and after wait the shard gradient
+// is an ordinary tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "compat.h"
-#include "transport.h"
+#include "transport/transport.h"
 
 namespace zcompile {
 
@@ -96,14 +96,14 @@ struct Stats {
   BytesByDtype reduced_bytes{};
   int64_t gathers = 0;
   int64_t reduces = 0;
-  int64_t peak_full_bytes = 0;  // most bytes of gathered storages alive at once
+  int64_t peak_unsharded_bytes = 0;  // most bytes of gathered storages alive at once
 };
 
 struct Groups {
-  std::string gather;     // the ranks that share the shards
-  std::string reduce;     // the same ranks, another communicator: gathers and reduces overlap only then
+  std::string gather;  // the ranks that share the shards
+  std::string reduce;  // the same ranks, another communicator: gathers and reduces overlap only then
   std::string replicate;  // ranks that hold the same shard; empty without replication
-  std::string control;    // all ranks of the mesh, on the host; empty where ranks must agree by construction
+  std::string control;  // all ranks of the mesh, on the host; empty where ranks must agree by construction
 };
 
 // The shards of one model and what happened to them. Two models never meet.
@@ -137,37 +137,40 @@ class Model {
   void count_rows(const at::Tensor& rows);  // gathered alone
   void count_reduce(const at::Tensor& wire);
 
-  // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call it, or none.
+  // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call
+  // it, or none.
   void renew() { transport_->renew(); }
 
   // A step of AdamW with some parameters of this model, by the transport; see Transport::step.
-  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) { return transport_->step(requests, settings); }
+  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
+    return transport_->step(requests, settings);
+  }
 
-  // From the first to the last micro-step of a step, in which masters stay as they are: what gather_kept_start gathers
-  // stays full, as far as it fits into `bytes`. Dropped again by stop_keeping(). All ranks call both, or none.
-  void keep(int64_t bytes);
-  void keep_at_most(int64_t bytes) { bytes_to_keep_ = std::min(bytes_to_keep_, bytes); }
-  void stop_keeping();
-  bool keeps() const { return keeps_; }
+  // From the first to the last micro-step of a step, in which masters stay as they are: what gather_cached_start
+  // gathers stays full, as far as it fits into `bytes`. Dropped again by end_caching(). All ranks call both, or none.
+  void begin_caching(int64_t bytes);
+  void limit_cache(int64_t bytes) { bytes_to_keep_ = std::min(bytes_to_keep_, bytes); }
+  void end_caching();
+  bool is_caching() const { return is_caching_; }
   void keep_full(Parameter& parameter, const at::Tensor& full);
   at::Tensor find_kept(Parameter& parameter, at::ScalarType dtype);  // undefined if there is none
 
-  // Meanwhile, the next reduce of a parameter may add to what accumulated, and so save its reader a pass over both. Its result is
-  // a new tensor in any case. `owner` has `gradient`, or what it is a piece of, as its .grad.
+  // Meanwhile, the next reduce of a parameter may add to what accumulated, and so save its reader a pass over both. Its
+  // result is a new tensor in any case. `owner` has `gradient`, or what it is a piece of, as its .grad.
   void accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
   // What a reduce of the backward that runs here began from; asked for once, when its result arrives.
   std::optional<at::Tensor> take_base(int64_t index);
   bool has_base(int64_t index) { return parameter(index).base.gradient.defined(); }
 
   // From now on, every reduce adds up the squares of what it makes.
-  void keep_squares();
-  // What adds up to the squares of `gradient`, fp64; none unless it is all that was reduced since squares were forgotten.
-  // Whether somebody has written to it is for the caller to know.
+  void collect_squares();
+  // What adds up to the squares of `gradient`, fp64; none unless it is all that was reduced since squares were
+  // forgotten. Whether somebody has written to it is for the caller to know.
   std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
-  void forget_squares();
+  void clear_squares();
 
-  // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends; that, and the
-  // first behind one, give up what is still in flight.
+  // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends; that, and
+  // the first behind one, give up what is still in flight.
   void note_backward();
 
  private:
@@ -185,7 +188,7 @@ class Model {
   Stats stats_;
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> fulls_;
   int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none
-  bool keeps_ = false;
+  bool is_caching_ = false;
   int64_t bytes_to_keep_ = 0;
 };
 
@@ -194,15 +197,17 @@ Parameter& find_parameter(const at::Tensor& shard);
 
 // Parameters that start together are of one model.
 std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype);
-// The result may be kept by the runtime, or be one that was, or have memory of the transport: it must not be written to, nor its
-// memory used for anything else, nor may it be held until masters change.
-at::Tensor gather_kept_start(Parameter* parameter, at::ScalarType dtype);
+// The result may be kept by the runtime, or be one that was, or have memory of the transport: it must not be written
+// to, nor its memory used for anything else, nor may it be held until masters change.
+at::Tensor gather_cached_start(Parameter* parameter, at::ScalarType dtype);
 void gather_wait(const at::Tensor& full);
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads);
 void reduce_wait(const at::Tensor& pending);
 // Rows `indices` of a matrix, [*indices.sizes(), columns].
 at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Tensor& indices);
-// Starts the reduce of what `grad` [*indices.sizes(), columns] adds up to row by row, rounded to `dtype`; to be waited for like any.
-at::Tensor reduce_rows_start(Parameter* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
+// Starts the reduce of what `grad` [*indices.sizes(), columns] adds up to row by row, rounded to `dtype`; to be waited
+// for like any.
+at::Tensor reduce_rows_start(
+    Parameter* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
 
 }  // namespace zcompile

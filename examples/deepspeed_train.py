@@ -82,7 +82,9 @@ def main() -> None:
         run = {"tokens_per_second": round(speed), "first_step_s": round(first - begin, 1), "records": records}
         (args.out / f"deepspeed-{args.engine}.json").write_text(json.dumps(run, indent=1))
         print(f"training loss    {records[0]['loss']:.4f} -> {records[-1]['loss']:.4f}")
-        print(f"tokens/s         {speed:.0f} on {dist.get_world_size()} ranks, without the first step ({first - begin:.1f} s)")
+        print(
+            f"tokens/s         {speed:.0f} on {dist.get_world_size()} ranks, without the first step ({first - begin:.1f} s)"
+        )
         if args.engine == "zcompile":
             for dtype, count in zcompile.stats(engine.module)["gathered_bytes"].items():
                 print(f"gathered         {count / 1e6:.1f} MB of {dtype}")

@@ -22,7 +22,10 @@ def build():
     model = nn.Sequential(
         nn.Flatten(),
         nn.Linear(3 * 16 * 16, WIDTH),
-        *(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(6)),
+        *(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(6)
+        ),
         nn.Linear(WIDTH, CLASSES),
     )
 

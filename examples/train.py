@@ -202,9 +202,7 @@ class Training(Stateful):
         )
 
     def load_state_dict(self, state: dict) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.records = state["step"], json.loads(state["records"])
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
-from zcompile.graph import (
+from zcompile.analysis.fx_utils import (
     GATHER_GROUP_START,
     GATHER_START,
     REDUCE_GROUP_START,
@@ -30,7 +30,9 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
     """
     starts = calls(graph, GATHER_START)
     first = {(start.args[0], start.args[2]): start for start in reversed(starts)}
-    once = [start for start in starts if first[start.args[0], start.args[2]] is start]  # another one must not come early
+    once = [
+        start for start in starts if first[start.args[0], start.args[2]] is start
+    ]  # another one must not come early
     for group in _runs(once, gather_bytes):
         _merge_gathers(graph, group)
     returned = [start for start in calls(graph, REDUCE_START) if all(map(is_returned, waits_of(start)))]
@@ -62,7 +64,9 @@ def _merge_gathers(graph: Graph, group: list[Node]) -> None:
     sizes = [size for shape in shapes for size in shape]
     dims = [len(shape) for shape in shapes]
     fakes = list(map(value, group))
-    merged = insert(graph, group[0], GATHER_GROUP_START, shards, sizes, dims, group[0].args[2], like=group[0], fake=fakes)
+    merged = insert(
+        graph, group[0], GATHER_GROUP_START, shards, sizes, dims, group[0].args[2], like=group[0], fake=fakes
+    )
     for start, item in zip(group, insert_items(graph, merged, len(group)), strict=True):
         forget(graph, start, item)
 

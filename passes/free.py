@@ -5,8 +5,19 @@ from collections import defaultdict
 
 from torch.fx import Graph, Node
 
-from zcompile.cost import is_product
-from zcompile.graph import GATHER, MOVEMENT, REDUCES, aten, backward_nodes, calls, chain, is_cast, is_movement, readers
+from zcompile.analysis.cost_model import is_product
+from zcompile.analysis.fx_utils import (
+    GATHER,
+    MOVEMENT,
+    REDUCES,
+    aten,
+    backward_nodes,
+    calls,
+    chain,
+    is_cast,
+    is_movement,
+    readers,
+)
 
 
 def free(graph: Graph) -> None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from zcompile.cost import Costs, transfer_s
-from zcompile.graph import (
+from zcompile.analysis.cost_model import Costs, transfer_s
+from zcompile.analysis.fx_utils import (
     GATHER_GROUP_START,
     GATHER_START,
     REDUCE_STARTS,
@@ -16,8 +16,8 @@ from zcompile.graph import (
     started,
     waits_of,
 )
-from zcompile.hardware import Link
-from zcompile.windows import Windows
+from zcompile.analysis.hardware import Link
+from zcompile.analysis.param_lifetimes import ParamLifetimes
 
 # How much of its own time, and how long besides, a transfer starts before it must. Costs are estimates, and an early start costs
 # a little memory, a late one makes every rank wait.
@@ -28,13 +28,13 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
     """Move each start up to where the compute between it and its first reader takes as long as the transfer.
 
     The wire serves one gather after the other, so a gather is also done before the next must begin, and in backward it shares
-    the wire with reduces. Starts keep their order. Where windows would leave `Windows.bound`, a gather starts later; and a
+    the wire with reduces. Starts keep their order. Where windows would leave `ParamLifetimes.bound`, a gather starts later; and a
     parameter that is gathered again, after its last reader before.
     """
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     if not starts:
         return
-    windows = Windows(graph)
+    windows = ParamLifetimes(graph)
     nodes, position = windows.liveness.nodes, windows.liveness.at
     seconds = Costs(graph, link, fused).seconds
     before_s = list(accumulate((seconds[node] for node in nodes), initial=0.0))

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule, Node
 
-from zcompile.graph import (
+from zcompile.analysis.fx_utils import (
     GATHER,
     GATHER_GROUP_START,
     GATHER_STARTS,
     GATHER_WAIT,
-    PERSISTS,
     REDUCE,
     REDUCE_GROUP_START,
     REDUCE_ROWS,
     REDUCE_STARTS,
     REDUCE_WAIT,
+    SAVED_FOR_BACKWARD,
     calls,
     chain,
     is_narrowing,
@@ -24,8 +24,8 @@ from zcompile.graph import (
     readers,
     started,
 )
-from zcompile.liveness import Liveness
-from zcompile.windows import Windows
+from zcompile.analysis.liveness import Liveness
+from zcompile.analysis.param_lifetimes import ParamLifetimes
 
 log = logging.getLogger("zcompile")
 
@@ -55,14 +55,16 @@ def verify(graph: Graph, after: str) -> None:
     reducing = {}
     for start in calls(graph, *REDUCE_STARTS):
         grads, shards = start.args if start.target is REDUCE_GROUP_START else ([arg] for arg in start.args[:2])
-        for tensor, grad, shard in zip(_waited_once(start, after, len(shards), REDUCE_WAIT), grads, shards, strict=True):
+        for tensor, grad, shard in zip(
+            _waited_once(start, after, len(shards), REDUCE_WAIT), grads, shards, strict=True
+        ):
             reducing[tensor] = grad
             reduces.append((start, shard))
     for node in calls(graph, REDUCE_WAIT):
         pending, grad = node.args
         _require(pending in reducing, after, node, "waits for something that is no reduce")
         _require(reducing[pending] is grad, after, node, "must hold the gradient that its start reads")
-    if after != "unify":  # sums come next
+    if after != "dedup_gathers":  # sums come next
         _require_unique(after, "reduces a parameter again", reduces)
 
 
@@ -75,11 +77,13 @@ def verify_widths(graph: Graph) -> None:
     for node in calls(graph, GATHER, GATHER_WAIT):
         outside = [reader for _, reader in readers(node, [node, *moved(node)])]
         narrow = outside and all(is_narrowing(reader) for reader in outside)
-        _require(not narrow or len({r.meta["val"].dtype for r in outside}) > 1, "all", node, "is wider than its readers")
+        _require(
+            not narrow or len({r.meta["val"].dtype for r in outside}) > 1, "all", node, "is wider than its readers"
+        )
 
 
-def verify_windows(graph: Graph, gather_budget_bytes: int) -> None:
-    """Check that the bytes of full parameters stay within `Windows.bound` of the budget.
+def verify_lifetimes(graph: Graph, gather_budget_bytes: int) -> None:
+    """Check that the bytes of full parameters stay within `ParamLifetimes.bound` of the budget.
 
     Raises:
         VerificationError: names the first node at which there are more.
@@ -88,18 +92,20 @@ def verify_windows(graph: Graph, gather_budget_bytes: int) -> None:
         raise VerificationError(over)
 
 
-def watch_windows(graph: Graph, gather_budget_bytes: int) -> None:
-    """Warn of what `verify_windows` would refuse: a budget is no reason to stop a user's training."""
+def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
+    """Warn of what `verify_lifetimes` would refuse: a budget is no reason to stop a user's training."""
     if over := _over_budget(graph, gather_budget_bytes):
         log.warning("%s. Please report it; the results are right.", over)
 
 
 def _over_budget(graph: Graph, gather_budget_bytes: int) -> str | None:
-    windows = Windows(graph)
+    windows = ParamLifetimes(graph)
     limit = windows.bound(gather_budget_bytes)
     for node, nbytes in zip(windows.liveness.nodes, windows.full_bytes()):
         if nbytes > limit:
-            return f"zcompile: {node.format_node()} stands in windows of {nbytes} bytes, of {limit} that the budget allows"
+            return (
+                f"zcompile: {node.format_node()} stands in windows of {nbytes} bytes, of {limit} that the budget allows"
+            )
     return None
 
 
@@ -116,7 +122,7 @@ def verify_partition(forward: GraphModule, num_outputs: int) -> None:
     outputs = forward.graph.output_node().args[0]
     returned = set(outputs[:num_outputs])
     for node in outputs[num_outputs:]:
-        pins = node in full and node not in returned and not (node.target is GATHER and PERSISTS in node.meta)
+        pins = node in full and node not in returned and not (node.target is GATHER and SAVED_FOR_BACKWARD in node.meta)
         _require(not pins, "partition", node, "is saved for backward and pins a full parameter")
 
 
@@ -130,7 +136,10 @@ def _waited_once(start: Node, after: str, count: int, wait) -> list[Node]:
 
 
 def _require_unique(
-    after: str, what: str, keyed: list[tuple[Node, object]], but: Callable[[Node, Node], bool] = lambda one, other: False
+    after: str,
+    what: str,
+    keyed: list[tuple[Node, object]],
+    but: Callable[[Node, Node], bool] = lambda one, other: False,
 ) -> None:
     """Check that no key comes twice, `but` nodes for which that is right, given the one before and the one again."""
     seen: dict[object, Node] = {}

@@ -43,11 +43,21 @@ def _browser():
 
 
 def _run(*command, **environment):
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=os.environ | environment)
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=os.environ | environment
+    )
 
 
 def _chromium(name, url, screenshot):
-    command = [name, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size={},{}".format(*SIZE), "--enable-logging=stderr"]
+    command = [
+        name,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size={},{}".format(*SIZE),
+        "--enable-logging=stderr",
+    ]
     looked = _run(*command, "--dump-dom", url)
     _run(*command, f"--screenshot={screenshot}", url)
     return "\n".join(line for line in looked.stderr.splitlines() if "CONSOLE" in line), looked.stdout

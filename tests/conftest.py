@@ -18,12 +18,21 @@ from ranks import Ranks  # noqa: E402
 
 # DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, for which all others wait for
 # ever; if no session is at work in this checkout, whoever held it is gone.
-EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions")))
+EXTENSIONS = Path(
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions"))
+)
 
 
 # Files that take minutes, longest first: workers take whole files in this order, and one that came last would run alone. Not the two
 # that would wait for the same DeepSpeed op at the beginning.
-LONG = ("test_profile.py", "test_numerics.py", "test_deepspeed_step.py", "test_deepspeed.py", "test_fuzz.py", "test_training.py")
+LONG = (
+    "test_profile.py",
+    "test_numerics.py",
+    "test_deepspeed_step.py",
+    "test_deepspeed.py",
+    "test_fuzz.py",
+    "test_training.py",
+)
 
 
 def pytest_collection_modifyitems(items):

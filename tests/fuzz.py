@@ -170,10 +170,16 @@ class Model(nn.Module):
 
 def options_of(seed: int) -> dict:
     """Random options of the backend."""
-    from zcompile.passes import OPTIONAL
+    from zcompile.options import OPTIONAL_PASSES
 
     drawn = random.Random(seed)
-    disabled = [name for name in OPTIONAL if drawn.random() < 0.15]
-    budgets = ("gather_budget_bytes", "reduce_budget_bytes", "persist_bytes", "bucket_bytes", "keep_bytes")
+    disabled = [name for name in OPTIONAL_PASSES if drawn.random() < 0.15]
+    budgets = (
+        "gather_budget_bytes",
+        "reduce_budget_bytes",
+        "save_for_backward_bytes",
+        "bucket_bytes",
+        "microbatch_cache_bytes",
+    )
     options = {name: drawn.choice([0, 40, 200, 800, 1 << 20]) for name in budgets}
-    return options | {"disable_passes": disabled, "rematerialize": drawn.random() < 0.7}
+    return options | {"skip_passes": disabled, "rematerialize": drawn.random() < 0.7}

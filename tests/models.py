@@ -73,7 +73,9 @@ def hugging_face(name: str) -> nn.Module:
     """A small `name` from transformers."""
     import transformers as hf
 
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40)
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40
+    )
     heads = dict(num_key_value_heads=1, head_dim=12, max_position_embeddings=64)
     special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
     if name == "llama":
@@ -82,8 +84,18 @@ def hugging_face(name: str) -> nn.Module:
         return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, **heads, **special))
     if name == "gpt2":
         model = hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0,
-                          embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+            hf.GPT2Config(
+                vocab_size=VOCABULARY,
+                n_embd=24,
+                n_layer=2,
+                n_head=2,
+                n_positions=64,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=1,
+                eos_token_id=2,
+            )  # fmt: skip
         )
         model.loss_type = "ForCausalLM"  # else it logs a warning in forward, which breaks any full graph
         return model

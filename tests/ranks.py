@@ -81,7 +81,9 @@ class Ranks:
 
 
 def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
+    )
     torch.set_num_threads(1)
     faulthandler.enable()  # says where a rank crashed
     if backend == "nccl":
@@ -117,7 +119,10 @@ def _take_gpu(rank: int, world: int) -> None:
     gpus = torch.cuda.device_count()
     if gpus < world:
         os.environ.update(
-            NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1"
+            NCCL_HOSTID=f"rank {rank}",
+            NCCL_SOCKET_IFNAME="lo",
+            NCCL_IB_DISABLE="1",
+            TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
         )
     torch.cuda.set_device(rank % gpus)
 

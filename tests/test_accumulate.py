@@ -5,16 +5,19 @@ import copy
 
 import pytest
 import torch
+from models import Transformer, batch, loss_of
+from reference import compiled, same_grads, train_beside
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from models import Transformer, batch, loss_of
-from reference import compiled, same_grads, train_beside
-from zcompile.sharding import state_of
+from zcompile.sharding.model_state import state_of
 
 ops = torch.ops.zcompile
 STEPS, MICRO_STEPS = 3, 3
-ALONE = {"bucket_bytes": 0, "persist_bytes": 0}  # what travels in a group, or is saved for backward, is not kept
+ALONE = {
+    "bucket_bytes": 0,
+    "save_for_backward_bytes": 0,
+}  # what travels in a group, or is saved for backward, is not kept
 
 
 def train(rank, around, device="cpu", transport=None, edit=False, **how):
@@ -52,7 +55,7 @@ def checked(model):
         yield
         before = zcompile.stats(model)
         for sharded in state_of(model).parameters.values():
-            kept = ops.gather_wait(ops.gather_kept_start(sharded.leaf.detach(), list(sharded.shape), torch.float32))
+            kept = ops.gather_wait(ops.gather_cached_start(sharded.leaf.detach(), list(sharded.shape), torch.float32))
             assert torch.equal(kept, sharded.parameter.full_tensor()), sharded.name
         assert zcompile.stats(model)["gathers"] == before["gathers"]
 
@@ -70,17 +73,21 @@ def gathers_once(rank, world, inner):
     together = train(rank, checked, inner=inner, options=ALONE)
     same(together, apart)
     model, _, gathered = together
-    assert gathered == STEPS * [4 * sum(parameter.numel() for parameter in model.parameters())]  # one width, once a step
+    assert gathered == STEPS * [
+        4 * sum(parameter.numel() for parameter in model.parameters())
+    ]  # one width, once a step
     assert zcompile.stats(model)["reduces"] == MICRO_STEPS * len(list(model.parameters()))
 
     embed_bytes = 4 * model.embed.weight.numel()  # of forward's first read, which backward reads too
     rows = -(-model.embed.weight.shape[0] // world) * world  # equal pieces
     just_enough = embed_bytes * rows // model.embed.weight.shape[0]
-    little = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"keep_bytes": just_enough})
+    little = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"microbatch_cache_bytes": just_enough})
     same(little, apart)
-    assert [one - other for one, other in zip(apart[2], little[2])] == STEPS * [(2 * MICRO_STEPS - 1) * embed_bytes]  # forward and backward of each, but for one
+    assert [one - other for one, other in zip(apart[2], little[2])] == STEPS * [
+        (2 * MICRO_STEPS - 1) * embed_bytes
+    ]  # forward and backward of each, but for one
 
-    none = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"keep_bytes": 0})
+    none = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"microbatch_cache_bytes": 0})
     same(none, apart)
     assert none[2] == apart[2]
 
@@ -133,13 +140,21 @@ def with_gradients_edited(rank, world, edit):
         with around(model):
             for micro in range(4):
                 loss_of(model, batch(micro, rank)).backward()
-                places.append([parameter.grad.to_local().data_ptr() for parameter in model.parameters() if parameter.grad.to_local().numel()])
+                places.append(
+                    [
+                        parameter.grad.to_local().data_ptr()
+                        for parameter in model.parameters()
+                        if parameter.grad.to_local().numel()
+                    ]
+                )
                 if micro in (1, 2):
                     for parameter in model.parameters():
                         edit(parameter, held)
         found.append([parameter.grad.to_local() for parameter in model.parameters()])
         moved = [one != other for one, other in zip(places[0], places[1], strict=True)]
-        assert all(moved) if around is zcompile.accumulate else not any(moved)  # a sum is a new tensor, and nothing was added to the old
+        assert (
+            all(moved) if around is zcompile.accumulate else not any(moved)
+        )  # a sum is a new tensor, and nothing was added to the old
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
@@ -193,7 +208,7 @@ class Gated(torch.nn.Module):
 
 def saved_and_kept(rank, world):
     torch.manual_seed(0)
-    model = compiled(Gated(), inner="inductor", options={"bucket_bytes": 0, "persist_bytes": 1 << 20})
+    model = compiled(Gated(), inner="inductor", options={"bucket_bytes": 0, "save_for_backward_bytes": 1 << 20})
     losses = []
     with checked(model):
         for _ in range(3):
@@ -214,7 +229,7 @@ def one_budget(rank, world):
     model = zcompile.shard(Transformer())
     state = state_of(model)
     state.free_bytes = 1 << 16
-    return state.bytes_to_keep(), sum(sharded.leaf.nbytes for sharded in state.parameters.values())
+    return state.microbatch_cache_limit(), sum(sharded.leaf.nbytes for sharded in state.parameters.values())
 
 
 def test_ranks_keep_alike(ranks):
@@ -290,7 +305,7 @@ def kept_until_the_end(rank, world):
     leaf, shape = model.__dict__["_modules"]["embed"].__dict__["_zcompile_leaf_weight"].detach(), [61, 18]
 
     def gather():
-        return ops.gather_wait(ops.gather_kept_start(leaf, shape, torch.float32))
+        return ops.gather_wait(ops.gather_cached_start(leaf, shape, torch.float32))
 
     expected = ops.gather(leaf, shape, torch.float32)
     with contextlib.suppress(ZeroDivisionError), zcompile.accumulate(model):
@@ -304,7 +319,7 @@ def kept_until_the_end(rank, world):
     zcompile.reset_stats(model)
     assert torch.equal(gather(), expected) and torch.equal(gather(), expected)
     assert zcompile.stats(model)["gathers"] == 2
-    runtime.stop_keeping()  # nothing to stop
+    runtime.end_caching()  # nothing to stop
 
 
 def test_kept_until_the_end(ranks):

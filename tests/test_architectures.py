@@ -10,7 +10,6 @@ import os
 
 import pytest
 import torch
-
 from reference import compiled, train_beside
 
 WHICH = os.environ.get("ZCOMPILE_ARCHITECTURES", "")
@@ -27,13 +26,32 @@ VOCABULARY = 64
 # What configs call their sizes. Each takes those that it has.
 SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "emb_dim", "lru_width"), 32),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "emb_dim", "lru_width"), 32
+    ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
+        4,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 48
+    ),
     **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "num_experts_per_tok", "n_group"), 2),
-    **dict.fromkeys(("head_dim", "v_head_dim", "kv_lora_rank", "linear_key_head_dim", "linear_value_head_dim", "index_head_dim"), 8),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "linear_num_value_heads", "conv_kernel", "index_n_heads"), 4),
+    **dict.fromkeys(
+        ("head_dim", "v_head_dim", "kv_lora_rank", "linear_key_head_dim", "linear_value_head_dim", "index_head_dim"), 8
+    ),
+    **dict.fromkeys(
+        (
+            "num_local_experts",
+            "num_experts",
+            "n_routed_experts",
+            "linear_num_value_heads",
+            "conv_kernel",
+            "index_n_heads",
+        ),
+        4,
+    ),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "sliding_window"), 16),
     **dict.fromkeys(("n_shared_experts", "topk_group", "first_k_dense_replace", "attn_layer_offset"), 1),
@@ -104,7 +122,9 @@ def loss_of(model, step: int, rank: int) -> torch.Tensor:
 def trains(rank, world, kind):
     try:
         prepare = functools.partial(compiled, inner=INNER, fullgraph=False)
-        train_beside(rank, world, prepare, make=functools.partial(small, kind), loss=loss_of, steps=3, tolerance=TOLERANCE)
+        train_beside(
+            rank, world, prepare, make=functools.partial(small, kind), loss=loss_of, steps=3, tolerance=TOLERANCE
+        )
     except CannotBeMade as reason:
         return str(reason)
 

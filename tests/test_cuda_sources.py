@@ -22,12 +22,18 @@ def compile_with(command):
 
 @pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cu")), ids=lambda path: path.name)
 def test_kernels(source, tmp_path):
-    compile_with([NVCC, "-std=c++20", "-arch=sm_90", "-Werror", "all-warnings", "-c", source, "-o", tmp_path / "kernels.o"])
+    compile_with(
+        [NVCC, "-std=c++20", "-arch=sm_90", "-Werror", "all-warnings", "-c", source, "-o", tmp_path / "kernels.o"]
+    )
 
 
 def test_runtime(tmp_path):
     """Syntax and types. A CPU build of torch has the CUDA headers but for one that says how libraries are linked."""
-    includes = [*cpp_extension.include_paths(), Path(NVCC).resolve().parent.parent / "include", "/usr/local/cuda/include"]
+    includes = [
+        *cpp_extension.include_paths(),
+        Path(NVCC).resolve().parent.parent / "include",
+        "/usr/local/cuda/include",
+    ]
     if torch.version.cuda is None:
         generated = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
         generated.parent.mkdir(parents=True)

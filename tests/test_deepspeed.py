@@ -8,10 +8,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
+from models import VOCABULARY, Transformer, batch, loss_of
 from torch import nn
 
 import zcompile
-from models import VOCABULARY, Transformer, batch, loss_of
 
 deepspeed = pytest.importorskip("deepspeed")
 stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
@@ -134,11 +134,11 @@ def test_bf16_is_close_to_eager(ranks, world):
 
 def keeps_over_micro_steps(rank, world):
     expected, stepped = train(make_engine(None), rank, end=8), {}
-    for keep_bytes in (0, 1 << 20):
-        engine = make_engine({"keep_bytes": keep_bytes, "bucket_bytes": 500})
+    for microbatch_cache_bytes in (0, 1 << 20):
+        engine = make_engine({"microbatch_cache_bytes": microbatch_cache_bytes, "bucket_bytes": 500})
         assert train(engine, rank, end=8) == expected
         assert taken(engine), engine.zcompile.given_back
-        stepped[keep_bytes] = zcompile.stats(engine.module)["gathered_bytes"]["float32"]
+        stepped[microbatch_cache_bytes] = zcompile.stats(engine.module)["gathered_bytes"]["float32"]
         with torch.no_grad():
             alone = engine.module(batch(0, rank))  # sees the step, although no forward of the engine came between
             assert torch.equal(engine(batch(0, rank)), alone)
@@ -153,7 +153,7 @@ def test_micro_steps_share_what_is_kept(ranks):
 def boundaries_by_hand(rank, world):
     """As accelerate has it: the program says which micro-step is the last, and calls `step` after that one alone."""
     curves = []
-    for flag in (None, {"keep_bytes": 1 << 20, "bucket_bytes": 500}):
+    for flag in (None, {"microbatch_cache_bytes": 1 << 20, "bucket_bytes": 500}):
         engine, curve = make_engine(flag), []
         for micro in range(8):
             engine.set_gradient_accumulation_boundary(micro % MICRO_STEPS == MICRO_STEPS - 1)
@@ -235,7 +235,9 @@ def make_sharded():
 
 def made_otherwise(rank, world, how):
     curves = []
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed wants AMX for it, torch does not
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = (
+        lambda: True
+    )  # DeepSpeed wants AMX for it, torch does not
     for flag in (None, {}):
         torch.manual_seed(0)
         config = {"fp16": {"enabled": True, "initial_scale_power": 40}} if how == "fp16" else {}
@@ -327,7 +329,9 @@ def between_steps(rank, world):
             with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
                 if rank == 0:
                     weight.data.mul_(0.9)
-            masters = deepspeed.utils.safe_get_full_fp32_param(weight)  # of eager ZeRO-3: the partitions are copies of them
+            masters = deepspeed.utils.safe_get_full_fp32_param(
+                weight
+            )  # of eager ZeRO-3: the partitions are copies of them
             deepspeed.utils.safe_set_full_fp32_param(weight, masters if flag is not None else masters * 0.9)
             engine.module.blocks[1].up.weight.requires_grad = step != 1  # by attribute
     assert taken(engines[1]) and taken(engines[2])
@@ -343,6 +347,7 @@ def test_several_engines_evaluation_and_edits(ranks):
 def gathers_two_bytes(rank, world):
     engine = make_engine({}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
     train(engine, rank, end=1)
+    before = {}
     for step in range(1, 8):
         zcompile.reset_stats(engine.module)
         train(engine, rank, begin=step, end=step + 1)
@@ -367,7 +372,9 @@ def gathers_exactly_two_bytes(rank, world):
     uses = {"weight": 2, "bias": 1}
     linears = [name for name, module in engine.module.named_modules() if isinstance(module, nn.Linear)]
     sizes = {name: parameter.ds_numel for name, parameter in engine.module.named_parameters()}
-    used = sum(sizes[f"{name}.{kind}"] * count for name in linears for kind, count in uses.items() if f"{name}.{kind}" in sizes)
+    used = sum(
+        sizes[f"{name}.{kind}"] * count for name in linears for kind, count in uses.items() if f"{name}.{kind}" in sizes
+    )
     for step in range(8):
         zcompile.reset_stats(engine.module)
         train(engine, rank, begin=step, end=step + 1)
@@ -400,14 +407,14 @@ def test_autocast_gathers_two_bytes(ranks):
     ],
 )
 def test_refusals(config, reason):
-    from zcompile.deepspeed import options_of
+    from zcompile.deepspeed.config import options_of
 
     with pytest.raises(ValueError, match=reason):
         options_of(config_of({}, **config))
 
 
 def test_pipelines_are_refused():
-    from zcompile.deepspeed import options_of
+    from zcompile.deepspeed.config import options_of
 
     class PipelineModule(nn.Module):
         """Stands in for DeepSpeed's, which wants a launcher's environment to be made."""
@@ -429,14 +436,22 @@ assert engine.zcompile.state is not None, engine.zcompile.given_back
 
 
 def test_a_program_that_does_not_import_zcompile_is_told():
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run([sys.executable, "-c", FORGOTTEN], env=environment, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "does not import it" in done.stderr
 
 
 def test_no_flag():
-    from zcompile.deepspeed import options_of
+    from zcompile.deepspeed.config import options_of
 
     assert options_of(config_of(None)) is None
     assert options_of(config_of({"enabled": False}, zero_optimization={"stage": 1})) is None
@@ -453,7 +468,13 @@ def injected(rank, world, stage):
         raise RuntimeError("injected")
 
     found = []
-    patched = {"take over": "add", "hooks": "remove_hooks", "compile": "compile_modules", "forward": "compiled_forward", "backward": "accept"}
+    patched = {
+        "take over": "add",
+        "hooks": "remove_hooks",
+        "compile": "compile_modules",
+        "forward": "compiled_forward",
+        "backward": "accept",
+    }
     if stage in patched:
         setattr(takeover, patched[stage], fail)
     else:
@@ -464,7 +485,9 @@ def injected(rank, world, stage):
     assert found == expected, (found, expected)
     assert len(engine.optimizer._grad_acc_hooks) > 0 and len(engine.optimizer.parameter_offload.forward_hooks) > 0
     assert type(engine.module.blocks[0].up) is nn.Linear and engine.tput_timer.config.synchronized
-    assert engine.optimizer.persistent_parameters and all(one.ds_persist for one in engine.optimizer.persistent_parameters)
+    assert engine.optimizer.persistent_parameters and all(
+        one.ds_persist for one in engine.optimizer.persistent_parameters
+    )
     engine.destroy()
 
 

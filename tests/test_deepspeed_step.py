@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from packaging.version import parse as version
-from torch import nn
-
 from models import batch
+from packaging.version import parse as version
 from test_deepspeed import BF16, MICRO_STEPS, LanguageModel, apart, beside_eager, deepspeed, make_engine, taken, train
+from torch import nn
 
 MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
 SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 700, "stage3_param_persistence_threshold": 20}}
@@ -16,13 +15,20 @@ SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 700, "stage3_p
 
 def test_deepspeeds_own_adam(ranks):
     """Its kernel rounds the last elements of a tensor otherwise, and counts steps outside of tensors."""
-    ranks(2).run(beside_eager, {}, (1e-6, 1e-6), {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}} | SUB_GROUPS, 12, 8)
+    ranks(2).run(
+        beside_eager, {}, (1e-6, 1e-6), {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}} | SUB_GROUPS, 12, 8
+    )
 
 
-FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "fused": True}}, "gradient_clipping": 0.1}
+FUSED = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "fused": True}},
+    "gradient_clipping": 0.1,
+}
 
 
-@pytest.mark.parametrize("config", [{}, SUB_GROUPS, {"gradient_clipping": 0.0}], ids=["clipped", "sub-groups", "not clipped"])
+@pytest.mark.parametrize(
+    "config", [{}, SUB_GROUPS, {"gradient_clipping": 0.0}], ids=["clipped", "sub-groups", "not clipped"]
+)
 def test_fused_adam_divides_by_the_scale(ranks, config):
     """Where DeepSpeed multiplies by its inverse, in a pass of its own."""
     ranks(2).run(beside_eager, {}, (1e-6, 1e-6), FUSED | config, 12, 8)
@@ -103,7 +109,9 @@ def steps_like_eager(rank, world, config, by_parameter, cast_bytes):
             states = [optimizer.optimizer.state[masters] for optimizer, masters in zip(optimizers, (one, other))]
             assert states[0].keys() == states[1].keys()
             assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-        assert len(engine.optimizer.optimizer.state) == len(eager.optimizer.optimizer.state)  # views leave nothing behind
+        assert len(engine.optimizer.optimizer.state) == len(
+            eager.optimizer.optimizer.state
+        )  # views leave nothing behind
         assert float(eager.optimizer._global_grad_norm) == float(engine.optimizer._global_grad_norm)
         assert not lean.kept
     assert engine.optimizer.grad_partitions_flat_buffer.numel() == 0
@@ -150,7 +158,10 @@ def norms_from_reduces(rank, world, config):
             if flag is not None:
                 for parameter, found in known:
                     whole = parameter.partition_numel() * (rank + 1) <= parameter.ds_numel
-                    assert (found is not None) == (whole and not (edited and parameter is head)), (step, parameter.ds_shape)
+                    assert (found is not None) == (whole and not (edited and parameter is head)), (
+                        step,
+                        parameter.ds_shape,
+                    )
                 assert len(known) == len(list(engine.module.parameters()))
                 known.clear()
             curve.append((1.0, float(engine.get_global_grad_norm())))
@@ -191,15 +202,24 @@ def differs_from_eager(rank, world):
     engine.destroy()
 
     plain = {"type": "SGD", "params": {"lr": 0.1}}
-    engine = make_engine({}, model=Sometimes(), optimizer=plain, zero_allow_untested_optimizer=True, gradient_accumulation_steps=1)
+    engine = make_engine(
+        {}, model=Sometimes(), optimizer=plain, zero_allow_untested_optimizer=True, gradient_accumulation_steps=1
+    )
     seen = []
     for told in (True, False):
         engine.module.told = told
         engine.backward(engine(torch.ones(2, 3)))
         engine.step()
-        seen.append([deepspeed.utils.safe_get_full_fp32_param(layer.weight) for layer in (engine.module.always, engine.module.sometimes)])
+        seen.append(
+            [
+                deepspeed.utils.safe_get_full_fp32_param(layer.weight)
+                for layer in (engine.module.always, engine.module.sometimes)
+            ]
+        )
     (always, sometimes), (always_later, sometimes_later) = seen
-    assert torch.equal(sometimes, sometimes_later) and not torch.equal(always, always_later)  # eager steps with a stale gradient
+    assert torch.equal(sometimes, sometimes_later) and not torch.equal(
+        always, always_later
+    )  # eager steps with a stale gradient
     engine.destroy()
 
 
@@ -227,7 +247,9 @@ def a_region_run_unequally_often(rank, world):
     sum(reference(torch.ones(2, 4), 1 + other) / world for other in range(world)).backward()
     model.layer.compile()
     still = {"type": "SGD", "params": {"lr": 0.0}}
-    engine = make_engine({}, model=model, optimizer=still, zero_allow_untested_optimizer=True, gradient_accumulation_steps=1)
+    engine = make_engine(
+        {}, model=model, optimizer=still, zero_allow_untested_optimizer=True, gradient_accumulation_steps=1
+    )
     engine.compile()
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 4), 1 + rank))
@@ -275,7 +297,9 @@ def gradients_and_states_by_hand(rank, world):
     utils, outcomes = deepspeed.utils, []
     for flag in (None, {}):
         torch.manual_seed(0)
-        engine = make_engine(flag, model=Idle(), optimizer={"type": "AdamW", "params": {"lr": 3e-3}})  # offload_states wants theirs
+        engine = make_engine(
+            flag, model=Idle(), optimizer={"type": "AdamW", "params": {"lr": 3e-3}}
+        )  # offload_states wants theirs
         module, outcome = engine.module, []
         masters = utils.safe_get_full_fp32_param(module.head.weight)
         with deepspeed.zero.GatheredParameters(module.head.weight, modifier_rank=0):
@@ -293,7 +317,11 @@ def gradients_and_states_by_hand(rank, world):
             utils.safe_set_full_grad(module.other, torch.full((8,), 5.0))
             gradients = [utils.safe_get_full_grad(one) for one in (module.idle, module.other, module.embed.weight)]
             engine.step()
-            outcome += [float(engine.get_global_grad_norm()), *gradients, utils.safe_get_full_fp32_param(module.head.weight)]
+            outcome += [
+                float(engine.get_global_grad_norm()),
+                *gradients,
+                utils.safe_get_full_fp32_param(module.head.weight),
+            ]
         assert flag is None or (taken(engine) and engine.optimizer.grad_partitions_flat_buffer.numel() == 0)
         outcomes.append(outcome)
         engine.destroy()

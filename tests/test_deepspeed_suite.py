@@ -22,8 +22,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import zcompile  # noqa: F401  the flag needs no more
 from ranks import Ranks
+
+import zcompile  # noqa: F401  the flag needs no more
 
 SOURCE = os.environ.get("DEEPSPEED_SOURCE")
 FILE = "tests/unit/v1/compile/test_compile_zero.py"
@@ -71,7 +72,9 @@ class _Switched:
     def initialize(self, *args, config, **kwargs):
         zero, narrow = config["zero_optimization"], {"bf16", "fp16", "torch_autocast"} & config.keys()
         if zero["stage"] == 0 and narrow:
-            config = {name: value for name, value in config.items() if name != "compile"} | {"zero_optimization": {"stage": 3}}
+            config = {name: value for name, value in config.items() if name != "compile"} | {
+                "zero_optimization": {"stage": 3}
+            }
         elif zero["stage"] == 3:
             flag = {"enabled": True, "inner": "aot_eager" if narrow else "inductor"}
             config = {name: value for name, value in config.items() if name != "compile"} | {"zcompile": flag}

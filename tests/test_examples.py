@@ -25,7 +25,9 @@ def test_training(tmp_path, monkeypatch, program, arguments, written):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run([*ranks, EXAMPLES / program, *SHORT, *arguments, "--out", tmp_path], capture_output=True, text=True, timeout=150)
+    run = subprocess.run(
+        [*ranks, EXAMPLES / program, *SHORT, *arguments, "--out", tmp_path], capture_output=True, text=True, timeout=150
+    )
     assert run.returncode == 0, run.stderr[-4000:]
     losses = [record["loss"] for record in json.loads((tmp_path / f"{written}.json").read_text())["records"]]
     assert len(losses) == 3 and all(4.5 < loss < 7.0 for loss in losses)  # log(256) and a little

@@ -1,6 +1,6 @@
 """Random modules, options and delays, compiled and sharded, against the same modules in one piece; and random plans of them.
 
-    ZCOMPILE_FUZZ_GRAPHS=10000 python -m pytest tests/test_fuzz.py -s
+ZCOMPILE_FUZZ_GRAPHS=10000 python -m pytest tests/test_fuzz.py -s
 """
 
 import contextlib
@@ -8,21 +8,21 @@ import copy
 import os
 import time
 
+import fuzz
 import pytest
 import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Interpreter
 
-import fuzz
 import zcompile
-from zcompile import passes
+from zcompile.analysis.hardware import CPU, H200
+from zcompile.analysis.param_lifetimes import ParamLifetimes
 from zcompile.backend import compile_aot_eager
-from zcompile.config import Settings
-from zcompile.hardware import CPU, H200
-from zcompile.passes.verify import verify_windows
-from zcompile.report import copied
-from zcompile.sharding import state_of
-from zcompile.windows import Windows
+from zcompile.options import Settings
+from zcompile.passes import pipeline
+from zcompile.passes.verify import verify_lifetimes
+from zcompile.planning.explain import copied
+from zcompile.sharding.model_state import state_of
 
 SECONDS = 60  # of each test, unless a number of graphs is asked for
 GRAPHS = int(os.environ.get("ZCOMPILE_FUZZ_GRAPHS", 0))
@@ -75,7 +75,9 @@ def same(one, other, what):
 
 def near(one, other, what):
     error, norm = (one.detach() - other.detach()).norm(), other.detach().norm()
-    assert error <= 3e-2 * norm + 1e-3, f"{what}: {one} is not near {other}"  # products in bf16, summed in another order
+    assert error <= 3e-2 * norm + 1e-3, (
+        f"{what}: {one} is not near {other}"
+    )  # products in bf16, summed in another order
 
 
 class Poisoner(Interpreter):
@@ -83,7 +85,7 @@ class Poisoner(Interpreter):
 
     def __init__(self, graph):
         super().__init__(GraphModule(torch.nn.Module(), graph), garbage_collect_values=False)
-        windows = Windows(self.module.graph)
+        windows = ParamLifetimes(self.module.graph)
         self.dead = {}
         for window in windows.windows:
             if not window.returned:
@@ -104,8 +106,12 @@ def plans(seed, rank, world):
 
     def backend(gm, example_inputs):
         link = (CPU.over("gloo", world), H200.over("p2p", world))[seed % 2]  # which reads rows of tables alone
-        plan = Settings.parse({"persist_bytes": fuzz.options_of(seed)["persist_bytes"]}).plan(link, 1 << 30)
-        return compile_aot_eager(gm, example_inputs, plan, lambda graph: taken.append((copied(graph)[0], example_inputs)))
+        plan = Settings.parse({"save_for_backward_bytes": fuzz.options_of(seed)["save_for_backward_bytes"]}).plan(
+            link, 1 << 30
+        )
+        return compile_aot_eager(
+            gm, example_inputs, plan, lambda graph: taken.append((copied(graph)[0], example_inputs))
+        )
 
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         torch.compile(model, backend=backend, fullgraph=True)(batch(seed, rank))
@@ -118,15 +124,18 @@ def plans(seed, rank, world):
         for number in range(PLANS):
             drawn = Settings.parse(fuzz.options_of(1000 * seed + number))
             link = [CPU.over("gloo", world), H200.over("p2p", 8), H200.over("nccl", 4096)][number % 3]
-            schedule = passes.schedule(drawn.plan(link, 1 << 30))
+            schedule = pipeline.schedule(drawn.plan(link, 1 << 30))
             for graph, arguments, expected in ((forward, given, results), (backward, tangents_and_saved, gradients)):
                 planned, _ = copied(graph)
-                passes.run(planned, schedule)
-                if not {"sink", "fit"} & set(drawn.disable_passes):
-                    verify_windows(planned, drawn.gather_budget_bytes)
+                pipeline.run(planned, schedule)
+                if not {"sink_gathers", "regather"} & set(drawn.skip_passes):
+                    verify_lifetimes(planned, drawn.gather_budget_bytes)
                 found = Poisoner(planned).run(*arguments)
                 for one, other in zip(found, expected, strict=True):
-                    assert one is None and other is None or torch.equal(one, other), (number, fuzz.options_of(1000 * seed + number))
+                    assert one is None and other is None or torch.equal(one, other), (
+                        number,
+                        fuzz.options_of(1000 * seed + number),
+                    )
     return 2 * PLANS
 
 

@@ -15,9 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-
-import zcompile
 from models import Chain, Transformer, batch, loss_of
 from ranks import Ranks
 from reference import compiled, lm_loss, train_beside
@@ -26,11 +23,16 @@ from test_native_reduce import native_sums
 from test_ops import means, squares_of_reduces
 from test_rows import curve as rows_curve
 from test_rows import rows_like_whole
+from torch import nn
+
+import zcompile
 from zcompile.profile.timeline import busiest_stream
 
 ops = torch.ops.zcompile
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-apart = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")  # about speed, or the links between two
+apart = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs"
+)  # about speed, or the links between two
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def autocast_loss(model, step, rank):
 
 
 def state_of(model):
-    return zcompile.sharding.state_of(model)
+    return zcompile.sharding.model_state.state_of(model)
 
 
 def on(transport, model, **options):
@@ -107,7 +109,15 @@ def test_aot_eager_equals_eager_bitwise(gpus, loss):
     gpus.run(bitwise, loss)
 
 
-SHAPES = [(5, 3), (2, 7), (1, 5), (333, 77), (), (0, 4), (3000, 4097)]  # odd, fewer rows than ranks, scalar, empty, large
+SHAPES = [
+    (5, 3),
+    (2, 7),
+    (1, 5),
+    (333, 77),
+    (),
+    (0, 4),
+    (3000, 4097),
+]  # odd, fewer rows than ranks, scalar, empty, large
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -200,7 +210,9 @@ def test_a_gradient_is_free_after_its_wait(gpus):
 
 def gradients_outlive_their_transport(rank, world):
     torch.manual_seed(0)
-    model = on("p2p", Chain(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0})
+    model = on(
+        "p2p", Chain(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0}
+    )
     x = torch.randn(64, 512, device="cuda")
     for _ in range(3):
         model.zero_grad()
@@ -269,7 +281,9 @@ def most_sms_of_nccl(**how):
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    grids = [event["args"]["grid"] for event in events if event.get("cat") == "kernel" and "nccl" in event["name"].lower()]
+    grids = [
+        event["args"]["grid"] for event in events if event.get("cat") == "kernel" and "nccl" in event["name"].lower()
+    ]
     assert len(grids) >= 2  # a gather and a reduce
     return max(math.prod(grid) for grid in grids)
 
@@ -336,7 +350,9 @@ def trained(rank, transport, micro_steps, **options):
             if micro_steps > 1:
                 stack.enter_context(zcompile.accumulate(model))
             for _ in range(micro_steps):
-                x = torch.randn(256, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank))
+                x = torch.randn(
+                    256, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank)
+                )
                 with torch.autocast("cuda", torch.bfloat16):
                     losses.append(model(x).float().square().mean())
                 losses[-1].backward()
@@ -345,13 +361,17 @@ def trained(rank, transport, micro_steps, **options):
         with torch.no_grad():
             next(model.parameters()).to_local().mul_(1.01)
     peak = torch.cuda.max_memory_allocated() + zcompile.stats(model)["transport_bytes"]
-    return torch.stack(losses).detach(), [parameter.to_local().detach().clone() for parameter in model.parameters()], peak
+    return (
+        torch.stack(losses).detach(),
+        [parameter.to_local().detach().clone() for parameter in model.parameters()],
+        peak,
+    )
 
 
-def composed_like_copied(rank, world, transport, micro_steps, persist_bytes=0):
+def composed_like_copied(rank, world, transport, micro_steps, save_for_backward_bytes=0):
     before = torch.cuda.memory_allocated()
     (losses, parameters, peak), (other_losses, other_parameters, _) = (
-        trained(rank, one, micro_steps, persist_bytes=persist_bytes) for one in (transport, "c10d")
+        trained(rank, one, micro_steps, save_for_backward_bytes=save_for_backward_bytes) for one in (transport, "c10d")
     )
     assert torch.equal(losses, other_losses)
     for one, other in zip(parameters, other_parameters, strict=True):
@@ -363,15 +383,17 @@ def composed_like_copied(rank, world, transport, micro_steps, persist_bytes=0):
 @pytest.mark.parametrize("transport", ["p2p", "delayed p2p"])
 def test_composed_parameters(gpus, transport, micro_steps):
     for peak, masters in gpus.run(composed_like_copied, transport, micro_steps):
-        if micro_steps == 1:  # masters, two states, gradients; a gradient or two before there is room in the place of shards
+        if (
+            micro_steps == 1
+        ):  # masters, two states, gradients; a gradient or two before there is room in the place of shards
             assert peak < 4.8 * masters + 200 * 2**20, (peak, masters)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("transport", ["p2p", "delayed p2p"])
-@pytest.mark.parametrize("persist_bytes", [40 << 20, 1 << 30])  # some; all
-def test_composed_parameters_saved_for_backward(gpus, transport, micro_steps, persist_bytes):
-    gpus.run(composed_like_copied, transport, micro_steps, persist_bytes)
+@pytest.mark.parametrize("save_for_backward_bytes", [40 << 20, 1 << 30])  # some; all
+def test_composed_parameters_saved_for_backward(gpus, transport, micro_steps, save_for_backward_bytes):
+    gpus.run(composed_like_copied, transport, micro_steps, save_for_backward_bytes)
 
 
 def saves_composed(rank, world):
@@ -379,7 +401,9 @@ def saves_composed(rank, world):
     found = []
     for transport in ("p2p", "c10d"):
         torch.manual_seed(0)
-        model = on(transport, nn.Sequential(*(Wide() for _ in range(2))).cuda(), options={"persist_bytes": 1 << 30})
+        model = on(
+            transport, nn.Sequential(*(Wide() for _ in range(2))).cuda(), options={"save_for_backward_bytes": 1 << 30}
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         saved: list[int] = []
 
@@ -388,7 +412,9 @@ def saves_composed(rank, world):
             return tensor
 
         for step in range(5):
-            xs = torch.randn(3, 64, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank)).requires_grad_()
+            xs = torch.randn(
+                3, 64, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank)
+            ).requires_grad_()
             saved.clear()
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 first, second, _ = (model(x).square().mean() for x in xs)
@@ -397,7 +423,9 @@ def saves_composed(rank, world):
             optimizer.step()
             optimizer.zero_grad()
         segments = [(one["address"], one["address"] + one["total_size"]) for one in torch.cuda.memory_snapshot()]
-        elsewhere = [address for address in saved if address and not any(begin <= address < end for begin, end in segments)]
+        elsewhere = [
+            address for address in saved if address and not any(begin <= address < end for begin, end in segments)
+        ]
         assert len(elsewhere) == (6 if transport == "p2p" else 0)  # two matrices in each of three forwards
         found.append([parameter.to_local().detach().clone() for parameter in model.parameters()])
     for one, other in zip(*found, strict=True):
@@ -409,7 +437,7 @@ def test_saved_for_backward_is_composed(gpus):
 
 
 def full_of(shard, shape):
-    return ops.gather_wait(ops.gather_kept_start(shard, shape, torch.bfloat16))
+    return ops.gather_wait(ops.gather_cached_start(shard, shape, torch.bfloat16))
 
 
 def composes(rank, world):
@@ -447,7 +475,9 @@ def test_composed_parameters_are_mapped_once(gpus):
 def gradients_outlive_renewals(rank, world):
     """A gradient that is kept over the next forwards keeps its values: its place among the shards is needed again."""
     torch.manual_seed(0)
-    model = on("p2p", Chain(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0})
+    model = on(
+        "p2p", Chain(*(nn.Linear(512, 512, bias=False) for _ in range(8))).cuda(), options={"reduce_budget_bytes": 0}
+    )
     x = torch.randn(64, 512, device="cuda")
     kept = []
     for _ in range(5):
@@ -480,7 +510,12 @@ def stepped(rank, transport, fuse, make, groups):
     model = on(transport, Chain(*(Wide() for _ in range(4)), nn.Linear(2048, 77)).cuda())
     model[1].down.requires_grad_(False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make([{"params": parameters[at::groups]} for at in range(groups)], lr=1e-3, weight_decay=0.1 * (make is torch.optim.AdamW), fused=True)
+    optimizer = make(
+        [{"params": parameters[at::groups]} for at in range(groups)],
+        lr=1e-3,
+        weight_decay=0.1 * (make is torch.optim.AdamW),
+        fused=True,
+    )
     if fuse:
         zcompile.fuse_optimizer(model, optimizer)
     held, casts = [], 0
@@ -507,14 +542,19 @@ def stepped(rank, transport, fuse, make, groups):
 
 
 def steps_like_torch(rank, world, transport, make, groups):
-    (ours, casts), (theirs, all_casts) = stepped(rank, transport, True, make, groups), stepped(rank, "p2p", False, make, groups)
+    (ours, casts), (theirs, all_casts) = (
+        stepped(rank, transport, True, make, groups),
+        stepped(rank, "p2p", False, make, groups),
+    )
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
     return casts, all_casts
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("transport, groups", [("p2p", 1), ("p2p", 2), ("p2p in step", 1), ("delayed p2p", 1), ("c10d", 1)])
+@pytest.mark.parametrize(
+    "transport, groups", [("p2p", 1), ("p2p", 2), ("p2p in step", 1), ("delayed p2p", 1), ("c10d", 1)]
+)
 def test_fused_optimizer(gpus, transport, groups, make):
     for casts, all_casts in gpus.run(steps_like_torch, transport, make, groups):
         assert groups > 1 or transport == "c10d" or casts <= 2 < all_casts, (casts, all_casts)
@@ -534,7 +574,9 @@ def never_waits_on_the_host(rank, world):
             torch.cuda.set_sync_debug_mode("default")
     calls = {event.key for event in profiler.key_averages()}
     assert "zcompile::gather_group_start" in calls and "zcompile::reduce_wait" in calls
-    assert not [name for name in calls if name.startswith("cu") and "Synchronize" in name and name != "cudaDeviceSynchronize"]
+    assert not [
+        name for name in calls if name.startswith("cu") and "Synchronize" in name and name != "cudaDeviceSynchronize"
+    ]
     return [event.name for event in profiler.events() if "cudaDeviceSynchronize" in event.name]
 
 
@@ -565,7 +607,11 @@ def side_streams(rank, world):
         events = json.loads(file.read_text())["traceEvents"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     compute = busiest_stream(device)
-    return {event["args"]["stream"] for event in device if event["args"]["stream"] != compute and "PtoP" not in event["name"]}
+    return {
+        event["args"]["stream"]
+        for event in device
+        if event["args"]["stream"] != compute and "PtoP" not in event["name"]
+    }
 
 
 @apart
@@ -601,7 +647,9 @@ def pending_steps(rank, world):
         model = on("p2p", on_gpu())
         for step in range(3):
             lm_loss(model, step, rank).backward()
-        assert product_us(lambda model=model: lm_loss(model, 3, rank).backward()) < product_us() + 0.8  # else 1.2 and more
+        assert (
+            product_us(lambda model=model: lm_loss(model, 3, rank).backward()) < product_us() + 0.8
+        )  # else 1.2 and more
         with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
             torch.zeros(1, device="cuda")
 
@@ -616,12 +664,16 @@ def chosen_by_option(rank, world):
     assert zcompile.stats(model)["transport"] in ("p2p", "nccl") and "us" in zcompile.stats(model)["transport_reason"]
     for transport in ("nccl", "p2p"):
         torch._dynamo.reset()
-        lm_loss(torch.compile(model, backend="zcompile", options={"inner": "aot_eager", "transport": transport}), 0, rank)
+        lm_loss(
+            torch.compile(model, backend="zcompile", options={"inner": "aot_eager", "transport": transport}), 0, rank
+        )
         assert zcompile.stats(model)["transport"] == transport
         assert zcompile.stats(model)["transport_reason"] == "asked for"
     torch._dynamo.reset()
     with pytest.raises(ValueError, match="the model is on cuda"):
-        torch.compile(model, backend="zcompile", options={"transport": "gloo"})(torch.zeros(1, 4, dtype=torch.int64, device="cuda"))
+        torch.compile(model, backend="zcompile", options={"transport": "gloo"})(
+            torch.zeros(1, 4, dtype=torch.int64, device="cuda")
+        )
 
 
 @apart
@@ -687,7 +739,9 @@ def gathers_in_step():
         full = ops.gather(module.leaves()[6], shape, dtype)
         assert not check or torch.equal(full, value.to(dtype))
 
-    for dtype in DTYPES * 2 + DTYPES[:1]:  # what is gathered at all is known after the first three, and published with the next
+    for dtype in (
+        DTYPES * 2 + DTYPES[:1]
+    ):  # what is gathered at all is known after the first three, and published with the next
         gather(dtype)
     return gather
 
@@ -732,7 +786,14 @@ def test_gathers_in_step(gpus, what):
 def test_many_ranks_and_a_part_of_them(world):
     pool = Ranks(world, "nccl")
     try:
-        for what in (reduces_are_sums_in_rank_order, reduces_in_pieces, gathers_see_every_edit, gathers_alone, many_ranks, replicated):
+        for what in (
+            reduces_are_sums_in_rank_order,
+            reduces_in_pieces,
+            gathers_see_every_edit,
+            gathers_alone,
+            many_ranks,
+            replicated,
+        ):
             pool.run(what)
         for transport, micro_steps in (("p2p", 1), ("delayed p2p", 3)):
             pool.run(composed_like_copied, transport, micro_steps)
@@ -783,7 +844,10 @@ def test_rows(gpus, transport):
 
 def rows_agree_bitwise(rank, world, micro_steps):
     how = {"device": "cuda", "steps": 5, "micro_steps": micro_steps}
-    found = [rows_curve(rank, {"inner": "inductor"}, transport=transport, **how) for transport in ("p2p", "c10d", "delayed p2p")]
+    found = [
+        rows_curve(rank, {"inner": "inductor"}, transport=transport, **how)
+        for transport in ("p2p", "c10d", "delayed p2p")
+    ]
     for one in found[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, found[0], strict=True))
 

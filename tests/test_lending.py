@@ -16,7 +16,7 @@ STEPS = 8
 class Rank:
     """One rank's memory: which bytes must stay as they are, and what gradients were put there."""
 
-    lending: _C.Lending
+    lending: _C.GradPlacement
     used: set[int] = field(default_factory=set)  # shards that its own full parameters are composed of
     gradients: list[tuple[int, int]] = field(default_factory=list)  # since the renewal
 
@@ -32,7 +32,7 @@ class Program:
         sizes = [generator.randrange(1, 9) * 512 for _ in range(generator.randrange(1, 12))]
         ends = list(itertools.accumulate(sizes))
         self.shards = list(zip([0, *ends], ends))
-        self.ranks = [Rank(_C.Lending(self.shards, ends[-1])) for _ in range(RANKS)]
+        self.ranks = [Rank(_C.GradPlacement(self.shards, ends[-1])) for _ in range(RANKS)]
         order = sorted(range(len(sizes)), key=lambda one: -one + generator.uniform(0, 3))  # about from the end
         self.actions = []
         for at, shard in enumerate(order):
@@ -58,7 +58,11 @@ class Program:
                     rank.used.add(shard)
             elif what == "wait":
                 self.finish(shard, in_flight[shard])
-                readers += [(time + self.generator.choice((0, 1, 2.5)), rank, shard) for rank in self.ranks if shard in rank.used]
+                readers += [
+                    (time + self.generator.choice((0, 1, 2.5)), rank, shard)
+                    for rank in self.ranks
+                    if shard in rank.used
+                ]
             else:
                 self.reduce(shard)
             if unexpected and self.generator.random() < 0.7:
@@ -117,7 +121,7 @@ COUNT = 32
 
 
 def many_shards():
-    return _C.Lending([(512 * at, 512 * (at + 1)) for at in range(COUNT)], 512 * COUNT)
+    return _C.GradPlacement([(512 * at, 512 * (at + 1)) for at in range(COUNT)], 512 * COUNT)
 
 
 def backward_from_the_end(lending, until=0):
@@ -158,7 +162,7 @@ def test_a_backward_that_raised_is_forgotten():
 
 def test_ranks_that_learned_different_things_are_told_apart():
     """The second does not gather the last shard in backward, and would overwrite it while the first reads it there."""
-    ranks = [_C.Lending([(0, 512), (512, 1024)], 1024) for _ in range(2)]
+    ranks = [_C.GradPlacement([(0, 512), (512, 1024)], 1024) for _ in range(2)]
     assert ranks[0].learned() == ranks[1].learned()
     for rank, shards in zip(ranks, ([0, 1], [0]), strict=True):
         rank.count_reduces(1)

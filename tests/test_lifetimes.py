@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from models import Chain
+from reference import compiled
 from torch import nn
 from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.utils import run_and_get_code
@@ -18,13 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 import zcompile
-from models import Chain
-from reference import compiled
-from zcompile import passes
-from zcompile.config import Settings
-from zcompile.graph import (
+from zcompile.analysis.fx_utils import (
+    GATHER_CACHED_START,
     GATHER_GROUP_START,
-    GATHER_KEPT_START,
     GATHER_START,
     GATHER_WAIT,
     REDUCE_START,
@@ -32,7 +30,9 @@ from zcompile.graph import (
     calls,
     insert,
 )
-from zcompile.hardware import CPU
+from zcompile.analysis.hardware import CPU
+from zcompile.options import Settings
+from zcompile.passes import pipeline
 from zcompile.passes.bucket import bucket
 
 t = torch.ops.zcompile_test
@@ -248,9 +248,12 @@ def forgets_the_gradient(graph):
 
 def fx_order(graph):
     """Our ops and the matrix products of a graph, as `code_order` gives them."""
-    starts = calls(graph, GATHER_KEPT_START, REDUCE_START)
+    starts = calls(graph, GATHER_CACHED_START, REDUCE_START)
     number = {start: sum(other.target is start.target for other in starts[:at]) for at, start in enumerate(starts)}
-    short = {op: op.name().removeprefix("zcompile::").replace("kept_", "") for op in (GATHER_KEPT_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT)}
+    short = {
+        op: op.name().removeprefix("zcompile::").replace("kept_", "")
+        for op in (GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT)
+    }
     order = []
     for node in graph.nodes:
         if node.target in short:
@@ -265,7 +268,9 @@ def code_order(code):
     number, order = {}, []  # number: a name in the code -> which start made its memory
     count = {"gather": 0, "reduce": 0}
     for line in code.splitlines():
-        if call := re.match(r"\s+(\w+) = torch\.ops\.zcompile\.(gather|reduce)_(?:kept_)?(start|wait)\.default\((\w+)", line):
+        if call := re.match(
+            r"\s+(\w+) = torch\.ops\.zcompile\.(gather|reduce)_(?:kept_)?(start|wait)\.default\((\w+)", line
+        ):
             name, kind, what, argument = call.groups()
             if what == "start":
                 number[name] = count[kind]
@@ -294,7 +299,7 @@ def late_step(rank, world, sabotage=None, gather_budget_bytes=MATRIX_BYTES, buck
     plan = settings.plan(CPU.over("gloo", world), free_bytes=0)
 
     def schedule(graph):
-        passes.run(graph, passes.schedule(plan))
+        pipeline.run(graph, pipeline.schedule(plan))
         if sabotage is not None:
             sabotage(graph)
         planned.append(fx_order(graph))
@@ -335,9 +340,11 @@ def names_of_full(code):
     """For each gather, all names that the code has for the full parameter."""
     names: dict[str, set[str]] = {}
     for line in code.splitlines():
-        if start := re.match(r"\s+(\w+) = torch\.ops\.zcompile\.gather_kept_start", line):
+        if start := re.match(r"\s+(\w+) = torch\.ops\.zcompile\.gather_cached_start", line):
             names[start[1]] = {start[1]}
-        elif alias := re.match(r"\s+(\w+) = (?:torch\.ops\.zcompile\.gather_wait\.default\()?(\w+)\)?\s*(?:#.*)?$", line):
+        elif alias := re.match(
+            r"\s+(\w+) = (?:torch\.ops\.zcompile\.gather_wait\.default\()?(\w+)\)?\s*(?:#.*)?$", line
+        ):
             for one in names.values():
                 one |= {alias[1]} if alias[2] in one else set()
     return list(names.values())
@@ -351,9 +358,15 @@ def test_full_parameters_are_freed_at_once_and_not_reused(ranks):
             for names in names_of_full(code):
                 assert len(names) == 4  # the start and its wait, and what each is called afterwards
                 mentions = [place for name in names for place in re.finditer(rf"(del )?\b{name}\b", code)]
-                reads, deletions = ([place.end() for place in mentions if bool(place[1]) == is_deletion] for is_deletion in (False, True))
+                reads, deletions = (
+                    [place.end() for place in mentions if bool(place[1]) == is_deletion]
+                    for is_deletion in (False, True)
+                )
                 assert len(deletions) == len(names)
-                assert not re.search(r"zcompile\.|extern_kernels|cpp_fused|# reuse", code[max(reads) : max(deletions) + 12].partition("\n")[2])
+                assert not re.search(
+                    r"zcompile\.|extern_kernels|cpp_fused|# reuse",
+                    code[max(reads) : max(deletions) + 12].partition("\n")[2],
+                )
 
 
 @pytest.mark.parametrize("sabotage", [reads_before_waiting, forgets_the_gradient])
@@ -367,7 +380,9 @@ def test_groups_are_waited_for_one_by_one_and_freed_one_by_one(ranks):
     for worst, _, _, (forward, backward) in ranks(2).run(late_step, None, 1 << 20, 1 << 20):
         assert worst < RIGHT
         for code, kind, count in ((forward, "gather", 3), (backward, "gather", 2), (backward, "reduce", 3)):
-            name, tensors = re.search(rf"(\w+) = torch\.ops\.zcompile\.{kind}_group_start\.default\(\[(.*?)\]", code).groups()
+            name, tensors = re.search(
+                rf"(\w+) = torch\.ops\.zcompile\.{kind}_group_start\.default\(\[(.*?)\]", code
+            ).groups()
             assert len(tensors.split(",")) == count
             assert len(re.findall(rf"\w+ = {name}\[\d\]", code)) == count
             rest = code[code.index(f"{name} = torch") :]
@@ -387,7 +402,9 @@ def inferred_again(rank, world):
         found.append([str(node) for node, fake in before.items() if node.meta.get("val") is not fake])
         return answer
 
-    layers = [layer for _ in range(3) for layer in (nn.RMSNorm(33), nn.Linear(33, 33, bias=False), nn.GELU())]  # of biases Inductor makes nodes of its own
+    layers = [
+        layer for _ in range(3) for layer in (nn.RMSNorm(33), nn.Linear(33, 33, bias=False), nn.GELU())
+    ]  # of biases Inductor makes nodes of its own
     model = compiled(Chain(*layers), inner="inductor", options={"inductor": {"force_disable_caches": True}})
     with mock.patch.object(FakeTensorUpdater, "incremental_update", watched):
         model(torch.randn(5, 33)).square().mean().backward()
@@ -412,7 +429,7 @@ def test_widths_that_alternate_travel_as_two_groups():
         for at, shard in enumerate(shards)
     ]
     output.args = (tuple(insert(graph, output, GATHER_WAIT, start, like=start) for start in starts),)
-    passes.run(graph, [functools.partial(bucket, gather_bytes=1 << 20, reduce_bytes=0)])
+    pipeline.run(graph, [functools.partial(bucket, gather_bytes=1 << 20, reduce_bytes=0)])
     groups = calls(graph, GATHER_GROUP_START)
     assert [group.args[0] for group in groups] == [shards[::2], shards[1::2]] and not calls(graph, GATHER_START)
     gathered = [wait.meta["val"].dtype for wait in calls(graph, GATHER_WAIT)]
@@ -421,4 +438,8 @@ def test_widths_that_alternate_travel_as_two_groups():
 
 def test_groups_keep_to_their_bytes(ranks):
     for _, _, _, (forward, _) in ranks(2).run(late_step, None, 1 << 20, 2 * MATRIX_BYTES):
-        assert forward.count("zcompile.gather_group_start.default(") == 1 == forward.count("zcompile.gather_kept_start.default(")
+        assert (
+            forward.count("zcompile.gather_group_start.default(")
+            == 1
+            == forward.count("zcompile.gather_cached_start.default(")
+        )

@@ -5,13 +5,13 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-
-import zcompile
 from reference import compiled, train_beside
 from test_accumulate import alone, same, train
 from test_ops import mean_in_order, ops, shards
 from test_training import BF16, Sometimes, autocast_loss, sometimes_loss
-from zcompile.sharding import state_of
+
+import zcompile
+from zcompile.sharding.model_state import state_of
 
 SHAPES = [(13, 7), (8,), (1, 5), (333, 77), (), (0, 4)]  # odd, even, fewer rows than ranks, larger, scalar, empty
 WIDTHS = [  # gradient, reduce_dtype, what is added up and travels, error beside a sum in fp64 for each 1 of its summands' mean size
@@ -33,7 +33,7 @@ def native_sums(rank, world, device="cpu"):
         module, leaves = shards(world, *SHAPES, device=device, reduce_dtype=reduce_dtype, native_reduce=True)
         runtime = state_of(module).runtime
         runtime.use_transport("c10d")
-        runtime.keep_squares()
+        runtime.collect_squares()
         grads = [torch.randn(shape, device=device).to(dtype) for shape in SHAPES]
         singly = [ops.reduce(grad, leaf) for grad, leaf in zip(grads, leaves, strict=True)]
         bounds = []  # of errors: they are as large as what is added up, however small the sum is
@@ -42,11 +42,16 @@ def native_sums(rank, world, device="cpu"):
             everyones = [torch.empty_like(grad, dtype=narrower) for _ in range(world)]
             dist.all_gather(everyones, grad.to(narrower))
             expected = own_piece(mean_in_order(everyones, torch.float64), rank, world)
-            bounds.append(tolerance * own_piece(mean_in_order([one.abs() for one in everyones], torch.float64), rank, world) + 1e-8)
+            bounds.append(
+                tolerance * own_piece(mean_in_order([one.abs() for one in everyones], torch.float64), rank, world)
+                + 1e-8
+            )
             assert reduced.dtype == torch.float32
             assert bool(((reduced - expected).abs() <= bounds[-1]).all()), (SHAPES[index], dtype)
             if world == 2 and grad.ndim:  # there is one order, so the width of the sum is all
-                assert torch.equal(reduced, own_piece(mean_in_order(everyones, wire), rank, world).float()), SHAPES[index]
+                assert torch.equal(reduced, own_piece(mean_in_order(everyones, wire), rank, world).float()), SHAPES[
+                    index
+                ]
             squares = runtime.squares_of(index, reduced)
             torch.testing.assert_close(squares.sum(), reduced.double().square().sum(), rtol=1e-12, atol=0)
         assert set(runtime.stats()["reduced_bytes"]) == {str(wire).removeprefix("torch.")}
@@ -88,7 +93,9 @@ def test_replicated_shards(ranks):
 
 
 def ranks_differ(rank, world, prepare):
-    train_beside(rank, world, functools.partial(prepare, native_reduce=True), make=Sometimes, loss=sometimes_loss, steps=5)
+    train_beside(
+        rank, world, functools.partial(prepare, native_reduce=True), make=Sometimes, loss=sometimes_loss, steps=5
+    )
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])

@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
-
-import zcompile
 from models import Transformer, batch, loss_of
 from reference import compiled, full, lm_loss
 from test_training import autocast_loss
-from zcompile import passes
+
+import zcompile
+from zcompile.options import OPTIONAL_PASSES
 
 
 def bitwise(rank, world, loss):
@@ -24,9 +24,11 @@ def bitwise(rank, world, loss):
         for one in losses:
             one.backward()
         assert torch.equal(losses[0], losses[1]) and torch.equal(losses[1], losses[2]), (step, losses)
-        for (name, *grads) in zip([n for n, _ in model.named_parameters()], *(m.parameters() for m in models)):
+        for name, *grads in zip([n for n, _ in model.named_parameters()], *(m.parameters() for m in models)):
             eager, first, second = (p.grad.to_local() for p in grads)
-            assert torch.equal(eager, first), f"step {step}: gradient of {name} differs from eager by {(eager - first).abs().max()}"
+            assert torch.equal(eager, first), (
+                f"step {step}: gradient of {name} differs from eager by {(eager - first).abs().max()}"
+            )
             assert torch.equal(first, second), f"step {step}: gradient of {name} differs between two runs"
         for optimizer in optimizers:
             optimizer.step()
@@ -74,7 +76,9 @@ def test_inductor_against_unsharded(ranks, narrow, tolerance, late):
 
 
 def count_backward_gathers(rank, world, gather_budget_bytes, **how):
-    model = compiled(Transformer(), options={"gather_budget_bytes": gather_budget_bytes, **how.pop("options", {})}, **how)
+    model = compiled(
+        Transformer(), options={"gather_budget_bytes": gather_budget_bytes, **how.pop("options", {})}, **how
+    )
     loss = lm_loss(model, 0, rank)
     forward = zcompile.stats(model)
     zcompile.reset_stats(model)
@@ -94,13 +98,17 @@ def test_nothing_full_crosses_to_backward(ranks, gather_budget_bytes):
     # Backward reads the weights of 4 products and (aten's layer norm backward) weight and bias of 2 norms a block, of the
     # last norm, the head and the scale. No bias of a product: `recompute` forbids to redo an addition for it.
     assert backward["gathers"] == 2 * (4 + 2 * 2) + 2 + 1 + 1
-    for peak_bytes in (forward["peak_full_bytes"], backward["peak_full_bytes"]):
-        assert peak_bytes <= gather_budget_bytes + 2 * biggest  # one beside the budget, one that a thread of gloo has not let go
+    for peak_bytes in (forward["peak_unsharded_bytes"], backward["peak_unsharded_bytes"]):
+        assert (
+            peak_bytes <= gather_budget_bytes + 2 * biggest
+        )  # one beside the budget, one that a thread of gloo has not let go
 
 
 def peaks_under_inductor(rank, world):
-    forward, backward, biggest, _ = count_backward_gathers(rank, world, 0, inner="inductor", options={"bucket_bytes": 0})
-    for peak_bytes in (forward["peak_full_bytes"], backward["peak_full_bytes"]):
+    forward, backward, biggest, _ = count_backward_gathers(
+        rank, world, 0, inner="inductor", options={"bucket_bytes": 0}
+    )
+    for peak_bytes in (forward["peak_unsharded_bytes"], backward["peak_unsharded_bytes"]):
         assert peak_bytes <= 2 * biggest, (forward, backward, biggest)
 
 
@@ -117,7 +125,7 @@ def held_between(rank, world):
     state = model.__dict__["_zcompile_state"]
     scalar = next(p for p in state.parameters.values() if p.name == "mix")
     torch.ops.zcompile.gather(scalar.leaf, [3], torch.float32)  # the next gather counts what is still alive
-    alive = zcompile.stats(model)["peak_full_bytes"]
+    alive = zcompile.stats(model)["peak_unsharded_bytes"]
     loss.backward()
     return alive
 
@@ -140,11 +148,13 @@ def test_reduces_repeat_exactly(ranks):
 
 def disabled_passes(rank, world, inner):
     curves = {}
-    singly = [(one,) for one in passes.OPTIONAL if inner == "aot_eager" or one == "downcast"]  # Inductor takes its time
-    for disabled in ((), *singly, passes.OPTIONAL):
+    singly = [
+        (one,) for one in OPTIONAL_PASSES if inner == "aot_eager" or one == "narrow_gathers"
+    ]  # Inductor takes its time
+    for disabled in ((), *singly, OPTIONAL_PASSES):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = compiled(Transformer(blocks=1), inner=inner, options={"disable_passes": disabled})
+        model = compiled(Transformer(blocks=1), inner=inner, options={"skip_passes": disabled})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         curves[disabled] = curve = []
         for step in range(3):
@@ -154,7 +164,7 @@ def disabled_passes(rank, world, inner):
             optimizer.step()
             optimizer.zero_grad()
             curve.append(loss.item())
-        if disabled == ("downcast",):
+        if disabled == ("narrow_gathers",):
             assert zcompile.stats(model)["gathered_bytes"].keys() == {"float32"}
     assert all(curve == curves[()] for curve in curves.values()), curves
 

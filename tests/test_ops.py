@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import zcompile
 from zcompile import _C
-from zcompile.sharding import state_of
+from zcompile.sharding.model_state import state_of
 
 ops = torch.ops.zcompile
 
@@ -63,7 +63,12 @@ def check_schemas(rank, world):
     mean = ops.reduce(grad, shard)
     check(ops.reduce_wait.default, lambda: (arriving(ops.reduce_start(grad, shard), mean), grad), alias=True)
     check(ops.reduce.default, lambda: (grad, shard))
-    for indices in (torch.tensor([[4, 0], [0, 1]]), torch.tensor([3, -1], dtype=torch.int32), torch.tensor(2), torch.empty(0, dtype=torch.long)):
+    for indices in (
+        torch.tensor([[4, 0], [0, 1]]),
+        torch.tensor([3, -1], dtype=torch.int32),
+        torch.tensor(2),
+        torch.empty(0, dtype=torch.long),
+    ):
         rows = torch.randn(*indices.shape, 3)
         check(ops.gather_rows.default, lambda: (shard, [5, 3], torch.bfloat16, indices.clamp(min=0)))
         check(ops.reduce_rows.default, lambda: (rows, shard, [5, 3], torch.float32, indices))
@@ -172,7 +177,9 @@ def mean_in_order(grads, dtype=torch.float32):
     total = grads[0].to(dtype, copy=True)
     for grad in grads[1:]:
         total += grad.to(dtype)
-    return total / torch.full((), len(grads), device=total.device)  # a number would be multiplied by its inverse on a GPU
+    return total / torch.full(
+        (), len(grads), device=total.device
+    )  # a number would be multiplied by its inverse on a GPU
 
 
 def reduces(rank, world):
@@ -181,7 +188,9 @@ def reduces(rank, world):
         module, leaves = shards(world, *shapes)
         for shape, leaf in zip(shapes, leaves):
             generator = torch.Generator().manual_seed(rank)
-            scale = 10.0 ** torch.randint(-4, 5, shape, generator=generator)  # fp32 sums of such numbers depend on the order
+            scale = 10.0 ** torch.randint(
+                -4, 5, shape, generator=generator
+            )  # fp32 sums of such numbers depend on the order
             grad = (torch.randn(shape, generator=generator) * scale).to(dtype)
             everyones = [torch.empty_like(grad) for _ in range(world)]
             dist.all_gather(everyones, grad)
@@ -203,7 +212,11 @@ def test_reduce_is_the_fp32_sum_in_rank_order(ranks, world):
 
 def means(device):
     """Against the same arithmetic op by op, for lengths that end inside of what a block and a thread read at once."""
-    for dtype, out_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+    for dtype, out_dtype in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ):
         for numel in (5, 4096, 100_003):
             rows = [torch.randn(numel, device=device).to(dtype) for _ in range(3)]
             base = torch.randn(numel, device=device).to(out_dtype)
@@ -231,7 +244,7 @@ def squares_of_reduces(rank, world, device="cpu", transport="c10d", shapes=((13,
     runtime.use_transport(transport)
     for keeps in (False, True):
         if keeps:
-            runtime.keep_squares()
+            runtime.collect_squares()
         for dtype in (torch.float32, torch.bfloat16):
             for index, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True)):
                 grad = torch.randn(shape, device=device).to(dtype)
@@ -242,14 +255,14 @@ def squares_of_reduces(rank, world, device="cpu", transport="c10d", shapes=((13,
                     torch.testing.assert_close(found.sum(), once.double().square().sum(), rtol=1e-12, atol=0)
                     repeats = [found.clone()]
                     for _ in range(3):
-                        runtime.forget_squares()
+                        runtime.clear_squares()
                         once = ops.reduce(grad, leaf)
                         repeats.append(runtime.squares_of(index, once).clone())
                     assert all(torch.equal(repeats[0], repeat) for repeat in repeats), shape
                 assert runtime.squares_of(index, once.clone()) is None or once.numel() == 0
                 twice = ops.reduce(grad, leaf)
                 assert runtime.squares_of(index, once) is None and runtime.squares_of(index, twice) is None
-                runtime.forget_squares()
+                runtime.clear_squares()
                 assert runtime.squares_of(index, twice) is None
 
 

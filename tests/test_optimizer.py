@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from models import Transformer
+from reference import compiled, lm_loss
 from torch import nn
 
 import zcompile
-import zcompile.optimizer
-from models import Transformer
-from reference import compiled, lm_loss
-from zcompile.sharding import state_of
+import zcompile.sharding.fused_optimizer
+from zcompile.sharding.model_state import state_of
 
 
 def curve(rank, fuse, make, closures):
@@ -72,7 +72,12 @@ def refuses(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="not SGD"):
         zcompile.fuse_optimizer(model, torch.optim.SGD(model.parameters()))
-    for wrong in ({}, {"fused": True, "amsgrad": True}, {"fused": True, "maximize": True}, {"fused": True, "lr": torch.tensor(1e-3)}):
+    for wrong in (
+        {},
+        {"fused": True, "amsgrad": True},
+        {"fused": True, "maximize": True},
+        {"fused": True, "lr": torch.tensor(1e-3)},
+    ):
         with pytest.raises(ValueError, match="needs fused=True"):
             zcompile.fuse_optimizer(model, torch.optim.AdamW(model.parameters(), **wrong))
     assert dist.get_world_size() == world
@@ -91,7 +96,9 @@ class Writing:
     def step(self, indices, tensors, lr, beta1, beta2, weight_decay, eps):
         parameters, gradients, averages, squares, counts = tensors
         settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
-        torch._fused_adamw_(parameters, gradients, averages, squares, [], counts, **settings, amsgrad=False, maximize=False)
+        torch._fused_adamw_(
+            parameters, gradients, averages, squares, [], counts, **settings, amsgrad=False, maximize=False
+        )
         for gradient in gradients:
             gradient.fill_(7)
         self.steps += 1
@@ -102,9 +109,11 @@ def writes(make_state, models, optimizer):
     """The stand-ins, in the place of the transports that `models` are on."""
     found = [Writing() for _ in models]
     for model, writing in zip(models, found, strict=True):
-        zcompile.optimizer.state_of = lambda model, writing=writing: SimpleNamespace(parameters=make_state(model).parameters, runtime=writing)
+        zcompile.sharding.fused_optimizer.state_of = lambda model, writing=writing: SimpleNamespace(
+            parameters=make_state(model).parameters, runtime=writing
+        )
         zcompile.fuse_optimizer(model, optimizer)
-    zcompile.optimizer.state_of = make_state
+    zcompile.sharding.fused_optimizer.state_of = make_state
     return found
 
 
@@ -130,11 +139,15 @@ def gives_gradients_up_at_once(rank, world):
     models = pair()
     optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
     written = writes(state_of, models, optimizer)
-    optimizer.register_step_post_hook(lambda *_: [parameter.grad for parameter in parameters_of(models)].count(None) == 4 or 1 / 0)
+    optimizer.register_step_post_hook(
+        lambda *_: [parameter.grad for parameter in parameters_of(models)].count(None) == 4 or 1 / 0
+    )
     found = train(models, optimizer, 3)
     assert [one.steps for one in written] == [3, 3]
     plain = pair()
-    for one, other in zip(found, train(plain, torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True), 3), strict=True):
+    for one, other in zip(
+        found, train(plain, torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True), 3), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -152,7 +165,10 @@ def leaves_to_torch(rank, world, changed):
     versions = [parameter._local_tensor._version for parameter in models[0].parameters()]
     found = train(models, optimizer, 2)
     assert [one.steps for one in written] == [2]
-    assert all(parameter._local_tensor._version > before for parameter, before in zip(models[0].parameters(), versions, strict=True))
+    assert all(
+        parameter._local_tensor._version > before
+        for parameter, before in zip(models[0].parameters(), versions, strict=True)
+    )
     plain = pair()
     optimizer = torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True)
     train(plain, optimizer, 2)

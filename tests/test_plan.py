@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import Transformer, batch, loss_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Interpreter
@@ -21,19 +22,29 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import zcompile
-from models import Transformer, batch, loss_of
-from zcompile import passes
-from zcompile.config import Settings
-from zcompile.cost import Costs, operations, simulate
-from zcompile.paper import main, on_paper
-from zcompile.graph import GATHER, GATHER_WAIT, GATHERS, MOVEMENT, aten, calls, chain, insert, readers, value
-from zcompile.hardware import CPU, H200
-from zcompile.liveness import Liveness
-from zcompile.passes.fit import given_up
+from zcompile.analysis.cost_model import Costs, operations, simulate
+from zcompile.analysis.fx_utils import (
+    GATHER,
+    GATHER_WAIT,
+    GATHERS,
+    MOVEMENT,
+    aten,
+    calls,
+    chain,
+    insert,
+    readers,
+    value,
+)
+from zcompile.analysis.hardware import CPU, H200
+from zcompile.analysis.liveness import Liveness
+from zcompile.analysis.param_lifetimes import ParamLifetimes
+from zcompile.options import Plan, Settings
+from zcompile.passes import pipeline
 from zcompile.passes.free import free
+from zcompile.passes.regather import given_up
+from zcompile.planning.command import install_trace_readers, main
+from zcompile.planning.explain import copied, trace
 from zcompile.profile.models import Llama, Size, Workload, load
-from zcompile.report import copied, trace
-from zcompile.windows import Windows
 
 SIZE = Size(layers=3, width=32, hidden=96, heads=4, kv_heads=2, vocabulary=64, tokens=24, sequences=2)
 
@@ -46,9 +57,11 @@ def traced():
         model = Llama(SIZE)
         workload = load("tiny", None, 2, 24, False)
         workload.model = model
-        names = on_paper(workload, torch.bfloat16)
+        names = install_trace_readers(workload, torch.bfloat16)
         tokens = torch.zeros(2, 25, dtype=torch.int64)
-        return trace(lambda: model(tokens), Settings().plan(H200.over("p2p", 8), 1 << 30), lambda leaf: names.get(id(leaf)))
+        return trace(
+            lambda: model(tokens), Settings().plan(H200.over("p2p", 8), 1 << 30), lambda leaf: names.get(id(leaf))
+        )
 
 
 def test_a_plan_gives_readers_no_new_storage(traced):
@@ -56,7 +69,7 @@ def test_a_plan_gives_readers_no_new_storage(traced):
     for one in traced:
         planned, _ = copied(one.graph)
         before = {value(gather).untyped_storage()._cdata for gather in calls(planned, GATHER)}
-        passes.run(planned, passes.schedule(Settings().plan(H200.over("p2p", 8), 1 << 30)))
+        pipeline.run(planned, pipeline.schedule(Settings().plan(H200.over("p2p", 8), 1 << 30)))
         waits = calls(planned, GATHER_WAIT)
         assert waits and {value(wait).untyped_storage()._cdata for wait in waits} <= before
 
@@ -91,7 +104,9 @@ def test_operations_of_attention_are_those_of_its_products():
     def step(query, key, value, causal):
         out, rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
         grad = torch.ones_like(out)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, rest, 0.0, causal)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, rest, 0.0, causal
+        )
 
     forward, backward = counted(plain)
     scores = forward // 2
@@ -110,7 +125,11 @@ class Watcher(Interpreter):
 
     def run_node(self, node):
         result = super().run_node(node)
-        tensors = [one for one in torch.utils._pytree.tree_leaves([result, *self.env.values()]) if isinstance(one, torch.Tensor)]
+        tensors = [
+            one
+            for one in torch.utils._pytree.tree_leaves([result, *self.env.values()])
+            if isinstance(one, torch.Tensor)
+        ]
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
         self.held.append(sum(storages.values()))
         return result
@@ -190,13 +209,13 @@ def test_prefetch_hides_as_much_as_starting_everything_first_within_the_budget(t
     exposed = {}
     for name, settings in {
         "planned": Settings(gather_budget_bytes=budget, bucket_bytes=0),
-        "late": Settings(gather_budget_bytes=budget, bucket_bytes=0, disable_passes=["prefetch"]),
+        "late": Settings(gather_budget_bytes=budget, bucket_bytes=0, skip_passes=["prefetch"]),
     }.items():
         plan = settings.plan(link, 0)
         for at, one in enumerate(traced):
             graph, _ = copied(one.graph)
-            passes.run(graph, passes.schedule(plan))
-            windows = Windows(graph)
+            pipeline.run(graph, pipeline.schedule(plan))
+            windows = ParamLifetimes(graph)
             assert max(windows.full_bytes()) <= windows.bound(budget)
             exposed[name, at] = simulate(graph, Costs(graph, link)).exposed_s
             if name == "planned":
@@ -226,17 +245,22 @@ def test_a_gather_is_not_earlier_than_it_must_be():
         value = insert(graph, output, aten.mm.default, value, full, like=one)
     output.args = ((value,),)
     link = H200.over("p2p", 2)
-    slow = passes.Plan(link, gather_budget_bytes=1 << 30, reduce_budget_bytes=0, bucket_bytes=0, persist_bytes=0)
+    slow = Plan(link, gather_budget_bytes=1 << 30, reduce_budget_bytes=0, bucket_bytes=0, save_for_backward_bytes=0)
     transfer_s = link.gather_s(256 * 256 * 4)
     hardware = replace(link.hardware, kernel_s=10 * transfer_s)
-    passes.run(graph, passes.schedule(replace(slow, link=replace(link, hardware=hardware))))
-    windows = Windows(graph)
+    pipeline.run(graph, pipeline.schedule(replace(slow, link=replace(link, hardware=hardware))))
+    windows = ParamLifetimes(graph)
     assert max(windows.full_bytes()) == 2 * 256 * 256 * 4
     assert all(later.begins > sooner.begins for sooner, later in itertools.pairwise(windows.windows))
 
 
-def explained_beside_micro_steps(rank, world, keep_bytes):
-    options = {"inner": "aot_eager", "bucket_bytes": 0, "persist_bytes": 0, "keep_bytes": keep_bytes}
+def explained_beside_micro_steps(rank, world, microbatch_cache_bytes):
+    options = {
+        "inner": "aot_eager",
+        "bucket_bytes": 0,
+        "save_for_backward_bytes": 0,
+        "microbatch_cache_bytes": microbatch_cache_bytes,
+    }
     model = zcompile.shard(WithLoss())
     plan = zcompile.explain(model, batch(0, rank), options=options)
     torch._dynamo.reset()
@@ -257,14 +281,16 @@ def explained_beside_micro_steps(rank, world, keep_bytes):
     return plan, gathered
 
 
-@pytest.mark.parametrize("keep_bytes", [None, 3000, 0])
-def test_explain_says_what_micro_steps_share(ranks, keep_bytes):
-    plan, gathered = ranks(2).run(explained_beside_micro_steps, keep_bytes)[0]
+@pytest.mark.parametrize("microbatch_cache_bytes", [None, 3000, 0])
+def test_explain_says_what_micro_steps_share(ranks, microbatch_cache_bytes):
+    plan, gathered = ranks(2).run(explained_beside_micro_steps, microbatch_cache_bytes)[0]
     first, (forward, backward) = plan.graphs, plan.again or plan.graphs
     later = [forward.gathered_bytes, backward.gathered_bytes]
     assert gathered == [first[0].gathered_bytes, backward.gathered_bytes, *later, *later]
-    assert bool(plan.again) == (keep_bytes != 0) == bool(plan.shared_bytes) and plan.shared_bytes <= (keep_bytes or 1 << 30)
-    assert forward.gathered_bytes < first[0].gathered_bytes or keep_bytes == 0
+    assert bool(plan.again) == (microbatch_cache_bytes != 0) == bool(plan.shared_bytes) and plan.shared_bytes <= (
+        microbatch_cache_bytes or 1 << 30
+    )
+    assert forward.gathered_bytes < first[0].gathered_bytes or microbatch_cache_bytes == 0
 
 
 class WithLoss(nn.Module):
@@ -276,8 +302,8 @@ class WithLoss(nn.Module):
         return loss_of(self.model, tokens)
 
 
-def explained_beside_a_run(rank, world, persist_bytes):
-    options = {"inner": "aot_eager", "persist_bytes": persist_bytes}
+def explained_beside_a_run(rank, world, save_for_backward_bytes):
+    options = {"inner": "aot_eager", "save_for_backward_bytes": save_for_backward_bytes}
     model = zcompile.shard(WithLoss())
     plan = zcompile.explain(model, batch(0, rank), options=options)
     before = zcompile.stats(model)["gathers"]
@@ -291,10 +317,12 @@ def explained_beside_a_run(rank, world, persist_bytes):
     return plan, before, forward, zcompile.stats(model), {name: p.numel() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("persist_bytes", [None, 0])
-def test_explain_says_what_a_run_does(ranks, persist_bytes):
-    results = ranks(2).run(explained_beside_a_run, persist_bytes)
-    one, other = (replace(result[0], graphs=tuple(replace(graph, memory=()) for graph in result[0].graphs)) for result in results)
+@pytest.mark.parametrize("save_for_backward_bytes", [None, 0])
+def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
+    results = ranks(2).run(explained_beside_a_run, save_for_backward_bytes)
+    one, other = (
+        replace(result[0], graphs=tuple(replace(graph, memory=()) for graph in result[0].graphs)) for result in results
+    )
     assert one == other  # ranks plan alike; their shares of gradients differ by a row
     plan, before, forward, backward, sizes = results[0]
     ahead, behind = plan.graphs
@@ -304,7 +332,7 @@ def test_explain_says_what_a_run_does(ranks, persist_bytes):
     assert behind.reduced_bytes == sum(backward["reduced_bytes"].values())
     assert {one.parameter for one in ahead.gathers} == {f"model.{name.removeprefix('model.')}" for name in sizes}
     kept = [one for one in ahead.gathers if one.kept]
-    if persist_bytes is None:  # the tied embedding, which the head reads last
+    if save_for_backward_bytes is None:  # the tied embedding, which the head reads last
         most = 4 * max(sizes.values())
         assert kept[0].nbytes == most < sum(one.nbytes for one in kept) <= most * 9 // 8
         assert not {one.parameter for one in kept} & {one.parameter for one in behind.gathers}
@@ -353,7 +381,18 @@ def pair():
 
 
 def test_explain_on_paper(tmp_path, capsys):
-    arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1", "--json", str(tmp_path / "plan.json")]
+    arguments = [
+        "--model",
+        "tiny",
+        "--tokens",
+        "32",
+        "--ranks",
+        "2,4096",
+        "--budgets",
+        "0,1",
+        "--json",
+        str(tmp_path / "plan.json"),
+    ]
     assert main(arguments) == 0
     told = capsys.readouterr().out
     assert "embedding.weight" in told and "4096" in told
@@ -385,7 +424,10 @@ def test_what_passes_change_is_logged_and_traced(tmp_path):
     environment = os.environ | {"TORCH_LOGS": "+zcompile", "TORCH_TRACE": str(tmp_path)}
     told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert told.returncode == 0 and "a step of" in told.stdout
-    assert re.search(r"zcompile: split: -(\d+) zcompile.gather.default, \+\1 zcompile.gather_start.default, \+\1 zcompile.gather_wait.default", told.stderr)
+    assert re.search(
+        r"zcompile: split_collectives: -(\d+) zcompile.gather.default, \+\1 zcompile.gather_start.default, \+\1 zcompile.gather_wait.default",
+        told.stderr,
+    )
     (trace,) = tmp_path.iterdir()
     assert "zcompile_before" in trace.read_text() and "zcompile_prefetch" in trace.read_text()
 
@@ -435,7 +477,9 @@ def test_rematerialized_is_what_products_read_of_pointwise_kernels(inner):
         gradients[rematerialize] = [parameter.grad for parameter in model.parameters()]
     rows, width = 2 * 24, 4
     made_again = size.layers * rows * (2 * size.width + size.hidden) + rows * size.width
-    attended = size.layers * rows * size.width  # under Inductor, also the copy of what attention returns that has its heads side by side
+    attended = (
+        size.layers * rows * size.width
+    )  # under Inductor, also the copy of what attention returns that has its heads side by side
     assert saved[False] - saved[True] == (made_again + attended * (inner == "inductor")) * width
     exact = {"rtol": 0, "atol": 0} if inner == "aot_eager" else {"rtol": 1e-5, "atol": 1e-7}
     for one, other in zip(*gradients.values(), strict=True):
@@ -470,7 +514,7 @@ def origin(node):
 def planned_products(graph, disabled):
     """Places of nodes in the planned graph; its products that read a full parameter, by the gradient they read; its other products."""
     planned, _ = copied(graph)
-    passes.run(planned, passes.schedule(Settings(disable_passes=disabled).plan(H200.over("p2p", 8), 1 << 30)))
+    pipeline.run(planned, pipeline.schedule(Settings(skip_passes=disabled).plan(H200.over("p2p", 8), 1 << 30)))
     full = {link for wait in calls(planned, GATHER_WAIT) for link in chain(wait)}
     products = calls(planned, aten.mm.default)
     reading = {origin(one.args[0]): one for one in products if one.args[1] in full}
@@ -513,7 +557,9 @@ class Branches(nn.Module):
 
     def forward(self, x):
         x = self.into(x)
-        return sum(checkpoint(lambda x, head=head: head(x).square().mean(), x, use_reentrant=False) for head in self.heads)
+        return sum(
+            checkpoint(lambda x, head=head: head(x).square().mean(), x, use_reentrant=False) for head in self.heads
+        )
 
 
 def test_weight_gradients_of_checkpointed_branches_come_with_each():
@@ -522,12 +568,12 @@ def test_weight_gradients_of_checkpointed_branches_come_with_each():
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Branches()
-        names = on_paper(Workload(model, None, None), torch.float32)
+        names = install_trace_readers(Workload(model, None, None), torch.float32)
         plan = Settings().plan(H200.over("p2p", 8), 1 << 30)
         _, backward = trace(lambda: model(torch.zeros(256, 16)), plan, lambda leaf: names.get(id(leaf)))
     for disabled in ((), ("free",)):
         planned, _ = copied(backward.graph)
-        passes.run(planned, passes.schedule(replace(plan, disabled=disabled)))
+        pipeline.run(planned, pipeline.schedule(replace(plan, disabled=disabled)))
         peaks.append(max(Liveness(planned).live_bytes()))
     assert peaks[0] < 1.25 * peaks[1], peaks
 
@@ -536,8 +582,8 @@ def test_full_matrices_die_at_their_first_reader(traced):
     """There is nothing between a decoder's first and last reader of a matrix that another order could move behind it."""
     for one in traced:
         graph, _ = copied(one.graph)
-        passes.run(graph, passes.schedule(Settings().plan(H200.over("p2p", 8), 1 << 40)))
-        for window in Windows(graph).windows:
+        pipeline.run(graph, pipeline.schedule(Settings().plan(H200.over("p2p", 8), 1 << 40)))
+        for window in ParamLifetimes(graph).windows:
             if not window.returned and value(window.wait).ndim > 1:
                 outside = {reader for _, reader in readers(window.wait, chain(window.wait))}
                 assert len(outside) == 1, window.shard

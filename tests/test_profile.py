@@ -19,11 +19,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from browser import NoBrowser, look
+from models import Transformer, batch, loss_of
 from PIL import Image
 from torch import nn
 
-from browser import NoBrowser, look
-from models import Transformer, batch, loss_of
 from zcompile.profile import compare, report
 from zcompile.profile.__main__ import job_of, main, parser
 from zcompile.profile.engines import RATE_STEPS, Training, file_name, find, names_of
@@ -56,7 +56,15 @@ def test_intervals_against_points():
 
 
 def event(name, category, begin, end, thread=1):
-    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": end - begin, "tid": thread, "args": {"stream": thread}}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": begin,
+        "dur": end - begin,
+        "tid": thread,
+        "args": {"stream": thread},
+    }
 
 
 STEP = event("zcompile.profile::step", "user_annotation", 0, 1000)
@@ -90,25 +98,38 @@ def test_parts_of_a_step(events):
     faster = parts.at_speed(0.8)
     assert (faster.traced_ms, faster.step_ms, faster.idle_ms) == pytest.approx((1.0, 0.8, 0.05), abs=2e-3)
     waiting = parts.at_speed(0.6)  # for another rank's host, which the trace slowed too
-    assert (waiting.step_ms, waiting.compute_ms, waiting.exposed_ms, waiting.idle_ms) == pytest.approx((0.6, 0.5, 0.1, 0.0), abs=2e-3)
+    assert (waiting.step_ms, waiting.compute_ms, waiting.exposed_ms, waiting.idle_ms) == pytest.approx(
+        (0.6, 0.5, 0.1, 0.0), abs=2e-3
+    )
     assert parts.at_speed(0.4).step_ms == parts.compute_ms  # what the device computed is not denied
 
 
 def test_a_loss_that_strays_is_marked():
-    engines = {"one": {"losses": [3.0, 2.0]}, "two": {"losses": [3.0, 2.0]}, "other": {"losses": [3.0, 2.1]}, "limit": {"losses": [3.0, 3.0]}}
+    engines = {
+        "one": {"losses": [3.0, 2.0]},
+        "two": {"losses": [3.0, 2.0]},
+        "other": {"losses": [3.0, 2.1]},
+        "limit": {"losses": [3.0, 3.0]},
+    }
     engines["none"] = {"losses": [3.0, float("nan")]}
     engines |= {f"other:fit={at}": {"losses": [3.0, 2.1]} for at in range(3)}  # which counts as one
     compare.mark_strays(engines, 1e-3)
     engines = {name: one for name, one in engines.items() if ":" not in name}
-    assert {name: one.get("strays") for name, one in engines.items()} == {"one": False, "two": False, "other": True, "limit": None, "none": True}
+    assert {name: one.get("strays") for name, one in engines.items()} == {
+        "one": False,
+        "two": False,
+        "other": True,
+        "limit": None,
+        "none": True,
+    }
 
 
 def test_options_in_the_names_of_engines():
-    text = 'fsdp2,zcompile:disable_passes=["fit","bucket"]:inductor={"max_autotune":true,"epilogue_fusion":false}:transport=nccl,ddp'
+    text = 'fsdp2,zcompile:skip_passes=["regather","bucket"]:inductor={"max_autotune":true,"epilogue_fusion":false}:transport=nccl,ddp'
     names = names_of(text)
     assert [name.partition(":")[0] for name in names] == ["fsdp2", "zcompile", "ddp"]
     inductor = {"max_autotune": True, "epilogue_fusion": False}
-    assert find(names[1])[1] == {"disable_passes": ["fit", "bucket"], "inductor": inductor, "transport": "nccl"}
+    assert find(names[1])[1] == {"skip_passes": ["regather", "bucket"], "inductor": inductor, "transport": "nccl"}
     assert re.fullmatch(r"[\w.=+-]+", file_name(names[1]))
 
 
@@ -167,7 +188,9 @@ def test_results(profiled):
     embedding, kept = 2048 * 192, 2048 * 192 + 192
     assert engines[OURS]["wire_bytes"] == 2 * 4 * (3 * parameters - embedding - kept)
     assert engines[OURS]["tokens"] == 2 * 2 * 2 * 32
-    assert results["workload"]["flops"] > 6 * 2 * 64 * (parameters - embedding)  # 2 x 3 a token and weight, and attention
+    assert results["workload"]["flops"] > 6 * 2 * 64 * (
+        parameters - embedding
+    )  # 2 x 3 a token and weight, and attention
 
 
 def test_memory_by_kind(profiled):
@@ -180,7 +203,10 @@ def test_memory_by_kind(profiled):
         assert sum(memory["at_peak"].values()) == max(sums) and memory["allocator_bytes"] is None
         assert memory["ms"] == sorted(memory["ms"]) and len(memory["ms"]) <= 402
         assert memory["ms"][sums.index(max(sums))] == memory["peak_ms"]
-        kept = {"limit": 3 * shard, "zero3": 2 * shard}  # all parameters, and a share to have Adam's state of; partitions and masters
+        kept = {
+            "limit": 3 * shard,
+            "zero3": 2 * shard,
+        }  # all parameters, and a share to have Adam's state of; partitions and masters
         assert set(memory["kinds"]["shards"]) == {kept.get(name, shard)}
         (state,) = set(memory["kinds"]["optimizer"])
         assert state == pytest.approx(2 * shard, abs=4 * 39)  # and the number of steps
@@ -192,10 +218,14 @@ def test_memory_by_kind(profiled):
     zcompile = results["engines"][OURS]
     full = zcompile["memory"]["kinds"]["full"]
     static = zcompile["memory"]["kinds"]["shards"][0] + zcompile["memory"]["kinds"]["optimizer"][0]
-    assert max(full) == 2 * shard - embedding  # all but the head, which is as large and is gathered when others have gone
+    assert (
+        max(full) == 2 * shard - embedding
+    )  # all but the head, which is as large and is gathered when others have gone
     plan = zcompile["plan"]
     assert max(nbytes for _, _, nbytes in plan["memory"]) - static == pytest.approx(max(full), rel=1e-3)
-    assert plan["peak_bytes"] == max(nbytes for _, nbytes, _ in plan["memory"]) and plan["step_ms"] == pytest.approx(plan["memory"][-1][0])
+    assert plan["peak_bytes"] == max(nbytes for _, nbytes, _ in plan["memory"]) and plan["step_ms"] == pytest.approx(
+        plan["memory"][-1][0]
+    )
 
 
 def test_windows_and_traces(profiled):
@@ -204,7 +234,11 @@ def test_windows_and_traces(profiled):
     found = results["engines"][OURS]["windows"]
     assert len({one["parameter"] for one in found["windows"]}) == 20 and len(found["streams"]) >= 2
     assert all(0 <= one["begin_ms"] < one["end_ms"] <= found["step_ms"] for one in found["windows"])
-    windows = [one for one in found["windows"] if one["parameter"] in ("embedding.weight", "head.weight", "blocks.0.gate.weight")]
+    windows = [
+        one
+        for one in found["windows"]
+        if one["parameter"] in ("embedding.weight", "head.weight", "blocks.0.gate.weight")
+    ]
     counts = Counter((one["parameter"], one["nbytes"]) for one in windows)  # in two micro-steps
     assert counts == {
         ("embedding.weight", 4 * 2048 * 192): 2,  # backward does not read it
@@ -212,7 +246,9 @@ def test_windows_and_traces(profiled):
         ("blocks.0.gate.weight", 4 * 512 * 192): 4,
     }
     for name in (OURS, "limit", "fsdp2"):
-        events = json.loads(gzip.decompress((profiled / f"{file_name(name)}.trace.json.gz").read_bytes()))["traceEvents"]
+        events = json.loads(gzip.decompress((profiled / f"{file_name(name)}.trace.json.gz").read_bytes()))[
+            "traceEvents"
+        ]
         assert sum(event.get("name") == "zcompile.profile::step" for event in events) == 2
 
 
@@ -224,7 +260,9 @@ def test_bytes_on_the_wire_by_trace_and_by_arithmetic(profiled):
     blocks = sum(size for name, size in sizes.items() if name.startswith("blocks."))
     assert results["engines"]["fsdp2"]["wire_bytes"] == 2 * 4 * (2 * sum(sizes.values()) + blocks)
     trace = json.loads(gzip.decompress((profiled / f"{file_name(OURS)}.trace.json.gz").read_bytes()))
-    assert wire_bytes(trace, 2) / 2 == pytest.approx(results["engines"][OURS]["wire_bytes"], rel=1e-3)  # ranks also agree on what to gather
+    assert wire_bytes(trace, 2) / 2 == pytest.approx(
+        results["engines"][OURS]["wire_bytes"], rel=1e-3
+    )  # ranks also agree on what to gather
     assert results["engines"]["limit"]["wire_bytes"] == 0
 
 
@@ -263,7 +301,9 @@ def looked_at(page, folder):
     for place in json.loads(re.search(r'data-where="([^"]*)"', dom)[1]):
         seen = shown.crop(tuple(round(edge) for edge in place))
         colors = seen.getcolors(maxcolors=1 << 20)
-        colored = sum(count for count, (red, green, blue) in colors if max(red, green, blue) - min(red, green, blue) > 40)
+        colored = sum(
+            count for count, (red, green, blue) in colors if max(red, green, blue) - min(red, green, blue) > 40
+        )
         pictures.append((seen.width, seen.height, colored))
     return console, pictures
 
@@ -344,7 +384,11 @@ def test_no_rank_outlives_the_profiler(tmp_path, by):
     profiler = subprocess.Popen([sys.executable, "-m", "zcompile.profile", *arguments], stdout=subprocess.DEVNULL)
 
     def ranks():
-        return [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or []) and one.pid != profiler.pid]
+        return [
+            one
+            for one in psutil.process_iter(["cmdline"])
+            if str(tmp_path) in " ".join(one.info["cmdline"] or []) and one.pid != profiler.pid
+        ]
 
     wait_for(lambda: len(ranks()) == 2)
     profiler.send_signal(by)
@@ -361,7 +405,7 @@ def wait_for(condition, seconds=30):
         time.sleep(0.1)
 
 
-FAILING = '''
+FAILING = """
 import json, os, signal, sys, time
 import torch
 from torch import nn
@@ -380,12 +424,21 @@ def build():
             time.sleep(1000)
         return model(batch).square().mean()
     return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), batch, loss
-'''
+"""
 
 
 def test_engines_that_fail_leave_the_others(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(FAILING)
-    arguments = ["--module", f"{tmp_path}/mine.py:build", "--engines", "fsdp2,ddp,limit,eager", "--timeout", "20", "--output", str(tmp_path)]
+    arguments = [
+        "--module",
+        f"{tmp_path}/mine.py:build",
+        "--engines",
+        "fsdp2,ddp,limit,eager",
+        "--timeout",
+        "20",
+        "--output",
+        str(tmp_path),
+    ]
     assert main([*SHORT, *arguments]) == 0
     engines = json.loads((tmp_path / "results.json").read_text())["engines"]
     assert engines["fsdp2"]["failed"] == "ValueError: the second rank does not like this batch"
@@ -398,7 +451,8 @@ def test_engines_that_fail_leave_the_others(tmp_path, capsys):
 def test_a_plan_that_fails_on_one_rank_takes_nothing_with_it(tmp_path):
     """The other rank is in the forward by then, and waits."""
     (tmp_path / "mine.py").write_text(
-        FAILING + """
+        FAILING
+        + """
 import zcompile
 explain = zcompile.explain
 def fails(*args, **kwargs):
@@ -408,7 +462,7 @@ def fails(*args, **kwargs):
 zcompile.explain = fails
 """
     )
-    engine = 'zcompile:inner=aot_eager:disable_passes=["bucket"]'
+    engine = 'zcompile:inner=aot_eager:skip_passes=["bucket"]'
     arguments = ["--module", f"{tmp_path}/mine.py:build", "--engines", engine, "--output", str(tmp_path)]
     assert main([*SHORT, *arguments]) == 0
     one = json.loads((tmp_path / "results.json").read_text())["engines"][engine]
@@ -419,7 +473,9 @@ zcompile.explain = fails
 
 def test_the_example_of_a_model_of_ones_own(tmp_path):
     example = Path(__file__).resolve().parents[1] / "examples/profile.py"
-    run = subprocess.run([sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     losses = json.loads((tmp_path / "results.json").read_text())["engines"]["eager"]["losses"]
     assert len(losses) == 5 and all(2.0 < loss < 4.0 for loss in losses)  # ten classes: log(10) and noise
@@ -432,7 +488,7 @@ def test_the_example_of_a_model_of_ones_own(tmp_path):
         (["--engines", "zcompile:fast=1"], "unknown option 'fast'"),
         (["--engines", "zcompile:transport"], "reads key=value, not 'transport'"),
         (["--engines", "zcompile:inductor=3"], "option 'inductor' must be a mapping"),
-        (["--engines", "zcompile:disable_passes=[[1]]"], "option 'disable_passes' must be a list"),
+        (["--engines", "zcompile:skip_passes=[[1]]"], "option 'skip_passes' must be a list"),
         (["--engines", "zcompile:gather_budget_bytes=true"], "must be a whole number of bytes, at least 0, not True"),
         (["--engines", "fsdp2:transport=nccl"], "engine 'fsdp2' takes no options"),
         (["--model", "no/such model"], "no model 'no/such model': built in are tiny"),
@@ -441,7 +497,11 @@ def test_the_example_of_a_model_of_ones_own(tmp_path):
         (["--module", f"{__file__}:absent"], "has no function 'absent'"),
         (["--ranks", "0"], "must be at least 1"),
         (["--steps", "many"], "invalid"),
-        pytest.param(["--snapshot"], "--snapshot needs a GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+        pytest.param(
+            ["--snapshot"],
+            "--snapshot needs a GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         (["--model", "7b", "--ranks", "1"], "take more ranks or a smaller model"),
         (["--module", f"{__file__}:event", "--checkpointing"], "--checkpointing has no meaning"),
         (["--module", f"{__file__}:event", "--batch", "4"], "--batch and --tokens have no meaning"),
@@ -459,7 +519,9 @@ def test_bad_input_is_one_line(arguments, says, capsys, tmp_path, configs):
     assert not list(Path(tmp_path).iterdir())
 
 
-@pytest.mark.parametrize("traced_ms, taken", [([10.4, 9.0], 10.4), ([20.0, 10.6], 10.6), ([20.0, 13.0, 14.0, 10.0], 13.0)])
+@pytest.mark.parametrize(
+    "traced_ms, taken", [([10.4, 9.0], 10.4), ([20.0, 10.6], 10.6), ([20.0, 13.0, 14.0, 10.0], 13.0)]
+)
 def test_a_slow_trace_is_made_again(monkeypatch, traced_ms, taken):
     """Of steps of 10.5 ms: the first trace that is about as fast, or of the most there are the fastest."""
     times = iter(traced_ms)

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zcompile.config import Settings
-from zcompile.curve import thinned
+from zcompile.analysis.hardware import H200
+from zcompile.options import Settings
+from zcompile.planning.command import install_trace_readers
+from zcompile.planning.curve import thinned
+from zcompile.planning.explain import Explanation, PlannedGraph, explanation, in_order, trace
 from zcompile.profile.allocations import KINDS, allocations_of
-from zcompile.hardware import H200
-from zcompile.paper import on_paper
+from zcompile.profile.lifetimes import lifetimes_of_step
 from zcompile.profile.memory import memory_of_step
 from zcompile.profile.models import Workload
 from zcompile.profile.owned import WALK, Owned, Walks
 from zcompile.profile.plan import planned
 from zcompile.profile.timeline import STEP, clock
-from zcompile.profile.windows import windows_of_step
 from zcompile.profile.wire import wire_bytes
-from zcompile.report import Explanation, PlannedGraph, explanation, in_order, trace
 
 GAP = 100.0  # us between things that happen
 CALLS = [  # from the outermost to the innermost range around an allocation, and what it is for
@@ -30,8 +30,18 @@ CALLS = [  # from the outermost to the innermost range around an allocation, and
     (["aten::mm", "aten::empty"], "activations"),
     (["zcompile::gather_start", "aten::empty"], "full"),
     (["zcompile::gather a.weight (bf16, 1.0 MiB)"], "full"),
-    (["zcompile::gather a.weight and 2 more (bf16, 3.0 MiB)", "zcompile::gather a.weight (bf16, 1.0 MiB)", "aten::empty"], "full"),
-    (["zcompile::gather_group_start", "zcompile::gather a.weight and 2 more (bf16, 3.0 MiB)", "aten::empty"], "transport"),
+    (
+        [
+            "zcompile::gather a.weight and 2 more (bf16, 3.0 MiB)",
+            "zcompile::gather a.weight (bf16, 1.0 MiB)",
+            "aten::empty",
+        ],
+        "full",
+    ),
+    (
+        ["zcompile::gather_group_start", "zcompile::gather a.weight and 2 more (bf16, 3.0 MiB)", "aten::empty"],
+        "transport",
+    ),
     (["FSDP::all_gather (0)", "c10d::_allgather_base_"], "transport"),
     (["FSDP::pre_backward (1)", "FSDP::all_gather (0)", "fsdp::all_gather_copy_in"], "full"),
     (["FSDP::all_gather (0)", "FSDP::post_backward_reduce (0)"], "gradients"),
@@ -44,7 +54,14 @@ def ranged(name, begin, end, thread=1, category="user_annotation", **args):
 
 def report(time, address, nbytes, total, thread=1, device=None, reserved=1 << 50):
     kind, index = (0, -1) if device is None else (1, device)
-    args = {"Addr": address, "Bytes": nbytes, "Total Allocated": total, "Total Reserved": reserved, "Device Type": kind, "Device Id": index}
+    args = {
+        "Addr": address,
+        "Bytes": nbytes,
+        "Total Allocated": total,
+        "Total Reserved": reserved,
+        "Device Type": kind,
+        "Device Id": index,
+    }
     return {"ph": "i", "name": "[memory]", "cat": "cpu_instant_event", "ts": time, "tid": thread, "args": args}
 
 
@@ -55,7 +72,9 @@ class Made:
         self.device, self.events = device, []
         self.truth: list[list] = []  # [begins, ends, nbytes, kind, address] of each allocation
         self.times = count(1)
-        self.unknown_bytes = 512 * generator.randrange(9)  # there before the trace, known to the allocator of a GPU alone
+        self.unknown_bytes = 512 * generator.randrange(
+            9
+        )  # there before the trace, known to the allocator of a GPU alone
         self.total = self.unknown_bytes if device is not None else 0
         free = list(range(1 << 20, 60 << 20, 1 << 20))  # addresses
         generator.shuffle(free)
@@ -74,7 +93,9 @@ class Made:
                 names, kind = generator.choice(CALLS)
                 for depth, name in enumerate(names, start=1):
                     self.events.append(ranged(name, time - GAP / 2 / depth, time + GAP / 2 / depth, thread))
-                alive.append([time, math.inf, 512 * generator.randrange(1, 2000), kind, free.pop(generator.randrange(len(free)))])
+                alive.append(
+                    [time, math.inf, 512 * generator.randrange(1, 2000), kind, free.pop(generator.randrange(len(free)))]
+                )
                 self.truth.append(alive[-1])
                 self.report(time, alive[-1][4], alive[-1][2], thread)
                 if generator.random() < 0.1:
@@ -87,7 +108,9 @@ class Made:
 
     def report(self, time, address, nbytes, thread, other=False):
         if other:  # of another device
-            self.events.append(report(time, address, nbytes, nbytes, thread, 0 if self.device is None else self.device + 1))
+            self.events.append(
+                report(time, address, nbytes, nbytes, thread, 0 if self.device is None else self.device + 1)
+            )
             return
         self.total += nbytes
         self.events.append(report(time, address, nbytes, self.total, thread, self.device))
@@ -97,7 +120,9 @@ class Made:
         nbytes, ends = 512 * generator.randrange(1, 2000), next(self.times) * GAP
         begins = -math.inf if generator.random() < 0.1 else time
         if begins == time:
-            self.events.append(ranged("zcompile::gather b.weight (bf16, 1.0 MiB)", time - GAP / 16, time + GAP / 16, thread))
+            self.events.append(
+                ranged("zcompile::gather b.weight (bf16, 1.0 MiB)", time - GAP / 16, time + GAP / 16, thread)
+            )
             self.events.append(report(time, address, nbytes, 0, thread, self.device, reserved=0))
         self.events.append(report(ends, address, -nbytes, 0, thread, self.device, reserved=0))
         self.truth += [[begins, ends, nbytes, "full", address], [begins, ends, -nbytes, "transport", address]]
@@ -110,9 +135,13 @@ class Made:
         owned = [Owned(block[4], block[2], block[3]) for block in known]
         self.walks = Walks(None, on_gpu=False)
         self.walks.found = [owned]
-        if self.device is not None:  # whose allocator gives out more than is asked for, and has not given out a transport's memory
+        if (
+            self.device is not None
+        ):  # whose allocator gives out more than is asked for, and has not given out a transport's memory
             self.walks.before = {block[4]: block[2] for block in known[:3]}
-            self.walks.found = [[replace(one, nbytes=one.nbytes - 500) for one in owned] + [Owned(1 << 40, 1 << 30, "gradients")]]
+            self.walks.found = [
+                [replace(one, nbytes=one.nbytes - 500) for one in owned] + [Owned(1 << 40, 1 << 30, "gradients")]
+            ]
         self.events += [ranged(WALK, self.end - GAP / 4, self.end - GAP / 8), ranged(STEP, *self.step)]
 
     def held(self, time) -> dict[str, int]:
@@ -139,7 +168,14 @@ def test_memory_by_kind_against_what_the_trace_was_made_from(device):
             expected = made.held(begin + 1e3 * ms + GAP / 10)
             expected["transport"] += 7000
             assert {kind: found.kinds[kind][at] for kind in KINDS} == expected
-        peak = max(sum(made.held(time).values()) for time in map(float, range(int(begin), int(end))) if time % GAP in (0.0, GAP / 2)) + 7000
+        peak = (
+            max(
+                sum(made.held(time).values())
+                for time in map(float, range(int(begin), int(end)))
+                if time % GAP in (0.0, GAP / 2)
+            )
+            + 7000
+        )
         assert sum(found.at_peak.values()) == peak
 
 
@@ -206,22 +242,31 @@ GATHERS = [
 
 def test_windows_by_name():
     """On a device whose kernels run 10,000 us after their launches."""
-    launches = [ranged("cudaLaunchKernel", time, time + 1, category="cuda_runtime", correlation=time) for time in range(0, 2000, 10)]
+    launches = [
+        ranged("cudaLaunchKernel", time, time + 1, category="cuda_runtime", correlation=time)
+        for time in range(0, 2000, 10)
+    ]
     kernels = [kernel("gemm", time + 10000, time + 10009, 7, time) for time in range(0, 2000, 10)]
     copy = ranged("Memcpy PtoP", 10500, 10600, category="gpu_memcpy", stream=24, correlation=1)
     other = [kernel("ncclDevKernel_AllGather", 10300, 10400, 20), copy]
     trace = {"traceEvents": GATHERS + launches + kernels + other}
-    found = windows_of_step(trace, allocations_of(trace, 0))
-    assert [(one.parameter, one.nbytes) for one in found.windows] == [("a.weight", 512), ("b.weight", 100), ("c.weight", 50)]
+    found = lifetimes_of_step(trace, allocations_of(trace, 0))
+    assert [(one.parameter, one.nbytes) for one in found.windows] == [
+        ("a.weight", 512),
+        ("b.weight", 100),
+        ("c.weight", 50),
+    ]
     assert [(one.begin_ms, one.end_ms) for one in found.windows] == [(0.11, 0.4), (0.13, 0.9), (0.21, 0.5)]
     assert set(found.streams) == {"compute, stream 7", "NCCL, stream 20", "side, stream 24"}
     assert found.streams["NCCL, stream 20"] == [pytest.approx((0.3, 0.4), abs=2e-3)]
     assert clock(trace)(205.0) == 10210.0 and clock({"traceEvents": GATHERS})(205.0) == 205.0
-    assert [one.parameter for one in windows_of_step(trace, allocations_of(trace, 0), count=1).windows] == ["a.weight"]
+    assert [one.parameter for one in lifetimes_of_step(trace, allocations_of(trace, 0), count=1).windows] == [
+        "a.weight"
+    ]
 
 
 def test_windows_only_of_gathers():
-    assert windows_of_step({"traceEvents": GATHERS[:1]}, []) is None
+    assert lifetimes_of_step({"traceEvents": GATHERS[:1]}, []) is None
 
 
 def graph(kind, live, full, saved=0, ms=10.0):
@@ -257,7 +302,10 @@ def test_a_plan_of_micro_steps_that_share():
     assert found.step_ms == 10 + 6 + 8 + 6 + 5
     held = [(0, 0, 40), (10, 30, 10), (16, 30 + 20, 10), (24, 30 + 20, 10)]  # ms, what is kept and gradients, full
     live = (100, 60, 70, 60)
-    assert found.memory[:8:2] == [(ms, 1000 + more + nbytes, 1000 + min(more, 30) + full) for (ms, more, full), nbytes in zip(held, live, strict=True)]
+    assert found.memory[:8:2] == [
+        (ms, 1000 + more + nbytes, 1000 + min(more, 30) + full)
+        for (ms, more, full), nbytes in zip(held, live, strict=True)
+    ]
     assert found.memory[-1] == (35.0, 1020, 1000)
 
 
@@ -266,23 +314,37 @@ def test_a_plan_as_a_course_ends_with_the_gradients_that_backward_left(transport
     """On two ranks, peer to peer, half of a shard's gradients lie where published shards did."""
     linear = nn.Linear(1024, 1024, bias=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        names = on_paper(Workload(linear, lambda step, rank: None, None), torch.bfloat16)
+        names = install_trace_readers(Workload(linear, lambda step, rank: None, None), torch.bfloat16)
         plan = Settings().plan(H200.over(transport, 2), 1 << 34)
         x = torch.zeros(8, 1024, dtype=torch.bfloat16)
         traced = trace(lambda: linear(x).sum(), plan, lambda leaf: names.get(id(leaf)))
     explained = explanation(traced, plan, 1024 * 1024, 1)
     assert explained.gradient_bytes == 1024 * 1024 * 4 // 2 // (2 if transport == "p2p" else 1)
     found = planned(explained, 1)
-    assert found.memory[-1][1] == explained.static_bytes + explained.gradient_bytes <= found.peak_bytes == explained.peak_bytes
+    assert (
+        found.memory[-1][1]
+        == explained.static_bytes + explained.gradient_bytes
+        <= found.peak_bytes
+        == explained.peak_bytes
+    )
 
 
 def test_bytes_on_the_wire():
     """Of eight ranks: a gather to 8 x 100 in bf16, a scatter of 800 in fp32, a sum of 10; barriers and broadcasts do not count."""
 
     def nccl(name, into, out, dtype):
-        return ranged("record_param_comms", 0, 1, **{"Collective name": name, "In msg nelems": into, "Out msg nelems": out, "dtype": dtype})
+        return ranged(
+            "record_param_comms",
+            0,
+            1,
+            **{"Collective name": name, "In msg nelems": into, "Out msg nelems": out, "dtype": dtype},
+        )
 
-    counted = [nccl("_allgather_base", 100, 800, "BFloat16"), nccl("_reduce_scatter_base", 800, 100, "Float"), nccl("allreduce", 10, 10, "Float")]
+    counted = [
+        nccl("_allgather_base", 100, 800, "BFloat16"),
+        nccl("_reduce_scatter_base", 800, 100, "Float"),
+        nccl("allreduce", 10, 10, "Float"),
+    ]
     others = [nccl("barrier", 1, 1, "Byte"), nccl("broadcast", 5, 5, "Float")]
     assert wire_bytes({"traceEvents": counted + others}, 8) == 1600 + 3200 + 40
 

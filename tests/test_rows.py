@@ -6,19 +6,24 @@ import logging
 
 import pytest
 import torch
+from reference import compiled, lm_loss, same_grads
+from test_ops import ops, shards
 from torch import nn
 
 import zcompile
-from reference import compiled, lm_loss, same_grads
-from test_ops import ops, shards
+from zcompile.analysis.fx_utils import GATHER, GATHER_ROWS, calls
+from zcompile.analysis.hardware import H200
 from zcompile.backend import compile_aot_eager
-from zcompile.config import Settings
-from zcompile.graph import GATHER, GATHER_ROWS, calls
-from zcompile.hardware import H200
-from zcompile.sharding import state_of
+from zcompile.options import Settings
+from zcompile.sharding.model_state import state_of
 
 SHAPES = [(13, 7), (1, 5), (333, 77), (40, 16), (3001, 4096)]  # uneven, fewer rows than ranks, odd, wide, in pieces
-WIDTHS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float16)]
+WIDTHS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float16),
+]
 
 
 def indices_of(rows, shape, rank, device):
@@ -39,24 +44,31 @@ def rows_like_whole(rank, world, transport, device="cpu"):
     module, leaves = shards(world, *SHAPES, device=device)
     runtime = state_of(module).runtime
     runtime.use_transport(transport)
-    runtime.keep_squares()
+    runtime.collect_squares()
     leaves = [leaf.detach() for leaf in leaves]
     for step in range(3 if device == "cuda" else 1):  # peer to peer, the first one publishes nothing
         for shape, leaf in zip(SHAPES, leaves, strict=True):
-            indices = indices_of(shape[0], (2, 3 + 8 * rank), 10 * step + rank, device)  # ranks need not have equally many
+            indices = indices_of(
+                shape[0], (2, 3 + 8 * rank), 10 * step + rank, device
+            )  # ranks need not have equally many
             for dtype in (torch.float32, torch.bfloat16):
                 for index in (indices, indices.int(), indices[:, :0]):
                     found = ops.gather_rows(leaf, list(shape), dtype, index)
-                    assert torch.equal(found, nn.functional.embedding(index, ops.gather(leaf, list(shape), dtype))), (shape, dtype)
+                    assert torch.equal(found, nn.functional.embedding(index, ops.gather(leaf, list(shape), dtype))), (
+                        shape,
+                        dtype,
+                    )
         for grad_dtype, dtype in WIDTHS:
             for at, (shape, leaf) in enumerate(zip(SHAPES, leaves, strict=True)):
                 indices = indices_of(shape[0], (2, 3 + 40 * rank), 10 * step + rank, device)
                 indices[0, 0] = -1
                 grad = torch.randn((*indices.shape, shape[1]), device=device).to(grad_dtype)
-                runtime.forget_squares()
+                runtime.clear_squares()
                 pending = ops.reduce_rows_start(grad, leaf, list(shape), dtype, indices)
                 reduced = ops.reduce_wait(pending, grad)
-                torch.testing.assert_close(runtime.squares_of(at, reduced).sum(), reduced.double().square().sum(), rtol=1e-12, atol=0)
+                torch.testing.assert_close(
+                    runtime.squares_of(at, reduced).sum(), reduced.double().square().sum(), rtol=1e-12, atol=0
+                )
                 whole = ops.reduce(dense_of(grad, indices, shape, dtype), leaf)
                 assert torch.equal(reduced, whole), (shape, grad_dtype, dtype)
                 nothing = ops.reduce_rows(grad, leaf, list(shape), dtype, torch.full_like(indices, -1))
@@ -146,7 +158,7 @@ def leaving_them_out_changes_nothing(rank, world, dtype, micro_steps):
         with said() as something:
             rows = curve(rank, {"inner": "inductor"}, **how)
         with said() as nothing:
-            whole = curve(rank, {"inner": "inductor", "disable_passes": ["rows"]}, **how)
+            whole = curve(rank, {"inner": "inductor", "skip_passes": ["embedding_rows"]}, **how)
     assert all(torch.equal(one, other) for one, other in zip(rows, whole, strict=True))
     assert len(something) == 1 and "+2 zcompile.reduce_rows.default" in something[0] and not nothing
 
@@ -172,7 +184,9 @@ def read_where_peers_are(rank, world, make, rows, gathers):
 
     def backend(gm, inputs):
         plan = Settings(inner="aot_eager").plan(H200.over("p2p", world), 1 << 30)
-        return compile_aot_eager(gm, inputs, plan, look=lambda graph: seen.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)]))
+        return compile_aot_eager(
+            gm, inputs, plan, look=lambda graph: seen.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)])
+        )
 
     ours = torch.compile(model, backend=backend)
     for step in range(2):
@@ -209,7 +223,9 @@ def indices_count_from_the_end(rank, world):
     reference = FromTheEnd()
     model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
     for step in range(2):
-        tokens = [torch.randint(0, 61, (4, 5), generator=torch.Generator().manual_seed(10 * step + of)) for of in range(world)]
+        tokens = [
+            torch.randint(0, 61, (4, 5), generator=torch.Generator().manual_seed(10 * step + of)) for of in range(world)
+        ]
         model(tokens[rank]).square().mean().backward()
         for one in tokens:
             (reference(one).square().mean() / world).backward()
@@ -226,6 +242,7 @@ def lengths_differ(rank, world):
     reference = Tables()
     model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
     for step, lengths in enumerate([(5, 5), (5, 9), (12, 7), (6, 6)]):
+
         def loss(one, of):
             tokens = torch.randint(0, 61, (2, lengths[of]), generator=torch.Generator().manual_seed(10 * step + of))
             return nn.functional.cross_entropy(one(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

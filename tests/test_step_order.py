@@ -14,8 +14,11 @@ def carried_out(items, others):
 
     Memory holds, for every 2 bytes, which element of which gradient they are a half of, or whose copy's element.
     """
-    rounds, casts, is_copied = _C.order_step(items, others)
-    memory = np.zeros(max([end for _, *spans in items for _, end in spans] + [end for _, end in others], default=0) // 2, dtype=np.int64)
+    rounds, casts, is_copied = _C.adam_schedule(items, others)
+    memory = np.zeros(
+        max([end for _, *spans in items for _, end in spans] + [end for _, end in others], default=0) // 2,
+        dtype=np.int64,
+    )
 
     def gradient(item, begin, end):
         lies = items[item][1]
@@ -42,7 +45,9 @@ def carried_out(items, others):
             reads = gradient(item, begin, end)
             if reads.start < reads.stop:
                 assert (memory[reads] == values(item, begin, end)).all(), "a gradient is gone"
-                assert not any(one.start < reads.stop and reads.start < one.stop for one in writes), "one is overwritten meanwhile"
+                assert not any(one.start < reads.stop and reads.start < one.stop for one in writes), (
+                    "one is overwritten meanwhile"
+                )
         for item, begin, end, also_copies in parts:
             if also_copies:
                 memory[copy(item, begin, end)] = -2 - item
@@ -52,7 +57,9 @@ def carried_out(items, others):
         assert not also_copies
         memory[copy(item, begin, end)] = -2 - item
     assert all((memory[low // 2 : high // 2] == -1).all() for low, high in others)
-    assert all((memory[copy(item, 0, items[item][0])] == -2 - item).all() for item, whole in enumerate(is_copied) if whole)
+    assert all(
+        (memory[copy(item, 0, items[item][0])] == -2 - item).all() for item, whole in enumerate(is_copied) if whole
+    )
     return is_copied, written
 
 
@@ -102,25 +109,34 @@ def test_gradients_over_the_places_of_others_step_in_turn():
     numel = 1 << 18
     place = lambda at: (at * 2 * numel, (at + 1) * 2 * numel)
     elsewhere, over_first_two, over_last_two = (0, 0), (0, 4 * numel), (4 * numel, 8 * numel)
-    items = [(numel, elsewhere, place(0)), (numel, over_first_two, place(4)), (numel, elsewhere, place(1)), (numel, over_last_two, place(5))]
-    rounds, casts, is_copied = _C.order_step([*items, (numel, elsewhere, place(3))], [])
+    items = [
+        (numel, elsewhere, place(0)),
+        (numel, over_first_two, place(4)),
+        (numel, elsewhere, place(1)),
+        (numel, over_last_two, place(5)),
+    ]
+    rounds, casts, is_copied = _C.adam_schedule([*items, (numel, elsewhere, place(3))], [])
     assert casts == [] and all(is_copied)
     assert [sorted(part[0] for part in parts) for parts in rounds] == [[1, 3], [0, 2, 4]]
 
 
 def test_what_lies_over_another_gradient_is_left():
     numel = 1 << 18
-    is_copied, written = carried_out([(numel, (0, 0), (0, 2 * numel)), (numel, (0, 0), (2 * numel, 4 * numel))], [(0, 512)])
+    is_copied, written = carried_out(
+        [(numel, (0, 0), (0, 2 * numel)), (numel, (0, 0), (2 * numel, 4 * numel))], [(0, 512)]
+    )
     assert is_copied == [False, True] and written == numel
 
 
 def test_a_ring_is_cast_afterwards():
     numel = 1 << 18
     places = [(0, 4 * numel), (4 * numel, 8 * numel)]
-    rounds, casts, is_copied = _C.order_step([(numel, places[1], (0, 2 * numel)), (numel, places[0], (4 * numel, 6 * numel))], [])
+    rounds, casts, is_copied = _C.adam_schedule(
+        [(numel, places[1], (0, 2 * numel)), (numel, places[0], (4 * numel, 6 * numel))], []
+    )
     assert len(rounds) == 2 and [part[0] for part in casts] == [0] and is_copied == [True, True]
 
 
 def test_nothing():
-    assert _C.order_step([], []) == ([], [], [])
+    assert _C.adam_schedule([], []) == ([], [], [])
     assert carried_out([(0, (0, 0), (0, 0))], []) == ([False], 0)

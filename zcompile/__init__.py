@@ -10,9 +10,11 @@ if _C.built_for_torch != torch.__version__:
         "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
     )
 
-from zcompile.optimizer import fuse_optimizer
-from zcompile.report import explain
-from zcompile.sharding import accumulate, reset_stats, shard, stats
+from zcompile.planning.explain import explain
+from zcompile.sharding.accumulation import accumulate
+from zcompile.sharding.counters import reset_stats, stats
+from zcompile.sharding.fused_optimizer import fuse_optimizer
+from zcompile.sharding.shard import shard
 from zcompile_flag import watch
 
 watch()

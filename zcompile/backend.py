@@ -19,24 +19,24 @@ from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
-from zcompile import passes
-from zcompile.config import Settings
-from zcompile.graph import (
+from zcompile.analysis.fx_utils import (
     GATHER,
+    GATHER_CACHED_START,
     GATHER_GROUP_START,
-    GATHER_KEPT_START,
     GATHER_ROWS,
     GATHER_STARTS,
     GATHER_WAIT,
-    PERSISTS,
     REDUCE_GROUP_START,
     REDUCE_STARTS,
     REDUCE_WAIT,
+    SAVED_FOR_BACKWARD,
     calls,
 )
-from zcompile.hardware import CPU
+from zcompile.analysis.hardware import CPU
+from zcompile.options import Plan, Settings
+from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
-from zcompile.sharding import ShardedModel, model_of
+from zcompile.sharding.model_state import ShardedModel, model_of
 
 LOWERED = (*GATHER_STARTS, GATHER_WAIT, GATHER_ROWS, *REDUCE_STARTS, REDUCE_WAIT)
 
@@ -52,7 +52,7 @@ def compile_graph(
 
     Args:
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
-        options: see `zcompile.config.Settings`.
+        options: see `zcompile.options.Settings`.
 
     Raises:
         ValueError: an unknown option.
@@ -63,14 +63,14 @@ def compile_graph(
     _warn_if_unsharded(gm)
     plan = _plan(example_inputs, settings)
     for model in _models(example_inputs):
-        model.limit_keeping(settings.keep_bytes)
+        model.limit_microbatch_cache(settings.microbatch_cache_bytes)
     if settings.inner == "aot_eager":
         compiled = compile_aot_eager(gm, example_inputs, plan)
     else:
         compiled = _compile_inductor(gm, example_inputs, plan, settings.inductor, mode)
     if settings.transport == "auto" and not any(model.agreement for model in _models(example_inputs)):
         return compiled
-    return _at_first(compiled, settings.transport, _told(gm, example_inputs, plan, settings.keep_bytes))
+    return _at_first(compiled, settings.transport, _told(gm, example_inputs, plan, settings.microbatch_cache_bytes))
 
 
 def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
@@ -78,7 +78,7 @@ def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
     return list({id(model): model for one in inputs if (model := model_of(one)) is not None}.values())
 
 
-def _plan(example_inputs: Sequence[Any], settings: Settings) -> passes.Plan:
+def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
     """What the passes are configured with, for the model that the inputs are shards of; the same on all its ranks."""
     model = next(iter(_models(example_inputs)), None)
     if model is None:  # nothing is gathered, or tests compile a graph of their own
@@ -107,7 +107,7 @@ def _at_first(compiled: Callable[..., Any], transport: str, told: Sequence[str])
     return run
 
 
-def _told(gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan, keep_bytes: int | None) -> list[str]:
+def _told(gm: GraphModule, example_inputs: Sequence[Any], plan: Plan, microbatch_cache_bytes: int | None) -> list[str]:
     """A line for each thing that must be the same on all ranks: what decides which parameters travel, in which order and groups."""
     names = {id(sharded.leaf): name for model in _models(example_inputs) for name, sharded in model.parameters.items()}
     origin = dict(zip(gm.graph.find_nodes(op="placeholder"), map(id, example_inputs), strict=True))
@@ -116,7 +116,12 @@ def _told(gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan, kee
         shard, shape, dtype = node.args
         where = " ".join(map(str.strip, (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]))
         lines.append(f"reads '{names.get(origin.get(shard), '?')}' {list(shape)} {dtype} ({where})")
-    return [*lines, f"plans under {plan}", f"keeps {keep_bytes} bytes over micro-steps", f"has torch {torch.__version__} and zcompile {_sources()[:12]}"]
+    return [
+        *lines,
+        f"plans under {plan}",
+        f"keeps {microbatch_cache_bytes} bytes over micro-steps",
+        f"has torch {torch.__version__} and zcompile {_sources()[:12]}",
+    ]
 
 
 def _refuse_writes(gm: GraphModule) -> None:
@@ -143,20 +148,20 @@ def _warn_if_unsharded(gm: GraphModule) -> None:
 
 
 def compile_aot_eager(
-    gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan, look: Callable[[Graph], None] = lambda graph: None
+    gm: GraphModule, example_inputs: Sequence[Any], plan: Plan, look: Callable[[Graph], None] = lambda graph: None
 ) -> Callable[..., Any]:
     """Plan one Dynamo graph and run it op by op; `look` is called with each graph before it is scheduled."""
-    before, after = passes.joint(plan), passes.schedule(plan)
+    before, after = pipeline.joint(plan), pipeline.schedule(plan)
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any):
-        passes.run(joint.graph, before)
+        pipeline.run(joint.graph, before)
         return _partition(plan, joint, joint_inputs, **kwargs)
 
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool):
         if joint:
-            passes.run(graph_module.graph, before)
+            pipeline.run(graph_module.graph, before)
         look(graph_module.graph)
-        passes.run(graph_module.graph, after)
+        pipeline.run(graph_module.graph, after)
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
@@ -171,13 +176,13 @@ def compile_aot_eager(
 
 
 def _compile_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], plan: passes.Plan, inductor: Mapping[str, Any], mode: str | None
+    gm: GraphModule, example_inputs: Sequence[Any], plan: Plan, inductor: Mapping[str, Any], mode: str | None
 ) -> Callable[..., Any]:
     patches = {
         **(list_mode_options(mode) if mode else {}),
-        "joint_custom_pre_pass": _Passes(passes.joint(plan), plan),
+        "joint_custom_pre_pass": _Passes(pipeline.joint(plan), plan),
         "custom_partitioner_fn": _Partitioner(plan),
-        "post_grad_custom_post_pass": _Schedule(passes.schedule(plan), plan),
+        "post_grad_custom_post_pass": _Schedule(pipeline.schedule(plan), plan),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
         "shape_padding": False,  # it measures, so that ranks get different graphs and gather and reduce in different orders
         **inductor,
@@ -185,10 +190,12 @@ def _compile_inductor(
     return compile_fx(gm, list(example_inputs), config_patches=patches)
 
 
-def _partition(plan: passes.Plan, joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any):
+def _partition(plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any):
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
     with config.patch(ban_recompute_materialized_backward=save_more):
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(
+            joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+        )
     verify_partition(forward, num_fwd_outputs)
     return forward, backward
 
@@ -196,22 +203,21 @@ def _partition(plan: passes.Plan, joint: GraphModule, joint_inputs: Sequence[Any
 @functools.cache
 def _sources() -> str:
     """A hash of everything that decides what the passes do; Inductor's caches are keyed by it."""
-    here = Path(__file__).parent
-    vocabulary = ("graph.py", "backend.py", "hardware.py", "liveness.py", "cost.py", "windows.py")
-    files = [*(here / name for name in vocabulary), *sorted(Path(passes.__file__).parent.glob("*.py"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    root = Path(__file__).parent
+    files = {path.resolve() for folder in (root, root / "passes") for path in folder.rglob("*.py")}
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
 class _Passes(CustomGraphPass):
-    def __init__(self, which: Sequence[passes.Pass], plan: passes.Plan):
+    def __init__(self, which: Sequence[pipeline.Pass], plan: Plan):
         self.which = which
         self.plan = plan
 
     def __call__(self, graph: Graph) -> None:
-        passes.run(graph, self.which)
+        pipeline.run(graph, self.which)
 
     def uuid(self) -> str:
-        names = [passes.name_of(one) for one in self.which]
+        names = [pipeline.name_of(one) for one in self.which]
         return f"{names} {self.plan} {_sources()}"
 
 
@@ -227,13 +233,13 @@ class _Schedule(_Passes):
             node.target = _lowering_of(node.target)
         placeholders = graph.find_nodes(op="placeholder")
         for saved in placeholders:
-            if saved.meta.get(PERSISTS):
+            if saved.meta.get(SAVED_FOR_BACKWARD):
                 with graph.inserting_after(placeholders[-1]):
                     graph.call_function(_never_reuse, (saved,)).meta["val"] = saved.meta["val"]
 
 
 class _Partitioner(CustomPartitionerFn):
-    def __init__(self, plan: passes.Plan):
+    def __init__(self, plan: Plan):
         self.plan = plan
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
@@ -250,7 +256,7 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     Of such a target Inductor does not infer the fake value again, which would give it another storage, and then those of nearly
     all that comes behind it.
     """
-    lower = _lower_kept if op is GATHER_KEPT_START else _lower
+    lower = _lower_cached if op is GATHER_CACHED_START else _lower
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     def lowered(*args: Any) -> Any:
@@ -261,7 +267,7 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return lowered
 
 
-def _lower_kept(fallback: Callable[..., Any], *args: Any) -> Any:
+def _lower_cached(fallback: Callable[..., Any], *args: Any) -> Any:
     """Have Inductor free what is gathered after its last reader, and never give its memory to another result: it is the runtime's.
 
     So it does with memory that is an alias of something. Here that is the call itself, whose other results nobody reads.

@@ -26,9 +26,15 @@ def parser() -> Parser:
         epilog="engines: " + "; ".join(f"{name}: {entry.about}" for name, entry in ENGINES.items()),
     )
     add = made.add_argument
-    add("--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)")
-    add("--module", metavar="FILE.py:FUNCTION", help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)")
-    options = "the backend's options as in zcompile:transport=nccl:persist_bytes=0"
+    add(
+        "--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)"
+    )
+    add(
+        "--module",
+        metavar="FILE.py:FUNCTION",
+        help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)",
+    )
+    options = "the backend's options as in zcompile:transport=nccl:save_for_backward_bytes=0"
     add("--engines", default="zcompile,limit,fsdp2", help=f"comma-separated, of those below, or 'all'; {options}")
     add("--ranks", type=positive, help="processes; all GPUs, or 2 where there is none")
     add("--batch", type=positive, help="sequences a rank and micro-step; 1, or 8 of the tiny model")
@@ -40,12 +46,25 @@ def parser() -> Parser:
     add("--steps", type=positive, default=20, help="timed, in each repeat")
     add("--warmup", type=positive, default=8, help="steps before them; DeepCompile compiles again after five")
     add("--repeats", type=positive, default=2, help="of each engine, in turns")
-    add("--lr", type=float, default=2e-5, help="of AdamW, after a rise over 20 steps; steeper, and runs that differ by rounding may part")
+    add(
+        "--lr",
+        type=float,
+        default=2e-5,
+        help="of AdamW, after a rise over 20 steps; steeper, and runs that differ by rounding may part",
+    )
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds that one run may take")
     add("--output", type=Path, default=Path("out/profile"), help="a folder")
-    add("--trace", action="store_true", help="keep a trace of two steps of each engine, OUTPUT/ENGINE.trace.json.gz, for ui.perfetto.dev")
-    add("--snapshot", action="store_true", help="keep a CUDA memory snapshot of a step, OUTPUT/ENGINE.snapshot.pickle, for pytorch.org/memory_viz")
+    add(
+        "--trace",
+        action="store_true",
+        help="keep a trace of two steps of each engine, OUTPUT/ENGINE.trace.json.gz, for ui.perfetto.dev",
+    )
+    add(
+        "--snapshot",
+        action="store_true",
+        help="keep a CUDA memory snapshot of a step, OUTPUT/ENGINE.snapshot.pickle, for pytorch.org/memory_viz",
+    )
     return made
 
 
@@ -106,7 +125,13 @@ def main(argv: list[str] | None = None) -> int:
         raise KeyboardInterrupt  # which ends ranks, and keeps what there is
 
     signal.signal(signal.SIGTERM, terminate)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     try:
         job, engines = job_of(arguments)
         counted = count(job)

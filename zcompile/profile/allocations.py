@@ -56,7 +56,10 @@ def reports_of(trace: dict, device: int | None) -> list[dict]:
     """The trace's events of one device's memory, in order."""
     wanted = (CPU, -1) if device is None else (CUDA, device)
     found = (event for event in trace["traceEvents"] if event.get("name") == "[memory]")
-    return sorted((one for one in found if (one["args"]["Device Type"], one["args"]["Device Id"]) == wanted), key=lambda one: one["ts"])
+    return sorted(
+        (one for one in found if (one["args"]["Device Type"], one["args"]["Device Id"]) == wanted),
+        key=lambda one: one["ts"],
+    )
 
 
 def has_totals(report: dict) -> bool:

@@ -129,7 +129,11 @@ def compare(
             engine_results[name] = together(results[name], counted, job.precision)
     compare_with_limit(engine_results)
     mark_strays(engine_results, STRAYS[job.precision])
-    workload = {key: value for key, value in vars(job).items() if key not in ("engine", "folder", "trace", "cache", "keep_trace", "keep_snapshot")}
+    workload = {
+        key: value
+        for key, value in vars(job).items()
+        if key not in ("engine", "folder", "trace", "cache", "keep_trace", "keep_snapshot")
+    }
     workload["parameters"] = counted.parameters if counted else None
     workload["flops"] = counted.flops if counted else None
     return {"workload": workload, "repeats": repeats, "engines": engine_results}
@@ -173,7 +177,9 @@ def mark_strays(engines: Mapping[str, dict], tolerance: float) -> None:
     kinds: dict[str, list[float]] = {}
     for name, losses in curves.items():
         kinds.setdefault(_kind(name), losses)
-    middle = [statistics.median([loss for loss in at if math.isfinite(loss)] or [math.inf]) for at in zip(*kinds.values())]
+    middle = [
+        statistics.median([loss for loss in at if math.isfinite(loss)] or [math.inf]) for at in zip(*kinds.values())
+    ]
     for name, losses in curves.items():
         expected = next(other for kind, other in kinds.items() if kind != _kind(name)) if len(kinds) == 2 else middle
         worst = max(abs(loss - of_others) / max(abs(of_others), 1e-30) for loss, of_others in zip(losses, expected))

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
-from zcompile.config import Settings
+from zcompile.options import Settings
+from zcompile.planning.explain import Explanation
 from zcompile.profile.models import BadInput, blocks_of
-from zcompile.report import Explanation
 
 PRECISIONS = {
     "fp32": "all in fp32",
@@ -124,7 +124,7 @@ class Zcompile(Eager):
         return model
 
     def accumulate(self, batches, share):
-        if len(batches) == 1 or self.options.get("keep_bytes") == 0:
+        if len(batches) == 1 or self.options.get("microbatch_cache_bytes") == 0:
             return super().accumulate(batches, share)
         with zcompile.accumulate(self.model):
             return super().accumulate(batches, share)
@@ -141,7 +141,9 @@ class Limit(Engine):
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         super().__init__(model, training, options)
         share = sum(parameter.numel() for parameter in self.model.parameters()) // dist.get_world_size()
-        state = nn.Parameter(torch.randn(share, device=next(self.model.parameters()).device))  # on zeros, Adam takes another time
+        state = nn.Parameter(
+            torch.randn(share, device=next(self.model.parameters()).device)
+        )  # on zeros, Adam takes another time
         state.grad = torch.randn_like(state)
         self.state = torch.optim.AdamW([state], lr=training.learning_rate, fused=True)
 
@@ -224,7 +226,9 @@ class Whole(nn.Module):
         return checkpoint(self.gather, shard, use_reentrant=False, context_fn=_gather_again)
 
     def gather(self, shard: DTensor) -> torch.Tensor:
-        return shard.redistribute(placements=[Replicate()], forward_dtype=self.dtype).to_local(grad_placements=[Partial("avg")])
+        return shard.redistribute(placements=[Replicate()], forward_dtype=self.dtype).to_local(
+            grad_placements=[Partial("avg")]
+        )
 
 
 def _gather_again():
@@ -245,7 +249,12 @@ class Zero3(Engine):
         self.options = options
         self.model = model
         self.steps = 0
-        optimizer = {"lr": training.learning_rate, "weight_decay": 1e-2, "torch_adam": True, "fused": True}  # decay: torch's
+        optimizer = {
+            "lr": training.learning_rate,
+            "weight_decay": 1e-2,
+            "torch_adam": True,
+            "fused": True,
+        }  # decay: torch's
         config = self.config() | {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": training.micro_steps,
@@ -322,7 +331,9 @@ class Entry:
 
 
 ENGINES = {
-    "zcompile": Entry(Zcompile, "zcompile.shard, torch.compile(backend='zcompile') and fuse_optimizer", takes_options=True),
+    "zcompile": Entry(
+        Zcompile, "zcompile.shard, torch.compile(backend='zcompile') and fuse_optimizer", takes_options=True
+    ),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
     "eager": Entry(Eager, "zcompile.shard and fuse_optimizer, not compiled"),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
@@ -331,12 +342,14 @@ ENGINES = {
     "simplefsdp": Entry(SimpleFsdp, "parametrized gathers in one graph, torch.compile"),
     "zero3": Entry(Zero3, "DeepSpeed ZeRO-3", _needs_deepspeed),
     "deepcompile": Entry(DeepCompile, "DeepSpeed ZeRO-3 with its compiler", _needs_deepspeed_and_cuda),
-    "zero3+zcompile": Entry(Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed, takes_options=True),
+    "zero3+zcompile": Entry(
+        Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed, takes_options=True
+    ),
 }
 
 
 def find(name: str) -> tuple[Entry, dict[str, Any]]:
-    """The engine of a name such as "fsdp2" or "zcompile:transport=nccl:persist_bytes=0", and the backend's options in it.
+    """The engine of a name such as "fsdp2" or "zcompile:transport=nccl:save_for_backward_bytes=0", and the backend's options in it.
 
     Raises:
         BadInput: no such engine, or it does not take such options.
@@ -355,7 +368,7 @@ def find(name: str) -> tuple[Entry, dict[str, Any]]:
 
 
 def names_of(text: str) -> list[str]:
-    """The engines of a list such as 'fsdp2,zcompile:disable_passes=["fit","split"]'."""
+    """The engines of a list such as 'fsdp2,zcompile:skip_passes=["regather","bucket"]'."""
     return list(ENGINES) if text == "all" else list(dict.fromkeys(re.split(r",(?![^\[{]*[\]}])", text)))
 
 

@@ -29,7 +29,9 @@ def run(job: Job) -> dict:
     folder = Path(job.folder)
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
     folder.mkdir(parents=True)
-    for lock in _extensions(job).glob("*/lock"):  # of a rank that was killed while it built one: the next would wait for it for ever
+    for lock in _extensions(job).glob(
+        "*/lock"
+    ):  # of a rank that was killed while it built one: the next would wait for it for ever
         lock.unlink()
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)))
@@ -65,7 +67,9 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
         PARENT: str(os.getpid()),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
-    environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # no engine finds what another, or an earlier comparison, compiled
+    environment["TORCHINDUCTOR_CACHE_DIR"] = (
+        job.cache
+    )  # no engine finds what another, or an earlier comparison, compiled
     environment["TORCH_EXTENSIONS_DIR"] = str(_extensions(job))
     with open(job.file(f"rank-{rank}.log"), "wb") as log:
         command = [sys.executable, "-m", "zcompile.profile.worker", str(file)]
@@ -88,7 +92,9 @@ def _wait(job: Job, processes: list[subprocess.Popen]) -> None:
         time.sleep(0.05)
     for rank, process in enumerate(processes):
         if process.returncode and process.returncode < 0:  # before errors: others complain that it is gone
-            raise Failed(f"rank {rank} was killed by {signal.Signals(-process.returncode).name}: {_last_words(job, rank)}")
+            raise Failed(
+                f"rank {rank} was killed by {signal.Signals(-process.returncode).name}: {_last_words(job, rank)}"
+            )
     errors = [json.loads(error.read_text()) for error in Path(job.folder).glob("error-*.json")]
     if errors:
         raise Failed(min(errors, key=lambda one: one["time_s"])["error"])

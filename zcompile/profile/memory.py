@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from zcompile.curve import thinned
+from zcompile.planning.curve import thinned
 from zcompile.profile.allocations import KINDS, Allocation, end_unseen, has_totals, reports_of
 from zcompile.profile.owned import WALK, Owned, Walks
 from zcompile.profile.timeline import clock, last_step
@@ -58,15 +58,25 @@ def memory_of_step(
     peak_bytes: the allocator's in the last step, on a GPU.
     """
     reports = reports_of(trace, device)
-    times = sorted(event["ts"] for event in trace["traceEvents"] if event.get("name") == WALK and event.get("cat") == "user_annotation")
+    times = sorted(
+        event["ts"]
+        for event in trace["traceEvents"]
+        if event.get("name") == WALK and event.get("cat") == "user_annotation"
+    )
     allocations = allocations + tell_by_address(allocations, zip(times, walks.found), walks.before)
     if device is None:
         end_unseen(allocations)
     known = sum(block.nbytes for block in allocations if block.begins == -math.inf and not block.of_transport)
     first = next(report for report in reports if device is None or has_totals(report))
     counted = first["args"]["Total Allocated"] - first["args"]["Bytes"]  # before the trace
-    allocations += [Allocation(0, -block.nbytes, block.begins, block.ends, "transport") for block in allocations if block.of_transport]
-    unknown = 0 if device is None else max(0, counted - known)  # less than none would be an error, and shows beside the peak
+    allocations += [
+        Allocation(0, -block.nbytes, block.begins, block.ends, "transport")
+        for block in allocations
+        if block.of_transport
+    ]
+    unknown = (
+        0 if device is None else max(0, counted - known)
+    )  # less than none would be an error, and shows beside the peak
     allocations += [Allocation(0, unknown, -math.inf), Allocation(0, transport_bytes, -math.inf, kind="transport")]
     begin, end = last_step(trace)
     at = clock(trace)
@@ -77,7 +87,9 @@ def memory_of_step(
     return Memory(ms, kinds, points[peak][1], ms[peak], None if peak_bytes is None else peak_bytes + transport_bytes)
 
 
-def tell_by_address(allocations: list[Allocation], walks: Iterable[tuple[float, list[Owned]]], known: Mapping[int, int] | None) -> list[Allocation]:
+def tell_by_address(
+    allocations: list[Allocation], walks: Iterable[tuple[float, list[Owned]]], known: Mapping[int, int] | None
+) -> list[Allocation]:
     """Give allocations that were alive at a walk the kind of what lay there; what no block is of was there before, and is returned.
 
     Args:
@@ -100,7 +112,9 @@ def tell_by_address(allocations: list[Allocation], walks: Iterable[tuple[float, 
     return before
 
 
-def bytes_over_time(allocations: Iterable[Allocation], begin: float, end: float) -> Iterator[tuple[float, dict[str, int]]]:
+def bytes_over_time(
+    allocations: Iterable[Allocation], begin: float, end: float
+) -> Iterator[tuple[float, dict[str, int]]]:
     """At `begin`, and whenever it changes until `end`: bytes of each kind."""
     held = dict.fromkeys(KINDS, 0)
     changes: list[tuple[float, int, str]] = []

@@ -179,12 +179,16 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
         except ValueError as error:
             raise BadInput(f"{name!r} is no causal language model that can be trained: {_first_line(error)}") from None
         vocabulary = config.vocab_size
-    return Workload(model, lambda step, rank: draw_tokens(vocabulary, sequences, length, step, rank), sequences * length)
+    return Workload(
+        model, lambda step, rank: draw_tokens(vocabulary, sequences, length, step, rank), sequences * length
+    )
 
 
 def _read_config(name: str) -> Any:
     known = f"built in are {', '.join(SIZES)}; anything else must be a Hugging Face config"
-    if re.fullmatch(r"[\d.]+[kmbt]", name.lower()) and not Path(name).exists():  # a size, which no hub need be asked for
+    if (
+        re.fullmatch(r"[\d.]+[kmbt]", name.lower()) and not Path(name).exists()
+    ):  # a size, which no hub need be asked for
         raise BadInput(f"no model of size {name!r}: {known}")
     try:
         from transformers import AutoConfig

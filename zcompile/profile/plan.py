@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from zcompile.curve import thinned
+from zcompile.planning.curve import thinned
+from zcompile.planning.explain import GRADIENT_BYTES, Explanation, in_order
 from zcompile.profile.memory import POINTS
 from zcompile.profile.timeline import Interval, union
-from zcompile.report import GRADIENT_BYTES, Explanation, in_order
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Planned:
 def planned(explained: Explanation, micro_steps: int) -> Planned:
     """The course of a step of so many micro-steps, whose gradients are kept until the optimizer's step; inside of `zcompile.accumulate` if
     the plan says what it would share, else gradients are added up by an op of its own behind each backward but the first."""
-    earlier = GRADIENT_BYTES * -(-explained.parameters // explained.world)  # those of micro-steps before have moved out of the transport's memory
+    earlier = GRADIENT_BYTES * -(
+        -explained.parameters // explained.world
+    )  # those of micro-steps before have moved out of the transport's memory
     shares = micro_steps > 1 and bool(explained.again)
     memory: list[tuple[float, int, int]] = []
     transfers: list[Interval] = []

@@ -54,7 +54,17 @@ def predictions(results: Results) -> list[str]:
 def rows(results: Results) -> tuple[list[str], list[list[str]]]:
     """The table: its head, and a row of text for each engine that was measured, the fastest first."""
     on_gpu = results["workload"]["device"] == "cuda"
-    head = ["engine", "step ms", "x limit", "tokens/s", "peak GiB" if on_gpu else "peak GiB (resident)", "wire GiB", "first step s", "exposed", "idle"]
+    head = [
+        "engine",
+        "step ms",
+        "x limit",
+        "tokens/s",
+        "peak GiB" if on_gpu else "peak GiB (resident)",
+        "wire GiB",
+        "first step s",
+        "exposed",
+        "idle",
+    ]
     head += ["MFU", "host ms"] if on_gpu else []
     body = []
     for name, one in sorted(finished(results).items(), key=lambda item: item[1]["step_ms"]["median"]):
@@ -129,7 +139,13 @@ def write(results: Results, folder: Path) -> list[Path]:
         loader=jinja2.PackageLoader("zcompile.profile", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
     page = environment.get_template("report.html.j2").render(
-        title=title(results), head=head, body=body, absent=absent(results), pictures=pictures, predictions=predictions(results), results=results
+        title=title(results),
+        head=head,
+        body=body,
+        absent=absent(results),
+        pictures=pictures,
+        predictions=predictions(results),
+        results=results,
     )
     written.append(folder / "report.html")
     written[-1].write_text(page)
@@ -157,7 +173,9 @@ def draw_step_time(results: Results) -> Figure:
     medians = [engines[name]["step_ms"]["median"] for name in names]
     low = [median - engines[name]["step_ms"]["quartiles"][0] for name, median in zip(names, medians)]
     high = [engines[name]["step_ms"]["quartiles"][1] - median for name, median in zip(names, medians)]
-    axes.errorbar(medians, names, xerr=[low, high], fmt="k|", markersize=14, capsize=3, label="timed: median, quartiles")
+    axes.errorbar(
+        medians, names, xerr=[low, high], fmt="k|", markersize=14, capsize=3, label="timed: median, quartiles"
+    )
     axes.set_xlim(0, 1.05 * max(*left, *(median + more for median, more in zip(medians, high))))
     axes.set_xlabel("ms a step")
     axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
@@ -210,7 +228,9 @@ def draw_kinds(results: Results) -> Figure | None:
         if plan:
             ms, *levels = zip(*plan["memory"])
             for level, style, label in zip(levels, ("-", ":"), ("plan", "plan: full parameters")):
-                axes.step(ms, [nbytes / scale for nbytes in level], style, where="post", color=PLAN, linewidth=1, label=label)
+                axes.step(
+                    ms, [nbytes / scale for nbytes in level], style, where="post", color=PLAN, linewidth=1, label=label
+                )
         axes.set_title(name, loc="left", fontsize=9)
         axes.set_ylabel(unit)
     plots[0].set_xlim(left=0)
@@ -229,12 +249,16 @@ def draw_windows(results: Results) -> Figure | None:
     name, one = min(engines.items(), key=lambda item: item[1]["step_ms"]["median"])
     found, plan = one["windows"], one.get("plan")
     computes = ("compute", "ops")
-    rows = [(stream, COMPUTE if stream.startswith(computes) else EXPOSED, bars) for stream, bars in found["streams"].items()]
+    rows = [
+        (stream, COMPUTE if stream.startswith(computes) else EXPOSED, bars) for stream, bars in found["streams"].items()
+    ]
     if plan:
         rows.append(("plan: transfers", PLAN, plan["transfers"]))
     windows: dict[str, list] = {}
     for window in found["windows"]:
-        windows.setdefault(f"{window['parameter']} ({window['nbytes'] / 2**20:.3g} MiB)", []).append((window["begin_ms"], window["end_ms"]))
+        windows.setdefault(f"{window['parameter']} ({window['nbytes'] / 2**20:.3g} MiB)", []).append(
+            (window["begin_ms"], window["end_ms"])
+        )
     rows += [(label, NEUTRAL, bars) for label, bars in windows.items()]
     figure = Figure(figsize=(7, 0.9 + 0.2 * len(rows)), layout="constrained")
     axes = figure.add_subplot()

@@ -21,7 +21,9 @@ class Parts:
     communication_ms: float
     exposed_ms: float
     idle_ms: float
-    timeline: dict[str, list[Interval]]  # of about the last traced one, ms since it began: "compute" and "communication"
+    timeline: dict[
+        str, list[Interval]
+    ]  # of about the last traced one, ms since it began: "compute" and "communication"
 
     def at_speed(self, timed_ms: float) -> "Parts":
         """Of a step that took `timed_ms`: tracing slows a GPU's host, and with it what waits for a host: idle time, and transfers in
@@ -61,7 +63,9 @@ def parts_of_step(trace: dict, count: int) -> Parts:
     step_ms, compute_ms, communication_ms, exposed_ms = (one / count / 1e3 for one in lengths)
     last = (end - (end - begin) / count, end)
     timeline = {"compute": drawn(compute, last), "communication": drawn(wire, last)}
-    return Parts(step_ms, step_ms, compute_ms, communication_ms, exposed_ms, step_ms - compute_ms - exposed_ms, timeline)
+    return Parts(
+        step_ms, step_ms, compute_ms, communication_ms, exposed_ms, step_ms - compute_ms - exposed_ms, timeline
+    )
 
 
 def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
@@ -73,7 +77,9 @@ def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
 
 def last_step(trace: dict) -> Interval:
     """The last traced step, as the host saw it."""
-    steps = [event for event in trace["traceEvents"] if event.get("name") == STEP and event.get("cat") == "user_annotation"]
+    steps = [
+        event for event in trace["traceEvents"] if event.get("name") == STEP and event.get("cat") == "user_annotation"
+    ]
     return interval(max(steps, key=lambda event: event["ts"]))
 
 
@@ -88,7 +94,9 @@ def clock(trace: dict) -> Callable[[float], float]:
     busiest = busiest_stream(device)
     runs = {event["args"]["correlation"]: event for event in device if event["args"]["stream"] == busiest}
     launches = (event for event in trace["traceEvents"] if event.get("cat") in ("cuda_runtime", "cuda_driver"))
-    pairs = sorted((event["ts"], runs[one]["ts"]) for event in launches if (one := event["args"].get("correlation")) in runs)
+    pairs = sorted(
+        (event["ts"], runs[one]["ts"]) for event in launches if (one := event["args"].get("correlation")) in runs
+    )
     hosts, begins = [host for host, _ in pairs], list(accumulate((begin for _, begin in pairs), max))
     end = max(interval(event)[1] for event in runs.values())
     return lambda host: begins[at] if (at := bisect_left(hosts, host)) < len(begins) else max(host, end)

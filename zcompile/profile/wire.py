@@ -31,7 +31,9 @@ def wire_bytes(trace: dict, ranks: int) -> int:
                 total += elements * _width(args["dtype"])
         elif name.startswith("gloo:") and not name.endswith(ONE_TO_ALL) and args.get("Input Dims"):
             gathered = ranks if name == "gloo:all_gather" else 1
-            total += gathered * sum(math.prod(dims) * _width(dtype) for dims, dtype in zip(args["Input Dims"], args["Input type"]))
+            total += gathered * sum(
+                math.prod(dims) * _width(dtype) for dims, dtype in zip(args["Input Dims"], args["Input type"])
+            )
     return total
 
 

@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_map_only
 
 from zcompile.profile.allocations import allocations_of
 from zcompile.profile.engines import Engine, Training, file_name, find
+from zcompile.profile.lifetimes import ParamLifetimes, lifetimes_of_step
 from zcompile.profile.memory import Memory, memory_of_step
 from zcompile.profile.models import Workload, load
 from zcompile.profile.owned import Walks, name_deepspeed_transfers
 from zcompile.profile.plan import Planned, planned
 from zcompile.profile.timeline import STEP, Parts, parts_of_step
-from zcompile.profile.windows import Windows, windows_of_step
 from zcompile.profile.wire import wire_bytes
 
 TRACED_STEPS = 3
@@ -91,7 +91,7 @@ class Result:
     tokens: int | None  # a step, over all ranks
     parts: Parts | None
     memory: Memory | None
-    windows: Windows | None  # None also if zcompile gathers nothing
+    windows: ParamLifetimes | None  # None also if zcompile gathers nothing
     plan: Planned | None  # of zcompile
     missing: list[str]  # what could not be measured, and why
     about: str
@@ -298,7 +298,10 @@ class Run:
             return None
         if "deepspeed" in sys.modules:
             name_deepspeed_transfers()
-        with Walks(self.engine, self.cuda) as walks, torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler:
+        with (
+            Walks(self.engine, self.cuda) as walks,
+            torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler,
+        ):
             for _ in range(RECORDED_STEPS):
                 if self.cuda:
                     torch.cuda.reset_peak_memory_stats()
@@ -313,7 +316,9 @@ class Run:
         with gzip.open(file) if file.suffix == ".gz" else file.open() as opened:
             return json.load(opened), walks, torch.cuda.max_memory_allocated() if self.cuda else None
 
-    def analysed(self, recorded: tuple[dict, Walks, int | None], missing: list[str]) -> tuple[Memory | None, Windows | None, int | None]:
+    def analysed(
+        self, recorded: tuple[dict, Walks, int | None], missing: list[str]
+    ) -> tuple[Memory | None, ParamLifetimes | None, int | None]:
         """Memory by kind, windows, and bytes on the wire of a step. Traces differ between versions of torch: what cannot be read
         from one is missing, and the rest is told."""
         trace, walks, peak_bytes = recorded
@@ -332,9 +337,10 @@ class Run:
         if allocations is None:
             return None, None, wire
         memory = attempt(
-            "memory by kind", lambda: memory_of_step(trace, walks, allocations, device, self.engine.extra_bytes(), peak_bytes)
+            "memory by kind",
+            lambda: memory_of_step(trace, walks, allocations, device, self.engine.extra_bytes(), peak_bytes),
         )
-        return memory, attempt("windows", lambda: windows_of_step(trace, allocations)), wire
+        return memory, attempt("windows", lambda: lifetimes_of_step(trace, allocations)), wire
 
     def planned(self) -> Planned | None:
         """What zcompile's plan predicts; all ranks trace the model again."""

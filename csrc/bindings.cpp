@@ -1,0 +1,178 @@
+// Python's view of the runtime: a model's table of shards, and what went over the wire.
+
+#include "kernels/numerics.h"
+#include "p2p/schedule/adam_schedule.h"
+#include "p2p/schedule/grad_placement.h"
+#include "runtime.h"
+
+#include <ATen/ops/from_blob.h>
+#include <pybind11/functional.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace zcompile {
+
+namespace {
+
+// Waits for its process groups on the host; Python threads must be able to run meanwhile.
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+std::map<std::string, int64_t> by_name(const BytesByDtype& bytes) {
+  std::map<std::string, int64_t> result;
+  for (size_t dtype = 0; dtype < bytes.size(); ++dtype) {
+    if (bytes[dtype] == 0) continue;
+    result[std::string(c10::getDtypeNames(static_cast<at::ScalarType>(dtype)).first)] = bytes[dtype];
+  }
+  return result;
+}
+
+py::dict as_dict(Model& model) {
+  const auto stats = model.stats();
+  py::dict result;
+  result["gathered_bytes"] = by_name(stats.gathered_bytes);
+  result["reduced_bytes"] = by_name(stats.reduced_bytes);
+  result["gathers"] = stats.gathers;
+  result["reduces"] = stats.reduces;
+  result["peak_unsharded_bytes"] = stats.peak_unsharded_bytes;
+  result["transport"] = model.transport()->name();
+  result["transport_bytes"] = model.transport()->bytes();
+  return result;
+}
+
+int64_t add_parameter(
+    Model& model, std::string name, at::Tensor shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
+    std::optional<at::ScalarType> reduce_dtype) {
+  Parameter parameter;
+  parameter.name = std::move(name);
+  parameter.shard = std::move(shard);
+  parameter.shape = std::move(shape);
+  parameter.numel = c10::multiply_integers(parameter.shape);
+  parameter.chunk = chunk;
+  parameter.replicated = replicated;
+  parameter.reduce_dtype = reduce_dtype;
+  return model.add(std::move(parameter));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.attr("built_for_torch") = ZCOMPILE_TORCH_VERSION;
+#ifdef ZCOMPILE_CUDA
+  module.attr("built_with_cuda") = true;
+#else
+  module.attr("built_with_cuda") = false;
+#endif
+  module.def(
+      "own_storage",
+      [](const at::Tensor& tensor) {
+        return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), [tensor](void*) {}, tensor.options());
+      },
+      "A contiguous tensor over the same memory, with a storage of its own, by which the runtime finds it.");
+  module.def("cast", &cast, ReleaseGil(), py::arg("sources"), py::arg("destinations"));
+  module.def(
+      "mean",
+      [](const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const std::optional<at::Tensor>& base,
+         const std::optional<at::Tensor>& squares) {
+        mean(rows, divisor, std::move(out), {base.value_or(at::Tensor()), squares.value_or(at::Tensor())});
+      },
+      ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"), py::kw_only(), py::arg("base") = py::none(),
+      py::arg("squares") = py::none());
+  module.def("make_squares", &make_squares, py::arg("numel"), py::arg("device"));
+  py::class_<GradPlacement>(
+      module, "GradPlacement", "For tests: where gradients may lie, in memory whose shards are [(begin, end), ...].")
+      .def(
+          py::init([](const std::vector<std::pair<int64_t, int64_t>>& shards, int64_t bytes) {
+            std::vector<GradPlacement::Place> places;
+            for (const auto& [begin, end] : shards) places.push_back({begin, end});
+            return GradPlacement(std::move(places), bytes);
+          }),
+          py::arg("shards"), py::arg("bytes"))
+      .def("renew", &GradPlacement::renew)
+      .def("is_dead", &GradPlacement::is_dead, py::arg("shard"))
+      .def("start_gather", &GradPlacement::start_gather, py::arg("shard"))
+      .def("finish_gather", &GradPlacement::finish_gather, py::arg("shard"), py::arg("in_backward"))
+      .def("gather_elsewhere", &GradPlacement::gather_elsewhere, py::arg("shard"))
+      .def("count_reduces", &GradPlacement::count_reduces, py::arg("count"))
+      .def("lend", &GradPlacement::lend, py::arg("bytes"), py::arg("is_in_use"))
+      .def("finish_backward", &GradPlacement::finish_backward, py::arg("stays"))
+      .def("learned", &GradPlacement::learned);
+  module.def(
+      "adam_schedule",
+      [](const std::vector<std::tuple<int64_t, std::pair<int64_t, int64_t>, std::pair<int64_t, int64_t>>>& items,
+         const std::vector<std::pair<int64_t, int64_t>>& others) {
+        std::vector<StepItem> all;
+        for (const auto& [numel, gradient, copy] : items) {
+          all.push_back({numel, {gradient.first, gradient.second}, {copy.first, copy.second}});
+        }
+        std::vector<Span> besides;
+        for (const auto& [begin, end] : others) besides.push_back({begin, end});
+        const auto order = adam_schedule(all, besides);
+        const auto as_tuples = [](const std::vector<StepPart>& parts) {
+          std::vector<std::tuple<size_t, int64_t, int64_t, bool>> tuples;
+          for (const auto& part : parts) tuples.emplace_back(part.item, part.begin, part.end, part.writes);
+          return tuples;
+        };
+        std::vector<std::vector<std::tuple<size_t, int64_t, int64_t, bool>>> rounds;
+        for (const auto& round : order.rounds) rounds.push_back(as_tuples(round));
+        return std::make_tuple(rounds, as_tuples(order.casts), order.is_copied);
+      },
+      py::arg("items"), py::arg("others"), "For tests: in which order a step goes, for items (numel, gradient, copy).");
+  py::class_<Model>(module, "Model")
+      .def(
+          py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
+                      int64_t world, bool native_reduce) {
+            return std::make_unique<Model>(
+                Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)}, rank, world,
+                native_reduce);
+          }),
+          py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"),
+          py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false)
+      .def(
+          "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
+          py::arg("replicated"), py::arg("reduce_dtype"))
+      .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
+      .def_property_readonly("world", &Model::world)
+      .def("watch", &Model::watch, py::arg("index"), py::arg("masters"))
+      .def(
+          "use_transport",
+          [](Model& model, const std::string& name, int64_t gather_streams, int64_t reduce_streams,
+             std::optional<int64_t> timeout_ms) {
+            P2pSettings settings{gather_streams, reduce_streams, std::nullopt, std::nullopt};
+            if (timeout_ms) settings.timeout = std::chrono::milliseconds(*timeout_ms);
+            model.use_transport(name, settings);
+          },
+          ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
+          py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
+      .def("renew", &Model::renew, ReleaseGil())
+      .def(
+          "step",
+          [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,
+             float lr, float beta1, float beta2, float weight_decay, float eps) {
+            std::vector<AdamRequest> requests;
+            for (size_t at = 0; at < indices.size(); ++at) {
+              requests.push_back(
+                  {&model.parameter(indices[at]), tensors.at(0).at(at), tensors.at(1).at(at), tensors.at(2).at(at),
+                   tensors.at(3).at(at), tensors.at(4).at(at)});
+            }
+            const py::gil_scoped_release released;
+            return model.step(requests, {lr, beta1, beta2, weight_decay, eps});
+          },
+          py::arg("indices"), py::arg("tensors"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+          py::arg("weight_decay"), py::arg("eps"))
+      .def("begin_caching", &Model::begin_caching, py::arg("bytes"))
+      .def("limit_cache", &Model::limit_cache, py::arg("bytes"))
+      .def("end_caching", &Model::end_caching)
+      .def(
+          "accumulate_onto", &Model::accumulate_onto, py::arg("index"), py::arg("gradient"), py::kw_only(),
+          py::arg("owner") = py::none())
+      .def("take_base", &Model::take_base, py::arg("index"))
+      .def("has_base", &Model::has_base, py::arg("index"))
+      .def("collect_squares", &Model::collect_squares)
+      .def("squares_of", &Model::squares_of, py::arg("index"), py::arg("gradient"))
+      .def("clear_squares", &Model::clear_squares)
+      .def("stats", as_dict)
+      .def("reset_stats", &Model::reset_stats);
+}
+
+}  // namespace zcompile

@@ -1,0 +1,162 @@
+#include "kernels/numerics.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <tuple>
+
+#ifdef ZCOMPILE_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <map>
+
+#include "kernels/types.h"
+#endif
+
+namespace zcompile {
+
+namespace {
+
+void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& besides) {
+  auto sum = rows[0].to(sum_dtype(rows[0].scalar_type()), /*non_blocking=*/false, /*copy=*/true);
+  for (size_t row = 1; row < rows.size(); ++row) sum.add_(rows[row]);
+  // On CUDA, division by a scalar multiplies by its reciprocal, which rounds differently.
+  sum.is_cuda() ? sum.div_(at::full({1}, divisor, sum.options())) : sum.div_(divisor);
+  out.copy_(sum.view(out.sizes()));
+  if (besides.base.defined()) out.add_(besides.base.view(out.sizes()));
+  if (besides.squares.defined()) {
+    besides.squares.select(0, 0).add_(
+        at::linalg_vector_norm(out, 2, std::nullopt, /*keepdim=*/false, at::kDouble).square());
+  }
+}
+
+#ifdef ZCOMPILE_CUDA
+
+using cuda::kernel_type;
+
+bool have_kernel(at::ScalarType from, const at::Tensor& to) {
+  return to.is_cuda() && kernel_type(from) && kernel_type(to.scalar_type());
+}
+
+#endif
+
+}  // namespace
+
+at::ScalarType sum_dtype(at::ScalarType wire) { return wire == at::kDouble ? at::kDouble : at::kFloat; }
+
+void cast(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to) {
+#ifdef ZCOMPILE_CUDA
+  std::map<std::pair<cuda::Type, cuda::Type>, std::vector<cuda::Cast>> launches;
+#endif
+  for (size_t at = 0; at < from.size(); ++at) {
+#ifdef ZCOMPILE_CUDA
+    if (from[at].is_cuda() && have_kernel(from[at].scalar_type(), to[at])) {
+      launches[{*kernel_type(from[at].scalar_type()), *kernel_type(to[at].scalar_type())}].push_back(
+          {from[at].const_data_ptr(), to[at].mutable_data_ptr(), from[at].numel()});
+      continue;
+    }
+#endif
+    at::Tensor destination = to[at];
+    destination.copy_(from[at].view(destination.sizes()));
+  }
+#ifdef ZCOMPILE_CUDA
+  for (const auto& [types, casts] : launches) {
+    C10_CUDA_CHECK(
+        cuda::launch_cast(
+            types.first, types.second, casts.data(), static_cast<int>(casts.size()),
+            c10::cuda::getCurrentCUDAStream()));
+  }
+#endif
+}
+
+SortedRows sum_rows(const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
+  SortedRows sorted;
+  std::tie(sorted.rows, sorted.order) = at::sort(indices, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  sorted.sums = at::empty(grad.sizes(), grad.options().dtype(dtype));
+#ifdef ZCOMPILE_CUDA
+  if (have_kernel(grad.scalar_type(), sorted.sums)) {
+    C10_CUDA_CHECK(
+        cuda::launch_sum_rows(
+            *kernel_type(grad.scalar_type()), *kernel_type(dtype), grad.const_data_ptr(),
+            sorted.rows.const_data_ptr<int64_t>(), sorted.order.const_data_ptr<int64_t>(), grad.size(0), grad.size(1),
+            sorted.sums.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    return sorted;
+  }
+#endif
+  const auto [rows, inverse, counts] =
+      at::unique_consecutive(sorted.rows, /*return_inverse=*/true, /*return_counts=*/true);
+  auto sums = at::zeros({rows.numel(), grad.size(1)}, grad.options().dtype(sum_dtype(grad.scalar_type())));
+  sums.index_add_(0, inverse, grad.index_select(0, sorted.order).to(sums.scalar_type()));
+  sorted.sums.index_copy_(0, counts.cumsum(0).sub_(counts), sums.to(dtype));
+  return sorted;
+}
+
+void spread_rows(const SortedRows& from, at::Tensor dense) {
+#ifdef ZCOMPILE_CUDA
+  if (dense.is_cuda()) {
+    C10_CUDA_CHECK(
+        cuda::launch_spread_rows(
+            {from.rows.const_data_ptr<int64_t>(), from.sums.const_data_ptr(), from.rows.numel()},
+            dense.size(1) * static_cast<int64_t>(dense.element_size()), 0, dense.size(0), dense.mutable_data_ptr(),
+            nullptr, c10::cuda::getCurrentCUDAStream()));
+    return;
+  }
+#endif
+  dense.zero_();
+  const auto [rows, inverse, counts] =
+      at::unique_consecutive(from.rows, /*return_inverse=*/false, /*return_counts=*/true);
+  const auto first = counts.cumsum(0).sub_(counts), real = rows.ge(0).nonzero().squeeze(1);
+  dense.index_copy_(0, rows.index_select(0, real), from.sums.index_select(0, first.index_select(0, real)));
+}
+
+at::Tensor make_squares(int64_t numel, at::Device device) {
+  int64_t count = 1;
+#ifdef ZCOMPILE_CUDA
+  if (device.is_cuda()) count = std::max(cuda::blocks_of_mean(numel), 1);
+#endif
+  return at::zeros({count}, at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
+void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& besides) {
+  std::vector<const void*> addresses;
+  for (const auto& row : rows) {
+    TORCH_CHECK(
+        row.device() == out.device() && row.dtype() == rows[0].dtype() && row.numel() == out.numel() &&
+            row.is_contiguous(),
+        "zcompile: what is added up must be alike, contiguous, and where the result is");
+    addresses.push_back(row.const_data_ptr());
+  }
+  mean(addresses, rows[0].scalar_type(), divisor, std::move(out), besides);
+}
+
+void mean(
+    const std::vector<const void*>& rows, at::ScalarType dtype, double divisor, at::Tensor out,
+    const ReduceExtras& besides) {
+  if (out.numel() == 0) return;
+#ifdef ZCOMPILE_CUDA
+  const auto& [base, squares] = besides;
+  if (have_kernel(dtype, out) && rows.size() <= cuda::max_ranks) {
+    C10_CUDA_CHECK(
+        cuda::launch_mean(
+            *kernel_type(dtype), *kernel_type(out.scalar_type()), rows.data(), static_cast<int>(rows.size()),
+            base.defined() ? base.const_data_ptr() : nullptr, out.mutable_data_ptr(), out.numel(),
+            static_cast<float>(divisor), squares.defined() ? squares.mutable_data_ptr<double>() : nullptr,
+            c10::cuda::getCurrentCUDAStream()));
+    return;
+  }
+#endif
+  std::vector<at::Tensor> tensors;
+  for (const auto* row : rows) {
+    tensors.push_back(
+        at::for_blob(const_cast<void*>(row), out.sizes())
+            .options(out.options().dtype(dtype))
+            .target_device(out.device())
+            .make_tensor());
+  }
+  mean_by_ops(tensors, divisor, out, besides);
+}
+
+}  // namespace zcompile

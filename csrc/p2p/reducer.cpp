@@ -1,0 +1,286 @@
+#include "p2p/reducer.h"
+
+#include <ATen/Functions.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+
+#include "kernels/numerics.h"
+#include "kernels/types.h"
+
+namespace zcompile::cuda {
+
+namespace {
+
+constexpr int64_t alignment = 512;
+// The sum of a piece gets SMs only when a product ends, so fewer and larger pieces are through sooner.
+constexpr int64_t most_region_bytes = 96 << 20;
+
+int64_t round_up(int64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
+
+// What one rank may push to one other at a time: the largest slice at the width of its master, if that is not too much.
+// Else the largest that is not, at this width or half of it, so that what there are most of travel whole in the least
+// staging.
+int64_t bytes_of_slot(Model& model) {
+  const auto most = std::max(most_region_bytes / (model.world() - 1) / alignment * alignment, alignment);
+  int64_t largest = alignment, fitting = alignment;
+  for (int64_t index = 0; index < model.size(); ++index) {
+    const auto& parameter = model.parameter(index);
+    const auto bytes = parameter.chunk * static_cast<int64_t>(parameter.shard.element_size());
+    for (const auto slice : {round_up(bytes), round_up(bytes / 2)}) {
+      largest = std::max(largest, slice);
+      if (slice <= most) fitting = std::max(fitting, slice);
+    }
+  }
+  return largest <= most || fitting >= most / 2 ? fitting : most;
+}
+
+at::Device current_device() { return at::Device(at::kCUDA, c10::cuda::current_device()); }
+
+}  // namespace
+
+Reducer::Reducer(Model& model, Meetings& meetings, Lane& work, int64_t streams, std::shared_ptr<Events> pool)
+    : model_(model),
+      meetings_(meetings),
+      work_(work),
+      pool_(pool),
+      slot_bytes_(bytes_of_slot(model)),
+      staging_(model.groups().gather, current_device(), regions * (model.world() - 1) * slot_bytes_),
+      fan_(streams, std::move(pool)) {}
+
+std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests) {
+  begin();
+  const c10::cuda::CUDAStreamGuard guard(work_.stream());
+  std::vector<at::Tensor> sums;
+  for (const auto& request : requests) sums.push_back(make_sum(request.out, request.grad.scalar_type()));
+  for (const auto& piece : cut(requests, sums)) {
+    pieces_ += 1;
+    push(piece);
+    add_up(piece);
+  }
+  for (size_t at = 0; !model_.groups().replicate.empty() && at < requests.size(); ++at) {
+    mean_over_replicas(model_, sums[at], requests[at].out, requests[at].besides);
+  }
+  return end();
+}
+
+std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request) {
+  const auto sums = sum_rows(request);
+  begin();
+  const c10::cuda::CUDAStreamGuard guard(work_.stream());
+  const auto sum = make_sum(request.out, request.wire);
+  const auto columns = request.grad.size(1), rows = request.parameter->chunk / columns;
+  const auto most = rows_of_slot(columns * static_cast<int64_t>(c10::elementSize(request.wire)));
+  for (int64_t begin = 0; begin < rows; begin += most) {
+    const RowsPiece piece{&request, &sums, begin, std::min(most, rows - begin)};
+    pieces_ += 1;
+    push_rows(piece);
+    add_up_rows(piece, sum);
+  }
+  if (!model_.groups().replicate.empty()) mean_over_replicas(model_, sum, request.out, request.besides);
+  return end();
+}
+
+// In compute's order: `work` may still wait for a peer, and little is left to compute when the gradients of an
+// embedding are there.
+SortedRows Reducer::sum_rows(const ReduceRowsRequest& request) {
+  auto sums = zcompile::sum_rows(request.grad, request.indices, request.wire);
+  for (const auto& one : {sums.rows, sums.order, sums.sums}) one.record_stream(work_.stream());
+  return sums;
+}
+
+void Reducer::begin() {
+  ready_.record(c10::cuda::getCurrentCUDAStream());  // the gradients are there, and the memory of the results is free
+  ready_.block(work_.stream());
+}
+
+// Flat; with replicas, their sums are added up before they are the result.
+at::Tensor Reducer::make_sum(const at::Tensor& out, at::ScalarType wire) const {
+  return model_.groups().replicate.empty() ? out.view({-1})
+                                           : at::empty({out.numel()}, out.options().dtype(sum_dtype(wire)));
+}
+
+std::unique_ptr<Transfer> Reducer::end() {
+  auto event = pool_->take();
+  event.record(work_.stream());  // which has waited for this rank's own copies too
+  return std::make_unique<EventTransfer>(pool_, std::move(event));
+}
+
+// By sizes that all ranks share, so that they cut alike.
+std::vector<Reducer::Piece> Reducer::cut(
+    c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const {
+  std::vector<Piece> pieces;
+  int64_t used = slot_bytes_;
+  for (size_t at = 0; at < requests.size(); ++at) {
+    const auto width = static_cast<int64_t>(requests[at].grad.element_size());
+    const auto chunk = requests[at].parameter->chunk;
+    for (int64_t begin = 0, most = 0; begin < chunk; begin += most) {
+      most = std::min(chunk - begin, slot_bytes_ / width);
+      if (used + most * width > slot_bytes_) {
+        pieces.emplace_back();
+        used = 0;
+      }
+      pieces.back().push_back({&requests[at], sums[at], begin, most, used});
+      used = round_up(used + most * width);
+    }
+  }
+  return pieces;
+}
+
+void Reducer::finish(const c10::cuda::CUDAStream& stream) {
+  auto done = pool_->take();
+  done.record(work_.stream());
+  done.block(stream);
+  pool_->give(std::move(done));
+}
+
+void Reducer::push(const Piece& piece) {
+  const auto world = model_.world(), rank = model_.rank();
+  auto& lane = fan_.lane();
+  ready_.block(lane.stream());
+  free_[region()].block(lane.stream());
+  if (meetings_.in_step())
+    meetings_.post_and_await(
+        pushing, pieces_, lane, {"to be ready to reduce", piece.front().request->parameter->index});
+  std::vector<Copy> copies;
+  for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
+    const auto owner = (rank + step) % world;
+    for (const auto& part : piece) {
+      const auto bytes = static_cast<size_t>(part.length_of(owner) * part.width());
+      if (bytes > 0) copies.push_back({place_of(part.offset, rank, owner), part.slice_of(owner), bytes});
+    }
+  }
+  fan_.copy(copies);
+  copied_.record(lane.stream());
+  copied_.block(work_.stream());
+}
+
+void Reducer::add_up(const Piece& piece) {
+  const auto world = model_.world(), rank = model_.rank();
+  meetings_.post_and_await(
+      pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.front().request->parameter->index});
+  free_before();
+  for (const auto& part : piece) {
+    const auto numel = part.length_of(rank);
+    if (numel == 0) continue;
+    std::vector<const void*> rows;
+    for (int64_t source = 0; source < world; ++source) {
+      rows.push_back(source == rank ? part.slice_of(rank) : place_of(part.offset, source, rank));
+    }
+    mean(rows, part.request->grad.scalar_type(), divisor(), part.sum.narrow(0, part.begin, numel), part.besides(numel));
+  }
+}
+
+// All ranks have posted this piece, and so have added up the one before.
+void Reducer::free_before() { free_[(pieces_ - 1) % regions].record(work_.stream()); }
+
+void Reducer::push_rows(const RowsPiece& piece) {
+  const auto world = model_.world(), rank = model_.rank();
+  const auto stream = work_.stream().stream();
+  const auto& [rows, order, sums] = *piece.sums;
+  meetings_.post_and_await(clearing, pieces_, work_, {"to be ready to reduce", piece.request->parameter->index});
+  for (int64_t step = 1; step < world; ++step) {  // rotated, as above
+    const auto owner = (rank + step) % world;
+    auto* to = place_of(0, rank, owner);
+    C10_CUDA_CHECK(launch_spread_rows(
+        {rows.const_data_ptr<int64_t>(), sums.const_data_ptr(), rows.numel()},
+        piece.columns() * static_cast<int64_t>(sums.element_size()), piece.first_of(owner), piece.count_of(owner), to,
+        reinterpret_cast<uint32_t*>(to + piece.has_offset()), stream));
+  }
+  meetings_.post(pushed + region(), tag(pieces_, hash(piece)), stream);
+}
+
+void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
+  const auto world = model_.world(), rank = model_.rank();
+  const auto& [rows, order, sums] = *piece.sums;
+  const auto begin = std::min(piece.begin * piece.columns(), sum.numel()),
+             numel = piece.count_of(rank) * piece.columns();
+  const auto out = sum.narrow(0, begin, numel);
+  const auto& [base, squares] =
+      model_.groups().replicate.empty() ? piece.request->besides : ReduceExtras{};  // else for the mean over replicas
+  const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
+  const auto stream = work_.stream().stream();
+  if (!own_base.defined() && numel > 0)
+    C10_CUDA_CHECK(cudaMemsetAsync(out.mutable_data_ptr(), 0, out.nbytes(), stream));  // most stays so
+  meetings_.await(pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.request->parameter->index});
+  free_before();
+  Pieces spread{};
+  for (int64_t source = 0; source < world; ++source) {
+    if (source != rank) spread.of[source] = place_of(0, source, rank);
+  }
+  C10_CUDA_CHECK(launch_mean_rows(
+      *kernel_type(sums.scalar_type()), *kernel_type(out.scalar_type()), spread, static_cast<int>(world),
+      piece.has_offset(), static_cast<int>(rank), {rows.const_data_ptr<int64_t>(), sums.const_data_ptr(), rows.numel()},
+      piece.first_of(rank), piece.count_of(rank), piece.columns(),
+      own_base.defined() ? own_base.const_data_ptr() : nullptr, out.mutable_data_ptr(), static_cast<float>(divisor()),
+      squares.defined() ? squares.mutable_data_ptr<double>() : nullptr, stream));
+}
+
+int64_t Reducer::RowsPiece::first_of(int64_t rank) const {
+  return (request->parameter->offset_of(rank) + std::min(begin * columns(), request->parameter->length_of(rank))) /
+         columns();
+}
+
+int64_t Reducer::RowsPiece::count_of(int64_t rank) const {
+  return std::clamp<int64_t>(request->parameter->length_of(rank) / columns() - begin, 0, most);
+}
+
+int64_t Reducer::RowsPiece::has_offset() const {
+  return round_up(most * columns() * static_cast<int64_t>(c10::elementSize(request->wire)));
+}
+
+// With the words that tell which there are.
+int64_t Reducer::rows_of_slot(int64_t row_bytes) const {
+  return (slot_bytes_ - alignment) / (row_bytes + static_cast<int64_t>(sizeof(uint32_t)));
+}
+
+bool Reducer::has_rows(const Parameter& parameter, int64_t columns) const {
+  constexpr int64_t widest = 4;  // bytes of an element on the wire
+  return !parameter.replicated && columns > 0 && parameter.chunk % columns == 0 && rows_of_slot(columns * widest) > 0;
+}
+
+ReduceExtras Reducer::Part::besides(int64_t numel) const {
+  const auto& [base, squares] = request->besides;
+  if (!request->parameter->model->groups().replicate.empty()) return {};  // they go into the mean over replicas
+  return {base.defined() ? base.narrow(0, begin, numel) : base, squares};
+}
+
+// With replicas, the mean is taken when their sums are added.
+double Reducer::divisor() const {
+  return model_.groups().replicate.empty() ? static_cast<double>(model_.world()) : 1.0;
+}
+
+int64_t Reducer::Part::length_of(int64_t rank) const {
+  return std::clamp<int64_t>(request->parameter->length_of(rank) - begin, 0, most);
+}
+
+const void* Reducer::Part::slice_of(int64_t rank) const {
+  const auto first = request->parameter->offset_of(rank) + std::min(begin, request->parameter->length_of(rank));
+  return static_cast<const char*>(request->grad.const_data_ptr()) + first * width();
+}
+
+// Where `owner` finds what `source` pushed; an owner has no slot for itself.
+char* Reducer::place_of(int64_t offset, int64_t source, int64_t owner) const {
+  const auto slot = source < owner ? source : source - 1;
+  return staging_.at(owner, (region() * (model_.world() - 1) + slot) * slot_bytes_ + offset);
+}
+
+size_t Reducer::hash(const Piece& piece) const {
+  size_t hash = model_.is_caching();  // or else sums take the place of shards on one rank that another one still reads
+  for (const auto& part : piece) {
+    const auto& [parameter, grad, out, besides] = *part.request;
+    hash = c10::get_hash(hash, parameter->index, static_cast<int>(grad.scalar_type()), part.begin);
+  }
+  return hash;
+}
+
+size_t Reducer::hash(const RowsPiece& piece) const {
+  const auto& request = *piece.request;
+  return c10::get_hash(
+      static_cast<size_t>(model_.is_caching()), request.parameter->index, static_cast<int>(request.wire), piece.begin,
+      piece.columns());
+}
+
+}  // namespace zcompile::cuda

@@ -1,0 +1,105 @@
+// Peer-to-peer reduce: slices of gradients are pushed to their owner, who adds them up.
+//
+// [Note: reduces in pieces]
+// Rank s pushes slice d of its gradient into slot s of rank d's staging, which is cut into regions that are used in
+// turn. Piece n of all reduces, counted alike on every rank:
+//   pushes: wait until all ranks have added up what was in the region; copy to every peer
+//   work:   wait for these copies; post "pushed n", tagged with what; wait for everybody's; add up in rank order, the
+//   own slice
+//           from where it is
+// A rank posts "pushed n" when it has added up piece n - 1, so who has seen everybody's knows that its region is free
+// again. Nobody pushes to a region before all have added it up, so a tag stands until its owner has seen it. Where
+// transfers go in step, ranks meet before the copies, with their gradients; of two, each pushes when it has its own, at
+// most two pieces ahead of the other. A large gradient takes several pieces, so staging does not grow with it; small
+// ones that start together share one.
+//
+// [Note: rows of gradients]
+// Of an embedding's gradient, few rows are not zeros, and the others are not even made: a rank adds up the gradients of
+// each row that it has, and writes these sums to their owners' staging, where they would be in a dense gradient, with a
+// word for each row that tells whether it is there. Pieces are the same whatever rows ranks have, so ranks with other
+// batches meet all the same. The result is zeros but for rows that a rank has. Each piece of it is cleared behind the
+// rows that this rank sends, which is when all ranks have come to send theirs: not before, for it may lie in the place
+// of a shard that a peer still reads (lending.h).
+#pragma once
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "p2p/copy_streams.h"
+#include "runtime.h"
+
+namespace zcompile::cuda {
+
+class Reducer {
+ public:
+  Reducer(Model& model, Meetings& meetings, Lane& work, int64_t streams, std::shared_ptr<Events> pool);
+
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
+  // Whether pieces of this gradient can be cut at rows.
+  bool has_rows(const Parameter& parameter, int64_t columns) const;
+  std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
+  void finish(const c10::cuda::CUDAStream& stream);  // `stream` waits for all reduces that have been started
+  int64_t bytes() const { return staging_.bytes(); }
+  Lane& lane() { return fan_.lane(); }
+
+ private:
+  // Elements [begin, begin + most) of every rank's slice of one gradient.
+  struct Part {
+    const ReduceRequest* request;
+    at::Tensor sum;  // flat, this rank's slice
+    int64_t begin;
+    int64_t most;
+    int64_t offset;  // bytes, in a slot
+
+    int64_t width() const { return static_cast<int64_t>(request->grad.element_size()); }
+    int64_t length_of(int64_t rank) const;
+    const void* slice_of(int64_t rank) const;  // of this rank's own gradient
+    ReduceExtras besides(int64_t numel) const;  // for the sum of this part
+  };
+  using Piece = std::vector<Part>;
+
+  // Some rows of every rank's slice of one gradient, in elements and rows of a slice.
+  struct RowsPiece {
+    const ReduceRowsRequest* request;
+    const SortedRows* sums;
+    int64_t begin;
+    int64_t most;
+
+    int64_t columns() const { return request->grad.size(1); }
+    int64_t first_of(int64_t rank) const;  // in the matrix
+    int64_t count_of(int64_t rank) const;
+    int64_t has_offset() const;  // bytes, in a slot
+  };
+
+  void begin();
+  SortedRows sum_rows(const ReduceRowsRequest& request);
+  at::Tensor make_sum(const at::Tensor& out, at::ScalarType wire) const;
+  std::unique_ptr<Transfer> end();
+  std::vector<Piece> cut(c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const;
+  void push(const Piece& piece);
+  void add_up(const Piece& piece);
+  void push_rows(const RowsPiece& piece);
+  void add_up_rows(const RowsPiece& piece, const at::Tensor& sum);
+  void free_before();
+  double divisor() const;
+  int64_t region() const { return pieces_ % regions; }
+  char* place_of(int64_t offset, int64_t source, int64_t owner) const;
+  size_t hash(const Piece& piece) const;
+  size_t hash(const RowsPiece& piece) const;
+  int64_t rows_of_slot(int64_t row_bytes) const;
+
+  Model& model_;
+  Meetings& meetings_;
+  Lane& work_;
+  std::shared_ptr<Events> pool_;
+  int64_t slot_bytes_;
+  Arena staging_;
+  Fan fan_;  // pushes
+  std::array<c10::cuda::CUDAEvent, regions> free_;  // by region: all ranks have added it up
+  c10::cuda::CUDAEvent ready_;  // of the reduce that is being started: what it pushes
+  c10::cuda::CUDAEvent copied_;  // of the piece that is being started
+  uint32_t pieces_ = 0;
+};
+
+}  // namespace zcompile::cuda

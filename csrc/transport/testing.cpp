@@ -1,0 +1,198 @@
+// Transports for tests and benchmarks: one that is as late as it may be, and one that costs nothing.
+
+#include "runtime.h"
+
+#include <ATen/Functions.h>
+
+#ifdef ZCOMPILE_CUDA
+#include <ATen/cuda/Sleep.h>
+#endif
+
+#include <limits>
+
+namespace zcompile {
+
+namespace {
+
+class LateGather : public Transfer {
+ public:
+  LateGather(std::vector<at::Tensor> arrived, c10::ArrayRef<GatherRequest> requests)
+      : arrived_(std::move(arrived)), requests_(requests.vec()) {}
+  void wait() override {
+    for (size_t at = 0; at < arrived_.size(); ++at) requests_[at].padded.copy_(arrived_[at]);
+  }
+
+ private:
+  std::vector<at::Tensor> arrived_;
+  std::vector<GatherRequest> requests_;
+};
+
+class LateReduce : public Transfer {
+ public:
+  LateReduce(Transport& inner, c10::ArrayRef<ReduceRequest> requests) : inner_(inner), requests_(requests.vec()) {}
+  void wait() override { inner_.reduce(requests_)->wait(); }
+
+ private:
+  Transport& inner_;
+  std::vector<ReduceRequest> requests_;
+};
+
+class LateGatherRows : public Transfer {
+ public:
+  LateGatherRows(at::Tensor arrived, at::Tensor rows) : arrived_(std::move(arrived)), rows_(std::move(rows)) {}
+  void wait() override { rows_.copy_(arrived_); }
+
+ private:
+  at::Tensor arrived_;
+  at::Tensor rows_;
+};
+
+class LateReduceRows : public Transfer {
+ public:
+  LateReduceRows(Transport& inner, ReduceRowsRequest request) : inner_(inner), request_(std::move(request)) {}
+  void wait() override { inner_.reduce_rows(request_)->wait(); }
+
+ private:
+  Transport& inner_;
+  ReduceRowsRequest request_;
+};
+
+class LateTransport : public Transport {
+ public:
+  explicit LateTransport(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  std::string name() const override { return "late " + inner_->name(); }
+  int64_t bytes() const override { return inner_->bytes(); }
+
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
+    std::vector<at::Tensor> arrived;
+    std::vector<GatherRequest> elsewhere;
+    for (const auto& request : requests) {
+      arrived.push_back(at::empty_like(request.padded));
+      elsewhere.push_back({request.parameter, arrived.back()});
+    }
+    inner_->gather(elsewhere)->wait();
+    for (auto request : requests) request.padded.fill_(nan);
+    return std::make_unique<LateGather>(std::move(arrived), requests);
+  }
+
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
+    for (auto request : requests) request.out.fill_(nan);
+    return std::make_unique<LateReduce>(*inner_, requests);
+  }
+
+  std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
+    auto elsewhere = request;
+    elsewhere.rows = at::empty_like(request.rows);
+    inner_->gather_rows(elsewhere)->wait();
+    request.rows.fill_(nan);
+    return std::make_unique<LateGatherRows>(elsewhere.rows, request.rows);
+  }
+
+  std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
+    request.out.fill_(nan);
+    return std::make_unique<LateReduceRows>(*inner_, request);
+  }
+
+  void finish_backward() override { inner_->finish_backward(); }
+  void finish_caching() override { inner_->finish_caching(); }
+  void renew() override { inner_->renew(); }
+  at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {
+    return inner_->wire_dtype(parameter, grad);
+  }
+
+ private:
+  static constexpr auto nan = std::numeric_limits<double>::quiet_NaN();
+
+  std::unique_ptr<Transport> inner_;
+};
+
+#ifdef ZCOMPILE_CUDA
+
+class DelayedTransport : public Transport {
+ public:
+  DelayedTransport(std::unique_ptr<Transport> inner, bool slow) : inner_(std::move(inner)), slow_(slow) {}
+  std::string name() const override { return "delayed " + inner_->name(); }
+  int64_t bytes() const override { return inner_->bytes(); }
+
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
+    delay();
+    auto transfer = inner_->gather(requests);
+    delay();
+    return transfer;
+  }
+
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
+    delay();
+    auto transfer = inner_->reduce(requests);
+    delay();
+    return transfer;
+  }
+
+  std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
+    delay();
+    auto transfer = inner_->gather_rows(request);
+    delay();
+    return transfer;
+  }
+
+  std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
+    delay();
+    auto transfer = inner_->reduce_rows(request);
+    delay();
+    return transfer;
+  }
+
+  void finish_backward() override { inner_->finish_backward(); }
+  void finish_caching() override { inner_->finish_caching(); }
+  void renew() override { inner_->renew(); }
+  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
+    delay();
+    return inner_->step(requests, settings);
+  }
+  at::Tensor make_gradient(const Parameter& parameter) override { return inner_->make_gradient(parameter); }
+  at::Tensor make_full(const Parameter& parameter, at::ScalarType dtype) override {
+    return inner_->make_full(parameter, dtype);
+  }
+  at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {
+    return inner_->wire_dtype(parameter, grad);
+  }
+
+ private:
+  void delay() const {
+    constexpr int64_t cycles = 2'000'000;  // a millisecond
+    if (slow_) at::cuda::sleep(cycles);
+  }
+
+  std::unique_ptr<Transport> inner_;
+  bool slow_;
+};
+
+#endif
+
+class NoTransfer : public Transfer {
+ public:
+  void wait() override {}
+};
+
+class LoopbackTransport : public Transport {
+ public:
+  std::string name() const override { return "loopback"; }
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest>) override { return std::make_unique<NoTransfer>(); }
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest>) override { return std::make_unique<NoTransfer>(); }
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner) {
+  return std::make_unique<LateTransport>(std::move(inner));
+}
+
+#ifdef ZCOMPILE_CUDA
+std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner, Model& model) {
+  return std::make_unique<DelayedTransport>(std::move(inner), model.rank() == 1);
+}
+#endif
+
+std::unique_ptr<Transport> make_loopback_transport() { return std::make_unique<LoopbackTransport>(); }
+
+}  // namespace zcompile

@@ -1,0 +1,154 @@
+// The seam between the runtime and the wire: how bytes of full parameters and gradients move between ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/adam_settings.h"
+#include "kernels/numerics.h"
+
+namespace zcompile {
+
+struct Parameter;
+class Model;
+
+// Bytes on their way. wait() returns when the destination may be read: on the host for CPU ranks, in the order of the
+// current stream for GPU ranks. Sources must stay untouched until then.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+  virtual void wait() = 0;
+};
+
+// Fills `padded` (flat, world * chunk elements of the wire's dtype) with every rank's piece, downcast, in rank order.
+struct GatherRequest {
+  const Parameter* parameter;
+  at::Tensor padded;
+};
+
+// Fills `out` (shaped like the shard) with this rank's slice of the mean over ranks of `grad`: the fp32 sum, in rank
+// order, of the gradients at the width at which they arrive, divided by the number of ranks; added to what is there
+// besides. Only where the model asks for native reduces, collectives add up in their own order, at the width of the
+// wire.
+struct ReduceRequest {
+  Parameter* parameter;
+  at::Tensor grad;
+  at::Tensor out;
+  ReduceExtras besides = {};
+};
+
+// Fills `rows` [count, columns] with these rows of a full matrix, downcast like a gather of all of it.
+struct GatherRowsRequest {
+  const Parameter* parameter;
+  at::Tensor indices;  // int64 [count], each less than the matrix has rows
+  at::Tensor rows;
+};
+
+// The same as a reduce of a gradient of zeros to which `grad` [count, columns] was added row by row: in fp32, in this
+// order, rounded to `dtype` and then to `wire`.
+struct ReduceRowsRequest {
+  Parameter* parameter;
+  at::Tensor grad;
+  at::Tensor indices;  // int64 [count]; negative ones count for nothing
+  at::ScalarType dtype;
+  at::ScalarType wire;  // what wire_dtype() has for it
+  at::Tensor out;
+  ReduceExtras besides = {};
+};
+
+// One parameter of a step of AdamW: this rank's piece of each, fp32 and contiguous.
+struct AdamRequest {
+  const Parameter* parameter;
+  at::Tensor master;  // the shard, as the optimizer has it
+  at::Tensor gradient;
+  at::Tensor exp_avg;
+  at::Tensor exp_avg_sq;
+  at::Tensor count;  // [] steps, this one too
+};
+
+// Several transfers as one.
+class Transfers : public Transfer {
+ public:
+  void add(std::unique_ptr<Transfer> transfer) { transfers_.push_back(std::move(transfer)); }
+  void wait() override {
+    for (auto& transfer : transfers_) transfer->wait();
+  }
+
+ private:
+  std::vector<std::unique_ptr<Transfer>> transfers_;
+};
+
+// A transport is told what to move together, and nothing of schedules. Every rank of a model uses the same one.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual std::string name() const = 0;
+  // Device memory that it keeps for itself.
+  virtual int64_t bytes() const { return 0; }
+  // Uninitialised memory for a full parameter that nobody will write to but the next call of gather, flat and padded to
+  // equal pieces, where the transport has better than the allocator's; else undefined.
+  virtual at::Tensor make_full(const Parameter&, at::ScalarType) { return {}; }
+  // An uninitialised gradient, shaped like the shard, for the next call of reduce.
+  virtual at::Tensor make_gradient(const Parameter& parameter);
+  // The dtype that reduce takes for a gradient of dtype `grad`: the narrower one of that and the parameter's
+  // reduce_dtype, unless the sum itself has the wire's width.
+  virtual at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const;
+
+  // One transfer for all requests, which are at least one.
+  virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;
+  virtual std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) = 0;
+
+  // Of a matrix, a few rows. Where a transport knows nothing better, all are gathered, and zeros are reduced. They
+  // count what moves.
+  virtual std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
+  virtual std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
+
+  // All of this rank's reduces of one backward have been started.
+  virtual void finish_backward() {}
+  // Masters may change from now on, after micro-steps between which they did not.
+  virtual void finish_caching() {}
+  // Steps, and while it does so makes ready what the next gather would have to. Gradients may be overwritten but for
+  // those whose memory another tensor has. False, and nothing is stepped, where the transport has no better way than
+  // torch.
+  virtual bool step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
+  // Makes ready what the next gather would have to. All ranks call it, or none.
+  virtual void renew() {}
+};
+
+// Collectives of a c10d::ProcessGroup: gloo or NCCL.
+std::unique_ptr<Transport> make_c10d_transport(Model& model);
+
+// out = (the sum over the ranks that hold the same shard of `sum`, flat) / all ranks. Ends in the current stream's
+// order.
+void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, const ReduceExtras& besides);
+
+struct P2pSettings {
+  // Streams over which copies are spread. One engine fills the link to a single peer, and serves two streams one after
+  // the other, which only delays what is needed first.
+  int64_t gather_streams = 1;
+  int64_t reduce_streams = 1;
+  std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
+  std::optional<bool> in_step;  // whether ranks start transfers together; by default where there are more than two
+};
+
+// Copy engines between GPUs that can map each other's memory; only in builds with CUDA. Made by all ranks together,
+// when the model has its parameters.
+std::unique_ptr<Transport> make_p2p_transport(Model& model, const P2pSettings& settings);
+
+// Wraps `inner`: a full parameter holds NaN until it is waited for, and a gradient is read as late as its wait. Code
+// that reads too early or reuses a buffer too soon gives NaN instead of a number that happens to be right.
+std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
+
+// Wraps `inner`: rank 1 is slow before and after everything it starts, which must not change a number.
+std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner, Model& model);
+
+// Moves nothing: what is left is the host time of the runtime itself.
+std::unique_ptr<Transport> make_loopback_transport();
+
+}  // namespace zcompile

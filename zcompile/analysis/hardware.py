@@ -1,0 +1,171 @@
+"""What a machine can do, as plans see it: tables of rates and of transfer times. The same on all ranks of a model."""
+
+from bisect import bisect
+from dataclasses import dataclass, replace
+
+import torch
+
+Points = tuple[tuple[int, float], ...]  # (bytes that a rank receives, seconds), rising
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Transfers of one transport between `world` ranks of one domain, as measured.
+
+    Attributes:
+        gather, reduce: times, in seconds, by bytes that a rank receives.
+        interference: seconds that compute loses for each second of transfer beside it: the wire takes memory bandwidth,
+            power, or SMs.
+    """
+
+    transport: str
+    world: int
+    gather: Points
+    reduce: Points
+    interference: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between domains, per rank."""
+
+    bytes_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine.
+
+    Attributes:
+        products: (dtype, operations a second that large matrix products reach).
+        attention: operations a second that attention reaches, where a causal mask leaves half of them out.
+        bytes_s: memory bandwidth that a pointwise kernel reaches.
+        kernel_s: the least time of a kernel.
+        wires: what was measured; of those of a transport, the one of most ranks that are not more than there are is taken.
+        domain: ranks that share the fast links.
+        memory_bytes: of one device.
+        source: what the figures rest on.
+    """
+
+    name: str
+    products: tuple[tuple[torch.dtype, float], ...]
+    attention: float
+    bytes_s: float
+    kernel_s: float
+    wires: tuple[Wire, ...]
+    domain: int
+    network: Network
+    memory_bytes: int
+    source: str
+
+    def product_rate(self, dtype: torch.dtype) -> float:
+        rates = dict(self.products)
+        return rates.get(dtype, rates[torch.float32])
+
+    def over(self, transport: str, world: int) -> "Link":
+        """The link of `world` ranks; a transport that is not in the table is taken for the table's first."""
+        known = [wire for wire in self.wires if wire.transport == transport]
+        wires = known or [wire for wire in self.wires if wire.transport == self.wires[0].transport]
+        fitting = [wire for wire in wires if wire.world <= world]
+        return Link(self, max(fitting, key=lambda wire: wire.world) if fitting else wires[0], world)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A machine, what is used on it to transfer, and the number of ranks that hold one shard each."""
+
+    hardware: Hardware
+    wire: Wire
+    world: int
+
+    def gather_s(self, nbytes: int) -> float:
+        """Seconds to gather a full tensor of `nbytes`."""
+        return self._seconds(self.wire.gather, nbytes)
+
+    def reduce_s(self, nbytes: int) -> float:
+        """Seconds to reduce full gradients of `nbytes` to shards."""
+        return self._seconds(self.wire.reduce, nbytes)
+
+    def _seconds(self, points: Points, nbytes: int) -> float:
+        if self.world == 1:
+            return 0.0
+        inside = min(self.world, self.hardware.domain)
+        seconds = _interpolate(points, nbytes * (inside - 1) // inside)
+        domains = -(-self.world // self.hardware.domain)
+        if domains > 1:  # of what comes from other domains, every rank takes its part; then all share it inside
+            network = self.hardware.network
+            from_outside = nbytes / inside * (domains - 1) / domains
+            seconds = max(seconds, from_outside / network.bytes_s) + network.latency_s * (domains - 1).bit_length()
+        return seconds
+
+
+def _interpolate(points: Points, nbytes: int) -> float:
+    """Linear between the points; before the first, its time; after the last, the last slope."""
+    if nbytes <= points[0][0]:
+        return points[0][1]
+    at = min(bisect(points, (nbytes,)), len(points) - 1)
+    (below, low), (above, high) = points[at - 1], points[at]
+    return low + (nbytes - below) * (high - low) / (above - below)
+
+
+MIB = 1 << 20
+
+H200 = Hardware(
+    name="H200",
+    products=((torch.bfloat16, 740e12), (torch.float16, 740e12), (torch.float32, 50e12)),
+    attention=350e12,
+    bytes_s=3.5e12,
+    kernel_s=3e-6,
+    wires=(
+        Wire("p2p", 2, ((MIB // 2, 20e-6), (32 * MIB, 108e-6)), ((MIB // 2, 20e-6), (32 * MIB, 97e-6)), 0.23),
+        Wire("p2p", 4, ((MIB, 20e-6), (48 * MIB, 174e-6)), ((MIB, 20e-6), (48 * MIB, 173e-6)), 0.14),
+        Wire("p2p", 8, ((MIB, 20e-6), (56 * MIB, 209e-6)), ((MIB, 20e-6), (56 * MIB, 215e-6)), 0.14),
+        Wire("nccl", 2, ((MIB // 2, 12e-6), (32 * MIB, 174e-6)), ((MIB // 2, 20e-6), (32 * MIB, 183e-6)), 0.45),
+        Wire("nccl", 4, ((MIB, 12e-6), (48 * MIB, 197e-6)), ((MIB, 20e-6), (48 * MIB, 223e-6)), 0.40),
+        Wire("nccl", 8, ((MIB, 12e-6), (56 * MIB, 206e-6)), ((MIB, 20e-6), (56 * MIB, 253e-6)), 0.30),
+    ),
+    domain=8,
+    network=Network(bytes_s=45e9, latency_s=15e-6),
+    memory_bytes=140 << 30,
+    source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 (docs/measurements.md); attention and "
+    "launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
+)
+
+KIB = 1 << 10
+
+CPU = Hardware(
+    name="CPU",
+    products=((torch.float32, 105e9), (torch.bfloat16, 470e9)),
+    attention=30e9,
+    bytes_s=20e9,
+    kernel_s=3e-6,
+    wires=(
+        Wire(
+            "gloo",
+            2,
+            ((32 * KIB, 0.4e-3), (512 * KIB, 1.1e-3), (8 * MIB, 15e-3)),
+            ((32 * KIB, 0.35e-3), (512 * KIB, 0.7e-3), (8 * MIB, 9.5e-3)),
+            0.5,
+        ),
+    ),
+    domain=64,
+    network=Network(bytes_s=1e9, latency_s=100e-6),
+    memory_bytes=8 << 30,
+    source="one thread of a server with AMX, and gloo between two ranks on one host; other CPUs differ by factors; between hosts, 8 Gb/s are assumed",
+)
+
+TABLES = {"h200": H200, "cpu": CPU}
+
+
+def table_of(device: torch.device) -> Hardware:
+    """The shipped table for a device; for a GPU that has none, that of the H200, said in its `source`.
+
+    It depends on the kind of device alone, so that all ranks have the same.
+    """
+    if device.type != "cuda":
+        return CPU
+    name = torch.cuda.get_device_name(device)
+    if "H200" in name:
+        return H200
+    return replace(H200, source=f"there is no table for {name}: that of the H200")

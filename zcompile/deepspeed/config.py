@@ -1,0 +1,55 @@
+"""The "zcompile" block of a DeepSpeed config, and what else in a config it cannot work with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from zcompile.options import Settings
+
+
+def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
+    """The backend's options in a DeepSpeed config, or None without the flag.
+
+    Raises:
+        ValueError: an unknown or wrong option, or another part of the config that zcompile cannot work with; says what to
+            remove.
+    """
+    block = config.get("zcompile")
+    if block is None:
+        return None
+    if not isinstance(block, Mapping) or not isinstance(block.get("enabled", False), bool):
+        raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in the DeepSpeed config.')
+    options = {name: value for name, value in block.items() if name != "enabled"}
+    Settings.parse(options)
+    if not block.get("enabled", False):
+        return None
+    reason = _obstacle(config)
+    if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
+        reason = "it does not run pipeline modules. Train without pipeline parallelism"
+    if reason:
+        raise ValueError(f'zcompile: {reason}, or set "zcompile": {{"enabled": false}}.')
+    return options
+
+
+def _obstacle(config: Mapping[str, Any]) -> str:
+    """What in the config cannot work together with zcompile, and what to remove; empty if nothing."""
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage", 0) != 3:
+        return f'it works with ZeRO stage 3, and this config asks for stage {zero.get("stage", 0)}. Set "zero_optimization": {{"stage": 3}}'
+    if (zero.get("offload_param") or {}).get("device", "none") != "none":
+        return 'its gathers read partitions on the device. Remove "offload_param"'
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        return 'it has no secondary partitions. Remove "zero_hpz_partition_size"'
+    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+        if zero.get(name):
+            return f'ZeRO++ quantizes what zcompile moves itself. Remove "{name}"'
+    if zero.get("mics_shard_size", -1) > 0:
+        return 'MiCS partitions over a part of the ranks. Remove "mics_shard_size"'
+    if (config.get("compile") or {}).get("deepcompile"):
+        return 'DeepCompile would plan the same gathers. Remove "deepcompile" from "compile"'
+    if zero.get("zenflow"):
+        return 'ZenFlow changes gradients in hooks that zcompile removes. Remove "zenflow"'
+    if config.get("sequence_parallel_size", 1) > 1:
+        return 'it does not know sequence parallelism. Remove "sequence_parallel_size"'
+    return ""

@@ -1,0 +1,145 @@
+"""`zcompile.shard`: from a whole model to one shard of each parameter per rank."""
+
+import functools
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zcompile.sharding.attributes import MODEL
+from zcompile.sharding.class_swap import install_readers
+from zcompile.sharding.meta_init import materialize
+from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.sharding.process_groups import default_mesh, device_of
+from zcompile.sharding.validation import agree_on_model, check_max_ctas, check_mesh, check_model, signature
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+    nccl_max_ctas: int | None = None,
+    native_reduce: bool = False,
+) -> nn.Module:
+    """Shard every parameter of `model` over the ranks, in place (ZeRO-3, arXiv:1910.02054).
+
+    Afterwards each rank holds rows [r * ceil(n / W), (r + 1) * ceil(n / W)) of every parameter with n rows as a DTensor
+    with placement `Shard(0)`, as FSDP2 does; scalars stay whole (`Replicate()`), and so do buffers. Modules gather a
+    parameter when they read it, and its gradient is reduced to the mean over ranks. Works in eager; `torch.compile` with
+    `backend="zcompile"` plans it. Each rank keeps its slice of its own initial values, as FSDP2 does: seed all ranks
+    alike to start from one model.
+
+    Args:
+        model: any module, on the mesh's device, on CPU (moved piece by piece) or on the meta device (each module is made
+            by its `reset_parameters()`; a full copy of the model never exists on one rank).
+        mesh: 1-D (shard), or 2-D (replicate x shard). Default: all ranks of the default process group.
+        param_dtype: dtype on the wire and in compute; masters keep theirs. Floating-point inputs of `model` are cast to
+            it. Default: that of the masters, which `torch.autocast` narrows.
+        reduce_dtype: a narrower dtype for gradients on the wire. The sum is fp32 in any case (fp64 for fp64), in rank
+            order.
+        ignored_params: parameters that stay as they are.
+        nccl_max_ctas: most SMs (thread blocks) that one of NCCL's kernels takes from compute: gathers and reduces, and sums over
+            replicas, then go over groups of zcompile's own instead of the mesh's. Default: NCCL's choice. The environment
+            variable NCCL_MAX_CTAS limits all groups of a process and takes precedence. Peer to peer, nothing is limited but
+            sums over replicas.
+        native_reduce: reduce by the reduce-scatter of NCCL (or gloo) where the transport is one of them. It adds up in its own order, in
+            the width of the wire, so that numbers depend on the backend, the number of ranks and their links: bf16 gradients are added up in bf16, unless
+            `reduce_dtype`, which may then be the wider one, makes them travel as fp32. fp16 sums may overflow. Scalars, sums over replicas, division
+            and accumulation stay as they are; peer to peer, everything does.
+
+    Returns:
+        `model`, with parameters replaced. Build the optimizer afterwards.
+
+    Raises:
+        RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks disagree
+            on the model.
+        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, an `nccl_max_ctas` that is not positive or not for NCCL.
+        TypeError: a parameter or dtype that is not floating-point.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "zcompile.shard needs a process group: call torch.distributed.init_process_group() first "
+            "(under torchrun, or with one rank)."
+        )
+    check_mesh(mesh)
+    mesh = mesh or default_mesh(model)
+    ignored = {id(parameter) for parameter in ignored_params}
+    error = check_model(model, mesh, ignored, param_dtype, reduce_dtype) or check_max_ctas(mesh, nccl_max_ctas)
+    options = f"{param_dtype=!s} {reduce_dtype=!s} {nccl_max_ctas=} {native_reduce=}"
+    agree_on_model(mesh, error, [*signature(model, ignored), options])
+
+    state = ShardedModel(mesh, nccl_max_ctas, native_reduce)
+    device = device_of(mesh)
+    done: dict[int, ShardedParameter] = {}  # by id of the original parameter, which `originals` keeps taken
+    originals: list[nn.Parameter] = []
+    for path, module in list(model.named_modules()):
+        own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in ignored}
+        originals += own.values()
+        materialize(model, path, module, device, keep=ignored | done.keys())
+        _move_buffers(module, device)
+        for attribute, original in own.items():
+            if id(original) not in done:
+                name = f"{path}.{attribute}" if path else attribute
+                done[id(original)] = _shard_parameter(state, name, module._parameters[attribute], device, reduce_dtype)
+            done[id(original)].owners.append((module, attribute))
+            module._parameters[attribute] = done[id(original)].parameter
+    install_readers(state, param_dtype, alone=mesh.size() == 1)
+    state.use_transport("auto")
+    state.measure_memory()
+    if param_dtype is not None:
+        model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
+    return model
+
+
+@torch.no_grad()
+def _shard_parameter(state: ShardedModel, name: str, parameter: nn.Parameter, device, reduce_dtype) -> ShardedParameter:
+    mesh = state.mesh
+    world, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    full = parameter.detach()
+    replicated = full.ndim == 0
+    if replicated:
+        local = full.to(device, copy=True)
+        dist.broadcast(local, group=mesh.get_group(mesh.ndim - 1), group_src=0)
+    else:
+        rows = -(-full.shape[0] // world)
+        local = full[rank * rows : (rank + 1) * rows].to(device, copy=True).contiguous()
+    if mesh.ndim == 2:
+        dist.broadcast(local, group=mesh.get_group(0), group_src=0)
+    placements = [Replicate()] * (mesh.ndim - 1) + [Replicate() if replicated else Shard(0)]
+    stride = torch.empty(full.shape, device="meta").stride()
+    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
+    leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    setattr(leaf, MODEL, weakref.ref(state))
+    numel = full.numel()
+    index = state.runtime.add(
+        name=name,
+        shard=leaf,
+        shape=list(full.shape),
+        chunk=numel if replicated else rows * (numel // max(full.shape[0], 1)),
+        replicated=replicated,
+        reduce_dtype=reduce_dtype,
+    )
+    sharded = ShardedParameter(name, index, nn.Parameter(dtensor, requires_grad=parameter.requires_grad), leaf)
+    sharded.parameter.__dict__.update(parameter.__dict__)  # what users hung on it: weight-decay flags and the like
+    state.parameters[name] = sharded
+    return sharded
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device != device:
+            module._buffers[name] = buffer.to(device)
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args, kwargs):
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return torch.utils._pytree.tree_map(cast, (args, kwargs))

@@ -1,0 +1,150 @@
+"""What may be sharded: refuses bad input on every rank with one sentence, before the first collective on parameters."""
+
+import gc
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zcompile.sharding.attributes import STATE
+
+
+def check_mesh(mesh: DeviceMesh | None) -> None:
+    """Raise ValueError for a mesh that zcompile cannot shard over."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"zcompile.shard: mesh must be a torch DeviceMesh, not {type(mesh).__name__}.")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"zcompile.shard: a mesh of {mesh.ndim} dimensions is not supported. Pass a 1-D mesh (shard) or a 2-D mesh "
+            "(replicate x shard), e.g. a slice of yours: mesh['replicate', 'shard']."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"zcompile.shard: rank {dist.get_rank()} is not in the mesh {mesh}.")
+
+
+def check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[int], *dtypes: torch.dtype | None) -> Exception | None:
+    """The first reason why `model` cannot be sharded, or None. Returned, not raised, so that ranks can agree first."""
+    rank = dist.get_rank()
+    if not isinstance(model, nn.Module):
+        return TypeError(f"zcompile.shard: expected an nn.Module, got {type(model).__name__}.")
+    for dtype in dtypes:
+        if dtype is not None and not dtype.is_floating_point:
+            return TypeError(f"zcompile.shard: param_dtype and reduce_dtype must be floating-point, not {dtype}.")
+    parameters = {name: p for name, p in model.named_parameters() if id(p) not in ignored}
+    if any(STATE in module.__dict__ for module in model.modules()):
+        return RuntimeError(f"zcompile.shard: this model was sharded already (rank {rank}); call zcompile.shard once.")
+    devices = {parameter.device: name for name, parameter in parameters.items()}
+    if len(devices) > 1:
+        places = " and ".join(f"'{name}' on {device}" for device, name in devices.items())
+        return ValueError(
+            f"zcompile.shard: parameters are on several devices (rank {rank}): {places}. Move them to one."
+        )
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            return RuntimeError(
+                f"zcompile.shard: parameter '{name}' is a DTensor already (rank {rank}). Do not combine with fully_shard "
+                "or another parallelism on the same parameters; exclude it with ignored_params."
+            )
+        if not parameter.is_floating_point():
+            return TypeError(
+                f"zcompile.shard: parameter '{name}' has dtype {parameter.dtype} (rank {rank}); only floating-point "
+                "parameters can be sharded. Make it a buffer or pass it in ignored_params."
+            )
+    return _second_references(model, parameters) or _optimizers(parameters)
+
+
+def check_max_ctas(mesh: DeviceMesh, nccl_max_ctas: int | None) -> ValueError | None:
+    """Why NCCL's kernels cannot be limited to `nccl_max_ctas` for this mesh, or None; returned as by `check_model`."""
+    if nccl_max_ctas is None:
+        return None
+    if not isinstance(nccl_max_ctas, int) or isinstance(nccl_max_ctas, bool) or nccl_max_ctas < 1:
+        return ValueError(
+            f"zcompile.shard: nccl_max_ctas must be a positive number of SMs, or None, not {nccl_max_ctas!r}."
+        )
+    backend = mesh.get_group(mesh.ndim - 1)._get_backend(torch.device(mesh.device_type)).name()
+    if backend != "nccl":
+        return ValueError(
+            f"zcompile.shard: nccl_max_ctas is for NCCL's groups on GPUs; this mesh is on {mesh.device_type} over {backend}. Leave it out."
+        )
+    return None
+
+
+def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") and attribute not in ("_flat_weights",):
+                continue  # nn.Module's own tables
+            for item in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(item, nn.Parameter) and id(item) in names:
+                    return RuntimeError(
+                        f"zcompile.shard: {type(module).__name__} '{path}' keeps a second reference to parameter "
+                        f"'{names[id(item)]}' in '{attribute}', which would go on using the unsharded values. Read it "
+                        "from the module instead, or pass the parameter in ignored_params (recurrent layers: all of theirs)."
+                    )
+    return None
+
+
+def _optimizers(parameters: dict[str, nn.Parameter]) -> Exception | None:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for item in gc.get_objects():
+        if not issubclass(type(item), torch.optim.Optimizer):
+            continue
+        for group in getattr(item, "param_groups", ()):
+            for parameter in group["params"]:
+                if id(parameter) in names:
+                    return RuntimeError(
+                        f"zcompile.shard: an optimizer ({type(item).__name__}) built before holds parameter '{names[id(parameter)]}' "
+                        f"(rank {dist.get_rank()}) and would update the unsharded copy. Build the optimizer after zcompile.shard."
+                    )
+    return None
+
+
+def signature(model: nn.Module, ignored: set[int]) -> list[str]:
+    """One line per parameter: what all ranks must have alike."""
+    return [
+        f"'{name}' {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in (model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else ())
+        if id(p) not in ignored
+    ]
+
+
+def agree_on_model(mesh: DeviceMesh, error: Exception | None, lines: Iterable[str]) -> None:
+    """Raise on all ranks if one of them has an error or another model; two small collectives."""
+    lines = list(lines)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    rank = dist.get_rank()
+    reports = _all_gather(mesh, (rank, digest, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    for other, _, message in reports:
+        if message is not None:
+            raise RuntimeError(f"zcompile.shard: rank {other} refused the model: {message}")
+    if all(report[1] == digest for report in reports):
+        return
+    models = _all_gather(mesh, (rank, lines))
+    base_rank, base = models[0]
+    for other, theirs in models:
+        for at in range(max(len(base), len(theirs))):
+            one, two = (side[at] if at < len(side) else "nothing" for side in (base, theirs))
+            if one != two:
+                raise RuntimeError(
+                    f"zcompile.shard: ranks disagree on the model. First difference: rank {base_rank} has {one}, rank "
+                    f"{other} has {two}. Build the same model with the same options on every rank."
+                )
+
+
+def _all_gather(mesh: DeviceMesh, item) -> list:
+    items = [item]
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        gathered = [None] * group.size()
+        dist.all_gather_object(gathered, items, group=group)
+        items = [one for part in gathered for one in part]
+    return items
