@@ -14,7 +14,7 @@ except ImportError as error:
 if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().parents[1]:
     raise pytest.UsageError("tests must run on this source: run `pip install -e . --no-build-isolation` here")
 
-from ranks import Ranks  # noqa: E402
+from tests.support.ranks import Ranks  # noqa: E402
 
 # DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, for which all others wait for
 # ever; if no session is at work in this checkout, whoever held it is gone.

@@ -8,13 +8,13 @@ import copy
 import os
 import time
 
-import fuzz
 import pytest
 import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Interpreter
 
 import zcompile
+from tests.support import fuzz
 from zcompile.analysis.hardware import CPU, H200
 from zcompile.analysis.param_lifetimes import ParamLifetimes
 from zcompile.backend import compile_aot_eager

@@ -4,10 +4,10 @@ import copy
 from collections.abc import Callable
 
 import torch
-from models import Transformer, batch, loss_of
 from torch import nn
 
 import zcompile
+from tests.support.models import Transformer, batch, loss_of
 
 FP32 = 2e-5  # relative error of a gradient's norm: fp32 sums in another order, over a few steps
 

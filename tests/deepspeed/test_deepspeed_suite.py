@@ -22,9 +22,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from ranks import Ranks
-
 import zcompile  # noqa: F401  the flag needs no more
+from tests.support.ranks import Ranks
 
 SOURCE = os.environ.get("DEEPSPEED_SOURCE")
 FILE = "tests/unit/v1/compile/test_compile_zero.py"

@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
-from models import Transformer, batch, loss_of
-from reference import compiled, same_grads, train_beside
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.models import Transformer, batch, loss_of
+from tests.support.reference import compiled, same_grads, train_beside
 from zcompile.sharding.model_state import state_of
 
 ops = torch.ops.zcompile

@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import Transformer
-from reference import compiled, lm_loss
 from torch import nn
 
 import zcompile
 import zcompile.sharding.select_transport
+from tests.support.models import Transformer
+from tests.support.reference import compiled, lm_loss
 from zcompile.options import Settings
 from zcompile.sharding.model_state import state_of
 from zcompile.sharding.select_transport import Choice

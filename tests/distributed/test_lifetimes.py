@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Chain
-from reference import compiled
 from torch import nn
 from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.utils import run_and_get_code
@@ -20,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 import zcompile
+from tests.support.models import Chain
+from tests.support.reference import compiled
 from zcompile.analysis.fx_utils import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT = ["--steps", "3", "--log-every", "1", "--tokens", "32", "--dim", "32", "--layers", "1", "--heads", "2"]
 
 

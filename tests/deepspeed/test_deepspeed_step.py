@@ -4,10 +4,21 @@ import copy
 
 import pytest
 import torch
-from models import batch
 from packaging.version import parse as version
-from test_deepspeed import BF16, MICRO_STEPS, LanguageModel, apart, beside_eager, deepspeed, make_engine, taken, train
 from torch import nn
+
+from tests.deepspeed.test_deepspeed import (
+    BF16,
+    MICRO_STEPS,
+    LanguageModel,
+    apart,
+    beside_eager,
+    deepspeed,
+    make_engine,
+    taken,
+    train,
+)
+from tests.support.models import batch
 
 MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
 SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 700, "stage3_param_persistence_threshold": 20}}

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from models import Transformer
-from reference import compiled, lm_loss
 from torch import nn
 
 import zcompile
 import zcompile.sharding.fused_optimizer
+from tests.support.models import Transformer
+from tests.support.reference import compiled, lm_loss
 from zcompile.sharding.model_state import state_of
 
 

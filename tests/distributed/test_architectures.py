@@ -10,7 +10,8 @@ import os
 
 import pytest
 import torch
-from reference import compiled, train_beside
+
+from tests.support.reference import compiled, train_beside
 
 WHICH = os.environ.get("ZCOMPILE_ARCHITECTURES", "")
 INNER = os.environ.get("ZCOMPILE_ARCHITECTURES_INNER", "aot_eager")

@@ -15,17 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import Chain, Transformer, batch, loss_of
-from ranks import Ranks
-from reference import compiled, lm_loss, train_beside
-from test_accumulate import ALONE, STEPS, alone, checked, same, train
-from test_native_reduce import native_sums
-from test_ops import means, squares_of_reduces
-from test_rows import curve as rows_curve
-from test_rows import rows_like_whole
 from torch import nn
 
 import zcompile
+from tests.distributed.test_accumulate import ALONE, STEPS, alone, checked, same, train
+from tests.distributed.test_embedding_rows import curve as rows_curve
+from tests.distributed.test_embedding_rows import rows_like_whole
+from tests.distributed.test_native_reduce import native_sums
+from tests.distributed.test_ops import means, squares_of_reduces
+from tests.support.models import Chain, Transformer, batch, loss_of
+from tests.support.ranks import Ranks
+from tests.support.reference import compiled, lm_loss, train_beside
 from zcompile.profile.timeline import busiest_stream
 
 ops = torch.ops.zcompile

@@ -8,10 +8,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
-from models import VOCABULARY, Transformer, batch, loss_of
 from torch import nn
 
 import zcompile
+from tests.support.models import VOCABULARY, Transformer, batch, loss_of
 
 deepspeed = pytest.importorskip("deepspeed")
 stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")

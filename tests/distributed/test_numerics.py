@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from models import Transformer, batch, loss_of
-from reference import compiled, full, lm_loss
-from test_training import autocast_loss
 
 import zcompile
+from tests.distributed.test_training import autocast_loss
+from tests.support.models import Transformer, batch, loss_of
+from tests.support.reference import compiled, full, lm_loss
 from zcompile.options import OPTIONAL_PASSES
 
 

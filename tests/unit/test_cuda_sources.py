@@ -10,7 +10,7 @@ import torch
 from torch.utils import cpp_extension
 
 NVCC = shutil.which("nvcc")
-SOURCES = Path(__file__).parent.parent / "csrc" / "cuda"
+SOURCES = Path(__file__).parents[2] / "csrc"
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
@@ -20,10 +20,21 @@ def compile_with(command):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cu")), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", sorted(SOURCES.rglob("*.cu")), ids=lambda path: path.name)
 def test_kernels(source, tmp_path):
     compile_with(
-        [NVCC, "-std=c++20", "-arch=sm_90", "-Werror", "all-warnings", "-c", source, "-o", tmp_path / "kernels.o"]
+        [
+            NVCC,
+            "-std=c++20",
+            f"-I{SOURCES}",
+            "-arch=sm_90",
+            "-Werror",
+            "all-warnings",
+            "-c",
+            source,
+            "-o",
+            tmp_path / "kernels.o",
+        ]
     )
 
 
@@ -39,7 +50,15 @@ def test_runtime(tmp_path):
         generated.parent.mkdir(parents=True)
         generated.write_text("#pragma once\n")
         includes.append(tmp_path)
-    flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wno-interference-size", "-DUSE_DISTRIBUTED", "-DZCOMPILE_CUDA"]
+    flags = [
+        "-std=c++20",
+        "-fsyntax-only",
+        f"-I{SOURCES}",
+        "-Wall",
+        "-Wno-interference-size",
+        "-DUSE_DISTRIBUTED",
+        "-DZCOMPILE_CUDA",
+    ]
     flags += [part for path in includes for part in ("-isystem", path)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda source: compile_with(["g++", *flags, source]), sorted(SOURCES.glob("*.cpp"))))
+        list(pool.map(lambda source: compile_with(["g++", *flags, source]), sorted(SOURCES.rglob("*.cpp"))))

@@ -6,12 +6,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from models import HUGGING_FACE, Block, Transformer, batch, hugging_face, hugging_face_loss, loss_of
-from reference import close, compiled, full, lm_loss, same_grads, same_parameters, train_beside
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
+from tests.support.models import HUGGING_FACE, Block, Transformer, batch, hugging_face, hugging_face_loss, loss_of
+from tests.support.reference import close, compiled, full, lm_loss, same_grads, same_parameters, train_beside
 
 BF16 = 3e-2  # relative error of a gradient: two bf16 runs that sum in another order
 

@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from reference import compiled, train_beside
-from test_accumulate import alone, same, train
-from test_ops import mean_in_order, ops, shards
-from test_training import BF16, Sometimes, autocast_loss, sometimes_loss
 
 import zcompile
+from tests.distributed.test_accumulate import alone, same, train
+from tests.distributed.test_ops import mean_in_order, ops, shards
+from tests.distributed.test_training import BF16, Sometimes, autocast_loss, sometimes_loss
+from tests.support.reference import compiled, train_beside
 from zcompile.sharding.model_state import state_of
 
 SHAPES = [(13, 7), (8,), (1, 5), (333, 77), (), (0, 4)]  # odd, even, fewer rows than ranks, larger, scalar, empty

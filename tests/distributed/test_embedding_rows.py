@@ -6,11 +6,11 @@ import logging
 
 import pytest
 import torch
-from reference import compiled, lm_loss, same_grads
-from test_ops import ops, shards
 from torch import nn
 
 import zcompile
+from tests.distributed.test_ops import ops, shards
+from tests.support.reference import compiled, lm_loss, same_grads
 from zcompile.analysis.fx_utils import GATHER, GATHER_ROWS, calls
 from zcompile.analysis.hardware import H200
 from zcompile.backend import compile_aot_eager

@@ -19,11 +19,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from browser import NoBrowser, look
-from models import Transformer, batch, loss_of
 from PIL import Image
 from torch import nn
 
+from tests.support.browser import NoBrowser, look
+from tests.support.models import Transformer, batch, loss_of
 from zcompile.profile import compare, report
 from zcompile.profile.__main__ import job_of, main, parser
 from zcompile.profile.engines import RATE_STEPS, Training, file_name, find, names_of
@@ -472,7 +472,7 @@ zcompile.explain = fails
 
 
 def test_the_example_of_a_model_of_ones_own(tmp_path):
-    example = Path(__file__).resolve().parents[1] / "examples/profile.py"
+    example = Path(__file__).resolve().parents[2] / "examples/profile.py"
     run = subprocess.run(
         [sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path], capture_output=True, text=True
     )

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Transformer, batch, loss_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Interpreter
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import zcompile
+from tests.support.models import Transformer, batch, loss_of
 from zcompile.analysis.cost_model import Costs, operations, simulate
 from zcompile.analysis.fx_utils import (
     GATHER,
