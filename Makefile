@@ -1,4 +1,4 @@
-# make install | train | profile | test | clean
+# make install | train | profile | lint | quick | test | models | clean
 #
 # Python comes from the active virtual environment, else from .venv, made here. Whatever torch is there already is kept:
 # `pip` gets it as a constraint, and fails rather than exchange it.
@@ -7,13 +7,16 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 PYTHON := $(VENV)/bin/python
 STAMP := build/installed$(subst /,-,$(VENV))
 CONSTRAINTS := build/constraints.txt
-BUILD_INPUTS := setup.py pyproject.toml requirements-dev.txt $(wildcard csrc/* csrc/cuda/*)
-PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+BUILD_INPUTS := setup.py pyproject.toml requirements-dev.txt $(shell find csrc -type f)
+# torch imports installed extensions when it is imported. Here it must not: an editable install whose modules have moved
+# since would end the build that is to mend it.
+ALONE := TORCH_DEVICE_BACKEND_AUTOLOAD=0
+PIP := $(ALONE) $(PYTHON) -m pip install --quiet --disable-pip-version-check
 
 # Further flags of what is run, as in `make train ARGS="--engine fsdp2 --steps 100"`.
 ARGS ?=
 
-.PHONY: install train profile test clean
+.PHONY: install train profile lint quick test models clean
 
 install: $(STAMP)
 
@@ -23,8 +26,8 @@ $(CURDIR)/.venv/pyvenv.cfg:
 
 $(STAMP): $(BUILD_INPUTS) $(VENV)/pyvenv.cfg
 	mkdir -p build
-	$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) $$(grep '^torch==' requirements-dev.txt)
-	$(PYTHON) -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
+	$(ALONE) $(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) $$(grep '^torch==' requirements-dev.txt)
+	$(ALONE) $(PYTHON) -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
 	grep -v '^torch==\|^deepspeed==' requirements-dev.txt > build/requirements.txt
 	$(PIP) -c $(CONSTRAINTS) -r build/requirements.txt
 	DS_BUILD_OPS=0 $(PIP) -c $(CONSTRAINTS) --no-build-isolation $$(grep '^deepspeed==' requirements-dev.txt)
@@ -40,12 +43,34 @@ train: install
 
 # A report in out/profile, over all GPUs or two CPU ranks.
 profile: install
-	OMP_NUM_THREADS=1 $(PYTHON) -m zcompile.profile --engines zcompile,limit,eager,fsdp2,zero3 $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m zcompile profile --engines zcompile,limit,eager,fsdp2,zero3 $(ARGS)
 
-# On a CPU two files at a time, for a file's ranks also wait: for one another, for time limits and for compilers. Tests on GPUs want them to themselves.
+# Style, types and formatting; nothing is run.
+lint: install
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
+		xargs $(VENV)/bin/clang-format --dry-run --Werror
+
+# Unit tests: no ranks, no compiler.
+quick: install
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 tests/unit $(ARGS)
+
+# All tests but those on demand. `make test ARGS='-m "not matrix"'` runs one case of each property, as CI does.
+# On a CPU two files at a time, for a file's ranks also wait: for one another, for time limits and for compilers.
+# Tests on GPUs want them to themselves.
 test: install
 	gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $$((gpus ? 0 : 2)) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Every language model of transformers in a small size, beside itself unsharded: about an hour on two cores.
+# The last table is in docs/lab/measurements.md.
+models: install
+	for kind in causal masked seq2seq; do \
+		ZCOMPILE_ARCHITECTURES=$$kind OMP_NUM_THREADS=1 \
+			$(PYTHON) -m pytest -q -n 2 tests/distributed/test_architectures.py $(ARGS) || exit; \
+	done
+
 clean:
-	rm -rf build out .pytest_cache *.egg-info zcompile/_C.*.so
+	rm -rf build out .pytest_cache .mypy_cache .ruff_cache *.egg-info zcompile/_C.*.so

@@ -1,0 +1,191 @@
+"""The house rules that a file can break without any other test noticing: layers, circles, names, sizes.
+
+Layers are those of CONTRIBUTING.md: a file imports what is in its own layer or below it, never above.
+"""
+
+import ast
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_LINES, MOST_COLUMNS = 500, 120
+
+# Lowest first. A module belongs to the entry that is the longest prefix of its name.
+PYTHON_LAYERS = (
+    ("zcompile._C",),
+    ("zcompile.analysis", "zcompile.options"),
+    ("zcompile.passes",),
+    ("zcompile.sharding",),
+    ("zcompile.backend", "zcompile.inductor"),
+    ("zcompile.planning",),
+    ("zcompile.profile", "zcompile.deepspeed"),
+    ("zcompile.command_line", "zcompile.__main__", "zcompile.explain"),
+    ("zcompile_flag",),
+)
+CPP_LAYERS = (
+    ("compat", "kernels", "p2p/schedule"),
+    ("transport",),
+    ("p2p",),
+    ("runtime",),
+    ("ops",),
+    ("bindings",),
+)
+
+
+def python_files() -> dict[str, Path]:
+    """The file of each module, by its name."""
+    files = {"zcompile_flag": ROOT / "zcompile_flag.py"}
+    for folder, package in ((ROOT / "zcompile", "zcompile"), (ROOT / "passes", "zcompile.passes")):
+        for path in folder.rglob("*.py"):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            if parts[1] != "passes" or package != "zcompile":  # zcompile/passes is a link to passes/
+                files[".".join(parts).removesuffix(".__init__")] = path
+    return files
+
+
+def imported(module: str, path: Path, known: set[str]) -> Iterator[str]:
+    """The modules of ours that `module` imports, wherever in the file the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively, in line {node.lineno}"
+            names = [
+                name if (name := f"{node.module}.{alias.name}") in known else node.module or "" for alias in node.names
+            ]
+        else:
+            continue
+        yield from (name for name in names if name in known)
+
+
+def layer_of(name: str, layers: tuple[tuple[str, ...], ...], separator: str) -> int | None:
+    """The number of the layer that `name` is in; None if it is in none."""
+    prefixes = [
+        (len(prefix), i)
+        for i, layer in enumerate(layers)
+        for prefix in layer
+        if name == prefix or name.startswith(prefix + separator)
+    ]
+    return max(prefixes)[1] if prefixes else None
+
+
+def circle_in(edges: dict[str, set[str]]) -> list[str]:
+    """The nodes of a circle, if there is one."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(edges.get(node, ())):
+            if circle := visit(target, [*path, node]):
+                return circle
+        done.add(node)
+        return []
+
+    return next((circle for node in sorted(edges) if (circle := visit(node, []))), [])
+
+
+def python_edges() -> dict[str, set[str]]:
+    files = python_files()
+    known = {*files, "zcompile._C"}
+    return {module: set(imported(module, path, known)) - {module} for module, path in files.items()}
+
+
+def cpp_edges() -> dict[str, set[str]]:
+    """What each part includes: a part is a header with the source of the same name, so that two of them make a circle."""
+    folder = ROOT / "csrc"
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    edges: dict[str, set[str]] = {}
+    for name, path in files.items():
+        included = re.findall(r'^#include "([^"]+)"', path.read_text(), flags=re.MULTILINE)
+        unknown = [target for target in included if target not in files]
+        assert not unknown, f"csrc/{name} includes {unknown[0]}: paths are those below csrc"
+        part = name.rpartition(".")[0]
+        edges.setdefault(part, set()).update({target.rpartition(".")[0] for target in included} - {part})
+    return edges
+
+
+def test_python_modules_import_no_layer_above_their_own():
+    upward = []
+    for module, targets in python_edges().items():
+        mine = layer_of(module, PYTHON_LAYERS, ".")
+        if module == "zcompile":  # what users import: it collects the public functions, and nothing below imports it
+            continue
+        assert mine is not None, f"{module} is in no layer: put it into one, here and in CONTRIBUTING.md"
+        for target in targets:
+            theirs = layer_of(target, PYTHON_LAYERS, ".")
+            if theirs is not None and theirs > mine:
+                upward.append(f"{module} imports {target}")
+    assert not upward
+
+
+def test_python_imports_have_no_circle():
+    assert not circle_in(python_edges())
+
+
+def test_cpp_files_include_no_layer_above_their_own():
+    upward = []
+    for part, targets in cpp_edges().items():
+        mine = layer_of(part, CPP_LAYERS, "/")
+        assert mine is not None, f"csrc/{part} is in no layer: put it into one, here and in CONTRIBUTING.md"
+        for target in targets:
+            theirs = layer_of(target, CPP_LAYERS, "/")
+            if theirs is not None and theirs > mine:
+                upward.append(f"csrc/{part} includes {target}")
+    assert not upward
+
+
+def test_cpp_includes_have_no_circle():
+    assert not circle_in(cpp_edges())
+
+
+def test_transports_know_nothing_of_the_runtime():
+    for name, targets in cpp_edges().items():
+        if name.startswith(("kernels/", "transport/", "p2p/")):
+            assert not any(target.startswith("runtime") for target in targets), name
+
+
+def test_inductor_is_known_in_one_file():
+    knows = {
+        module
+        for module, path in python_files().items()
+        if re.search(r"^\s*(from|import) torch\._inductor", path.read_text(), flags=re.MULTILINE)
+    }
+    assert {module for module in knows if not module.startswith("zcompile.profile")} == {"zcompile.inductor"}
+
+
+@pytest.mark.parametrize("package", ["analysis", "passes", "sharding", "planning", "profile", "deepspeed"])
+def test_no_name_of_a_package_hides_a_module_of_it(package):
+    module = importlib.import_module(f"zcompile.{package}")
+    for found in pkgutil.iter_modules(module.__path__):
+        here = module.__dict__.get(found.name)
+        assert here is None or getattr(here, "__name__", "") == f"{module.__name__}.{found.name}", found.name
+
+
+def code_files() -> list[Path]:
+    folders = ("zcompile", "passes", "csrc", "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    code = [path for path in paths if path.suffix in (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".j2")]
+    return [*code, ROOT / "setup.py", ROOT / "zcompile_flag.py", ROOT / "Makefile"]
+
+
+def test_no_file_is_too_long():
+    assert not [
+        path.relative_to(ROOT).as_posix() for path in code_files() if len(path.read_text().splitlines()) > MOST_LINES
+    ]
+
+
+def test_no_line_of_code_is_too_long():
+    assert not [
+        f"{path.relative_to(ROOT)}:{i}"
+        for path in code_files()
+        for i, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > MOST_COLUMNS
+    ]
