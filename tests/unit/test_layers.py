@@ -99,7 +99,7 @@ def python_edges() -> dict[str, set[str]]:
 
 
 def cpp_edges() -> dict[str, set[str]]:
-    """What each part includes: a part is a header with the source of the same name, so that two of them make a circle."""
+    """What each part includes. A part is a header with the source of the same name: two such may make a circle."""
     folder = ROOT / "csrc"
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     edges: dict[str, set[str]] = {}
