@@ -1,1 +1,1 @@
-"""Passes on FX graphs, one idea a file. pipeline.py has their order, and runs and verifies them."""
+"""Passes on FX graphs: one idea, one function, one file. pipeline.py has their map, their order and the runner."""

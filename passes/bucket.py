@@ -1,7 +1,8 @@
-"""Small transfers travel together: they cost latency, not bandwidth."""
+"""Small transfers travel together."""
 
 from collections.abc import Iterable
 
+import torch
 from torch.fx import Graph, Node
 
 from zcompile.analysis.fx_utils import (
@@ -9,75 +10,79 @@ from zcompile.analysis.fx_utils import (
     GATHER_START,
     REDUCE_GROUP_START,
     REDUCE_START,
-    bytes_of,
+    args_of,
     calls,
-    forget,
     insert,
     insert_items,
     is_returned,
+    replace_and_erase,
+    transfer_bytes,
     value,
     waits_of,
 )
 
 
 def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
-    """Merge gathers of one width whose neighbours are small too into groups of at most `gather_bytes`, and reduces likewise.
+    """Merge small neighbouring gathers of one dtype into groups of at most `gather_bytes`, and reduces likewise.
 
-    What is large travels alone and does not end a group. The first reader of a group waits for no more than `gather_bytes`, and
-    no more than that of each width is full early, or as gradients kept for long. Which travel together depends on the order in which
-    parameters are read and on their sizes, on nothing else, so that it is the same on ranks that see different lengths.
-    Each tensor keeps a wait of its own.
+    Why: a small transfer costs latency, not bandwidth.
+
+    How: a large transfer travels alone and does not end a group. So the first reader of a group waits for at most
+    `gather_bytes`, and of each dtype at most as much is unsharded early, or kept as gradients for long. The order in
+    which parameters are read and their sizes decide, and nothing else, so that ranks that see other sizes of batches
+    decide alike. Each tensor keeps a wait of its own.
+
+    A gather that `regather` made is no part of a group: it must not come early. Nor is a reduce whose result the graph
+    itself reads.
     """
     starts = calls(graph, GATHER_START)
-    first = {(start.args[0], start.args[2]): start for start in reversed(starts)}
-    once = [
-        start for start in starts if first[start.args[0], start.args[2]] is start
-    ]  # another one must not come early
-    for group in _runs(once, gather_bytes):
+    first_start = {(start.args[0], start.args[2]): start for start in reversed(starts)}  # by shard and dtype
+    first_gathers = [start for start in starts if first_start[start.args[0], start.args[2]] is start]
+    for group in _groups(first_gathers, gather_bytes):
         _merge_gathers(graph, group)
     returned = [start for start in calls(graph, REDUCE_START) if all(map(is_returned, waits_of(start)))]
-    for group in _runs(returned, reduce_bytes):
+    for group in _groups(returned, reduce_bytes):
         _merge_reduces(graph, group)
 
 
-def _runs(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
-    """Runs of two and more starts of one width that fit into one bucket."""
-    runs: list[list[Node]] = []
-    open_runs: dict[object, tuple[list[Node], int]] = {}  # width -> the run that the next one may join, and its bytes
+def _groups(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
+    """Groups of two and more starts of one dtype that fit into one bucket."""
+    groups: list[list[Node]] = []
+    open_groups: dict[torch.dtype, tuple[list[Node], int]] = {}  # dtype -> the group that the next may join, its bytes
     for start in starts:
-        if bytes_of(start) > bucket_bytes:
+        start_bytes = transfer_bytes(start)
+        if start_bytes > bucket_bytes:
             continue
-        width = value(start).dtype
-        run, used = open_runs.get(width, ([], bucket_bytes))
-        if used + bytes_of(start) > bucket_bytes:
-            run, used = [], 0
-            runs.append(run)
-        run.append(start)
-        open_runs[width] = run, used + bytes_of(start)
-    return [run for run in runs if len(run) > 1]
+        dtype = value(start).dtype
+        group, used_bytes = open_groups.get(dtype, ([], bucket_bytes))
+        if used_bytes + start_bytes > bucket_bytes:
+            group, used_bytes = [], 0
+            groups.append(group)
+        group.append(start)
+        open_groups[dtype] = group, used_bytes + start_bytes
+    return [group for group in groups if len(group) > 1]
 
 
 def _merge_gathers(graph: Graph, group: list[Node]) -> None:
-    """One start where the first of them starts."""
+    """One start, where the first of the group starts."""
     shards = [start.args[0] for start in group]
-    shapes = [list(start.args[1]) for start in group]
+    shapes = [list(args_of(start)[1]) for start in group]
     sizes = [size for shape in shapes for size in shape]
     dims = [len(shape) for shape in shapes]
+    dtype = group[0].args[2]
     fakes = list(map(value, group))
-    merged = insert(
-        graph, group[0], GATHER_GROUP_START, shards, sizes, dims, group[0].args[2], like=group[0], fake=fakes
-    )
+    merged = insert(graph, group[0], GATHER_GROUP_START, shards, sizes, dims, dtype, like=group[0], fake=fakes)
     for start, item in zip(group, insert_items(graph, merged, len(group)), strict=True):
-        forget(graph, start, item)
+        replace_and_erase(graph, start, item)
 
 
 def _merge_reduces(graph: Graph, group: list[Node]) -> None:
-    """One start where the last of them starts, and the waits behind it."""
-    grads, shards = ([start.args[position] for start in group] for position in (0, 1))
+    """One start, where the last of the group starts, and all waits behind it."""
+    grads, shards = ([start.args[i] for start in group] for i in (0, 1))
     waits = [wait for start in group for wait in waits_of(start)]
     merged = insert(graph, group[-1], REDUCE_GROUP_START, grads, shards, like=group[-1], fake=list(map(value, group)))
     items = insert_items(graph, merged, len(group))
     for start, item in zip(group, items, strict=True):
-        forget(graph, start, item)
+        replace_and_erase(graph, start, item)
     for wait in reversed(waits):
         items[-1].append(wait)

@@ -1,4 +1,4 @@
-"""Full parameters that may stay for the next micro-step."""
+"""Unsharded parameters may stay for the next microbatch."""
 
 import torch
 from torch.fx import Graph, Node
@@ -11,14 +11,15 @@ from zcompile.analysis.fx_utils import (
     calls,
     chain,
     is_cast,
-    leaves,
+    nodes_in,
     readers,
     waits_of,
 )
 
-# What reads parameters, as packets of overloads, and is never made to write its result over its first argument. Inductor does so
-# with some (`index_put`, custom ops that mutate) where nobody reads the argument again, in a graph that does not say who else does.
-READERS = {
+# Ops, with all their overloads, that read parameters and never write their result over their first argument. Inductor
+# lets some ops do that where nobody else in the graph reads the argument (`index_put`, custom ops that mutate). It
+# cannot see the next microbatch.
+PURE_READERS = {
     aten.addmm,
     aten.baddbmm,
     aten.bmm,
@@ -42,22 +43,26 @@ READERS = {
 
 
 def cache_across_microbatches(graph: Graph) -> None:
-    """gather_start -> gather_cached_start, whose memory the runtime may keep while micro-steps accumulate.
+    """Rewrite `gather_start` as `gather_cached_start`, whose result the runtime may cache for later microbatches.
 
-    Only of what products, norms, embeddings and pointwise nodes read: not what the graph returns, but for what `persist` saved, whose
-    memory backward is kept from taking over; nor what a node might write to. Nor groups of small ones, which cost little. Which
-    of the others are kept is decided when they are gathered, in order, by what memory there is.
+    Why: parameters do not change between the microbatches of a step, so what is still unsharded need not travel again.
+
+    How: a parameter qualifies if matmuls, norms, embeddings and pointwise nodes alone read it. One that the graph
+    returns does not, nor one that a node might write to. One that `save_for_backward` chose does, for backward is kept
+    from reusing its memory. Groups stay as they are, since they cost little. The runtime decides which of those that
+    qualify it caches: in the order in which they are gathered, as far as memory goes.
     """
     for start in calls(graph, GATHER_START):
         wait = waits_of(start)[0]
-        if all(_only_reads(link, reader) for link, reader in readers(wait, chain(wait))):
+        if all(_only_reads(link, reader) for link, reader in readers(chain(wait))):
             start.target = GATHER_CACHED_START
 
 
-def _only_reads(link: Node, node: Node) -> bool:
-    if node.op == "output":  # as what was saved, and not as a result too
-        return link.meta.get(SAVED_FOR_BACKWARD, False) and leaves(node.args).count(link) == 1
-    if not isinstance(node.target, torch._ops.OpOverload):
+def _only_reads(link: Node, reader: Node) -> bool:
+    """Whether `reader` cannot change the memory of `link`."""
+    if reader.op == "output":  # saved for backward, and not also a result
+        return link.meta.get(SAVED_FOR_BACKWARD, False) and nodes_in(reader.args).count(link) == 1
+    if not isinstance(reader.target, torch._ops.OpOverload):
         return False
-    pointwise = torch.Tag.pointwise in node.target.tags and not node.target._schema.is_mutable
-    return pointwise or is_cast(node) or node.target.overloadpacket in READERS
+    is_pointwise = torch.Tag.pointwise in reader.target.tags and not reader.target._schema.is_mutable
+    return is_pointwise or is_cast(reader) or reader.target.overloadpacket in PURE_READERS

@@ -1,29 +1,33 @@
-"""Reduces are waited for late, so that the wire works while the device computes."""
+"""Reduces are waited for late."""
 
 from collections import deque
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import REDUCE_STARTS, bytes_of, calls, is_returned, started, waits_of
+from zcompile.analysis.fx_utils import REDUCE_STARTS, calls, is_returned, started_tensors, transfer_bytes, waits_of
 
 
 def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int) -> None:
-    """Wait for a reduce when later ones have started, with at most `reduce_budget_bytes` of gradients on the way.
+    """Move waits of reduces behind later starts, with at most `reduce_budget_bytes` of gradients on the way.
 
-    One is on the way at least. A gradient that the graph itself reads is waited for where it is.
+    Why: backward does not read its reduced gradients, so the wire may work on them while the device computes. A budget
+    is needed since a gradient keeps its memory until it is waited for.
+
+    How: a queue, first in, first out. At least one reduce is on the way, however large. A reduced gradient that the
+    graph itself reads is waited for where it is.
     """
-    pending: deque = deque()
-    on_the_way = 0
+    pending: deque[Node] = deque()
+    pending_bytes = 0
     for start in calls(graph, *REDUCE_STARTS):
         if not all(map(is_returned, waits_of(start))):
             continue
         pending.append(start)
-        on_the_way += bytes_of(start)
-        place = started(start)[-1]
-        while on_the_way > reduce_budget_bytes and len(pending) > 1:
-            first = pending.popleft()
-            on_the_way -= bytes_of(first)
-            for wait in waits_of(first):
+        pending_bytes += transfer_bytes(start)
+        place = started_tensors(start)[-1]
+        while pending_bytes > reduce_budget_bytes and len(pending) > 1:
+            oldest = pending.popleft()
+            pending_bytes -= transfer_bytes(oldest)
+            for wait in waits_of(oldest):
                 place.append(wait)
                 place = wait
     for start in pending:

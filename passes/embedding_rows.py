@@ -1,4 +1,6 @@
-"""Embeddings: the rows that a batch reads travel, not the whole matrix; of its gradient, the rows that it wrote."""
+"""Of an embedding, the rows that a batch reads travel; of its gradient, the rows that the batch wrote."""
+
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -9,126 +11,152 @@ from zcompile.analysis.fx_utils import (
     GATHER_ROWS,
     REDUCE,
     REDUCE_ROWS,
+    args_of,
     aten,
     calls,
-    forget,
     insert,
     is_cast,
     is_widening,
+    replace_and_erase,
     value,
 )
 from zcompile.analysis.hardware import Link
 
 ADD_ROWS = aten.index_put.default
-ADD_SOME_ROWS = aten._unsafe_masked_index_put_accumulate.default  # what torch has in its place since 2.13
+ADD_MASKED_ROWS = aten._unsafe_masked_index_put_accumulate.default  # what torch has in its place since 2.13
 
 
 def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
-    """embedding(gather(shard), i) -> gather_rows(shard, i); reduce(zeros, to which rows i are added) -> reduce_rows(rows, i).
+    """Gather only the rows of an embedding that a batch reads, and reduce only the rows of its gradient.
 
-    Rows are gathered where a transport reads them from peers' memory. As a collective, all that ranks read would have to be
-    agreed on first, so there the whole matrix comes, which a plan can hide. Gradients go as rows everywhere: a dense
-    one is made of them at the width of the wire, where the graph would have made it in fp32 before.
+    Rewrites `embedding(gather(shard), i)` as `gather_rows(shard, i)`, and `reduce(zeros with rows added at i)` as
+    `reduce_rows(rows, i)`.
+
+    Why: a batch reads few rows of a large vocabulary, so most of the matrix and of its dense gradient need not travel.
+
+    How: rows are gathered only over a transport that reads them from peers' memory. A collective would first have to
+    agree on all rows that ranks read, so there the whole matrix comes, and a plan can hide it. Gradients become rows
+    over every transport. Where the wire needs a dense gradient, `reduce_rows` makes it of the rows at the width of the
+    wire; the graph would have made it in fp32.
 
     Args:
-        fused: whether Inductor runs the graph, whose decomposition rounds as reduce_rows does. The op that it decomposes, which only a
-            graph on paper has then, rounds otherwise.
+        link: says which transport it is.
+        fused: whether Inductor runs the graph. Inductor decomposes an embedding's backward and rounds as `reduce_rows`
+            does. The op that it decomposes rounds otherwise. Only a graph that is planned but never run contains that
+            op when `fused` is true.
     """
     if link.wire.transport == "p2p":
         for gather in calls(graph, GATHER):
-            _read_rows(graph, gather)
+            _gather_rows(graph, gather)
     for reduce in calls(graph, REDUCE):
         _reduce_rows(graph, reduce, fused)
 
 
-def _read_rows(graph: Graph, gather: Node) -> None:
-    if len(gather.users) != 1:  # read twice, the whole matrix comes once for both
+def _gather_rows(graph: Graph, gather: Node) -> None:
+    if len(gather.users) != 1:  # with two readers, the whole matrix comes once for both
         return
     (embedding,) = gather.users
     if embedding.target is not aten.embedding.default or embedding.args[0] is not gather:
         return
-    found = insert(graph, embedding, GATHER_ROWS, *gather.args, embedding.args[1], like=embedding)
-    found.meta |= {key: embedding.meta[key] for key in ("recompute", "ac_graph_id") if key in embedding.meta}
-    found.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # or sizes would decide which gathers backward has
-    forget(graph, embedding, found)
+    rows = insert(graph, embedding, GATHER_ROWS, *gather.args, embedding.args[1], like=embedding)
+    rows.meta |= {key: embedding.meta[key] for key in ("recompute", "ac_graph_id") if key in embedding.meta}
+    rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # or sizes would decide which gathers backward has
+    replace_and_erase(graph, embedding, rows)
     graph.erase_node(gather)
 
 
 def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
-    dense, shard = reduce.args
-    dtype = value(dense).dtype
-    added = dense.args[0] if is_cast(dense) else dense
-    if not (_only_read_once(dense) and _only_read_once(added)):
+    dense, shard = args_of(reduce)
+    shape, dtype = [*value(dense).shape], value(dense).dtype
+    before_cast = args_of(dense)[0] if is_cast(dense) else dense
+    if not (_has_one_reader(dense) and _has_one_reader(before_cast)):
         return
-    if found := _added_rows(graph, reduce, added, fused):
-        grad, indices = found
-        forget(
-            graph,
-            reduce,
-            insert(graph, reduce, REDUCE_ROWS, grad, shard, [*value(dense).shape], dtype, indices, like=reduce),
-        )
-        graph.eliminate_dead_code()
+    rows = _added_rows(before_cast, fused)
+    if rows is None:
+        return
+    indices = _indices_to_reduce(graph, reduce, rows)
+    reduce_rows = insert(graph, reduce, REDUCE_ROWS, rows.grad, shard, shape, dtype, indices, like=reduce)
+    replace_and_erase(graph, reduce, reduce_rows)
+    graph.eliminate_dead_code()
 
 
-def _added_rows(graph: Graph, before: Node, added: Node, fused: bool) -> tuple[Node, Node] | None:
-    """The gradients and the indices of which `added` is made, as Inductor's decomposition of an embedding's backward has it.
+class _AddedRows(NamedTuple):
+    """The gradients of rows that are added to zeros.
 
-    Indices that count for nothing (padding) become negative. To `index_put`, which is also the gradient of `table[i]`, negative ones
-    count from the end.
+    Attributes:
+        grad: gradients, of shape [*indices.shape, width].
+        indices: the row that each of them is added to.
+        table_rows: if indices may be negative and then count from the end, the number of rows; else None.
+        mask: which indices count, or which do not; None if all count.
+        mask_counts: whether `mask` says which indices count.
     """
-    if fused and added.target is aten.embedding_dense_backward.default:
-        return (added.args[0], added.args[1]) if added.args[3] < 0 and not added.args[4] else None
-    mask = None  # of indices: those that count, or those that do not
-    if added.target is ADD_SOME_ROWS:
-        zeros, counts, indices, grad = added.args
-        mask = _unsqueezed(counts)
+
+    grad: Node
+    indices: Node
+    table_rows: int | None = None
+    mask: Node | None = None
+    mask_counts: bool = True
+
+
+def _added_rows(dense: Node, fused: bool) -> _AddedRows | None:
+    """The rows of which `dense` is made, if an embedding's backward or the gradient of `table[i]` did; else None."""
+    if fused and dense.target is aten.embedding_dense_backward.default:
+        grad, indices, _, padding_index, scale_by_frequency = args_of(dense)
+        return _AddedRows(grad, indices) if padding_index < 0 and not scale_by_frequency else None
+    mask = None
+    if dense.target is ADD_MASKED_ROWS:
+        zeros, masked, indices, grad = args_of(dense)
+        mask = _without_last_dimension(masked)
         if mask is None:
             return None
-    elif added.target is ADD_ROWS and added.args[3:] == (True,):
-        zeros, indices, grad, _ = added.args
+    elif dense.target is ADD_ROWS and dense.args[3:] == (True,):  # accumulate
+        zeros, indices, grad, _ = args_of(dense)
         if grad.target is aten.where.self and _is_zeros(grad.args[1]):
-            mask, grad = _unsqueezed(grad.args[0]), grad.args[2]
+            mask, grad = _without_last_dimension(grad.args[0]), grad.args[2]
             if mask is None:
                 return None
     else:
         return None
-    index = indices[0]
-    if (
-        len(indices) != 1
-        or value(index).dtype not in (torch.int32, torch.int64)
-        or not _is_zeros(zeros)
-        or value(zeros).dim() != 2
-    ):
+    if len(indices) != 1 or value(indices[0]).dtype not in (torch.int32, torch.int64):
         return None
-    if value(added).dtype != torch.float32:
+    if not _is_zeros(zeros) or value(zeros).dim() != 2 or value(dense).dtype != torch.float32:
         return None
+    rows, width = value(zeros).shape
     grad = grad.args[0] if is_widening(grad) else grad
-    if value(grad).shape != (*value(index).shape, value(zeros).shape[1]):
+    if value(grad).shape != (*value(indices[0]).shape, width):
         return None
-    if added.target is ADD_ROWS:
-        is_negative = insert(graph, before, aten.lt.Scalar, index, 0, like=before)
-        from_end = insert(graph, before, aten.add.Tensor, index, value(zeros).shape[0], like=before)
-        index = insert(graph, before, aten.where.self, is_negative, from_end, index, like=before)
-    if mask is not None:
-        of = value(index)
-        none = insert(graph, before, aten.scalar_tensor.default, -1, dtype=of.dtype, device=of.device, like=before)
-        pair = (index, none) if added.target is ADD_SOME_ROWS else (none, index)
-        index = insert(graph, before, aten.where.self, mask, *pair, like=before)
-    return grad, index
+    if dense.target is ADD_ROWS:
+        return _AddedRows(grad, indices[0], rows, mask, mask_counts=False)
+    return _AddedRows(grad, indices[0], None, mask)
 
 
-def _unsqueezed(node: Node) -> Node | None:
-    """What `node` is with one more dimension at the end."""
+def _indices_to_reduce(graph: Graph, before: Node, rows: _AddedRows) -> Node:
+    """Indices as `reduce_rows` takes them: none counts from the end; one that does not count (padding) is negative."""
+    indices = rows.indices
+    if rows.table_rows is not None:
+        is_negative = insert(graph, before, aten.lt.Scalar, indices, 0, like=before)
+        from_end = insert(graph, before, aten.add.Tensor, indices, rows.table_rows, like=before)
+        indices = insert(graph, before, aten.where.self, is_negative, from_end, indices, like=before)
+    if rows.mask is not None:
+        kind = {"dtype": value(indices).dtype, "device": value(indices).device}
+        no_row = insert(graph, before, aten.scalar_tensor.default, -1, like=before, **kind)
+        pair = (indices, no_row) if rows.mask_counts else (no_row, indices)
+        indices = insert(graph, before, aten.where.self, rows.mask, *pair, like=before)
+    return indices
+
+
+def _without_last_dimension(node: Node) -> Node | None:
+    """What `node` unsqueezes by one dimension at the end; None if it does not."""
     if node.target is not aten.unsqueeze.default or node.args[1] not in (-1, value(node).dim() - 1):
         return None
-    return node.args[0]
+    return args_of(node)[0]
 
 
 def _is_zeros(node: Node) -> bool:
     if node.target is aten.full.default:
-        return node.args[1] == 0
-    return node.target is aten.scalar_tensor.default and node.args[0] == 0
+        return args_of(node)[1] == 0
+    return node.target is aten.scalar_tensor.default and args_of(node)[0] == 0
 
 
-def _only_read_once(node: Node) -> bool:
+def _has_one_reader(node: Node) -> bool:
     return node.op == "call_function" and len(node.users) == 1

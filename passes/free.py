@@ -1,15 +1,17 @@
-"""Of the products that read one gradient, those with full parameters come first: gradients of weights can wait."""
+"""Input-gradient matmuls run before weight-gradient matmuls."""
 
 import functools
+import itertools
 from collections import defaultdict
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.cost_model import is_product
+from zcompile.analysis.cost_model import is_matmul
 from zcompile.analysis.fx_utils import (
     GATHER,
     MOVEMENT,
     REDUCES,
+    args_of,
     aten,
     backward_nodes,
     calls,
@@ -21,62 +23,71 @@ from zcompile.analysis.fx_utils import (
 
 
 def free(graph: Graph) -> None:
-    """Place each product on which no reader of a full parameter depends, and what is made of it, behind the others that read the same gradient.
+    """Run input-gradient matmuls before weight-gradient matmuls.
 
-    So the graph has the order in which Inductor runs it: what is made again for the gradient of a weight it fuses with what follows
-    the gradient of the input, and a gather's start between the two products would come behind both. Where several products in a row
-    are added up to that gradient (queries, keys, values), all come first; between them it would need a kernel of its own. Kinds of
-    nodes and their order decide, and no sizes, so that ranks which see other lengths decide alike. Nothing moves past a node that
-    writes to its arguments.
+    A linear layer's backward has two matmuls on one output gradient: dgrad reads the gathered weight, wgrad reads
+    activations. This pass moves each wgrad, and what depends on it, after the last dgrad that shares that gradient.
+
+    Why: Inductor runs wgrad second anyway, so a gather that is planned between them would start late. Inductor does so
+    because it fuses what is recomputed for wgrad with what follows dgrad.
+
+    How: a wgrad is a matmul on which no reader of an unsharded parameter depends. Where the results of several dgrads
+    in a row are added up (queries, keys, values), wgrads move after all of them; between them, a wgrad would need a
+    kernel of its own for what is recomputed. Kinds of nodes and their order decide, and no sizes, so that ranks that
+    see other sizes decide alike. Nothing moves past a node that writes to its arguments.
     """
     if not calls(graph, *REDUCES):
         return
-    needed = _ancestors({reader for gather in calls(graph, GATHER) for _, reader in readers(gather, chain(gather))})
-    place = {node: at for at, node in enumerate(graph.nodes)}
-    products = [node for node in graph.nodes if is_product(node)]
-    gradients = backward_nodes(graph)
-    last = _last_readers([node for node in products if node in needed], gradients)
-    goal: dict[Node, Node] = {}  # what goes elsewhere -> behind which product
-    held: dict[Node, list[Node]] = defaultdict(list)  # the same by product, in order
-    for node in place:
+    needed = _with_ancestors({reader for gather in calls(graph, GATHER) for _, reader in readers(chain(gather))})
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    dgrads = [node for node in graph.nodes if is_matmul(node) and node in needed]
+    last_dgrad = _last_dgrads(dgrads, backward_nodes(graph))
+    goal: dict[Node, Node] = {}  # a node that moves -> the dgrad that it moves behind
+    waiting: dict[Node, list[Node]] = defaultdict(list)  # a dgrad -> the nodes that move behind it, in order
+    for node in position:
         behind = [goal[source] for source in node.all_input_nodes if source in goal]
-        if is_product(node) and node not in needed:
-            behind += [last[origin] for origin in map(_origin, node.all_input_nodes) if origin in last]
-        product = max(behind, key=place.__getitem__, default=node)
+        if is_matmul(node) and node not in needed:
+            behind += [last_dgrad[origin] for origin in map(_origin, node.all_input_nodes) if origin in last_dgrad]
+        dgrad = max(behind, key=position.__getitem__, default=node)
         if _writes(node):
-            _move(sorted(sum(held.values(), []), key=place.__getitem__), before=node)
-            held.clear()
+            _move(sorted(itertools.chain(*waiting.values()), key=position.__getitem__), before=node)
+            waiting.clear()
             goal.clear()
-        elif place[product] > place[node]:
-            goal[node] = product
-            held[product].append(node)
+        elif position[dgrad] > position[node]:
+            goal[node] = dgrad
+            waiting[dgrad].append(node)
         else:
-            _move(held.pop(node, []), before=node.next)
+            _move(waiting.pop(node, []), before=node.next)
 
 
-def _last_readers(products: list[Node], gradients: set[Node]) -> dict[Node, Node]:
-    """What each gradient is read by last, of `products` in order, or the last of those in a row with which that one is added up."""
-    found: dict[Node, Node] = {}
+def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
+    """For each gradient, the last of `dgrads` that reads it; or if that is added up with later ones, the last of those.
+
+    Args:
+        dgrads: in graph order. Matmuls of forward that backward runs again are among them; they read no gradient.
+        gradients: all nodes of backward.
+    """
+    last_dgrad: dict[Node, Node] = {}
     sum_of = functools.cache(_sum_of)
-    last: Node | None = None
-    for node in reversed(products):
-        read = {_origin(source) for source in node.all_input_nodes if source in gradients}
-        if not read:  # made again, as checkpointing does: what it leads to would live from there on
+    last: Node | None = None  # of the row that `node` stands in
+    for node in reversed(dgrads):
+        origins = {_origin(source) for source in node.all_input_nodes if source in gradients}
+        if not origins:  # run again, as checkpointing does. It ends the row, or its results would live throughout.
             last = None
             continue
         if last is None or sum_of(node) is not sum_of(last):
             last = node
-        for origin in read:
-            found.setdefault(origin, last)
-    return found
+        for origin in origins:
+            last_dgrad.setdefault(origin, last)
+    return last_dgrad
 
 
 def _sum_of(node: Node) -> Node:
-    """The last of the sums that `node` goes into, as far as nobody else reads what is on the way."""
+    """The last addition that the result of `node` goes into, through nodes of one reader that add, move or cast."""
     while len(node.users) == 1:
         (user,) = node.users
-        added = user.target is aten.add.Tensor or user.target is aten.addmm.default and user.args[0] is node
-        if not (added or is_movement(user, node) or is_cast(user)):
+        is_sum = user.target is aten.add.Tensor or (user.target is aten.addmm.default and user.args[0] is node)
+        if not (is_sum or is_movement(user, node) or is_cast(user)):
             break
         node = user
     return node
@@ -87,21 +98,21 @@ def _move(nodes: list[Node], before: Node) -> None:
         before.prepend(node)
 
 
-def _ancestors(nodes: set[Node]) -> set[Node]:
+def _with_ancestors(nodes: set[Node]) -> set[Node]:
     """These nodes and all that they depend on."""
-    found, pending = set(nodes), list(nodes)
+    ancestors, pending = set(nodes), list(nodes)
     while pending:
         for source in pending.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
+            if source not in ancestors:
+                ancestors.add(source)
                 pending.append(source)
-    return found
+    return ancestors
 
 
 def _origin(node: Node) -> Node:
-    """What `node` moves data of."""
+    """The node whose elements `node` moves; `node` itself if it moves none."""
     while node.op == "call_function" and node.target in MOVEMENT:
-        node = node.args[0]
+        node = args_of(node)[0]
     return node
 
 

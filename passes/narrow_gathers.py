@@ -1,30 +1,45 @@
-"""Gather at the width that is read: the cast runs on the shard, before the wire."""
+"""Parameters travel at the width at which they are read."""
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import GATHER, calls, forget, is_narrowing, moved, readers, retype, value
-
-
-def narrow_casts(gather: Node) -> list[Node]:
-    """The casts that read `gather`, if nothing but casts to one narrower dtype reads it; else none.
-
-    Movement between the gather and the cast does not matter: experts' weights are read as `index -> cast`.
-    """
-    links = [gather, *moved(gather)]
-    casts = [reader for _, reader in readers(gather, links)]
-    if not all(is_narrowing(cast) for cast in casts) or len({value(cast).dtype for cast in casts}) != 1:
-        return []
-    return casts
+from zcompile.analysis.fx_utils import (
+    GATHER,
+    args_of,
+    calls,
+    is_narrowing,
+    readers,
+    replace_and_erase,
+    retype,
+    value,
+    views_and_moves,
+)
 
 
 def narrow_gathers(graph: Graph) -> None:
-    """Fuse casts into gathers where all readers narrow alike. Upcasts, as of a router in fp32, stay where they are."""
+    """Let a gather give the narrower dtype to which all its readers cast, and erase the casts.
+
+    Why: the shard is cast before the wire, so fewer bytes travel and fewer stay in memory.
+
+    How: all readers must cast to the same dtype. An upcast, such as that of a router's weight to fp32, stays where it
+    is.
+    """
     for gather in calls(graph, GATHER):
-        casts = narrow_casts(gather)
+        casts = narrowing_casts(gather)
         if not casts:
             continue
-        shard, shape, _ = gather.args
+        shard, shape, _ = args_of(gather)
         gather.args = (shard, shape, value(casts[0]).dtype)
         for cast in casts:
-            forget(graph, cast, cast.args[0])
+            replace_and_erase(graph, cast, args_of(cast)[0])
         retype(gather)
+
+
+def narrowing_casts(gather: Node) -> list[Node]:
+    """The casts that read `gather`, if every reader is a cast and all are to one narrower dtype; else none.
+
+    Nodes that only move elements may stand between the gather and a cast: experts' weights are read as `index -> cast`.
+    """
+    casts = [reader for _, reader in readers([gather, *views_and_moves(gather)])]
+    if not all(is_narrowing(cast) for cast in casts) or len({value(cast).dtype for cast in casts}) != 1:
+        return []
+    return casts

@@ -1,4 +1,4 @@
-"""Gathers start ahead of their readers: as late as hides them, since earlier only costs memory."""
+"""Gathers start ahead of their readers, as late as still hides them."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -13,61 +13,57 @@ from zcompile.analysis.fx_utils import (
     GATHER_START,
     REDUCE_STARTS,
     calls,
-    started,
+    started_tensors,
     waits_of,
 )
 from zcompile.analysis.hardware import Link
 from zcompile.analysis.param_lifetimes import ParamLifetimes
 
-# How much of its own time, and how long besides, a transfer starts before it must. Costs are estimates, and an early start costs
-# a little memory, a late one makes every rank wait.
-EARLY, SLACK_S = 0.5, 30e-6
+# A transfer starts earlier than it must, by this share of its own time and this many seconds. Costs are estimates. An
+# early start costs a little memory; a late one makes every rank wait.
+EARLY_SHARE, EARLY_S = 0.5, 30e-6
 
 
 def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = True) -> None:
-    """Move each start up to where the compute between it and its first reader takes as long as the transfer.
+    """Move each start of a gather up, until the compute between it and its first reader takes as long as the transfer.
 
-    The wire serves one gather after the other, so a gather is also done before the next must begin, and in backward it shares
-    the wire with reduces. Starts keep their order. Where windows would leave `ParamLifetimes.bound`, a gather starts later; and a
-    parameter that is gathered again, after its last reader before.
+    Why: a gather that starts too late is exposed: compute waits for it. One that starts too early only takes memory.
+
+    How: the wire serves one gather after the other, so each must also be done when the next must begin. In backward
+    gathers share the wire with reduces. Starts keep their order. A gather starts later than that where unsharded
+    parameters would take more than `ParamLifetimes.bound_bytes`; and where a parameter is gathered again, after the
+    last reader of the gather before.
+
+    Args:
+        link: what to compute times of transfers and of compute from.
+        gather_budget_bytes: most bytes of unsharded parameters; see `ParamLifetimes.bound_bytes`.
+        fused: whether pointwise nodes fuse, as under Inductor.
     """
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     if not starts:
         return
-    windows = ParamLifetimes(graph)
-    nodes, position = windows.liveness.nodes, windows.liveness.at
+    lifetimes = ParamLifetimes(graph)
+    nodes, position = lifetimes.liveness.nodes, lifetimes.liveness.position
     seconds = Costs(graph, link, fused).seconds
     before_s = list(accumulate((seconds[node] for node in nodes), initial=0.0))
-    full, limit = windows.full_bytes(), windows.bound(gather_budget_bytes)
-    counted = Counter()
-    for window in windows.windows:
-        counted[window.start] += 0 if window.returned else window.nbytes
-    given_up = windows.given_up()
-    place = next(at for at, node in enumerate(nodes) if node.op != "placeholder")
-    moves: list[tuple[Node, int]] = []
-    waited_s = free_s = 0.0  # how long compute has waited by now; when the wire is free, as compute's clock shows it
-    for start, needs in zip(starts, _needs(graph, starts, link, position, before_s), strict=True):
-        queued_s = free_s - waited_s - needs.takes_s  # farther behind what is on the wire it would only take memory
-        earliest_s = max(needs.begins_s, queued_s) - EARLY * needs.takes_s - SLACK_S
-        place = max(place, bisect_right(before_s, earliest_s) - 1, given_up.get(start, 0))
-        at = position[start]
-        while at > place and full[at - 1] + counted[start] <= limit:
-            at -= 1
-            full[at] += counted[start]
-        place = min(max(place, at), position[start])
-        moves.append((start, place))
-        free_s = max(free_s, before_s[place] + waited_s) + needs.takes_s
-        waited_s += max(0.0, free_s - waited_s - needs.reader_s)
-    items = {start: started(start) if start.target is GATHER_GROUP_START else [] for start in starts}
-    moved = {node for start in starts for node in (start, *items[start])}
-    for start, place in moves:
-        before = next(nodes[at] for at in range(place, len(nodes)) if nodes[at] not in moved)
+    needs = _needs(graph, starts, link, position, before_s)
+    goals = _goals(starts, needs, lifetimes, before_s, lifetimes.bound_bytes(gather_budget_bytes))
+    items = {start: started_tensors(start) if start.target is GATHER_GROUP_START else [] for start in starts}
+    moving = {node for start in starts for node in (start, *items[start])}
+    for start, goal in zip(starts, goals, strict=True):
+        before = next(nodes[i] for i in range(goal, len(nodes)) if nodes[i] not in moving)
         for node in (start, *items[start]):
             before.prepend(node)
 
 
 class _Needs(NamedTuple):
-    """When a transfer must begin to be hidden, when its first reader comes, and how long it takes; seconds of compute."""
+    """What a transfer needs to be hidden, in seconds of compute since the graph's beginning.
+
+    Attributes:
+        begins_s: the latest time at which it may begin.
+        reader_s: when its first reader comes.
+        takes_s: how long it takes.
+    """
 
     begins_s: float
     reader_s: float
@@ -77,15 +73,44 @@ class _Needs(NamedTuple):
 def _needs(
     graph: Graph, starts: list[Node], link: Link, position: dict[Node, int], before_s: list[float]
 ) -> list[_Needs]:
-    """Of each start, with one transfer at a time on the wire."""
+    """For each start, with one transfer at a time on the wire. `before_s`: the compute before each position."""
     gather_s = sum(transfer_s(start, link) for start in starts)
     reduce_s = sum(transfer_s(start, link) for start in calls(graph, *REDUCE_STARTS))
-    shared = 1.0 + reduce_s / gather_s if gather_s else 1.0
-    found: list[_Needs] = []
-    begins_s = float("inf")  # of the next one
+    slowdown = 1.0 + reduce_s / gather_s if gather_s else 1.0
+    needs: list[_Needs] = []
+    begins_s = float("inf")  # of the next transfer
     for start in reversed(starts):
-        takes_s = shared * transfer_s(start, link)
+        takes_s = slowdown * transfer_s(start, link)
         reader_s = before_s[min(position[wait] for wait in waits_of(start))]
         begins_s = min(begins_s, reader_s) - takes_s
-        found.append(_Needs(begins_s, reader_s, takes_s))
-    return found[::-1]
+        needs.append(_Needs(begins_s, reader_s, takes_s))
+    return needs[::-1]
+
+
+def _goals(
+    starts: list[Node], needs: list[_Needs], lifetimes: ParamLifetimes, before_s: list[float], bound_bytes: int
+) -> list[int]:
+    """For each start, the position before which it should stand: rising, and never behind where it stands."""
+    position = lifetimes.liveness.position
+    unsharded_bytes = lifetimes.unsharded_bytes()
+    bytes_of: Counter[Node] = Counter()  # a start -> what it adds to `unsharded_bytes`
+    for lifetime in lifetimes.lifetimes:
+        bytes_of[lifetime.start] += 0 if lifetime.returned else lifetime.nbytes
+    regathered_from = lifetimes.regathered_from()
+    goal = next(i for i, node in enumerate(lifetimes.liveness.nodes) if node.op != "placeholder")
+    goals: list[int] = []
+    waited_s = 0.0  # how long compute has waited for the wire by now
+    wire_free_s = 0.0  # when the wire is free, in compute and waiting
+    for start, need in zip(starts, needs, strict=True):
+        queued_s = wire_free_s - waited_s - need.takes_s  # started before that, it would wait for the wire in memory
+        earliest_s = max(need.begins_s, queued_s) - EARLY_SHARE * need.takes_s - EARLY_S
+        goal = max(goal, bisect_right(before_s, earliest_s) - 1, regathered_from.get(start, 0))
+        i = position[start]
+        while i > goal and unsharded_bytes[i - 1] + bytes_of[start] <= bound_bytes:
+            i -= 1
+            unsharded_bytes[i] += bytes_of[start]
+        goal = min(max(goal, i), position[start])
+        goals.append(goal)
+        wire_free_s = max(wire_free_s, before_s[goal] + waited_s) + need.takes_s
+        waited_s += max(0.0, wire_free_s - waited_s - need.reader_s)
+    return goals

@@ -1,4 +1,4 @@
-"""Gathers move down to their first readers, so that a full parameter lives no longer than it is used."""
+"""Gathers stand directly before their first readers."""
 
 from torch.fx import Graph, Node
 
@@ -6,19 +6,26 @@ from zcompile.analysis.fx_utils import GATHER, calls, chain
 
 
 def sink_gathers(graph: Graph) -> None:
-    """Place each gather, and what moves and casts it, directly before the first node that computes with it."""
+    """Place each gather and its chain directly before the first node that computes with it.
+
+    Why: an unsharded parameter should live no longer than it is used. AOTAutograd places gathers where the model first
+    touches the parameter. `prefetch` later moves starts up again, by as much as a transfer takes.
+
+    How: go through the graph in order. Before each node outside all chains, place those links that it needs and that
+    have no place yet.
+    """
     floating = {link for gather in calls(graph, GATHER) for link in chain(gather)}
     placed: set[Node] = set()
     for node in list(graph.nodes):
         if node in floating:
             continue
         pending = [source for source in node.all_input_nodes if source in floating]
-        order: list[Node] = []
+        needed: list[Node] = []  # readers before what they read
         while pending:
-            source = pending.pop()
-            if source not in placed:
-                placed.add(source)
-                order.append(source)
-                pending += [before for before in source.all_input_nodes if before in floating]
-        for source in reversed(order):
-            node.prepend(source)
+            link = pending.pop()
+            if link not in placed:
+                placed.add(link)
+                needed.append(link)
+                pending += [source for source in link.all_input_nodes if source in floating]
+        for link in reversed(needed):
+            node.prepend(link)

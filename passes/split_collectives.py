@@ -1,4 +1,4 @@
-"""Each gather and each reduce becomes a start and a wait, which later passes move apart."""
+"""Each collective becomes a start and a wait."""
 
 from torch.fx import Graph
 
@@ -11,23 +11,26 @@ from zcompile.analysis.fx_utils import (
     REDUCE_ROWS_START,
     REDUCE_START,
     REDUCE_WAIT,
+    args_of,
     calls,
     insert,
     turn_into,
 )
 
-STARTS = {REDUCE: REDUCE_START, REDUCE_ROWS: REDUCE_ROWS_START}
-
 
 def split_collectives(graph: Graph) -> None:
-    """gather -> gather_start, gather_wait; reduce -> reduce_start, reduce_wait; nothing stands between them yet.
+    """Rewrite each `gather` as `gather_start`, `gather_wait`, and each `reduce` as `reduce_start`, `reduce_wait`.
 
-    The wait is the node that was there, and the start has its fake value: for Inductor neither a reader nor a storage changes, or
-    else it would infer again all that follows.
+    Why: later passes move start and wait apart, so that the device computes while the wire transfers.
+
+    How: nothing stands between the two yet. The wait is the node that was there, and the start gets its fake value. So
+    for Inductor no reader and no storage changes; otherwise Inductor would infer all nodes behind them again. A
+    `reduce_wait` takes the gradient too, which keeps its memory alive until the transfer is done.
     """
     for gather in calls(graph, GATHER):
         start = insert(graph, gather, GATHER_START, *gather.args, like=gather, fake=gather.meta["val"])
         turn_into(gather, GATHER_WAIT, start)
-    for reduce in calls(graph, *STARTS):
-        start = insert(graph, reduce, STARTS[reduce.target], *reduce.args, like=reduce, fake=reduce.meta["val"])
-        turn_into(reduce, REDUCE_WAIT, start, reduce.args[0])
+    for reduce in calls(graph, REDUCE, REDUCE_ROWS):
+        start_op = REDUCE_START if reduce.target is REDUCE else REDUCE_ROWS_START
+        start = insert(graph, reduce, start_op, *reduce.args, like=reduce, fake=reduce.meta["val"])
+        turn_into(reduce, REDUCE_WAIT, start, args_of(reduce)[0])

@@ -1,4 +1,4 @@
-"""No full parameter is saved for backward: it is gathered again."""
+"""Backward gathers parameters again instead of having them saved."""
 
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
@@ -7,11 +7,13 @@ from zcompile.analysis.fx_utils import GATHER, backward_nodes, calls, chain, rea
 
 
 def tag_recompute(graph: Graph) -> None:
-    """Tag every gather, and what moves and casts it, to be redone in backward.
+    """Tag every gather and its chain to run again in backward.
 
-    The partitioner would save them otherwise, and a saved view pins the whole parameter. Also forbid it to redo the reader
-    of a parameter that backward has no other use for (a bias, say): that would cost a gather for an addition, and which
-    gathers a backward has would depend on sizes, which ranks need not share. Users' own tags are left alone.
+    Why: the partitioner would save them for backward otherwise, and a saved view pins the whole unsharded parameter.
+
+    How: the tag is the one of activation checkpointing, in `meta["recompute"]`. A reader of a parameter that backward
+    does not read (a bias, say) gets the opposite tag: to run it again would cost a gather for an addition, and sizes
+    would decide which gathers a backward has, though ranks need not share sizes. Users' own tags of readers stay.
     """
     backward = backward_nodes(graph)
     for gather in calls(graph, GATHER):
@@ -19,8 +21,8 @@ def tag_recompute(graph: Graph) -> None:
         for link in links:
             link.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             link.meta.pop("ac_graph_id", None)
-        outside = [reader for _, reader in readers(gather, links) if reader.op == "call_function"]
-        if any(reader in backward for reader in outside):
+        calls_reading = [reader for _, reader in readers(links) if reader.op == "call_function"]
+        if any(reader in backward for reader in calls_reading):
             continue
-        for reader in outside:
+        for reader in calls_reading:
             reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)

@@ -1,8 +1,9 @@
-"""Invariants that every graph must hold after every pass. Cheap enough to run in every compile."""
+"""Checks of what every graph must hold after every pass. They are cheap enough to run in every compile."""
 
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -17,12 +18,14 @@ from zcompile.analysis.fx_utils import (
     REDUCE_STARTS,
     REDUCE_WAIT,
     SAVED_FOR_BACKWARD,
+    args_of,
     calls,
     chain,
     is_narrowing,
-    moved,
     readers,
-    started,
+    started_tensors,
+    value,
+    views_and_moves,
 )
 from zcompile.analysis.liveness import Liveness
 from zcompile.analysis.param_lifetimes import ParamLifetimes
@@ -35,100 +38,114 @@ class VerificationError(AssertionError):
 
 
 def verify(graph: Graph, after: str) -> None:
-    """Check what holds for any graph: one gather and one reduce per parameter, every start waited for exactly once.
+    """Check that each parameter has one gather and one reduce, and that each start is waited for exactly once.
+
+    A parameter may be gathered again when its first gather's result is dead.
+
+    Args:
+        after: name of the pass that has just run.
 
     Raises:
         VerificationError: names the pass and the first offending node.
     """
-    gathers = [(node, (node.args[0], node.args[2])) for node in calls(graph, GATHER)]
-    gathering = {}
-    for start in calls(graph, *GATHER_STARTS):
-        shards = start.args[0] if start.target is GATHER_GROUP_START else [start.args[0]]
-        for tensor, shard in zip(_waited_once(start, after, len(shards), GATHER_WAIT), shards, strict=True):
-            gathering[tensor] = start
-            gathers.append((tensor, (shard, start.args[-1])))
-    for node in calls(graph, GATHER_WAIT):
-        _require(node.args[0] in gathering, after, node, "waits for something that is no gather")
-    _require_unique(after, "gathers a parameter again", gathers, but=_given_up(graph))
+    _verify_gathers(graph, after)
+    _verify_reduces(graph, after)
 
-    reduces = [(node, node.args[1]) for node in calls(graph, REDUCE, REDUCE_ROWS)]
-    reducing = {}
+
+def _verify_gathers(graph: Graph, after: str) -> None:
+    gathers = [(node, (node.args[0], node.args[2])) for node in calls(graph, GATHER)]  # with shard and dtype
+    started: set[Node] = set()
+    for start in calls(graph, *GATHER_STARTS):
+        shards = args_of(start)[0] if start.target is GATHER_GROUP_START else args_of(start)[:1]
+        for tensor, shard in zip(_waited_once(start, after, len(shards), GATHER_WAIT), shards, strict=True):
+            started.add(tensor)
+            gathers.append((tensor, (shard, start.args[-1])))
+    for wait in calls(graph, GATHER_WAIT):
+        _require(wait.args[0] in started, after, wait, "waits for something that is no gather")
+    _require_unique(after, "gathers a parameter again", gathers, unless=_is_regather(graph))
+
+
+def _verify_reduces(graph: Graph, after: str) -> None:
+    reduces = [(node, node.args[1]) for node in calls(graph, REDUCE, REDUCE_ROWS)]  # with shard
+    grad_of: dict[Node, Node] = {}  # tensor of a start -> the gradient that it reduces
     for start in calls(graph, *REDUCE_STARTS):
-        grads, shards = start.args if start.target is REDUCE_GROUP_START else ([arg] for arg in start.args[:2])
-        for tensor, grad, shard in zip(
-            _waited_once(start, after, len(shards), REDUCE_WAIT), grads, shards, strict=True
-        ):
-            reducing[tensor] = grad
+        is_group = start.target is REDUCE_GROUP_START
+        grads, shards = args_of(start) if is_group else ([arg] for arg in args_of(start)[:2])
+        tensors = _waited_once(start, after, len(shards), REDUCE_WAIT)
+        for tensor, grad, shard in zip(tensors, grads, shards, strict=True):
+            grad_of[tensor] = grad
             reduces.append((start, shard))
-    for node in calls(graph, REDUCE_WAIT):
-        pending, grad = node.args
-        _require(pending in reducing, after, node, "waits for something that is no reduce")
-        _require(reducing[pending] is grad, after, node, "must hold the gradient that its start reads")
-    if after != "dedup_gathers":  # sums come next
+    for wait in calls(graph, REDUCE_WAIT):
+        tensor, grad = args_of(wait)
+        _require(tensor in grad_of, after, wait, "waits for something that is no reduce")
+        _require(grad_of[tensor] is grad, after, wait, "must hold the gradient that its start reads")
+    if after != "dedup_gathers":  # the pass behind it, merge_reduces, makes this true
         _require_unique(after, "reduces a parameter again", reduces)
 
 
 def verify_widths(graph: Graph) -> None:
-    """Check that nothing travels wider than its readers need.
+    """Check that no parameter travels wider than its readers need.
 
     Raises:
         VerificationError: all readers of a gather cast it to one narrower dtype.
     """
     for node in calls(graph, GATHER, GATHER_WAIT):
-        outside = [reader for _, reader in readers(node, [node, *moved(node)])]
-        narrow = outside and all(is_narrowing(reader) for reader in outside)
-        _require(
-            not narrow or len({r.meta["val"].dtype for r in outside}) > 1, "all", node, "is wider than its readers"
-        )
+        outside = [reader for _, reader in readers([node, *views_and_moves(node)])]
+        all_narrow = bool(outside) and all(is_narrowing(reader) for reader in outside)
+        dtypes = {value(reader).dtype for reader in outside} if all_narrow else set()
+        _require(len(dtypes) != 1, "all", node, "is wider than its readers")
 
 
 def verify_lifetimes(graph: Graph, gather_budget_bytes: int) -> None:
-    """Check that the bytes of full parameters stay within `ParamLifetimes.bound` of the budget.
+    """Check that the bytes of unsharded parameters stay within `ParamLifetimes.bound_bytes` of the budget.
 
     Raises:
         VerificationError: names the first node at which there are more.
     """
-    if over := _over_budget(graph, gather_budget_bytes):
-        raise VerificationError(over)
+    if over_budget := _over_budget(graph, gather_budget_bytes):
+        raise VerificationError(over_budget)
 
 
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
-    """Warn of what `verify_lifetimes` would refuse: a budget is no reason to stop a user's training."""
-    if over := _over_budget(graph, gather_budget_bytes):
-        log.warning("%s. Please report it; the results are right.", over)
+    """Warn of what `verify_lifetimes` refuses. A broken budget is no reason to stop a user's training."""
+    if over_budget := _over_budget(graph, gather_budget_bytes):
+        log.warning("%s. Please report it; the results are right.", over_budget)
 
 
 def _over_budget(graph: Graph, gather_budget_bytes: int) -> str | None:
-    windows = ParamLifetimes(graph)
-    limit = windows.bound(gather_budget_bytes)
-    for node, nbytes in zip(windows.liveness.nodes, windows.full_bytes()):
-        if nbytes > limit:
+    """The first node at which too much is unsharded, told; None if there is none."""
+    lifetimes = ParamLifetimes(graph)
+    bound_bytes = lifetimes.bound_bytes(gather_budget_bytes)
+    for node, nbytes in zip(lifetimes.liveness.nodes, lifetimes.unsharded_bytes()):
+        if nbytes > bound_bytes:
             return (
-                f"zcompile: {node.format_node()} stands in windows of {nbytes} bytes, of {limit} that the budget allows"
+                f"zcompile: at {node.format_node()}, {nbytes} bytes of parameters are unsharded, "
+                f"of {bound_bytes} that the budget allows"
             )
     return None
 
 
 def verify_partition(forward: GraphModule, num_outputs: int) -> None:
-    """Check that forward saves no full parameter for backward, nor a view of one, but for what `persist` chose.
+    """Check that forward saves no unsharded parameter, nor a view of one, except those that `save_for_backward` chose.
 
     Args:
-        forward: the forward graph; its outputs after the first `num_outputs` are saved for backward.
+        forward: the forward graph. Its outputs after the first `num_outputs` are saved for backward.
 
     Raises:
         VerificationError: names what would be saved.
     """
-    full = {link for gather in calls(forward.graph, GATHER) for link in chain(gather)}
-    outputs = forward.graph.output_node().args[0]
+    unsharded = {link for gather in calls(forward.graph, GATHER) for link in chain(gather)}
+    outputs = args_of(forward.graph.output_node())[0]
     returned = set(outputs[:num_outputs])
     for node in outputs[num_outputs:]:
-        pins = node in full and node not in returned and not (node.target is GATHER and SAVED_FOR_BACKWARD in node.meta)
-        _require(not pins, "partition", node, "is saved for backward and pins a full parameter")
+        is_chosen = node in unsharded and node.target is GATHER and SAVED_FOR_BACKWARD in node.meta
+        pins = node in unsharded and node not in returned and not is_chosen
+        _require(not pins, "partition", node, "is saved for backward and pins an unsharded parameter")
 
 
-def _waited_once(start: Node, after: str, count: int, wait) -> list[Node]:
-    """What `start` fills, `count` tensors in order, each of which has one user, its wait."""
-    tensors = started(start)
+def _waited_once(start: Node, after: str, count: int, wait: Any) -> list[Node]:
+    """The `count` tensors of `start`, in order. Each must have one user, a call of `wait`."""
+    tensors = started_tensors(start)
     _require(len(tensors) == count, after, start, f"must start {count} tensors")
     for tensor in tensors:
         _require([user.target for user in tensor.users] == [wait], after, tensor, "must have one user, its wait")
@@ -138,20 +155,24 @@ def _waited_once(start: Node, after: str, count: int, wait) -> list[Node]:
 def _require_unique(
     after: str,
     what: str,
-    keyed: list[tuple[Node, object]],
-    but: Callable[[Node, Node], bool] = lambda one, other: False,
+    keyed: list[tuple[Node, Any]],
+    unless: Callable[[Node, Node], bool] = lambda first, second: False,
 ) -> None:
-    """Check that no key comes twice, `but` nodes for which that is right, given the one before and the one again."""
+    """Check that no key comes twice, unless `unless` says that the second of two nodes with one key is right."""
     seen: dict[object, Node] = {}
     for node, key in keyed:
-        _require(key not in seen or but(seen[key], node), after, node, what)
+        _require(key not in seen or unless(seen[key], node), after, node, what)
         seen[key] = node
 
 
-def _given_up(graph: Graph) -> Callable[[Node, Node], bool]:
-    """Whether what one node gathered is dead when another begins."""
+def _is_regather(graph: Graph) -> Callable[[Node, Node], bool]:
+    """Whether what the first node gathers is dead when the second begins."""
     liveness = functools.cache(lambda: Liveness(graph, fused=False))  # seldom needed
-    return lambda one, again: all(storage.dies < liveness().at[again] for storage in liveness().storages[one])
+
+    def is_regather(first: Node, second: Node) -> bool:
+        return all(storage.dies < liveness().position[second] for storage in liveness().storages[first])
+
+    return is_regather
 
 
 def _require(holds: bool, after: str, node: Node, what: str) -> None:

@@ -1,1 +1,4 @@
-"""What a graph says and what it costs: graph vocabulary, lifetimes, cost model, hardware tables. Imports nothing above."""
+"""What a graph says and what it costs: graph vocabulary, liveness, parameter lifetimes, cost model, hardware tables.
+
+Nothing here imports passes, sharding or the backend.
+"""

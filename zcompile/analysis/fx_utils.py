@@ -1,15 +1,23 @@
-"""The vocabulary in which passes speak of FX graphs, and the only place that knows aten's names.
+"""The vocabulary in which passes speak of FX graphs: zcompile's ops, kinds of aten ops, queries and edits.
 
-A *chain* is a gather and what merely moves or casts its data: nothing in it computes, so any of it may be redone or moved.
+Words used throughout:
+
+- A *chain* is a gather and all nodes that only move or cast its data. Nothing in a chain computes, so any part of it
+  may be run again or moved. Its nodes are called links.
+- A *reader* of a chain is a node outside the chain that reads one of its links.
+- A *start* is a node that begins one transfer, of one tensor or of a group. Each tensor of a start has one *wait*.
+- The *fake value* of a node, `meta["val"]`, is a tensor without data that has the shape, dtype and device of the
+  result.
 """
 
 import math
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 
 aten = torch.ops.aten
 ops = torch.ops.zcompile
@@ -30,14 +38,15 @@ REDUCE_ROWS_START = ops.reduce_rows_start.default
 GATHER_STARTS = (GATHER_START, GATHER_CACHED_START, GATHER_GROUP_START)
 GATHERS = {GATHER, *GATHER_STARTS}
 REDUCE_STARTS = (REDUCE_START, REDUCE_GROUP_START, REDUCE_ROWS_START)
-ROWS = {REDUCE_ROWS, REDUCE_ROWS_START}
+ROW_REDUCES = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
-# Key of `meta`, of a full parameter that is saved for backward, and that nobody else sees: whether its memory may be the runtime's.
+# A key of `meta`. A gather has it if its result is saved for backward and nobody but this graph and its backward sees
+# the result. Its value says whether the transport may own the memory of the result.
 SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 
-# Ops whose output holds elements of their first argument, unchanged.
+# Ops whose output holds elements of their first argument, unchanged. `is_movement` also knows all other views.
 MOVEMENT = {
     aten.alias.default,
     aten.clone.default,
@@ -63,63 +72,71 @@ MOVEMENT = {
     operator.getitem,
 }
 
-# Gradients of movement that scatter into zeros: they commute with a cast just as well.
-SCATTER = {aten.select_backward.default, aten.slice_backward.default}
+# Gradients of movement: they copy their first argument into zeros. They commute with a cast, as movement does.
+SCATTERS = {aten.select_backward.default, aten.slice_backward.default}
 
 
-def calls(graph: Graph, *targets) -> list[Node]:
+def calls(graph: Graph, *targets: object) -> list[Node]:
     """All calls of `targets`, in graph order."""
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
 def value(node: Node) -> torch.Tensor:
-    """The fake tensor that stands for the node's result."""
+    """The fake value of a node whose result is one tensor."""
     return node.meta["val"]
 
 
+def args_of(node: Node) -> tuple[Any, ...]:
+    """The arguments of a call, for callers that know their types from the schema. FX types them as a wide union."""
+    return node.args
+
+
 def nbytes(node: Node) -> int:
-    """Bytes of the node's result, a tensor of static size."""
+    """Bytes of the node's result, one tensor of static size."""
     return value(node).numel() * value(node).dtype.itemsize
 
 
-def hint(size: int | torch.SymInt) -> int:
-    """A size, or what a dynamic one was when the graph was traced."""
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size. Of a dynamic one, what it was when the graph was traced."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def shape_hint(tensor: torch.Tensor) -> torch.Size:
-    return torch.Size([hint(size) for size in tensor.shape])
+    """The shape of a fake value, dynamic sizes as traced."""
+    return torch.Size([size_hint(size) for size in tensor.shape])
 
 
-def sizes_of(node: Node) -> list[int]:
-    """Bytes of each tensor in the result of `node`; dynamic sizes as traced."""
-    found = node.meta.get("val")
-    tensors = [found] if isinstance(found, torch.Tensor) else found if isinstance(found, (tuple, list)) else []
-    return [shape_hint(one).numel() * one.dtype.itemsize for one in tensors if isinstance(one, torch.Tensor)]
+def result_bytes(node: Node) -> list[int]:
+    """Bytes of each tensor in the result of `node`, dynamic sizes as traced. Empty if the result has no tensor."""
+    result = node.meta.get("val")
+    tensors = [result] if isinstance(result, torch.Tensor) else result if isinstance(result, (tuple, list)) else []
+    return [
+        shape_hint(tensor).numel() * tensor.dtype.itemsize for tensor in tensors if isinstance(tensor, torch.Tensor)
+    ]
 
 
 def item_count(node: object) -> int | None:
-    """How many items the result of `node` has; None if it is no tuple."""
-    found = node.meta.get("val") if isinstance(node, Node) else None
-    return len(found) if isinstance(found, (tuple, list)) else None
+    """How many items the result of `node` has. None if the result is no tuple."""
+    result = node.meta.get("val") if isinstance(node, Node) else None
+    return len(result) if isinstance(result, (tuple, list)) else None
 
 
-def leaves(argument: object) -> list[Node]:
-    """The nodes in an argument, which may be a list of them."""
-    found: list[Node] = []
-    map_aggregate(argument, lambda one: found.append(one) if isinstance(one, Node) else None)
-    return found
+def nodes_in(argument: Argument) -> list[Node]:
+    """The nodes in an argument, which may be a nested list of them. A node that stands in it twice comes twice."""
+    nodes: list[Node] = []
+    map_aggregate(argument, lambda leaf: nodes.append(leaf) if isinstance(leaf, Node) else None)
+    return nodes
 
 
 def is_view(node: Node, source: Node) -> bool:
-    """Whether the result of `node` is memory of `source`, which it does not write."""
+    """Whether the result of `node` shares the memory of `source`, its first argument, and `node` only reads it."""
     return node.op == "call_function" and getattr(node.target, "is_view", False) and node.args[0] is source
 
 
 def is_movement(node: Node, source: Node) -> bool:
-    """Whether `node` only moves data of `source`, elements of which it does not look into."""
+    """Whether `node` only moves elements of `source`, its first argument, and changes none of them."""
     if node.op == "call_function" and node.target in MOVEMENT and node.args[0] is source:
         return True
     return is_view(node, source) and value(node).dtype == value(source).dtype
@@ -133,71 +150,79 @@ def is_cast(node: Node) -> bool:
         return True
     if node.target is not aten._to_copy.default or node.kwargs.get("dtype") is None:
         return False
-    before, after = value(node.args[0]), value(node)
+    before, after = value(args_of(node)[0]), value(node)
     return (before.device, before.layout, before.stride()) == (after.device, after.layout, after.stride())
 
 
 def is_narrowing(node: Node) -> bool:
-    """Whether `node` casts a floating-point tensor to fewer bytes."""
+    """Whether `node` casts a floating-point tensor to a dtype of fewer bytes."""
     if not is_cast(node):
         return False
-    before, after = value(node.args[0]).dtype, value(node).dtype
+    before, after = value(args_of(node)[0]).dtype, value(node).dtype
     return before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize
 
 
 def is_widening(node: Node) -> bool:
-    """Whether `node` casts a floating-point tensor to more bytes."""
+    """Whether `node` casts a floating-point tensor to a dtype of more bytes."""
     if not is_cast(node):
         return False
-    before, after = value(node.args[0]).dtype, value(node).dtype
+    before, after = value(args_of(node)[0]).dtype, value(node).dtype
     return before.is_floating_point and after.is_floating_point and after.itemsize > before.itemsize
 
 
-def moved(source: Node) -> Iterator[Node]:
-    """All nodes that only move data of `source`, directly or not, in topological order."""
+def views_and_moves(source: Node) -> Iterator[Node]:
+    """All nodes that only move elements of `source`, directly or through others, in topological order. No casts."""
     for user in source.users:
         if is_movement(user, source):
             yield user
-            yield from moved(user)
+            yield from views_and_moves(user)
 
 
 def chain(source: Node) -> list[Node]:
-    """`source` and everything made from it by moving and casting alone."""
+    """`source` and every node made from it by moving and casting alone."""
     nodes = [source]
     for node in nodes:
         nodes += [user for user in node.users if is_movement(user, node) or is_view(user, node) or is_cast(user)]
     return nodes
 
 
-def readers(source: Node, links: list[Node]) -> list[tuple[Node, Node]]:
-    """Pairs (link, reader): who reads `links`, which come from `source`, without being one of them."""
+def readers(links: list[Node]) -> list[tuple[Node, Node]]:
+    """Pairs (link, reader) for each node that reads one of `links` and is not a link itself."""
     inside = set(links)
     return [(link, user) for link in links for user in link.users if user not in inside]
 
 
 def is_tangent(node: Node) -> bool:
-    """Whether `node` is a gradient that enters the graph; AOTAutograd tells by name alone."""
+    """Whether `node` is a gradient that enters the graph. AOTAutograd marks it by its name alone."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def backward_nodes(graph: Graph) -> set[Node]:
     """Nodes of a joint graph, or of a backward, that depend on an incoming gradient."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     for node in graph.nodes:
-        if is_tangent(node) or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if is_tangent(node) or any(source in nodes for source in node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def infer(node: Node) -> None:
-    """Set the node's fake value anew from its arguments."""
-    arguments = map_aggregate((node.args, node.kwargs), lambda x: x.meta["val"] if isinstance(x, Node) else x)
-    with torch._guards.detect_fake_mode([n.meta["val"] for n in node.all_input_nodes]):
+    """Compute the node's fake value again from its arguments."""
+    assert callable(node.target)
+    arguments: Any = map_aggregate((node.args, node.kwargs), lambda x: x.meta["val"] if isinstance(x, Node) else x)
+    fake_mode = torch._guards.detect_fake_mode([source.meta["val"] for source in node.all_input_nodes])
+    assert fake_mode is not None
+    with fake_mode:
         node.meta["val"] = node.target(*arguments[0], **arguments[1])
 
 
-def insert(graph: Graph, before: Node, target, *args, like: Node, fake=None, **kwargs) -> Node:
-    """A new call before `before`, with the stack trace of `like` and the fake value `fake`; without one, what the call gives."""
+def insert(graph: Graph, before: Node, target: Any, *args: Any, like: Node, fake: Any = None, **kwargs: Any) -> Node:
+    """Insert a call of `target` before `before`.
+
+    Args:
+        like: the node whose stack trace and module stack the call gets.
+        fake: the fake value of the call. Default: it is inferred from the arguments.
+    """
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
     node.meta = _kept_meta(like)
@@ -208,59 +233,64 @@ def insert(graph: Graph, before: Node, target, *args, like: Node, fake=None, **k
     return node
 
 
-def turn_into(node: Node, target, *args) -> None:
-    """Make `node` another call, with the fake value and the readers that it has."""
+def turn_into(node: Node, target: Any, *args: Any) -> None:
+    """Make `node` a call of `target`. Its fake value and its readers stay."""
     node.target, node.args, node.kwargs = target, args, {}
     node.meta = _kept_meta(node) | {"val": node.meta["val"]}
 
 
 def _kept_meta(node: Node) -> dict[str, object]:
-    """What is true of a call that takes the node's place; the rest, such as the strides of its arguments, is of that call alone."""
+    """Entries of `meta` that stay true for a call in the node's place. Others, such as strides of arguments, do not."""
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", SAVED_FOR_BACKWARD) if key in node.meta}
 
 
 def insert_items(graph: Graph, node: Node, count: int) -> list[Node]:
-    """The `count` tensors of which the result of `node` consists, directly after it."""
+    """Insert a node for each of the `count` tensors in the result of `node`, directly behind it, in order."""
     items: list[Node] = []
-    for at in range(count):
+    for i in range(count):
         with graph.inserting_after(items[-1] if items else node):
-            items.append(graph.call_function(operator.getitem, (node, at)))
-        items[-1].meta = {"val": node.meta["val"][at]}
+            items.append(graph.call_function(operator.getitem, (node, i)))
+        items[-1].meta = {"val": node.meta["val"][i]}
     return items
 
 
-def started(start: Node) -> list[Node]:
-    """The nodes that stand for each tensor that `start`, of one or of a group, fills."""
+def started_tensors(start: Node) -> list[Node]:
+    """The node for each tensor that a start transfers: the start itself, or the items of a group's start."""
     return list(start.users) if start.target in (GATHER_GROUP_START, REDUCE_GROUP_START) else [start]
 
 
 def waits_of(start: Node) -> list[Node]:
-    """The waits of what `start` fills, in order."""
-    return [wait for tensor in started(start) for wait in tensor.users]
+    """The waits for the tensors of a start, in the order of `started_tensors`."""
+    return [wait for tensor in started_tensors(start) for wait in tensor.users]
 
 
-def bytes_of(start: Node) -> int:
-    """Bytes of the full tensors that a gather or reduce, or a start of one or of a group, moves."""
+def transfer_bytes(start: Node) -> int:
+    """Bytes of the unsharded tensors that a gather, a reduce, or a start of either transfers.
+
+    A reduce of rows counts as one of the dense gradient. The count of rows depends on the batch, so ranks may differ in
+    it.
+    """
     if start.target in GATHERS:
-        return sum(sizes_of(start))
-    if start.target in ROWS:  # as if the gradient were dense, whose size does not depend on the batch
-        return math.prod(start.args[2]) * start.args[3].itemsize
-    grads = start.args[0] if start.target is REDUCE_GROUP_START else [start.args[0]]
-    return sum(sum(sizes_of(grad)) for grad in grads)
+        return sum(result_bytes(start))
+    if start.target in ROW_REDUCES:
+        _, _, shape, dtype, *_ = args_of(start)
+        return math.prod(shape) * dtype.itemsize
+    grads = args_of(start)[0] if start.target is REDUCE_GROUP_START else args_of(start)[:1]
+    return sum(sum(result_bytes(grad)) for grad in grads)
 
 
 def is_returned(node: Node) -> bool:
-    """Whether `node` is a result of the graph and nothing else."""
+    """Whether nothing but the graph's output reads `node`."""
     return all(user.op == "output" for user in node.users)
 
 
 def retype(source: Node) -> None:
-    """After the dtype of `source` changed: infer it and all that moves it."""
-    for node in [source, *moved(source)]:
+    """Infer again the fake value of `source`, whose dtype changed, and those of all nodes that move its elements."""
+    for node in [source, *views_and_moves(source)]:
         infer(node)
 
 
-def forget(graph: Graph, node: Node, replacement: Node) -> None:
-    """Replace every use of `node` and erase it."""
+def replace_and_erase(graph: Graph, node: Node, replacement: Node) -> None:
+    """Let every user of `node` use `replacement`, and erase `node`."""
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)

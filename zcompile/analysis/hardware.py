@@ -1,21 +1,21 @@
-"""What a machine can do, as plans see it: tables of rates and of transfer times. The same on all ranks of a model."""
+"""What a machine can do, as plans see it: tables of rates and of transfer times, the same on all ranks of a model."""
 
 from bisect import bisect
 from dataclasses import dataclass, replace
 
 import torch
 
-Points = tuple[tuple[int, float], ...]  # (bytes that a rank receives, seconds), rising
+Points = tuple[tuple[int, float], ...]  # measured: (bytes that a rank receives, seconds), rising in both
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Transfers of one transport between `world` ranks of one domain, as measured.
+    """Measured transfers of one transport between `world` ranks of one domain.
 
     Attributes:
-        gather, reduce: times, in seconds, by bytes that a rank receives.
-        interference: seconds that compute loses for each second of transfer beside it: the wire takes memory bandwidth,
-            power, or SMs.
+        gather, reduce: the time of a transfer, in seconds, by the bytes that a rank receives.
+        interference: seconds that compute loses for each second of transfer beside it. The wire takes memory bandwidth,
+            power or SMs.
     """
 
     transport: str
@@ -27,7 +27,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Network:
-    """Between domains, per rank."""
+    """Between domains, for each rank: bandwidth in bytes a second, and the latency of one message in seconds."""
 
     bytes_s: float
     latency_s: float
@@ -35,22 +35,25 @@ class Network:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine.
+    """One machine. Rates are what kernels reach, not what the maker promises.
 
     Attributes:
-        products: (dtype, operations a second that large matrix products reach).
-        attention: operations a second that attention reaches, where a causal mask leaves half of them out.
-        bytes_s: memory bandwidth that a pointwise kernel reaches.
-        kernel_s: the least time of a kernel.
-        wires: what was measured; of those of a transport, the one of most ranks that are not more than there are is taken.
-        domain: ranks that share the fast links.
+        matmul_flops_s: (dtype, operations a second that large matmuls reach), for each dtype that was measured.
+        attention_flops_s: operations a second that attention reaches. Operations that a causal mask leaves out are not
+            counted.
+        bytes_s: bytes of memory a second that a pointwise kernel reads and writes.
+        kernel_s: the least time of a kernel, in seconds.
+        wires: what was measured. Of a transport's wires, `over` takes the one with the most ranks that are not more
+            than the world.
+        domain: how many ranks share the fast links.
+        network: what connects domains.
         memory_bytes: of one device.
-        source: what the figures rest on.
+        source: what the figures rest on; `explain` prints it.
     """
 
     name: str
-    products: tuple[tuple[torch.dtype, float], ...]
-    attention: float
+    matmul_flops_s: tuple[tuple[torch.dtype, float], ...]
+    attention_flops_s: float
     bytes_s: float
     kernel_s: float
     wires: tuple[Wire, ...]
@@ -59,12 +62,13 @@ class Hardware:
     memory_bytes: int
     source: str
 
-    def product_rate(self, dtype: torch.dtype) -> float:
-        rates = dict(self.products)
+    def matmul_rate(self, dtype: torch.dtype) -> float:
+        """Operations a second that matmuls of `dtype` reach; a dtype without a figure counts as fp32."""
+        rates = dict(self.matmul_flops_s)
         return rates.get(dtype, rates[torch.float32])
 
     def over(self, transport: str, world: int) -> "Link":
-        """The link of `world` ranks; a transport that is not in the table is taken for the table's first."""
+        """The link of `world` ranks over `transport`. Where the table lacks it, its first transport stands in."""
         known = [wire for wire in self.wires if wire.transport == transport]
         wires = known or [wire for wire in self.wires if wire.transport == self.wires[0].transport]
         fitting = [wire for wire in wires if wire.world <= world]
@@ -73,18 +77,18 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Link:
-    """A machine, what is used on it to transfer, and the number of ranks that hold one shard each."""
+    """A machine, the wire that transfers use on it, and the number of ranks, of which each holds one shard."""
 
     hardware: Hardware
     wire: Wire
     world: int
 
     def gather_s(self, nbytes: int) -> float:
-        """Seconds to gather a full tensor of `nbytes`."""
+        """Seconds to gather an unsharded tensor of `nbytes`."""
         return self._seconds(self.wire.gather, nbytes)
 
     def reduce_s(self, nbytes: int) -> float:
-        """Seconds to reduce full gradients of `nbytes` to shards."""
+        """Seconds to reduce unsharded gradients of `nbytes` to shards."""
         return self._seconds(self.wire.reduce, nbytes)
 
     def _seconds(self, points: Points, nbytes: int) -> float:
@@ -93,28 +97,28 @@ class Link:
         inside = min(self.world, self.hardware.domain)
         seconds = _interpolate(points, nbytes * (inside - 1) // inside)
         domains = -(-self.world // self.hardware.domain)
-        if domains > 1:  # of what comes from other domains, every rank takes its part; then all share it inside
+        if domains > 1:  # each rank fetches a part of what other domains hold; meanwhile ranks share parts inside
             network = self.hardware.network
-            from_outside = nbytes / inside * (domains - 1) / domains
-            seconds = max(seconds, from_outside / network.bytes_s) + network.latency_s * (domains - 1).bit_length()
+            outside_s = nbytes / inside * (domains - 1) / domains / network.bytes_s
+            seconds = max(seconds, outside_s) + network.latency_s * (domains - 1).bit_length()
         return seconds
 
 
 def _interpolate(points: Points, nbytes: int) -> float:
-    """Linear between the points; before the first, its time; after the last, the last slope."""
+    """Seconds at `nbytes`: linear between the points; before the first its time, after the last the last slope."""
     if nbytes <= points[0][0]:
         return points[0][1]
-    at = min(bisect(points, (nbytes,)), len(points) - 1)
-    (below, low), (above, high) = points[at - 1], points[at]
-    return low + (nbytes - below) * (high - low) / (above - below)
+    i = min(bisect(points, (nbytes,)), len(points) - 1)
+    (bytes_below, s_below), (bytes_above, s_above) = points[i - 1], points[i]
+    return s_below + (nbytes - bytes_below) * (s_above - s_below) / (bytes_above - bytes_below)
 
 
 MIB = 1 << 20
 
 H200 = Hardware(
     name="H200",
-    products=((torch.bfloat16, 740e12), (torch.float16, 740e12), (torch.float32, 50e12)),
-    attention=350e12,
+    matmul_flops_s=((torch.bfloat16, 740e12), (torch.float16, 740e12), (torch.float32, 50e12)),
+    attention_flops_s=350e12,
     bytes_s=3.5e12,
     kernel_s=3e-6,
     wires=(
@@ -128,16 +132,16 @@ H200 = Hardware(
     domain=8,
     network=Network(bytes_s=45e9, latency_s=15e-6),
     memory_bytes=140 << 30,
-    source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 (docs/measurements.md); attention and "
-    "launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
+    source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 "
+    "(docs/measurements.md); attention and launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
 )
 
 KIB = 1 << 10
 
 CPU = Hardware(
     name="CPU",
-    products=((torch.float32, 105e9), (torch.bfloat16, 470e9)),
-    attention=30e9,
+    matmul_flops_s=((torch.float32, 105e9), (torch.bfloat16, 470e9)),
+    attention_flops_s=30e9,
     bytes_s=20e9,
     kernel_s=3e-6,
     wires=(
@@ -152,16 +156,17 @@ CPU = Hardware(
     domain=64,
     network=Network(bytes_s=1e9, latency_s=100e-6),
     memory_bytes=8 << 30,
-    source="one thread of a server with AMX, and gloo between two ranks on one host; other CPUs differ by factors; between hosts, 8 Gb/s are assumed",
+    source="one thread of a server with AMX, and gloo between two ranks on one host; other CPUs differ by factors; "
+    "between hosts, 8 Gb/s are assumed",
 )
 
 TABLES = {"h200": H200, "cpu": CPU}
 
 
 def table_of(device: torch.device) -> Hardware:
-    """The shipped table for a device; for a GPU that has none, that of the H200, said in its `source`.
+    """The shipped table for a device. A GPU without a table gets that of the H200, and `source` says so.
 
-    It depends on the kind of device alone, so that all ranks have the same.
+    The kind of device alone decides, so that all ranks have the same table.
     """
     if device.type != "cuda":
         return CPU

@@ -1,10 +1,14 @@
-"""When each storage of a graph is made and when it dies, as compiled code frees: after its last reader, through any alias.
+"""When each storage of a graph is made and when it dies.
+
+A storage dies after its last reader, through any alias, as compiled code frees it.
 
 [Note: what fuses]
-Inductor never writes most results of pointwise nodes to memory: it computes them again inside their readers. Here such a
-result has no storage, and what it was made from lives until its readers are done. Taken to fuse: pointwise nodes, casts,
-copies and reductions between two nodes that do not (products, attention, gathers and reduces), a *segment*. Their results
-are written if a reader is no such node, or stands in a later segment.
+Inductor seldom writes the result of a pointwise node to memory: it computes the result again inside each reader. So
+here such a result has no storage, and the storages from which it is computed live until its readers are done.
+
+Nodes that fuse are pointwise nodes, casts, copies and reductions. All others, such as matmuls, attention and transfers,
+do not. A *segment* is what stands between two nodes that do not fuse. The result of a node that fuses is written to
+memory if a reader of it does not fuse, or stands in a later segment.
 """
 
 import operator
@@ -15,8 +19,9 @@ from itertools import accumulate
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import aten, item_count, leaves, sizes_of
+from zcompile.analysis.fx_utils import args_of, aten, item_count, nodes_in, result_bytes
 
+# Ops that fuse, beside those with torch's tag for pointwise ones.
 FUSES = {
     aten._softmax.default,
     aten._to_copy.default,
@@ -57,7 +62,14 @@ FUSES = {
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that some node makes: bytes, and the places in the graph of its maker and its last reader."""
+    """Memory that one node makes. Positions are indices of nodes in the graph.
+
+    Attributes:
+        maker: the node.
+        nbytes: its size, dynamic sizes as traced.
+        made: position of the maker.
+        dies: position of the last reader; the number of nodes if the graph returns it.
+    """
 
     maker: Node
     nbytes: int
@@ -66,72 +78,81 @@ class Storage:
 
 
 class Liveness:
-    """All storages of `graph`.
+    """All storages of `graph`. Iterating gives each once, in the order of their makers.
 
     Args:
         fused: whether pointwise nodes fuse, as under Inductor.
 
     Attributes:
-        storages: node -> the storages that hold its result, or for a result that is never written, what it is made from.
+        nodes: the graph's nodes in order.
+        position: node -> its index in `nodes`.
+        storages: node -> the storages that hold its result. For a result that is never written: those that it is
+            computed from.
         written: the nodes whose result is written to memory that they make.
-        segment: node -> the number of the segment that it stands in.
+        segment: node -> the number of its segment; see [Note: what fuses].
     """
 
     def __init__(self, graph: Graph, fused: bool = True):
         self.nodes = list(graph.nodes)
-        self.at = {node: at for at, node in enumerate(self.nodes)}
+        self.position = {node: i for i, node in enumerate(self.nodes)}
         self.storages: dict[Node, list[Storage]] = {}
         self.written: set[Node] = set()
-        self.segment = _segments(self.nodes) if fused else dict(self.at)
-        for at, node in enumerate(self.nodes):
-            self.storages[node] = self._storages_of(node, at)
-            for storage in (one for source in node.all_input_nodes for one in self.storages[source]):
-                end = node.op == "output"
-                storage.dies = len(self.nodes) if end else max(storage.dies, at)
+        self.segment = _segments(self.nodes) if fused else dict(self.position)
+        for i, node in enumerate(self.nodes):
+            self.storages[node] = self._storages_of(node, i)
+            is_output = node.op == "output"
+            for source in node.all_input_nodes:
+                for storage in self.storages[source]:
+                    storage.dies = len(self.nodes) if is_output else max(storage.dies, i)
 
     def __iter__(self) -> Iterator[Storage]:
-        return (one for node in self.nodes if node in self.written for one in self.storages[node] if one.maker is node)
+        for node in self.nodes:
+            if node in self.written:
+                yield from (storage for storage in self.storages[node] if storage.maker is node)
 
-    def live_bytes(self, but: Collection[Node] = (), scaled: Collection[Node] = (), scale: float = 1.0) -> list[int]:
+    def live_bytes(
+        self, exclude: Collection[Node] = (), scaled: Collection[Node] = (), scale: float = 1.0
+    ) -> list[int]:
         """Bytes alive while each node runs: its arguments, its result, and whatever is read later.
 
         Args:
-            but: what these nodes make is left out.
-            scaled: what these make counts `scale` times.
+            exclude: nodes whose storages do not count.
+            scaled: nodes whose storages count `scale` times.
         """
         change = [0] * (len(self.nodes) + 2)
         for storage in self:
-            if storage.maker in but:
+            if storage.maker in exclude:
                 continue
             nbytes = round(storage.nbytes * scale) if storage.maker in scaled else storage.nbytes
             change[storage.made] += nbytes
             change[storage.dies + 1] -= nbytes
         return list(accumulate(change[: len(self.nodes)]))
 
-    def _storages_of(self, node: Node, at: int) -> list[Storage]:
+    def _storages_of(self, node: Node, i: int) -> list[Storage]:
         aliased = aliases(node)
         if aliased is not None:
-            return (
-                [one for source in aliased for one in self.storages[source]]
-                if len(aliased) != 1
-                else self._item(node, aliased[0])
-            )
+            if len(aliased) == 1:
+                return self._storages_of_alias(node, aliased[0])
+            return [storage for source in aliased for storage in self.storages[source]]
         if not self._is_written(node):
-            return list(dict.fromkeys(one for source in node.all_input_nodes for one in self.storages[source]))
+            sources = (storage for source in node.all_input_nodes for storage in self.storages[source])
+            return list(dict.fromkeys(sources))
         self.written.add(node)
-        return [Storage(node, nbytes, at, at) for nbytes in sizes_of(node)]
+        return [Storage(node, nbytes, i, i) for nbytes in result_bytes(node)]
 
-    def _item(self, node: Node, source: Node) -> list[Storage]:
-        """Of a view, what it views; of an item of a tuple, that item's."""
-        held = self.storages[source]
+    def _storages_of_alias(self, node: Node, source: Node) -> list[Storage]:
+        """Of a view: those of what it views. Of an item of a tuple: that item's."""
+        storages = self.storages[source]
         is_item = node.target is operator.getitem and source in self.written
-        return [held[node.args[1]]] if is_item and len(held) == item_count(source) else held
+        if is_item and len(storages) == item_count(source):
+            return [storages[args_of(node)[1]]]
+        return storages
 
     def _is_written(self, node: Node) -> bool:
         if not fuses(node):
             return True
-        here = self.segment[node]
-        return any(not fuses(reader) or self.segment[reader] != here for reader in _real_readers(node))
+        segment = self.segment[node]
+        return any(not fuses(reader) or self.segment[reader] != segment for reader in _readers_through_aliases(node))
 
 
 def fuses(node: Node) -> bool:
@@ -143,35 +164,35 @@ def fuses(node: Node) -> bool:
 
 
 def aliases(node: Node) -> list[Node] | None:
-    """The nodes whose memory the result of `node` is, by its schema; None if it has memory of its own."""
+    """The nodes whose memory the result of `node` is, by the op's schema. None if the result has memory of its own."""
     if node.op != "call_function":
-        return [] if node.op in ("output", "get_attr") or not sizes_of(node) else None
+        return [] if node.op in ("output", "get_attr") or not result_bytes(node) else None
     if node.target is operator.getitem:
-        return [node.args[0]]
+        return [args_of(node)[0]]
     if not isinstance(node.target, torch._ops.OpOverload):
-        return None if sizes_of(node) else []
-    if node.target.is_view or node.target is aten._unsafe_view.default:  # whose schema hides it
-        return [node.args[0]]
+        return None if result_bytes(node) else []
+    if node.target.is_view or node.target is aten._unsafe_view.default:  # its schema does not tell that it is a view
+        return [args_of(node)[0]]
     schema = node.target._schema
-    returned = set().union(*(one.alias_info.before_set for one in schema.returns if one.alias_info))
+    returned = set().union(*(result.alias_info.before_set for result in schema.returns if result.alias_info))
     if not returned:
-        return None if sizes_of(node) else []
-    names = [one.name for one in schema.arguments if one.alias_info and one.alias_info.before_set & returned]
-    given = dict(zip((one.name for one in schema.arguments), node.args)) | node.kwargs
-    return [source for name in names for source in leaves(given.get(name))]
+        return None if result_bytes(node) else []
+    names = [arg.name for arg in schema.arguments if arg.alias_info and arg.alias_info.before_set & returned]
+    given = dict(zip((arg.name for arg in schema.arguments), node.args)) | node.kwargs
+    return [source for name in names for source in nodes_in(given.get(name))]
 
 
 def _segments(nodes: list[Node]) -> dict[Node, int]:
-    number, found = 0, {}
+    number, segment_of = 0, {}
     for node in nodes:
         if node.op == "call_function" and not fuses(node) and aliases(node) is None:
             number += 1
-        found[node] = number
-    return found
+        segment_of[node] = number
+    return segment_of
 
 
-def _real_readers(node: Node) -> Iterator[Node]:
-    """Readers of `node`, through views."""
+def _readers_through_aliases(node: Node) -> Iterator[Node]:
+    """Readers of `node` and of its aliases, without the aliases themselves."""
     pending, seen = [node], {node}
     while pending:
         source = pending.pop()

@@ -1,4 +1,4 @@
-"""ParamLifetimes of full parameters: how many bytes are full or on their way at each node of a planned graph."""
+"""Lifetimes of unsharded parameters: at each node of a planned graph, how many bytes are unsharded or on their way."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -11,10 +11,11 @@ from torch.fx import Graph, Node
 from zcompile.analysis.fx_utils import (
     GATHER_GROUP_START,
     GATHER_STARTS,
-    bytes_of,
+    args_of,
     calls,
     chain,
     readers,
+    transfer_bytes,
     value,
     waits_of,
 )
@@ -23,7 +24,16 @@ from zcompile.analysis.liveness import Liveness
 
 @dataclass(frozen=True)
 class ParamLifetime:
-    """One full parameter, from the start of its gather to its last reader, as places in the graph."""
+    """The lifetime of one unsharded parameter, from the start of its gather to its last reader.
+
+    Attributes:
+        shard: the node that is gathered.
+        start: the node that begins the gather, alone or for a group.
+        wait: the node whose result is the unsharded parameter.
+        nbytes: size of the unsharded parameter.
+        begins, ends: positions of the start and of the last reader in the graph, both included.
+        returned: whether the parameter lives on after the graph. Then it counts in no budget.
+    """
 
     shard: Node
     start: Node
@@ -31,56 +41,63 @@ class ParamLifetime:
     nbytes: int
     begins: int
     ends: int
-    returned: bool  # kept beyond the graph, and counted in no budget
+    returned: bool
 
 
 class ParamLifetimes:
-    """All windows of a graph in which gathers are split into starts and waits, in the order of the starts."""
+    """All lifetimes of a graph in which gathers are split into starts and waits.
+
+    Attributes:
+        lifetimes: in the order of the starts.
+        liveness: of the same graph, without fusion: a pointwise node reads a parameter where it stands.
+    """
 
     def __init__(self, graph: Graph):
         self.liveness = Liveness(graph, fused=False)
-        position, storages = self.liveness.at, self.liveness.storages
+        position, storages = self.liveness.position, self.liveness.storages
         end = len(self.liveness.nodes)
-        self.windows: list[ParamLifetime] = []
+        self.lifetimes: list[ParamLifetime] = []
         for start in calls(graph, *GATHER_STARTS):
-            shards = start.args[0] if start.target is GATHER_GROUP_START else [start.args[0]]
+            shards = args_of(start)[0] if start.target is GATHER_GROUP_START else args_of(start)[:1]
             for shard, wait, storage in zip(shards, waits_of(start), storages[start], strict=True):
-                dies = min(storage.dies, end - 1)
-                window = ParamLifetime(
-                    shard, start, wait, storage.nbytes, position[start], dies, returned=storage.dies == end
-                )
-                self.windows.append(window)
+                ends, returned = min(storage.dies, end - 1), storage.dies == end
+                lifetime = ParamLifetime(shard, start, wait, storage.nbytes, position[start], ends, returned)
+                self.lifetimes.append(lifetime)
 
-    def full_bytes(self, kept: bool = False, but: Collection[Node] = ()) -> list[int]:
-        """At each node, bytes of the windows that it stands in; `kept`: also of those that are kept beyond the graph; `but`: starts whose
-        windows are left out."""
+    def unsharded_bytes(self, include_returned: bool = False, exclude: Collection[Node] = ()) -> list[int]:
+        """Bytes of unsharded parameters at each node, on their way or there; behind the last node, a 0.
+
+        Args:
+            include_returned: whether parameters that live on after the graph count too.
+            exclude: starts whose parameters do not count.
+        """
         change = [0] * (len(self.liveness.nodes) + 1)
-        for window in self.windows:
-            if (kept or not window.returned) and window.start not in but:
-                change[window.begins] += window.nbytes
-                change[window.ends + 1] -= window.nbytes
+        for lifetime in self.lifetimes:
+            if (include_returned or not lifetime.returned) and lifetime.start not in exclude:
+                change[lifetime.begins] += lifetime.nbytes
+                change[lifetime.ends + 1] -= lifetime.nbytes
         return list(accumulate(change))
 
-    def given_up(self) -> dict[Node, int]:
-        """Starts that gather something again -> the first place after all readers of what they gathered before."""
-        ends: dict[tuple[Node, torch.dtype], int] = {}  # of what was gathered last
-        found: dict[Node, int] = {}
-        for window in self.windows:
-            gathered = window.shard, value(window.wait).dtype
+    def regathered_from(self) -> dict[Node, int]:
+        """For each start that gathers a parameter again: the first position behind all readers of the gather before."""
+        ends: dict[tuple[Node, torch.dtype], int] = {}  # of the last gather of each parameter
+        first_position: dict[Node, int] = {}
+        for lifetime in self.lifetimes:
+            gathered = lifetime.shard, value(lifetime.wait).dtype
             if gathered in ends:
-                found[window.start] = max(found.get(window.start, 0), ends[gathered] + 1)
-            ends[gathered] = window.ends
-        return found
+                first_position[lifetime.start] = max(first_position.get(lifetime.start, 0), ends[gathered] + 1)
+            ends[gathered] = lifetime.ends
+        return first_position
 
-    def bound(self, gather_budget_bytes: int) -> int:
-        """Most bytes of full parameters that a plan under this budget may have at one node.
+    def bound_bytes(self, gather_budget_bytes: int) -> int:
+        """Most bytes of unsharded parameters that a plan under this budget may have at one node.
 
-        The budget, and beside it one more that is on its way or in use: the largest, or what one node reads at once, itself or
-        moved and cast, or what arrives together, if that is more.
+        The bound is the budget and the largest thing that cannot be smaller: what one node reads at once, directly or
+        through a chain, or what one transfer brings.
         """
         read_at_once: dict[Node, int] = defaultdict(int)
-        for window in self.windows:
-            for reader in {reader for _, reader in readers(window.wait, chain(window.wait)) if reader.op != "output"}:
-                read_at_once[reader] += window.nbytes
-        together = map(bytes_of, {window.start for window in self.windows})
-        return gather_budget_bytes + max([*read_at_once.values(), *together], default=0)
+        for lifetime in self.lifetimes:
+            for reader in {reader for _, reader in readers(chain(lifetime.wait)) if reader.op != "output"}:
+                read_at_once[reader] += lifetime.nbytes
+        bytes_of_transfers = map(transfer_bytes, {lifetime.start for lifetime in self.lifetimes})
+        return gather_budget_bytes + max([*read_at_once.values(), *bytes_of_transfers], default=0)
