@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from zcompile.backend import compile_graph
 from zcompile.deepspeed.engine_methods import EngineMethods
 from zcompile.deepspeed.fallback import unsupported
 from zcompile.deepspeed.gradients import ReducedSquares, add
@@ -122,10 +123,6 @@ class Takeover(EngineMethods):
         Args:
             compile_kwargs: of `torch.compile`; backend and options are ignored. Is changed.
         """
-        # Not imported at the top, because it imports Inductor, which takes seconds. `import zcompile` does not import
-        # Inductor, and an engine whose config has `"enabled": false` does not need it.
-        from zcompile.backend import compile_graph
-
         compile_kwargs.pop("backend", None)
         compile_kwargs.pop("options", None)
         if compile_kwargs.get("mode") in (None, "default"):
