@@ -1,4 +1,4 @@
-"""The "zcompile" block of a DeepSpeed config, and what else in a config it cannot work with."""
+"""The "zcompile" block of a DeepSpeed config, and what else in a config zcompile refuses to work with."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,12 @@ from zcompile.options import Settings
 
 
 def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
-    """The backend's options in a DeepSpeed config, or None without the flag.
+    """The backend's options in a DeepSpeed config; None if the block is not there or not enabled.
 
     Raises:
-        ValueError: an unknown or wrong option, or another part of the config that zcompile cannot work with; says what to
-            remove.
+        ValueError: an option is unknown or wrong, or zcompile cannot work with another part of the config or with
+        `model`. The
+            message says what to remove.
     """
     block = config.get("zcompile")
     if block is None:
@@ -24,7 +25,7 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
     Settings.parse(options)
     if not block.get("enabled", False):
         return None
-    reason = _obstacle(config)
+    reason = _conflict_in(config)
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
         reason = "it does not run pipeline modules. Train without pipeline parallelism"
     if reason:
@@ -32,11 +33,15 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
     return options
 
 
-def _obstacle(config: Mapping[str, Any]) -> str:
+def _conflict_in(config: Mapping[str, Any]) -> str:
     """What in the config cannot work together with zcompile, and what to remove; empty if nothing."""
     zero = config.get("zero_optimization", {})
-    if zero.get("stage", 0) != 3:
-        return f'it works with ZeRO stage 3, and this config asks for stage {zero.get("stage", 0)}. Set "zero_optimization": {{"stage": 3}}'
+    stage = zero.get("stage", 0)
+    if stage != 3:
+        return (
+            f"it works with ZeRO stage 3, and this config asks for stage {stage}. "
+            'Set "zero_optimization": {"stage": 3}'
+        )
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
         return 'its gathers read partitions on the device. Remove "offload_param"'
     if zero.get("zero_hpz_partition_size", 1) > 1:

@@ -1,0 +1,93 @@
+"""DeepSpeed's hooks: which go away while zcompile trains an engine, and what runs around a forward in their place.
+
+Module hooks gather and release parameters, and gradient hooks reduce gradients. Compiled graphs do both themselves. The
+engine's two forward hooks also run timers, casts to fp16 and profilers. They are removed too, because they would be
+compiled with the module. Instead, `Hooks.around_forward` calls what they call, outside of the compiled graph.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from zcompile.deepspeed.partitions import ZeroParameter
+
+
+class Hooks:
+    """The hooks of one engine."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.persistent: list[ZeroParameter] = []  # small ones, which DeepSpeed leaves gathered
+        self.removed = False
+
+    def release_parameters(self) -> None:
+        """Leave no parameter gathered.
+
+        Persistent parameters become ordinary ones, because zcompile gathers them in groups with their neighbours.
+        """
+        optimizer = self.engine.optimizer
+        self.persistent = list(optimizer.persistent_parameters)
+        optimizer.persistent_parameters = []
+        for parameter in self.persistent:
+            parameter.ds_persist = False
+        optimizer._partition_all_parameters()
+
+    def remove(self) -> None:
+        """Remove the hooks that gather, release and reduce, and the engine's forward hooks."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        self.removed = True
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        optimizer.parameter_offload._remove_module_hooks()
+        optimizer.parameter_offload.forward_hooks.clear()
+        optimizer.parameter_offload.backward_hooks.clear()
+        for handles in (optimizer._grad_acc_hooks, optimizer._leaf_module_hooks):
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+
+    def restore(self) -> None:
+        """Undo `release_parameters` and, if it was called, `remove`."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if self.persistent:
+            for parameter in self.persistent:
+                parameter.ds_persist = True
+            optimizer.persistent_parameters = self.persistent
+        if not self.removed:
+            return
+        optimizer.parameter_offload.setup_zero_stage3_hooks()
+        optimizer.create_reduce_and_remove_grad_hooks()
+        engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
+        engine.module_forward_post_hook = engine._create_module_forward_post_hook()
+
+    @contextlib.contextmanager
+    def around_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Do what the engine's forward hooks do besides gathering. Yields the inputs as the module wants them."""
+        engine = self.engine
+        inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
+        for module in engine.module.modules():
+            # The prologue sets this flag. While it is set, ZeRO's parameter dictionaries gather what Dynamo looks at.
+            module._parameters._in_forward = False
+        try:
+            with _torch_linear():
+                yield inputs, kwargs
+        finally:
+            engine._forward_epilogue()
+
+
+@contextlib.contextmanager
+def _torch_linear() -> Iterator[None]:
+    """Run with torch's `functional.linear`. `zero.Init` replaces it by one that expects ZeRO's hooks."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as patch
+
+    functional: Any = nn.functional
+    patched = functional.linear
+    functional.linear = getattr(patch, "linear_bk", patched)
+    try:
+        yield
+    finally:
+        functional.linear = patched

@@ -1,0 +1,106 @@
+"""One ZeRO-3 parameter as a sharded parameter.
+
+DeepSpeed keeps a flat partition of every parameter in `parameter.ds_tensor` and leaves `parameter.data` empty. A
+`Partition` has a leaf over the partition's memory, which graphs gather, and hands the leaf's reduced gradient on.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from zcompile import _C
+from zcompile.sharding.attributes import MODEL
+from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+
+ZeroParameter: TypeAlias = Any
+"""An `nn.Parameter` with what ZeRO-3 puts on it: `ds_id`, `ds_tensor`, `ds_numel`, `ds_shape` and other attributes."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Partition(ShardedParameter):
+    """One ZeRO-3 parameter. Its leaf lies over this rank's partition, and `accept` is given its reduced gradients."""
+
+    parameter: ZeroParameter
+    rank: int
+    accept: Callable[["Partition", torch.Tensor], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the unsharded parameter."""
+        return tuple(self.parameter.ds_shape)
+
+    def local(self) -> torch.Tensor:
+        """This rank's partition, [elements without padding]."""
+        return _without_padding(self.parameter, self.rank)
+
+    def masters(self) -> list[torch.Tensor]:
+        """Tensors through which users may write to the partition."""
+        return [self.parameter.ds_tensor]
+
+    def moved(self) -> bool:
+        """Whether DeepSpeed has put the partition elsewhere."""
+        return self.leaf.numel() > 0 and self.leaf.data_ptr() != self.parameter.ds_tensor.data_ptr()
+
+    def deliver(self, leaf: torch.Tensor) -> None:
+        """Hand the leaf's gradient to `accept`."""
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None and self.parameter.requires_grad:
+            self.accept(self, grad)
+
+
+def add_partition(
+    state: ShardedModel,
+    name: str,
+    parameter: ZeroParameter,
+    owner: tuple[nn.Module, str],
+    accept: Callable[[Partition, torch.Tensor], None],
+) -> Partition:
+    """Make `parameter` one of `state`, with a leaf over this rank's partition.
+
+    Args:
+        owner: the module that reads the parameter, and the name of its attribute.
+        accept: is given the partition and each gradient of it, [elements without padding].
+    """
+    rank = state.groups["rank"]
+    leaf = nn.Parameter(_without_padding(parameter, rank), requires_grad=parameter.requires_grad)
+    setattr(leaf, MODEL, weakref.ref(state))
+    index = state.runtime.add(
+        name=name,
+        shard=leaf,
+        shape=list(parameter.ds_shape),
+        chunk=parameter.ds_tensor.ds_numel,
+        replicated=False,
+        reduce_dtype=None,
+    )
+    partition = Partition(
+        name=name, index=index, parameter=parameter, leaf=leaf, owners=[owner], rank=rank, accept=accept
+    )
+    state.parameters[name] = partition
+    return partition
+
+
+def partition_grads(optimizer: Any, parameter: ZeroParameter, grad: torch.Tensor) -> None:
+    """Have DeepSpeed copy or add a reduced gradient, [elements of the partition with padding], to its buffer."""
+    if not grad.is_cuda:
+        optimizer.partition_grads([parameter], [grad])
+        return
+    stream = optimizer.reduce_and_partition_stream  # DeepSpeed reads its buffer on this stream afterwards
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer.partition_grads([parameter], [grad])
+    grad.record_stream(stream)
+
+
+def _without_padding(parameter: ZeroParameter, rank: int) -> torch.Tensor:
+    """The partition of `rank` over DeepSpeed's memory, [elements that the parameter has there].
+
+    The tensor has a storage of its own. Partitions of a whole group of parameters share one storage, but the runtime
+    identifies a parameter by its storage.
+    """
+    partition, numel = parameter.ds_tensor, parameter.ds_numel
+    length = min((rank + 1) * partition.ds_numel, numel) - min(rank * partition.ds_numel, numel)
+    return _C.own_storage(partition.detach().narrow(0, 0, length))

@@ -1,0 +1,109 @@
+"""One sub-group of a stage-3 optimizer: a flat main parameter that is updated parameter by parameter.
+
+DeepSpeed's optimizer has one flat main parameter for each sub-group of parameters, and wants one flat gradient for it.
+An optimizer that treats every element alone can as well update views of the flat main parameter, each with its own
+gradient. So gradients need not be concatenated.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam")
+"""Optimizers that treat every element alone. Their state is tensors like the parameter, and counts of steps."""
+
+
+class SubGroup:
+    """A flat main parameter and its optimizer state, cut into views [elements of a partition], one a parameter."""
+
+    def __init__(self, flat: nn.Parameter, state: dict[str, Any], lengths: list[int]):
+        """
+        Args:
+            flat: the main parameter, [sum of `lengths`].
+            state: of the optimizer for `flat`.
+            lengths: elements of each parameter's partition, in order.
+        """
+        self.flat = flat
+        self.state = state
+        self.numbers = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        self.views = flat.detach().split(lengths)
+        self.states: list[dict[str, Any]] = [dict(self.numbers) for _ in lengths]
+        self.counts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # each with its copies
+        for name, value in state.items():
+            if name in self.numbers:
+                continue
+            if value.shape == flat.shape:
+                parts = list(value.split(lengths))
+            else:  # a count must go up once: the first view has the tensor itself, the others have copies
+                copies = list(value.new_empty(len(lengths) - 1, *value.shape))
+                self.counts.append((value, copies))
+                parts = [value, *copies]
+            for view_state, part in zip(self.states, parts, strict=True):
+                view_state[name] = part
+
+    def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
+        """Step with these gradients, which come in the order of the parameters.
+
+        Args:
+            inner: the optimizer in DeepSpeed's. It has the views and their states only while it steps. So checkpoints
+                see the flat states, and nothing refers to a state that loading or offloading has replaced.
+            param_group: index of the group in `inner.param_groups` that the sub-group belongs to.
+            batches: lists of gradients; `inner` steps once for each list.
+        """
+        for count, copies in self.counts:  # only now, because sub-groups may share a count
+            torch._foreach_copy_(copies, [count] * len(copies))
+        pairs = zip(self.views, self.states)
+        for grads in batches:
+            batch = [next(pairs) for _ in grads]
+            try:
+                for (view, state), grad in zip(batch, grads, strict=True):
+                    view.grad = grad
+                    inner.state[view] = state
+                inner.param_groups[param_group]["params"] = [view for view, _ in batch]
+                inner.step()
+            finally:
+                inner.param_groups[param_group]["params"] = []
+                for view, _ in batch:
+                    view.grad = None
+                    inner.state.pop(view, None)
+            last_state = batch[-1][1]  # FusedAdam counts in this one
+            self.state.update({name: last_state[name] for name in self.numbers})
+
+
+def cut_sub_group(optimizer: Any, sub_group: int) -> SubGroup | None:
+    """Sub-group number `sub_group` of a stage-3 optimizer; None if the inner optimizer must see it whole."""
+    inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
+    elementwise = f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
+    # Step hooks expect one step of one parameter.
+    step_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+    if not elementwise or step_hooks or scaler or not inner.state.get(flat):
+        return None
+    lengths = [parameter.partition_numel() for parameter in optimizer.fp16_groups[sub_group]]
+    return SubGroup(flat, inner.state[flat], lengths)
+
+
+def cast_batches(
+    gradients: list[torch.Tensor], dtype: torch.dtype, scale: float, cast_bytes: int
+) -> Iterator[list[torch.Tensor]]:
+    """Yield the gradients in `dtype` and divided by `scale`, in order.
+
+    Gradients that need no cast come as one batch. Others come in batches of about `cast_bytes` after the cast, and each
+    gradient is freed when it has been cast.
+
+    Args:
+        gradients: is emptied.
+    """
+    batch, batch_cast_bytes = [], 0
+    gradients.reverse()
+    while gradients:
+        grad = gradients.pop()
+        batch_cast_bytes += grad.numel() * dtype.itemsize if grad.dtype != dtype else 0
+        batch.append(grad.to(dtype).contiguous())
+        if batch_cast_bytes >= cast_bytes or not gradients:
+            if scale != 1.0:
+                torch._foreach_mul_(batch, 1.0 / scale)
+            yield batch
+            batch, batch_cast_bytes = [], 0
