@@ -1,7 +1,8 @@
-"""Sees a DeepSpeed engine being made whose config has the flag. Installed as `zcompile_flag`; needs the standard library alone.
+"""Sees a DeepSpeed engine being made whose config has the flag. Installed as `zcompile_flag`.
 
-torch imports it (entry point in the group "torch.backends"), so that a run with the flag and without `import zcompile`
-does not go on silently in eager ZeRO-3. zcompile imports it too, for those who switch torch's autoload off.
+torch imports this module (entry point in the group "torch.backends"), so it needs nothing but the standard library.
+Why: a run with the flag and without `import zcompile` would go on silently in eager ZeRO-3. zcompile imports it too,
+for those who switch torch's autoload off.
 """
 
 import functools
@@ -10,6 +11,10 @@ import importlib.util
 import inspect
 import sys
 import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 _ENGINE = "deepspeed.runtime.engine"
 
@@ -23,49 +28,56 @@ def watch() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds DeepSpeed's engine as the others do, and wraps it when it is loaded."""
+    """Finds DeepSpeed's engine as other finders do, and wraps it when it is loaded."""
 
-    asking = False  # the other finders
+    asks_others = False  # while it does, it finds nothing itself
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """The engine's spec, whose loader also wraps the engine; None for all other modules."""
-        if name != _ENGINE or self.asking:
+        if name != _ENGINE or self.asks_others:
             return None
-        self.asking = True
+        self.asks_others = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self.asking = False
+            self.asks_others = False
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+            loader: Any = spec.loader
+            execute = loader.exec_module
 
-            def exec_module(module):
+            def exec_module(module: ModuleType) -> None:
                 execute(module)
                 _wrap(module)
 
-            spec.loader.exec_module = exec_module
+            loader.exec_module = exec_module
         return spec
 
 
-def _wrap(module) -> None:
-    initialize = getattr(getattr(module, "DeepSpeedEngine", None), "__init__", None)
-    if initialize is None or getattr(initialize, "_zcompile", False):
+def _wrap(module: ModuleType) -> None:
+    """Have `DeepSpeedEngine.__init__` of `module` look at its config."""
+    engine: Any = getattr(module, "DeepSpeedEngine", None)
+    initialize: Any = getattr(engine, "__init__", None)
+    if engine is None or getattr(initialize, "_zcompile", False):
         return
     signature = inspect.signature(initialize)
 
     @functools.wraps(initialize)
-    def wrapped(self, *args, **kwargs):
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         """`DeepSpeedEngine.__init__`, which zcompile takes over from if the config asks for it."""
         given = signature.bind(self, *args, **kwargs).arguments
         config = getattr(given.get("config_class"), "_param_dict", None) or {}
         if "zcompile" not in config:
-            return initialize(self, *args, **kwargs)
+            initialize(self, *args, **kwargs)
+            return
         if "zcompile" not in sys.modules:
             warnings.warn(
-                'zcompile: the DeepSpeed config has "zcompile", and the program does not import it. It is imported now; add '
-                "`import zcompile` to the program, which also works where torch's autoload is off.",
+                'zcompile: the DeepSpeed config has "zcompile", and the program does not import it. It is imported '
+                "now; add `import zcompile` to the program, which also works where torch's autoload is off.",
                 stacklevel=2,
             )
+        # Here and not above: torch imports this module before it can be imported itself.
         from zcompile.deepspeed.config import options_of
         from zcompile.deepspeed.takeover import attach
 
@@ -74,5 +86,6 @@ def _wrap(module) -> None:
         if options is not None:
             attach(self, options)
 
-    wrapped._zcompile = True
-    module.DeepSpeedEngine.__init__ = wrapped
+    marked: Any = wrapped
+    marked._zcompile = True
+    engine.__init__ = wrapped

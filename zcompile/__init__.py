@@ -1,8 +1,13 @@
 """ZeRO-3 training as a torch.compile backend: see README.md and docs/design.md."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from zcompile import _C
+
+__version__ = "0.1.0"
 
 if _C.built_for_torch != torch.__version__:
     raise ImportError(
@@ -10,13 +15,25 @@ if _C.built_for_torch != torch.__version__:
         "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
     )
 
-from zcompile.planning.explain import explain
 from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.fused_optimizer import fuse_optimizer
 from zcompile.sharding.shard import shard
 from zcompile_flag import watch
 
+if TYPE_CHECKING:
+    from zcompile.planning.explain import explain
+
 watch()
 
-__all__ = ["accumulate", "explain", "fuse_optimizer", "reset_stats", "shard", "stats"]
+__all__ = ["__version__", "accumulate", "explain", "fuse_optimizer", "reset_stats", "shard", "stats"]
+
+
+def __getattr__(name: str) -> Any:
+    """`zcompile.explain`, imported when it is first asked for: planning imports the backend, and that Inductor.
+
+    The submodule zcompile.explain puts the function in its own place, so both are one object whoever imported what.
+    """
+    if name == "explain":
+        return importlib.import_module("zcompile.explain")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""`python -m zcompile.explain`: see planning/command.py.
+"""`zcompile.explain` the function, and `python -m zcompile.explain` the command; see planning/ for both.
 
-Importing this module gives the function: `zcompile.explain` is callable whoever imported what.
+The module puts the function in its own place in `sys.modules`. So `import zcompile.explain` does not rebind the name
+from the function to a module: whatever is imported in whatever order, `zcompile.explain` is callable.
 """
 
 import sys

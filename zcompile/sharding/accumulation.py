@@ -1,4 +1,4 @@
-"""Microbatches: parameters stay unsharded between the first and the last of a step."""
+"""`zcompile.accumulate`: parameters stay unsharded from the first to the last microbatch of a step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,18 +13,20 @@ from zcompile.sharding.model_state import state_of
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Around the micro-steps of one step: parameters do not change in it, so compiled graphs gather them once.
+    """Around the microbatches of one step: parameters do not change inside, so compiled graphs gather them once.
 
-    What is gathered first stays full until the end, as far as the option `microbatch_cache_bytes` lets it; over p2p, weights are made ready
-    for peers once. Gradients add up as ever, but each time into new memory: what a DTensor in `.grad` was made of before does not
-    follow. No number changes, but where several graphs read one parameter, gradients are added in another order. All ranks enter and leave
-    it at the same micro-steps. Values that are changed inside are seen at its end, some not before; change them on all ranks or on none.
+    What is gathered first stays unsharded until the end, as far as the option `microbatch_cache_bytes` lets it. Over
+    p2p, the cached shards that peers read are refreshed once. Gradients add up as ever, but each time into new
+    memory: a tensor that was taken out of `.grad` earlier does not follow. No number changes, except that gradients
+    of a parameter which several graphs read are added in another order. All ranks enter and leave the block at the
+    same microbatches. A value that is changed inside may be seen only at the end of the block; change it on all ranks
+    or on none.
 
     Raises:
         RuntimeError: `model` is not sharded; an optimizer steps with its parameters inside.
     """
     state = state_of(model)
-    if state.accumulates:  # the outer one lasts longer
+    if state.accumulates:  # the outer block lasts longer
         yield
         return
     ours = {id(sharded.parameter) for sharded in state.parameters.values()}
@@ -36,9 +38,9 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             )
 
     state.begin_accumulating(state.microbatch_cache_limit())
-    watching = register_optimizer_step_pre_hook(refuse)
+    hook = register_optimizer_step_pre_hook(refuse)
     try:
         yield
     finally:
-        watching.remove()
+        hook.remove()
         state.end_accumulating()

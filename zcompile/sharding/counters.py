@@ -2,22 +2,33 @@
 
 from torch import nn
 
+from zcompile.old_names import Stats
 from zcompile.sharding.model_state import state_of
 
 
-def stats(model: nn.Module) -> dict:
+def stats(model: nn.Module) -> Stats:
     """What went over the wire for `model` since it was sharded or `reset_stats` was called, counted by the runtime.
 
     Returns:
-        `gathered_bytes` and `reduced_bytes`: dtype name -> bytes of full tensors moved on this rank; `gathers` and
-        `reduces`: calls; `peak_unsharded_bytes`: most bytes of gathered tensors alive at once (memory that compiled code reuses
-        for activations counts until it is freed); `transport`: its name; `transport_reason`: why it was taken;
-        `transport_bytes`: device memory that it keeps, which torch's allocator does not count.
+        gathered_bytes, reduced_bytes: dtype name -> bytes of unsharded tensors moved on this rank.
+        gathers, reduces: calls.
+        peak_unsharded_bytes: most bytes of gathered tensors alive at once. Memory that compiled code reuses for
+            activations counts until it is freed.
+        transport: its name.
+        transport_reason: why it was taken.
+        transport_bytes: device memory that the transport holds, which torch's allocator does not count.
+
+    Raises:
+        RuntimeError: `model` is not sharded.
     """
     state = state_of(model)
-    return state.runtime.stats() | {"transport_reason": state.transport.reason}
+    return Stats(state.runtime.stats() | {"transport_reason": state.transport.reason})
 
 
 def reset_stats(model: nn.Module) -> None:
-    """Set every counter of `stats(model)` to zero."""
+    """Set every counter of `stats(model)` to zero.
+
+    Raises:
+        RuntimeError: `model` is not sharded.
+    """
     state_of(model).runtime.reset_stats()

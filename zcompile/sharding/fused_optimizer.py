@@ -1,12 +1,14 @@
-"""A step of AdamW that also writes the copies of shards that peers gather; see [Note: steps over lent memory] in csrc/step_order.h.
+"""A step of AdamW that also refreshes the cached shards that peers gather.
 
-Where gathers are copies between GPUs, each rank keeps its shards in the width of compute, and would read all masters again
-for them after each step. The optimizer's kernel has them at hand. torch's own step runs as it is, and only the call of its
-fused kernel is taken, by a dispatch mode that lasts as long as the step.
+Peer to peer, each rank caches its shards in `param_dtype`. To refresh them after a step, it would read all main
+parameters again; the optimizer's kernel has them at hand. torch's own step runs as it is. Only the call of its fused
+kernel is replaced, by a dispatch mode that lasts as long as the step. In which order parameters are stepped, and why,
+is in csrc/p2p/schedule/adam_schedule.h.
 """
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,18 +21,20 @@ ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.
 
 
 def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let steps of `optimizer` write what the next forward gathers, and give up gradients as they go. No number changes.
+    """Let steps of `optimizer` write what the next forward gathers, and free gradients as they go. No number changes.
 
-    Peer to peer this saves a pass over all masters per step; over other transports, steps are torch's. In any case `step()` leaves
-    `.grad` of the model's parameters None, already when hooks behind it run, for their memory may be what it writes to: a gradient
-    that is wanted afterwards must be cloned before. Between a step and the next forward, change parameters by plain in-place
-    operations under `torch.no_grad()`, or by `load_state_dict`: what is written through `.data`, by `torch._foreach_*` or by another
-    optimizer is not in that forward, but in the next one with a step or a backward before it. Schedulers, GradScaler, state and
-    checkpoints of the optimizer are as ever; with GradScaler, and where Adam adds weight decay to the gradient, steps are torch's.
-    All ranks call it, or none, and all ranks step.
+    Peer to peer this saves one pass over all main parameters per step; over other transports, steps are torch's.
+
+    In any case `step()` leaves `.grad` of the model's parameters None, already when hooks behind it run, since the
+    step may write to the memory of gradients. Clone a gradient before the step if you want it afterwards. Between a
+    step and the next forward, change parameters by plain in-place operations under `torch.no_grad()`, or by
+    `load_state_dict`. A write through `.data`, by `torch._foreach_*` or by another optimizer is not in that forward,
+    but in the next one with a step or a backward before it. Schedulers, GradScaler, state and checkpoints of the
+    optimizer are as ever. With GradScaler, and where Adam adds weight decay to the gradient, steps are torch's. All
+    ranks call this, or none, and all ranks step.
 
     Args:
-        model: sharded by `zcompile.shard`, on the transport that it will train on or not.
+        model: sharded by `zcompile.shard`; its transport may still change.
         optimizer: `torch.optim.Adam` or `AdamW` with `fused=True`, over any parameters of `model` and others.
 
     Returns:
@@ -41,6 +45,35 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         ValueError: another optimizer, or one that is not fused, or `amsgrad`, `maximize` or a tensor as learning rate.
     """
     state = state_of(model)
+    _check_optimizer(optimizer)
+    inner: Any = optimizer.step
+    models = getattr(inner, "fused_by_zcompile", ())
+    if any(each is state for each in models):
+        return optimizer
+    unbound = getattr(inner, "__func__", None)
+    if unbound is None:  # a scheduler was there before
+        unbound = functools.wraps(inner)(lambda self: inner())
+    fused: Any = _fused_step(unbound, state)
+    fused.fused_by_zcompile = (*models, state)
+    # Weak: if the optimizer's own `step` held the optimizer, nothing would free it, nor its states, before the next gc.
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(fused)
+    def step(closure: Any = None) -> Any:
+        return fused(reference(), closure)
+
+    bound: Any = step
+    bound.__func__ = fused  # as of a method, which schedulers expect
+    vars(optimizer)["step"] = step
+    return optimizer
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what the transports' kernels do not compute.
+
+    Raises:
+        ValueError: see `fuse_optimizer`.
+    """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(f"zcompile.fuse_optimizer takes torch.optim.Adam and AdamW, not {type(optimizer).__name__}.")
     for group in optimizer.param_groups:
@@ -48,13 +81,10 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
             raise ValueError(
                 "zcompile.fuse_optimizer needs fused=True, and neither amsgrad, maximize nor a tensor as learning rate."
             )
-    inner = optimizer.step
-    models = getattr(inner, "fused_by_zcompile", ())
-    if any(one is state for one in models):
-        return optimizer
-    unbound = getattr(inner, "__func__", None)
-    if unbound is None:  # a scheduler was there before
-        unbound = functools.wraps(inner)(lambda self: inner())
+
+
+def _fused_step(unbound: Callable[..., Any], state: ShardedModel) -> Callable[..., Any]:
+    """`unbound`, an optimizer's step, with the kernels of `state`'s transport; drops the gradients of `state`."""
     mode = StepMode(state)
 
     @functools.wraps(unbound)  # schedulers and others leave marks on it
@@ -72,50 +102,40 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
                     parameter.grad = None
         return loss
 
-    fused.fused_by_zcompile = (*models, state)
-    reference = weakref.ref(
-        optimizer
-    )  # nothing here may hold the optimizer, or it would hold itself, and with it its states
-
-    @functools.wraps(fused)
-    def step(closure: Any = None) -> Any:
-        return fused(reference(), closure)
-
-    step.__func__ = fused  # as of a method, which schedulers expect
-    optimizer.step = step
-    return optimizer
+    return fused
 
 
 class StepMode(TorchDispatchMode):
-    """Gives what fused kernels are called with to the model's transport, and the rest to torch."""
+    """Where torch calls its fused kernel, calls the transport's for parameters of the model, and torch's for others."""
 
     def __init__(self, state: ShardedModel):
         super().__init__()
         self.state = state
-        self.writes_copies = False  # the transport, in some step
+        self.refreshes_cache = False  # whether the transport did, in some step
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func not in (ADAM, ADAMW):
             return func(*args, **kwargs)
         parameters, gradients, averages, squares, _, counts = args
         index_of = {id(sharded.parameter): sharded.index for sharded in self.state.parameters.values()}
-        ours = {at: index_of[id(parameter)] for at, parameter in enumerate(parameters) if id(parameter) in index_of}
-        tensors = [[_local(each[at]) for at in ours] for each in (parameters, gradients, averages, squares, counts)]
+        ours = {i: index_of[id(parameter)] for i, parameter in enumerate(parameters) if id(parameter) in index_of}
+        tensors = [[_local(each[i]) for i in ours] for each in (parameters, gradients, averages, squares, counts)]
         settings = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
         if ours and _is_plain(func, kwargs) and self.state.runtime.step(list(ours.values()), tensors, **settings):
-            self.writes_copies = True
-            for at in ours:
-                parameters[
-                    at
-                ].grad = None  # at once: whoever wrote to it now, a hook or after an error, would write to copies
-            args = tuple([one for at, one in enumerate(each) if at not in ours] for each in args)
-        elif self.writes_copies:
-            torch.autograd.graph.increment_version(
-                tensors[0]
-            )  # torch's kernel does not, and copies of the step before would pass for new
+            self.refreshes_cache = True
+            # At once: whoever wrote to a gradient now, a hook or a handler of an error, would write to the cache.
+            for i in ours:
+                parameters[i].grad = None
+            args = tuple([value for i, value in enumerate(values) if i not in ours] for values in args)
+        elif self.refreshes_cache:
+            # torch's kernel does not, and what is cached since the step before would pass for new.
+            torch.autograd.graph.increment_version(tensors[0])
         if args[0]:
             func(*args, **kwargs)
+        return None
 
 
 def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -131,4 +151,5 @@ def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -1,24 +1,30 @@
-"""Meta-device models: each module is made whole just before its parameters are sharded, so at most one is whole."""
+"""Models on the meta device: each module is materialized just before it is sharded, so at most one is unsharded."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 
-def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, keep: set[int]) -> None:
-    """Give `module`'s own meta parameters and buffers memory on `device` and initialise them, but for ids in `keep`.
+def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: set[int]) -> None:
+    """Give `module`'s own meta parameters and buffers memory on `device` and initialise them, except ids in `skip`.
 
     Uses the module's `reset_parameters()`, or the `_init_weights(module)` of the nearest Hugging Face model around it.
 
     Raises:
-        RuntimeError: the module says of neither kind how it is initialised.
+        RuntimeError: the module has neither, so that nobody knows how to initialise it.
     """
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    meta = [name for name, tensor in own if tensor.is_meta and id(tensor) not in keep]
+    own: list[tuple[str, torch.Tensor]] = [
+        *module.named_parameters(recurse=False),
+        *module.named_buffers(recurse=False),
+    ]
+    meta = [name for name, tensor in own if tensor.is_meta and id(tensor) not in skip]
     if not meta:
         return
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    initialiser = None if callable(reset) else _init_weights(model, path)
-    if not callable(reset) and initialiser is None:
+    initialise = _initialiser(model, path, module)
+    if initialise is None:
         raise RuntimeError(
             f"zcompile.shard: {type(module).__name__} '{path}' has meta tensor '{meta[0]}' but no reset_parameters(). "
             "Define it, or build the model on a real device."
@@ -26,15 +32,20 @@ def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.de
     real = {name: tensor for name, tensor in own if not tensor.is_meta}
     module.to_empty(device=device, recurse=False)
     for name, tensor in real.items():
-        (module._parameters if name in module._parameters else module._buffers)[name] = tensor
+        table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        table[name] = tensor
     with torch.no_grad():
-        reset() if callable(reset) else initialiser(module)
+        initialise()
 
 
-def _init_weights(model: nn.Module, path: str):
+def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any] | None:
+    """What initialises `module`: its own method, else that of the nearest Hugging Face model around it; or None."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        return reset
     parts = path.split(".") if path else []
     for depth in range(len(parts), -1, -1):
-        ancestor = model.get_submodule(".".join(parts[:depth]))
-        if callable(getattr(ancestor, "_init_weights", None)):
-            return ancestor._init_weights
+        init_weights = getattr(model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
+        if callable(init_weights):
+            return functools.partial(init_weights, module)
     return None

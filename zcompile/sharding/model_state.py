@@ -1,17 +1,18 @@
 """The shards of one model, and each parameter in its two forms.
 
 [Note: leaf and parameter]
-A parameter lives twice in Python, over one storage. `model.parameters()` yields a DTensor, which optimizers, clipping and
-checkpoints understand. The module's forward reads through a property, which gathers the *leaf*: a plain tensor over the
-same memory. DTensors that went through a compiled graph would cost about 90 us of host time per parameter and step; a
-plain tensor costs what any parameter costs. Autograd accumulates into the leaf, and a hook moves the result to the
-DTensor's `.grad`.
+A sharded parameter is two Python objects over one storage. `model.parameters()` yields a DTensor, which optimizers,
+clipping and checkpoints understand. The module's forward reads through a property, which gathers the *leaf*: a plain
+tensor over the same memory. Why two: a DTensor that goes through a compiled graph costs about 90 us of host time per
+parameter and step; a plain tensor costs what any parameter costs. Autograd accumulates into the leaf, and a hook moves
+the result to the DTensor's `.grad`.
 """
 
 import math
 import os
 import weakref
 from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from zcompile import _C
 from zcompile.analysis.hardware import table_of
 from zcompile.sharding.attributes import LEAF, MODEL, STATE
-from zcompile.sharding.process_groups import groups_of
+from zcompile.sharding.process_groups import all_gather_over_mesh, groups_of
 from zcompile.sharding.rank_agreement import Agreement
-from zcompile.sharding.select_transport import Choice, choose, log, of_all
+from zcompile.sharding.select_transport import Choice, choose, log
 
 
 @dataclass(eq=False)
@@ -35,83 +36,92 @@ class ShardedParameter:
     index: int
     parameter: nn.Parameter  # the DTensor that users see
     leaf: nn.Parameter  # the plain local shard that graphs see
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # (module, attribute); several where it is tied
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the full parameter."""
+        """Of the unsharded parameter."""
         return tuple(self.parameter.shape)
 
     def local(self) -> torch.Tensor:
-        """This rank's piece, in the memory that the optimizer changes."""
+        """This rank's shard, in the memory that the optimizer changes."""
         with torch.no_grad():
-            return self.parameter.to_local()
+            return cast(DTensor, self.parameter).to_local()
 
-    def masters(self) -> list[torch.Tensor]:
-        """Tensors through which users may write to the shard."""
+    def main_params(self) -> list[torch.Tensor]:
+        """Tensors through which users may write to the shard: the runtime watches their versions."""
         return [self.parameter, self.local()]
 
-    def bind(self) -> None:
-        """Make the leaf what the owning modules read, and let gradients flow from it to the DTensor."""
+    def install_leaf(self) -> None:
+        """Make the leaf what the owning modules read, and let its gradients go to the DTensor."""
         trains = self.parameter.requires_grad
         if self.leaf.is_floating_point():
-            self.leaf.requires_grad_(True).register_post_accumulate_grad_hook(
-                self.deliver
-            )  # refused by a frozen tensor
+            self.leaf.requires_grad_(True)  # a frozen tensor refuses hooks
+            self.leaf.register_post_accumulate_grad_hook(self.post_accumulate_grad)
             self.leaf.requires_grad_(trains)
-        self.parameter.requires_grad_ = self.require_grad
+        self.parameter.__dict__["requires_grad_"] = self.set_requires_grad
         for module, attribute in self.owners:
             module.__dict__[LEAF + attribute] = self.leaf
-        module, self.attribute = self.owners[0]
-        self.home = module._parameters
+        owner, self.attribute = self.owners[0]
+        self.owner_parameters = owner._parameters  # where the DTensor lies unless somebody replaced it
 
-    def require_grad(self, requires_grad: bool = True) -> nn.Parameter:
+    def set_requires_grad(self, requires_grad: bool = True) -> nn.Parameter:
         """Stands in for the DTensor's `requires_grad_`: compiled graphs guard on the leaf."""
         self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
         return self.parameter
 
-    def deliver(self, leaf: torch.Tensor) -> None:
-        """Move the leaf's gradient to the DTensor, adding to what is there, as autograd would."""
+    def post_accumulate_grad(self, leaf: torch.Tensor) -> None:
+        """Autograd's hook on the leaf: move its gradient to the DTensor, adding to what is there.
+
+        Raises:
+            RuntimeError: the module has another parameter now.
+        """
         grad, leaf.grad = leaf.grad, None
         if grad is None:  # a compiled graph that found the parameter to have no effect
             return
         parameter = self.parameter
-        if self.home.get(self.attribute) is not parameter:
+        if self.owner_parameters.get(self.attribute) is not parameter:
             raise RuntimeError(replaced_message(self.name))
         if not parameter.requires_grad:
             return
-        before = parameter.grad
-        if before is None:
-            parameter.grad = DTensor(self.added(None, grad), parameter._spec, requires_grad=False)
+        dtensor_grad: Any = parameter.grad
+        if dtensor_grad is None:
+            spec = cast(DTensor, parameter)._spec
+            dtensor_grad = parameter.grad = DTensor(self.add_grad(None, grad), spec, requires_grad=False)
         else:
-            before._local_tensor = self.added(before._local_tensor, grad)
-        self.let_accumulate(parameter.grad._local_tensor, parameter)
+            dtensor_grad._local_tensor = self.add_grad(dtensor_grad._local_tensor, grad)
+        self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
 
-    def let_accumulate(self, gradient: torch.Tensor, owner: nn.Parameter | None = None) -> None:
-        """Inside of `accumulate`, the next reduce may add to `gradient`, as long as `owner` has it."""
-        state = model_of(self.leaf)
+    def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
+        """Inside of `zcompile.accumulate`, let the next reduce add to `accumulated` while `owner` has it as grad."""
+        state = self.state
         if state.accumulates:
-            state.runtime.accumulate_onto(self.index, gradient, owner=owner)
+            state.runtime.accumulate_onto(self.index, accumulated, owner=owner)
 
-    def added(self, before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-        """What has accumulated with `grad`, which just arrived; `before` is what had until now.
+    def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
+        """The sum of `accumulated`, the gradient of earlier microbatches, and `grad`, which a reduce just made.
 
-        Inside of `accumulate`, the reduce that made `grad` may have added what had accumulated when it started. That is `before`,
-        unless a hook, or another backward inside of this one, changed the gradient since.
+        Inside of `zcompile.accumulate`, that reduce may have added its base: what had accumulated when it started. The
+        base is `accumulated`, unless a hook, or another backward inside of this one, changed the gradient since.
         """
-        state = model_of(self.leaf)
+        state = self.state
         if not state.accumulates:
-            return grad if before is None else before.add_(grad)
+            return grad if accumulated is None else accumulated.add_(grad)
         runtime = state.runtime
         base = runtime.take_base(self.index)
         if base is not None:
-            if before is None:
+            if accumulated is None:
                 grad.sub_(base)
-            elif before.data_ptr() != base.data_ptr():
-                grad.add_(before - base)
-        elif before is not None:
-            grad = before + grad if runtime.has_base(self.index) else before.add_(grad)
+            elif accumulated.data_ptr() != base.data_ptr():
+                grad.add_(accumulated - base)
+        elif accumulated is not None:
+            grad = accumulated + grad if runtime.has_base(self.index) else accumulated.add_(grad)
         return grad
+
+    @property
+    def state(self) -> "ShardedModel":
+        """The model that the parameter belongs to."""
+        return cast(ShardedModel, model_of(self.leaf))
 
 
 class ShardedModel:
@@ -125,18 +135,20 @@ class ShardedModel:
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))
-        self.free_bytes = 0
-        self.microbatch_cache_bytes: int | None = None  # what a compile was asked for
-        self.accumulates = False
-        self.agreement: Agreement | None = None  # where a difference between ranks would hang
-        self.at_rest = False  # whether an uncompiled read outside of backward is of the parameter and not of its values
+        self.free_bytes = 0  # see measure_memory
+        self.microbatch_cache_bytes: int | None = None  # the option of the last compile
+        self.accumulates = False  # inside of `zcompile.accumulate`
+        self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
+        self.eager_reads_sharded = False
+        """Whether an eager read outside of backward gives the parameter as it is, and gathers nothing: DeepSpeed's own
+        code reads its parameters between forwards."""
 
     def choose(self, wanted: str) -> Choice:
-        """The transport for `wanted`; see `zcompile.sharding.select_transport.choose`."""
+        """The transport for `wanted`, and why; see `zcompile.sharding.select_transport.choose`."""
         return choose(wanted, self.mesh, self.new_runtime, self.nccl_max_ctas)
 
     def use_transport(self, wanted: str) -> None:
-        """Change the wire to `wanted`, one of `zcompile.sharding.select_transport.TRANSPORTS`; all ranks together.
+        """Change the transport to `wanted`, one of `zcompile.options.TRANSPORTS`; all ranks together.
 
         Raises:
             ValueError: not known, or not possible here.
@@ -151,93 +163,101 @@ class ShardedModel:
         log.info("zcompile: transport %s: %s", *choice)
 
     def new_runtime(self) -> _C.Model:
-        """An empty one over the same process groups, to measure on."""
+        """An empty runtime over the same process groups, to measure on."""
         return _C.Model(**self.groups)
 
     def new_agreement(self) -> Agreement:
-        """For the ranks that share the shards, over NCCL: ranks on gloo agree at run time, and peers by the words for which they wait."""
+        """For the ranks that share the shards, over NCCL. Over gloo, ranks agree before each collective; peer to
+        peer, by the signals for which they wait."""
         return Agreement(f"zcompile/{self.groups['reduce']}", self.groups["rank"], self.groups["world"])
 
     def measure_memory(self) -> None:
-        """Note what is free for training, on the rank that has least; all ranks together.
+        """Note how much memory is free for training, on the rank that has least; all ranks together.
 
-        Rounded down to a power of two: what is free differs a little from run to run, and plans that differ miss every cache.
+        It is rounded down to a power of two. Else it would differ a little from run to run, and plans that differ miss
+        every cache.
         """
         if self.mesh.device_type == "cuda":
             free = torch.cuda.mem_get_info()[0]
         else:
             free = _available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size()))
-        self.free_bytes = 1 << (max(1, min(of_all(self.mesh, free))).bit_length() - 1)
+        self.free_bytes = 1 << (max(1, min(all_gather_over_mesh(self.mesh, free))).bit_length() - 1)
 
     def microbatch_cache_limit(self) -> int:
-        """Most bytes of full parameters from micro-step to micro-step; see `zcompile.options.Settings.microbatch_cache_bytes`."""
+        """Most bytes that stay unsharded across microbatches; see
+        `zcompile.options.Settings.microbatch_cache_bytes`."""
         if self.microbatch_cache_bytes is not None:
             return self.microbatch_cache_bytes
-        world = self.runtime.world
-        shards_bytes = sum(
-            -(-math.prod(one.shape) // world) * one.leaf.itemsize for one in self.parameters.values()
-        )  # not of this rank
+        world, sharded = self.runtime.world, self.parameters.values()
+        # Of any rank, not of this one: its own last shard may be shorter, and ranks must have one limit.
+        shards_bytes = sum(-(-math.prod(each.shape) // world) * each.leaf.itemsize for each in sharded)
         return max(0, self.free_bytes - 3 * shards_bytes) // 4
 
     def begin_accumulating(self, microbatch_cache_bytes: int) -> None:
-        """From here on, parameters do not change; what is gathered stays full up to `microbatch_cache_bytes`."""
+        """From here on, parameters do not change: what is gathered stays unsharded, up to `microbatch_cache_bytes`."""
         self.accumulates = True
         self.runtime.begin_caching(microbatch_cache_bytes)
 
     def end_accumulating(self) -> None:
-        """From here on, they may."""
+        """From here on, parameters may change again."""
         self.accumulates = False
         self.runtime.end_caching()
 
     def limit_microbatch_cache(self, microbatch_cache_bytes: int | None) -> None:
-        """Have `microbatch_cache_limit` return what a compile is asked for, also for micro-steps that have begun."""
+        """Take the option of a compile as `microbatch_cache_limit`, also for microbatches that have begun."""
         self.microbatch_cache_bytes = microbatch_cache_bytes
         self.runtime.limit_cache(self.microbatch_cache_limit())
 
-    def bind(self, sharded: ShardedParameter) -> None:
+    def install_leaf(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""
-        sharded.bind()
-        self.runtime.watch(sharded.index, sharded.masters())
+        sharded.install_leaf()
+        self.runtime.watch(sharded.index, sharded.main_params())
 
-    def refresh(self, sharded: ShardedParameter) -> None:
-        """Follow a parameter whose storage was exchanged by `module.to()`, `load_state_dict(assign=True)` and the like."""
+    def follow_storage(self, sharded: ShardedParameter) -> None:
+        """Take a new leaf if the parameter's storage was exchanged, as `module.to()` and
+        `load_state_dict(assign=True)` do."""
         local = sharded.local()
         if local.untyped_storage().data_ptr() == sharded.leaf.untyped_storage().data_ptr() and local.numel() > 0:
             return
         sharded.leaf = nn.Parameter(local, requires_grad=sharded.parameter.requires_grad)
         setattr(sharded.leaf, MODEL, weakref.ref(self))
         self.runtime.replace(sharded.index, sharded.leaf)
-        self.bind(sharded)
+        self.install_leaf(sharded)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> NoReturn:
         raise RuntimeError(
             "zcompile: a sharded model cannot be copied; copy it first, then call zcompile.shard on both."
         )
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise RuntimeError("zcompile: a sharded model cannot be pickled; save model.state_dict() instead.")
 
 
 def model_of(leaf: object) -> ShardedModel | None:
     """The sharded model that `leaf`, an input of a compiled graph, is a shard of; None if it is something else."""
-    reference = getattr(leaf, MODEL, None)
+    reference: weakref.ref[ShardedModel] | None = getattr(leaf, MODEL, None)
     return None if reference is None else reference()
 
 
 def state_of(model: nn.Module) -> ShardedModel:
-    """Raises:
-    RuntimeError: `model` is not sharded.
+    """The shards of `model`, as its modules refer to them.
+
+    Raises:
+        RuntimeError: `model` is not sharded.
     """
     for module in model.modules():
-        if STATE in module.__dict__:
-            return module.__dict__[STATE]
+        state: ShardedModel | None = module.__dict__.get(STATE)
+        if state is not None:
+            return state
     raise RuntimeError("this model has no sharded parameter: call zcompile.shard(model) first.")
 
 
 def replaced_message(name: str) -> str:
+    """The text of an error."""
     return (
-        f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into the "
-        "DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before zcompile.shard."
+        f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into "
+        "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before "
+        "zcompile.shard."
     )
 
 

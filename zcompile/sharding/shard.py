@@ -1,8 +1,9 @@
-"""`zcompile.shard`: from a whole model to one shard of each parameter per rank."""
+"""`zcompile.shard`: from an unsharded model to one shard of each parameter per rank."""
 
 import functools
 import weakref
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
 from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter
-from zcompile.sharding.process_groups import default_mesh, device_of
+from zcompile.sharding.process_groups import default_mesh, device_of, shard_group_of
 from zcompile.sharding.validation import agree_on_model, check_max_ctas, check_mesh, check_model, signature
 
 
@@ -30,37 +31,39 @@ def shard(
 ) -> nn.Module:
     """Shard every parameter of `model` over the ranks, in place (ZeRO-3, arXiv:1910.02054).
 
-    Afterwards each rank holds rows [r * ceil(n / W), (r + 1) * ceil(n / W)) of every parameter with n rows as a DTensor
-    with placement `Shard(0)`, as FSDP2 does; scalars stay whole (`Replicate()`), and so do buffers. Modules gather a
-    parameter when they read it, and its gradient is reduced to the mean over ranks. Works in eager; `torch.compile` with
-    `backend="zcompile"` plans it. Each rank keeps its slice of its own initial values, as FSDP2 does: seed all ranks
-    alike to start from one model.
+    Afterwards each rank holds rows [r * ceil(n / W), (r + 1) * ceil(n / W)) of every parameter with n rows as a
+    DTensor with placement `Shard(0)`, as FSDP2 does; scalars stay unsharded (`Replicate()`), and so do buffers.
+    Modules gather a parameter when they read it, and its gradient is reduced to the mean over ranks. Works in eager;
+    `torch.compile` with `backend="zcompile"` plans it. Each rank keeps its slice of its own initial values, as FSDP2
+    does: seed all ranks alike to start from one model.
 
     Args:
-        model: any module, on the mesh's device, on CPU (moved piece by piece) or on the meta device (each module is made
-            by its `reset_parameters()`; a full copy of the model never exists on one rank).
+        model: any module, on the mesh's device, on CPU (moved piece by piece) or on the meta device (each module is
+            made by its `reset_parameters()`; the unsharded model never exists on one rank).
         mesh: 1-D (shard), or 2-D (replicate x shard). Default: all ranks of the default process group.
-        param_dtype: dtype on the wire and in compute; masters keep theirs. Floating-point inputs of `model` are cast to
-            it. Default: that of the masters, which `torch.autocast` narrows.
+        param_dtype: dtype on the wire and in compute; main parameters keep theirs. Floating-point inputs of `model` are
+            cast to it. Default: that of the main parameters, which `torch.autocast` narrows.
         reduce_dtype: a narrower dtype for gradients on the wire. The sum is fp32 in any case (fp64 for fp64), in rank
             order.
         ignored_params: parameters that stay as they are.
-        nccl_max_ctas: most SMs (thread blocks) that one of NCCL's kernels takes from compute: gathers and reduces, and sums over
-            replicas, then go over groups of zcompile's own instead of the mesh's. Default: NCCL's choice. The environment
-            variable NCCL_MAX_CTAS limits all groups of a process and takes precedence. Peer to peer, nothing is limited but
-            sums over replicas.
-        native_reduce: reduce by the reduce-scatter of NCCL (or gloo) where the transport is one of them. It adds up in its own order, in
-            the width of the wire, so that numbers depend on the backend, the number of ranks and their links: bf16 gradients are added up in bf16, unless
-            `reduce_dtype`, which may then be the wider one, makes them travel as fp32. fp16 sums may overflow. Scalars, sums over replicas, division
-            and accumulation stay as they are; peer to peer, everything does.
+        nccl_max_ctas: most SMs (thread blocks) that one of NCCL's kernels takes from compute. Gathers and reduces, and
+            sums over replicas, then go over groups of zcompile's own instead of the mesh's. Default: NCCL's choice. The
+            environment variable NCCL_MAX_CTAS limits all groups of a process and takes precedence. Peer to peer, only
+            sums over replicas are limited.
+        native_reduce: reduce by the reduce-scatter of NCCL (or gloo) where the transport is one of them. It adds up
+            in its own order, in the dtype of the wire, so numbers depend on the backend, the number of ranks and
+            their links. bf16 gradients are added up in bf16, unless `reduce_dtype`, which may then be the wider one,
+            makes them travel as fp32. fp16 sums may overflow. Scalars, sums over replicas, division and accumulation
+            stay as they are; peer to peer, everything does.
 
     Returns:
         `model`, with parameters replaced. Build the optimizer afterwards.
 
     Raises:
-        RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks disagree
-            on the model.
-        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, an `nccl_max_ctas` that is not positive or not for NCCL.
+        RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks
+            disagree on the model.
+        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, an `nccl_max_ctas` that is not positive or not
+            for NCCL.
         TypeError: a parameter or dtype that is not floating-point.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -76,21 +79,8 @@ def shard(
     agree_on_model(mesh, error, [*signature(model, ignored), options])
 
     state = ShardedModel(mesh, nccl_max_ctas, native_reduce)
-    device = device_of(mesh)
-    done: dict[int, ShardedParameter] = {}  # by id of the original parameter, which `originals` keeps taken
-    originals: list[nn.Parameter] = []
-    for path, module in list(model.named_modules()):
-        own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in ignored}
-        originals += own.values()
-        materialize(model, path, module, device, keep=ignored | done.keys())
-        _move_buffers(module, device)
-        for attribute, original in own.items():
-            if id(original) not in done:
-                name = f"{path}.{attribute}" if path else attribute
-                done[id(original)] = _shard_parameter(state, name, module._parameters[attribute], device, reduce_dtype)
-            done[id(original)].owners.append((module, attribute))
-            module._parameters[attribute] = done[id(original)].parameter
-    install_readers(state, param_dtype, alone=mesh.size() == 1)
+    _shard_modules(state, model, ignored, reduce_dtype)
+    install_readers(state, param_dtype, single_rank=mesh.size() == 1)
     state.use_transport("auto")
     state.measure_memory()
     if param_dtype is not None:
@@ -98,38 +88,71 @@ def shard(
     return model
 
 
+def _shard_modules(state: ShardedModel, model: nn.Module, ignored: set[int], reduce_dtype: torch.dtype | None) -> None:
+    """Exchange the parameters of each module of `model` for DTensors, module by module."""
+    device = device_of(state.mesh)
+    done: dict[int, ShardedParameter] = {}  # by id of the original parameter
+    originals: list[nn.Parameter] = []  # held until the end, so that no id is given twice
+    for path, module in list(model.named_modules()):
+        own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in ignored}
+        originals += own.values()
+        materialize(model, path, module, device, skip=ignored | done.keys())
+        _move_buffers(module, device)
+        for attribute, original in own.items():
+            if id(original) not in done:
+                name = f"{path}.{attribute}" if path else attribute
+                materialized = cast(nn.Parameter, module._parameters[attribute])
+                done[id(original)] = _shard_parameter(state, name, materialized, device, reduce_dtype)
+            done[id(original)].owners.append((module, attribute))
+            module._parameters[attribute] = done[id(original)].parameter
+
+
 @torch.no_grad()
-def _shard_parameter(state: ShardedModel, name: str, parameter: nn.Parameter, device, reduce_dtype) -> ShardedParameter:
-    mesh = state.mesh
-    world, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    full = parameter.detach()
-    replicated = full.ndim == 0
-    if replicated:
-        local = full.to(device, copy=True)
-        dist.broadcast(local, group=mesh.get_group(mesh.ndim - 1), group_src=0)
-    else:
-        rows = -(-full.shape[0] // world)
-        local = full[rank * rows : (rank + 1) * rows].to(device, copy=True).contiguous()
-    if mesh.ndim == 2:
-        dist.broadcast(local, group=mesh.get_group(0), group_src=0)
-    placements = [Replicate()] * (mesh.ndim - 1) + [Replicate() if replicated else Shard(0)]
-    stride = torch.empty(full.shape, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
+def _shard_parameter(
+    state: ShardedModel, name: str, parameter: nn.Parameter, device: torch.device, reduce_dtype: torch.dtype | None
+) -> ShardedParameter:
+    """One parameter of `state`: this rank's rows, as a DTensor and as a leaf, and known to the runtime."""
+    unsharded = parameter.detach()
+    replicated = unsharded.ndim == 0
+    rows = 0 if replicated else -(-unsharded.shape[0] // state.groups["world"])  # of a shard; the last may have fewer
+    local = _local_shard(state.mesh, unsharded, rows, device)
     leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, weakref.ref(state))
-    numel = full.numel()
+    numel = unsharded.numel()
     index = state.runtime.add(
         name=name,
         shard=leaf,
-        shape=list(full.shape),
-        chunk=numel if replicated else rows * (numel // max(full.shape[0], 1)),
+        shape=list(unsharded.shape),
+        chunk=numel if replicated else rows * (numel // max(unsharded.shape[0], 1)),
         replicated=replicated,
         reduce_dtype=reduce_dtype,
     )
+    dtensor = _as_dtensor(state.mesh, local, unsharded.shape)
     sharded = ShardedParameter(name, index, nn.Parameter(dtensor, requires_grad=parameter.requires_grad), leaf)
     sharded.parameter.__dict__.update(parameter.__dict__)  # what users hung on it: weight-decay flags and the like
     state.parameters[name] = sharded
     return sharded
+
+
+def _local_shard(mesh: DeviceMesh, unsharded: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
+    """This rank's `rows` of a parameter, or the scalar of its group's first rank; the same on all replicas."""
+    if unsharded.ndim == 0:
+        local = unsharded.to(device, copy=True)
+        dist.broadcast(local, group=shard_group_of(mesh), group_src=0)
+    else:
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        local = unsharded[rank * rows : (rank + 1) * rows].to(device, copy=True).contiguous()
+    if mesh.ndim == 2:
+        dist.broadcast(local, group=mesh.get_group(0), group_src=0)
+    return local
+
+
+def _as_dtensor(mesh: DeviceMesh, local: torch.Tensor, shape: torch.Size) -> DTensor:
+    """The DTensor of unsharded `shape` over `local`: replicated over the first of two dimensions, sharded over the
+    last."""
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0) if shape else Replicate()]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -138,8 +161,10 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args, kwargs):
-    def cast(value):
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A forward pre-hook that casts floating-point inputs to `dtype`."""
+
+    def cast_tensor(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    return torch.utils._pytree.tree_map(cast, (args, kwargs))
+    return torch.utils._pytree.tree_map(cast_tensor, (args, kwargs))

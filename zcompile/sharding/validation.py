@@ -1,7 +1,8 @@
-"""What may be sharded: refuses bad input on every rank with one sentence, before the first collective on parameters."""
+"""What may be sharded: every rank refuses bad input, in one sentence, before the first collective on parameters."""
 
 import gc
 import hashlib
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -11,10 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile.sharding.attributes import STATE
+from zcompile.sharding.process_groups import all_gather_over_mesh, shard_group_of
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Raise ValueError for a mesh that zcompile cannot shard over."""
+    """Refuse a mesh that zcompile cannot shard over.
+
+    Raises:
+        TypeError: not a DeviceMesh.
+        ValueError: neither 1-D nor 2-D, or this rank is not in it.
+    """
     if mesh is None:
         return
     if not isinstance(mesh, DeviceMesh):
@@ -36,9 +43,15 @@ def check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[int], *dtypes: 
     for dtype in dtypes:
         if dtype is not None and not dtype.is_floating_point:
             return TypeError(f"zcompile.shard: param_dtype and reduce_dtype must be floating-point, not {dtype}.")
-    parameters = {name: p for name, p in model.named_parameters() if id(p) not in ignored}
     if any(STATE in module.__dict__ for module in model.modules()):
         return RuntimeError(f"zcompile.shard: this model was sharded already (rank {rank}); call zcompile.shard once.")
+    parameters = {name: p for name, p in model.named_parameters() if id(p) not in ignored}
+    return _parameters(parameters) or _second_references(model, parameters) or _optimizers(parameters)
+
+
+def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
+    """Why one of `parameters` cannot be sharded as it is."""
+    rank = dist.get_rank()
     devices = {parameter.device: name for name, parameter in parameters.items()}
     if len(devices) > 1:
         places = " and ".join(f"'{name}' on {device}" for device, name in devices.items())
@@ -48,15 +61,15 @@ def check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[int], *dtypes: 
     for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             return RuntimeError(
-                f"zcompile.shard: parameter '{name}' is a DTensor already (rank {rank}). Do not combine with fully_shard "
-                "or another parallelism on the same parameters; exclude it with ignored_params."
+                f"zcompile.shard: parameter '{name}' is a DTensor already (rank {rank}). Do not combine with "
+                "fully_shard or another parallelism on the same parameters; exclude it with ignored_params."
             )
         if not parameter.is_floating_point():
             return TypeError(
                 f"zcompile.shard: parameter '{name}' has dtype {parameter.dtype} (rank {rank}); only floating-point "
                 "parameters can be sharded. Make it a buffer or pass it in ignored_params."
             )
-    return _second_references(model, parameters) or _optimizers(parameters)
+    return None
 
 
 def check_max_ctas(mesh: DeviceMesh, nccl_max_ctas: int | None) -> ValueError | None:
@@ -67,15 +80,17 @@ def check_max_ctas(mesh: DeviceMesh, nccl_max_ctas: int | None) -> ValueError | 
         return ValueError(
             f"zcompile.shard: nccl_max_ctas must be a positive number of SMs, or None, not {nccl_max_ctas!r}."
         )
-    backend = mesh.get_group(mesh.ndim - 1)._get_backend(torch.device(mesh.device_type)).name()
+    backend = shard_group_of(mesh)._get_backend(torch.device(mesh.device_type)).name()
     if backend != "nccl":
         return ValueError(
-            f"zcompile.shard: nccl_max_ctas is for NCCL's groups on GPUs; this mesh is on {mesh.device_type} over {backend}. Leave it out."
+            f"zcompile.shard: nccl_max_ctas is for NCCL's groups on GPUs; this mesh is on {mesh.device_type} over "
+            f"{backend}. Leave it out."
         )
     return None
 
 
 def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
+    """A module that holds a parameter also elsewhere than in its own table of parameters."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -86,12 +101,14 @@ def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) ->
                     return RuntimeError(
                         f"zcompile.shard: {type(module).__name__} '{path}' keeps a second reference to parameter "
                         f"'{names[id(item)]}' in '{attribute}', which would go on using the unsharded values. Read it "
-                        "from the module instead, or pass the parameter in ignored_params (recurrent layers: all of theirs)."
+                        "from the module instead, or pass the parameter in ignored_params (recurrent layers: all of "
+                        "theirs)."
                     )
     return None
 
 
 def _optimizers(parameters: dict[str, nn.Parameter]) -> Exception | None:
+    """An optimizer that was built too early."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for item in gc.get_objects():
         if not issubclass(type(item), torch.optim.Optimizer):
@@ -100,14 +117,15 @@ def _optimizers(parameters: dict[str, nn.Parameter]) -> Exception | None:
             for parameter in group["params"]:
                 if id(parameter) in names:
                     return RuntimeError(
-                        f"zcompile.shard: an optimizer ({type(item).__name__}) built before holds parameter '{names[id(parameter)]}' "
-                        f"(rank {dist.get_rank()}) and would update the unsharded copy. Build the optimizer after zcompile.shard."
+                        f"zcompile.shard: an optimizer ({type(item).__name__}) built before holds parameter "
+                        f"'{names[id(parameter)]}' (rank {dist.get_rank()}) and would update the unsharded copy. Build "
+                        "the optimizer after zcompile.shard."
                     )
     return None
 
 
 def signature(model: nn.Module, ignored: set[int]) -> list[str]:
-    """One line per parameter: what all ranks must have alike."""
+    """One line per parameter: what must be the same on all ranks."""
     return [
         f"'{name}' {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in (model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else ())
@@ -120,7 +138,7 @@ def agree_on_model(mesh: DeviceMesh, error: Exception | None, lines: Iterable[st
     lines = list(lines)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     rank = dist.get_rank()
-    reports = _all_gather(mesh, (rank, digest, None if error is None else str(error)))
+    reports = all_gather_over_mesh(mesh, (rank, digest, None if error is None else str(error)))
     if error is not None:
         raise error
     for other, _, message in reports:
@@ -128,23 +146,12 @@ def agree_on_model(mesh: DeviceMesh, error: Exception | None, lines: Iterable[st
             raise RuntimeError(f"zcompile.shard: rank {other} refused the model: {message}")
     if all(report[1] == digest for report in reports):
         return
-    models = _all_gather(mesh, (rank, lines))
+    models = all_gather_over_mesh(mesh, (rank, lines))
     base_rank, base = models[0]
     for other, theirs in models:
-        for at in range(max(len(base), len(theirs))):
-            one, two = (side[at] if at < len(side) else "nothing" for side in (base, theirs))
-            if one != two:
+        for ours_line, their_line in itertools.zip_longest(base, theirs, fillvalue="nothing"):
+            if ours_line != their_line:
                 raise RuntimeError(
-                    f"zcompile.shard: ranks disagree on the model. First difference: rank {base_rank} has {one}, rank "
-                    f"{other} has {two}. Build the same model with the same options on every rank."
+                    f"zcompile.shard: ranks disagree on the model. First difference: rank {base_rank} has {ours_line}, "
+                    f"rank {other} has {their_line}. Build the same model with the same options on every rank."
                 )
-
-
-def _all_gather(mesh: DeviceMesh, item) -> list:
-    items = [item]
-    for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        gathered = [None] * group.size()
-        dist.all_gather_object(gathered, items, group=group)
-        items = [one for part in gathered for one in part]
-    return items

@@ -1,0 +1,193 @@
+"""Planned graphs through Inductor, configured for one compile, never globally. The only file that knows Inductor."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.lowering import fallback_handler
+from torch._inductor.virtualized import V
+from torch.fx import Graph, GraphModule
+
+from zcompile.analysis.fx_utils import (
+    GATHER_CACHED_START,
+    GATHER_GROUP_START,
+    GATHER_ROWS,
+    GATHER_STARTS,
+    GATHER_WAIT,
+    REDUCE_GROUP_START,
+    REDUCE_STARTS,
+    REDUCE_WAIT,
+    SAVED_FOR_BACKWARD,
+    calls,
+)
+from zcompile.options import Plan
+from zcompile.passes import pipeline
+from zcompile.source_hash import cache_key
+
+LOWERED = (*GATHER_STARTS, GATHER_WAIT, GATHER_ROWS, *REDUCE_STARTS, REDUCE_WAIT)
+
+Partition = Callable[..., tuple[GraphModule, GraphModule]]  # as `zcompile.backend.partition`
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse settings that Inductor does not have, or that would let ranks compile different graphs.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if strange := [name for name in config if not hasattr(inductor_config, name)]:
+        raise ValueError(
+            f"zcompile: option 'inductor' has {', '.join(map(repr, strange))}, which Inductor does not know; "
+            "torch._inductor.list_options() lists its settings."
+        )
+    if config.get("shape_padding") and not config.get("force_shape_pad"):
+        raise ValueError(
+            "zcompile: Inductor's 'shape_padding' decides by measuring, which differs between ranks; set "
+            "'force_shape_pad' as well to pad on all of them."
+        )
+
+
+def compile_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+    partition: Partition,
+    config: Mapping[str, Any],
+    mode: str | None,
+) -> Callable[..., Any]:
+    """Plan one Dynamo graph and compile it with Inductor.
+
+    Args:
+        partition: splits a joint graph under the plan, see `zcompile.backend.partition`.
+        config: Inductor's settings for this graph, which win over those of `mode` and of zcompile.
+        mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
+    """
+    patches = {
+        **(list_mode_options(mode) if mode else {}),
+        "joint_custom_pre_pass": _Passes(pipeline.joint(plan), plan),
+        "custom_partitioner_fn": _Partitioner(partition, plan),
+        "post_grad_custom_post_pass": _Schedule(pipeline.schedule(plan), plan),
+        "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
+        "shape_padding": False,  # it measures, so ranks would get different graphs, and collectives in different orders
+        **config,
+    }
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+    return compiled
+
+
+class _Passes(CustomGraphPass):
+    """Some of zcompile's passes as one pass of Inductor."""
+
+    def __init__(self, passes: Sequence[pipeline.Pass], plan: Plan):
+        self.passes = passes
+        self.plan = plan
+
+    def __call__(self, graph: Graph) -> None:
+        pipeline.run(graph, self.passes)
+
+    def uuid(self) -> str:
+        names = [pipeline.name_of(each) for each in self.passes]
+        return f"{names} {self.plan} {cache_key()}"
+
+
+class _Schedule(_Passes):
+    """The last thing that happens to the graph before it is lowered."""
+
+    def __call__(self, graph: Graph) -> None:
+        super().__call__(graph)
+        for start in calls(graph, GATHER_GROUP_START, REDUCE_GROUP_START):
+            for item in start.users:
+                item.target = _item
+        for node in calls(graph, *LOWERED):
+            node.target = _lowering_of(node.target)
+        placeholders = graph.find_nodes(op="placeholder")
+        for saved in placeholders:
+            if saved.meta.get(SAVED_FOR_BACKWARD):
+                with graph.inserting_after(placeholders[-1]):
+                    graph.call_function(_never_reuse, (saved,)).meta["val"] = saved.meta["val"]
+
+
+class _Partitioner(CustomPartitionerFn):
+    def __init__(self, partition: Partition, plan: Plan):
+        self.partition = partition
+        self.plan = plan
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        return self.partition(self.plan, gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return f"{self.plan} {cache_key()}"
+
+
+def _is_lowering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a call's target as its own lowering, so that Inductor runs it while it lowers.
+
+    Of such a target Inductor does not infer the fake value again. That would give the value another storage, and then
+    also the values of nearly all nodes behind it.
+    """
+    function._inductor_lowering_function = True  # type: ignore[attr-defined]
+    return function
+
+
+@functools.cache
+def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A target that lowers `op` and keeps zcompile's ops in FX order: Inductor would order them by data flow alone."""
+    lower = _lower_cached if op is GATHER_CACHED_START else _lower
+    fallback = fallback_handler(op, add_to_fallback_set=False)
+
+    def lowered(*args: Any) -> Any:
+        return lower(fallback, *args)
+
+    lowered.__name__ = lowered.__qualname__ = op.name().replace("::", "_").replace(".", "_")
+    return _is_lowering(lowered)
+
+
+def _lower(fallback: Callable[..., Any], *args: Any) -> Any:
+    """Lower one op of zcompile's to a call, behind the one that was lowered before it."""
+    graph: Any = V.graph
+    before = len(graph.operations)
+    result = fallback(*args)
+    operations = graph.operations[before:]
+    for operation in operations:  # the runtime checks shapes and aligns; in Python that is 2 us per parameter and step
+        operation.codegen_size_asserts = lambda wrapper: None
+        operation.codegen_alignment_asserts = lambda wrapper: None
+    previous = getattr(graph, "zcompile_previous", None)
+    if previous is not None:
+        for operation in operations:
+            graph.additional_buffer_deps[operation.get_operation_name()].add(previous)
+    graph.zcompile_previous = operations[-1].get_name()
+    return result
+
+
+def _lower_cached(fallback: Callable[..., Any], *args: Any) -> Any:
+    """Have Inductor free what is gathered after its last reader, and never give its memory to another result.
+
+    The memory is the runtime's. Inductor treats memory in this way if it aliases something. Here that is the call
+    itself, whose other results nobody reads.
+    """
+    result = _lower(fallback, *args)
+    output = result.data.data
+    name = output.inputs[0].get_name()
+    output.get_inputs_that_alias_output = lambda: [name]
+    return result
+
+
+@_is_lowering
+def _item(results: Sequence[Any], i: int) -> Any:
+    """operator.getitem, but Inductor does not infer the item's fake value again."""
+    return results[i]
+
+
+@_is_lowering
+def _never_reuse(saved: Any) -> Any:
+    """Have Inductor leave alone an unsharded parameter that was saved for backward: it may write over other inputs."""
+    graph: Any = V.graph
+    graph.never_reuse_buffers.add(saved.get_name())
+    return saved
