@@ -43,7 +43,7 @@ py::dict as_dict(Model& model) {
 int64_t add_parameter(
     Model& model, std::string name, at::Tensor shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
     std::optional<at::ScalarType> reduce_dtype) {
-  Parameter parameter;
+  ParamState parameter;
   parameter.name = std::move(name);
   parameter.shard = std::move(shard);
   parameter.shape = std::move(shape);
@@ -144,7 +144,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
-      .def("renew", &Model::renew, ReleaseGil())
+      .def("renew", &Model::refresh, ReleaseGil())
       .def(
           "step",
           [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,
@@ -156,7 +156,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                    tensors.at(3).at(at), tensors.at(4).at(at)});
             }
             const py::gil_scoped_release released;
-            return model.step(requests, {lr, beta1, beta2, weight_decay, eps});
+            return model.fused_adam_step(requests, {lr, beta1, beta2, weight_decay, eps});
           },
           py::arg("indices"), py::arg("tensors"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
           py::arg("weight_decay"), py::arg("eps"))

@@ -31,7 +31,7 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-Parameter* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
+ParamState* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
   auto& parameter = find_parameter(shard);
   TORCH_CHECK(
       shape == at::IntArrayRef(parameter.shape), "zcompile::", op, ": '", parameter.name, "' has shape ",
@@ -42,7 +42,7 @@ Parameter* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const
 // [Note: writes to a full parameter are lost]
 // A gathered parameter is a copy. An in-place write to it raises its version counter, which outlives it, so the next
 // gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own.
-void refuse_lost_writes(const Parameter& parameter) {
+void refuse_lost_writes(const ParamState& parameter) {
   TORCH_CHECK(
       !parameter.version_of_full || parameter.version_of_full->current_version() == 0, "zcompile: parameter '",
       parameter.name, "' was modified in place through its owning module on rank ", parameter.model->rank(),
@@ -51,7 +51,7 @@ void refuse_lost_writes(const Parameter& parameter) {
       "initialise before zcompile.shard().");
 }
 
-Parameter* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
+ParamState* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
   auto* parameter = find_with_shape(shard, shape, "gather");
   refuse_lost_writes(*parameter);
   return parameter;
@@ -82,7 +82,7 @@ std::vector<at::Tensor> gather_group_start_kernel(
     at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto shapes = split_sizes(sizes, dims);
-  std::vector<Parameter*> parameters;
+  std::vector<ParamState*> parameters;
   for (size_t at = 0; at < shards.size(); ++at) parameters.push_back(find_to_gather(shards[at], shapes[at]));
   return gather_start(parameters, dtype);
 }
@@ -106,7 +106,7 @@ at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) 
 
 std::vector<at::Tensor> reduce_group_start_kernel(at::TensorList grads, at::TensorList shards) {
   at::AutoDispatchBelowADInplaceOrView below;
-  std::vector<Parameter*> parameters;
+  std::vector<ParamState*> parameters;
   for (const auto& shard : shards) parameters.push_back(&find_parameter(shard));
   return reduce_start(parameters, grads);
 }
@@ -216,7 +216,7 @@ bool is_real(const at::Tensor& tensor) {
 // A parameter that is read twice must be reduced once, after its gradients were summed: twice the bytes otherwise, and
 // another rounding than in the compiled graph. In eager, all gathers of a parameter that are alive share one backward
 // node; autograd sums what flows into it before it runs.
-void attach_shared_backward(Parameter& parameter, const at::Tensor& shard, const at::Tensor& full) {
+void attach_shared_backward(ParamState& parameter, const at::Tensor& shard, const at::Tensor& full) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   const auto shared = parameter.backward.find(full.scalar_type());
@@ -233,7 +233,7 @@ void attach_shared_backward(Parameter& parameter, const at::Tensor& shard, const
 
 at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
-  Parameter* parameter = is_real(shard) ? &find_parameter(shard) : nullptr;
+  ParamState* parameter = is_real(shard) ? &find_parameter(shard) : nullptr;
   at::Tensor full;
   {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -48,7 +48,7 @@ struct InFlight {
   std::shared_ptr<Shared> transfer;  // none: nothing has to move
   at::Tensor destination;
   at::Tensor source;
-  Parameter* kept_for = nullptr;  // whose full parameter this is, which may be kept
+  ParamState* kept_for = nullptr;  // whose full parameter this is, which may be kept
 };
 
 // The two look-ups by storage. Process-wide, because an op has only a tensor to start from; it holds no settings.
@@ -59,18 +59,18 @@ class Registry {
     return *registry;
   }
 
-  void add(Parameter* parameter) {
+  void add(ParamState* parameter) {
     std::lock_guard lock(mutex_);
     parameters_[storage_of(parameter->shard)] = parameter;
   }
 
-  void remove(const Parameter* parameter) {
+  void remove(const ParamState* parameter) {
     std::lock_guard lock(mutex_);
     auto found = parameters_.find(storage_of(parameter->shard));
     if (found != parameters_.end() && found->second == parameter) parameters_.erase(found);
   }
 
-  Parameter* find(const at::Tensor& shard) {
+  ParamState* find(const at::Tensor& shard) {
     std::lock_guard lock(mutex_);
     auto found = parameters_.find(storage_of(shard));
     return found == parameters_.end() ? nullptr : found->second;
@@ -94,7 +94,7 @@ class Registry {
     return std::nullopt;
   }
 
-  void mark_to_keep(const at::Tensor& full, Parameter* parameter) {
+  void mark_to_keep(const at::Tensor& full, ParamState* parameter) {
     std::lock_guard lock(mutex_);
     for (auto& one : in_flight_) {
       if (storage_of(one.destination) == storage_of(full)) one.kept_for = parameter;
@@ -120,7 +120,7 @@ class Registry {
 
  private:
   std::mutex mutex_;
-  std::unordered_map<Storage, Parameter*> parameters_;
+  std::unordered_map<Storage, ParamState*> parameters_;
   std::vector<InFlight> in_flight_;  // a handful: the prefetch window
 };
 
@@ -136,90 +136,33 @@ void wait_for(const at::Tensor& destination, const char* op) {
 
 namespace {
 
-// A transfer of tensors that nobody else has.
-class OwningTransfer : public Transfer {
- public:
-  OwningTransfer(std::unique_ptr<Transfer> transfer, std::vector<at::Tensor> tensors)
-      : transfer_(std::move(transfer)), tensors_(std::move(tensors)) {}
-  void wait() override { transfer_->wait(); }
-
- private:
-  std::unique_ptr<Transfer> transfer_;
-  std::vector<at::Tensor> tensors_;
-};
-
 Squares new_squares(const at::Tensor& shard) {
   return {make_squares(shard.numel(), shard.device()), 0, shard.storage().getWeakStorageImpl()};
 }
 
 }  // namespace
 
-int64_t Parameter::offset_of(int64_t rank) const { return replicated ? 0 : std::min(rank * chunk, numel); }
-
-int64_t Parameter::length_of(int64_t rank) const {
-  return replicated ? numel : std::min((rank + 1) * chunk, numel) - offset_of(rank);
-}
-
-at::Tensor Transport::make_gradient(const Parameter& parameter) {
-  return at::empty(parameter.shard.sizes(), parameter.shard.options().requires_grad(false));
-}
-
-std::unique_ptr<Transfer> Transport::gather_rows(const GatherRowsRequest& request) {
-  const auto& parameter = *request.parameter;
-  const auto padded = at::empty({parameter.chunk * parameter.model->world()}, request.rows.options());
-  const auto full = padded.narrow(0, 0, parameter.numel).view(parameter.shape);
-  parameter.model->count_gather(full);
-  gather(GatherRequest{&parameter, padded})->wait();
-  auto rows = request.rows;
-  at::index_select_out(rows, full, 0, request.indices);
-  return std::make_unique<Transfers>();
-}
-
-std::unique_ptr<Transfer> Transport::reduce_rows(const ReduceRowsRequest& request) {
-  auto dense = at::empty(request.parameter->shape, request.grad.options().dtype(request.dtype));
-  spread_rows(sum_rows(request.grad, request.indices, request.dtype), dense);
-  dense = dense.to(request.wire);
-  request.parameter->model->count_reduce(dense);
-  auto transfer = reduce(ReduceRequest{request.parameter, dense, request.out, request.besides});
-  return std::make_unique<OwningTransfer>(std::move(transfer), std::vector<at::Tensor>{dense});
-}
-
-at::ScalarType Transport::wire_dtype(const Parameter& parameter, at::ScalarType grad) const {
-  const auto narrower = parameter.reduce_dtype && c10::elementSize(*parameter.reduce_dtype) < c10::elementSize(grad);
-  return narrower ? *parameter.reduce_dtype : grad;
-}
-
-uint64_t Parameter::master_version() const {
-  uint64_t version = 0;
-  for (const auto& master : masters) version += master.current_version();
-  return version;
-}
-
 Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce)
-    : groups_(std::move(groups)),
-      rank_(rank),
-      world_(world),
-      native_reduce_(native_reduce),
-      transport_(make_c10d_transport(*this)) {}
+    : TransportContext(std::move(groups), rank, world, native_reduce), transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
   Registry::instance().abandon(*this);
   for (auto& parameter : parameters_) Registry::instance().remove(parameter.get());
 }
 
-int64_t Model::add(Parameter parameter) {
+int64_t Model::add(ParamState parameter) {
   parameter.model = this;
-  parameter.index = size();
-  parameters_.push_back(std::make_unique<Parameter>(std::move(parameter)));
+  parameter.index = num_params();
+  parameters_.push_back(std::make_unique<ParamState>(std::move(parameter)));
   Registry::instance().add(parameters_.back().get());
-  return size() - 1;
+  return num_params() - 1;
 }
 
 void Model::replace(int64_t index, at::Tensor shard) {
   auto& old = parameter(index);
   TORCH_CHECK(
       shard.numel() == old.shard.numel(), "zcompile: the new shard of '", old.name, "' has ", shard.numel(),
-      " elements on rank ", rank_, ", the old one ", old.shard.numel());
+      " elements on rank ", rank(), ", the old one ", old.shard.numel());
   Registry::instance().remove(&old);
   old.shard = std::move(shard);
   old.backward.clear();
@@ -234,9 +177,9 @@ void Model::replace(int64_t index, at::Tensor shard) {
 
 void Model::watch(int64_t index, const std::vector<at::Tensor>& masters) {
   auto& watched = parameter(index);
-  watched.masters.clear();
+  watched.main_param_versions.clear();
   for (const auto& master : masters) {
-    if (!master.is_inference()) watched.masters.push_back(master.unsafeGetTensorImpl()->version_counter());
+    if (!master.is_inference()) watched.main_param_versions.push_back(master.unsafeGetTensorImpl()->version_counter());
   }
 }
 
@@ -247,7 +190,7 @@ void Model::use_transport(const std::string& name, const P2pSettings& settings) 
 std::unique_ptr<Transport> Model::make_transport(const std::string& name, const P2pSettings& settings) {
   const auto rest = [&](const std::string& prefix) { return make_transport(name.substr(prefix.size()), settings); };
   if (name == "c10d") return make_c10d_transport(*this);
-  if (name == "loopback") return make_loopback_transport();
+  if (name == "loopback") return make_loopback_transport(*this);
   if (name.starts_with("late ")) return make_late_transport(rest("late "));
 #ifdef ZCOMPILE_CUDA
   if (name == "p2p") return make_p2p_transport(*this, settings);
@@ -256,7 +199,7 @@ std::unique_ptr<Transport> Model::make_transport(const std::string& name, const 
     in_step.in_step = true;
     return make_p2p_transport(*this, in_step);
   }
-  if (name.starts_with("delayed ")) return make_delayed_transport(rest("delayed "), *this);
+  if (name.starts_with("delayed ")) return make_delayed_transport(rest("delayed "));
 #endif
   TORCH_CHECK_VALUE(
       false, "zcompile: no transport named '", name,
@@ -293,7 +236,7 @@ void Model::count_gather(const at::Tensor& full) {
   stats_.peak_unsharded_bytes = std::max(stats_.peak_unsharded_bytes, live_full_bytes());
 }
 
-void Model::count_rows(const at::Tensor& rows) {
+void Model::count_gathered_rows(const at::Tensor& rows) {
   std::lock_guard lock(mutex_);
   stats_.gathers += 1;
   stats_.gathered_bytes[static_cast<size_t>(rows.scalar_type())] += static_cast<int64_t>(rows.nbytes());
@@ -304,6 +247,11 @@ void Model::count_reduce(const at::Tensor& wire) {
   stats_.reduces += 1;
   stats_.reduced_bytes[static_cast<size_t>(wire.scalar_type())] +=
       wire.numel() * static_cast<int64_t>(wire.element_size());
+}
+
+void Model::add_unclaimed(int64_t index, at::Tensor gradient) {
+  auto& unclaimed = parameter(index).unclaimed;
+  unclaimed = unclaimed.defined() ? unclaimed.add_(gradient) : std::move(gradient);
 }
 
 void Model::begin_caching(int64_t bytes) {
@@ -322,17 +270,17 @@ void Model::end_caching() {
   transport_->finish_caching();
 }
 
-void Model::keep_full(Parameter& parameter, const at::Tensor& full) {
+void Model::keep_full(ParamState& parameter, const at::Tensor& full) {
   const auto bytes = static_cast<int64_t>(full.storage().nbytes());
   if (!is_caching_ || bytes > bytes_to_keep_ || parameter.kept.count(full.scalar_type())) return;
   bytes_to_keep_ -= bytes;
-  parameter.kept[full.scalar_type()] = {full, parameter.master_version()};
+  parameter.kept[full.scalar_type()] = {full, parameter.main_param_version()};
 }
 
-at::Tensor Model::find_kept(Parameter& parameter, at::ScalarType dtype) {
+at::Tensor Model::find_kept(ParamState& parameter, at::ScalarType dtype) {
   const auto found = parameter.kept.find(dtype);
   if (found == parameter.kept.end()) return {};
-  if (found->second.version == parameter.master_version()) return at::native::alias(found->second.full);
+  if (found->second.version == parameter.main_param_version()) return at::native::alias(found->second.full);
   bytes_to_keep_ += static_cast<int64_t>(found->second.full.storage().nbytes());
   parameter.kept.erase(found);
   return {};
@@ -406,7 +354,7 @@ void Model::finish_backward() {
   }
 }
 
-Parameter& find_parameter(const at::Tensor& shard) {
+ParamState& find_parameter(const at::Tensor& shard) {
   auto* parameter = Registry::instance().find(shard);
   TORCH_CHECK(
       parameter, "zcompile: a tensor of shape ", shard.sizes(),
@@ -417,7 +365,7 @@ Parameter& find_parameter(const at::Tensor& shard) {
 
 namespace {
 
-Model& model_of(c10::ArrayRef<Parameter*> parameters) {
+Model& model_of(c10::ArrayRef<ParamState*> parameters) {
   auto& model = *parameters.front()->model;
   for (const auto* parameter : parameters) {
     TORCH_CHECK(parameter->model == &model, "zcompile: parameters of several sharded models are moved together");
@@ -427,10 +375,10 @@ Model& model_of(c10::ArrayRef<Parameter*> parameters) {
 }
 
 // The full parameter, and all of its storage: padded to equal pieces, so that one collective serves all sizes.
-std::pair<at::Tensor, at::Tensor> make_full(const Parameter& parameter, at::ScalarType dtype, bool only_read) {
+std::pair<at::Tensor, at::Tensor> make_full(const ParamState& parameter, at::ScalarType dtype, bool only_read) {
   const auto options = parameter.shard.options().dtype(dtype).requires_grad(false);
   const int64_t padded_numel = parameter.replicated ? parameter.numel : parameter.chunk * parameter.model->world();
-  auto padded = only_read ? parameter.model->transport()->make_full(parameter, dtype) : at::Tensor();
+  auto padded = only_read ? parameter.model->transport()->make_unsharded(parameter, dtype) : at::Tensor();
   if (!padded.defined() && padded_numel == parameter.numel) {
     auto full = at::empty(parameter.shape, options);
     return {full, at::native::view(full, {-1})};
@@ -439,7 +387,7 @@ std::pair<at::Tensor, at::Tensor> make_full(const Parameter& parameter, at::Scal
   return {padded.narrow(0, 0, parameter.numel).view(parameter.shape), padded};
 }
 
-at::Tensor as_wire(const Transport& transport, const Parameter& parameter, const at::Tensor& grad) {
+at::Tensor as_wire(const Transport& transport, const ParamState& parameter, const at::Tensor& grad) {
   TORCH_CHECK(
       grad.sizes() == at::IntArrayRef(parameter.shape), "zcompile::reduce: the gradient of '", parameter.name,
       "' has shape ", grad.sizes(), ", the parameter ", at::IntArrayRef(parameter.shape));
@@ -461,7 +409,7 @@ class Range {
  public:
   // `moved`: bytes, if they are not those of all that the parameters have.
   Range(
-      const char* what, c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype,
+      const char* what, c10::ArrayRef<ParamState*> parameters, at::ScalarType dtype,
       std::optional<int64_t> moved = std::nullopt)
       : function_(at::RecordScope::USER_SCOPE) {
     if (!function_.isActive()) return;
@@ -486,7 +434,7 @@ bool alike(const at::Tensor& one, const at::Tensor& other) {
 }
 
 // What the reduce that makes `gradient` adds to, and where it adds up squares.
-ReduceExtras besides(Parameter& parameter, const at::Tensor& gradient) {
+ReduceExtras besides(ParamState& parameter, const at::Tensor& gradient) {
   ReduceExtras found;
   const auto backward = torch::autograd::get_current_graph_task_id();
   const auto accumulated = std::exchange(parameter.accumulated, {}).get();
@@ -502,7 +450,7 @@ ReduceExtras besides(Parameter& parameter, const at::Tensor& gradient) {
   return found;
 }
 
-std::vector<at::Tensor> start_gather(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype, bool only_read) {
+std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> parameters, at::ScalarType dtype, bool only_read) {
   auto& model = model_of(parameters);
   const Range all("gather", parameters, dtype);
   std::vector<at::Tensor> fulls;
@@ -525,11 +473,11 @@ std::vector<at::Tensor> start_gather(c10::ArrayRef<Parameter*> parameters, at::S
 
 }  // namespace
 
-std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype) {
+std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> parameters, at::ScalarType dtype) {
   return start_gather(parameters, dtype, /*only_read=*/false);
 }
 
-at::Tensor gather_cached_start(Parameter* parameter, at::ScalarType dtype) {
+at::Tensor gather_cached_start(ParamState* parameter, at::ScalarType dtype) {
   auto& model = model_of(parameter);
   if (auto full = model.find_kept(*parameter, dtype); full.defined()) {
     Registry::instance().start({&model, nullptr, full, {}});
@@ -542,7 +490,7 @@ at::Tensor gather_cached_start(Parameter* parameter, at::ScalarType dtype) {
 
 void gather_wait(const at::Tensor& full) { wait_for(full, "gather_wait"); }
 
-std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads) {
+std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> parameters, at::TensorList grads) {
   auto& model = model_of(parameters);
   const auto transport = model.transport();
   std::vector<at::Tensor> wires, outs;
@@ -565,7 +513,7 @@ void reduce_wait(const at::Tensor& pending) { wait_for(pending, "reduce_wait"); 
 
 namespace {
 
-int64_t columns_of(const Parameter& parameter) {
+int64_t columns_of(const ParamState& parameter) {
   TORCH_CHECK(
       parameter.shape.size() == 2, "zcompile: '", parameter.name, "' has shape ", at::IntArrayRef(parameter.shape),
       ": only a matrix has rows");
@@ -576,7 +524,7 @@ at::Tensor flat_indices(const at::Tensor& indices) { return indices.to(at::kLong
 
 }  // namespace
 
-at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Tensor& indices) {
+at::Tensor gather_rows(ParamState* parameter, at::ScalarType dtype, const at::Tensor& indices) {
   const auto& model = model_of(parameter);
   const auto columns = columns_of(*parameter);
   const auto flat = flat_indices(indices);
@@ -589,7 +537,7 @@ at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Ten
 }
 
 at::Tensor reduce_rows_start(
-    Parameter* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
+    ParamState* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
   auto& model = model_of(parameter);
   const auto transport = model.transport();
   const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read

@@ -59,18 +59,11 @@ struct Squares {
   c10::weak_intrusive_ptr<c10::StorageImpl> gradient;  // of the last one
 };
 
-// One sharded parameter. Rank r owns the flat elements [r * chunk, (r + 1) * chunk) of it, cut off at numel.
-struct Parameter {
+class Model;
+
+// A sharded parameter, and what the runtime remembers of it.
+struct ParamState : ShardedParam {
   Model* model = nullptr;
-  int64_t index = 0;
-  std::string name;
-  at::Tensor shard;  // this rank's piece, an autograd leaf in the dtype of the masters
-  std::vector<int64_t> shape;
-  int64_t numel = 0;
-  int64_t chunk = 0;
-  bool replicated = false;  // scalars: every rank has the whole parameter
-  std::optional<at::ScalarType> reduce_dtype;
-  std::vector<c10::VariableVersion> masters;  // counters of the tensors through which users may write to the shard
 
   // Eager only; see [Note: one reduce per parameter] in ops.cpp.
   std::map<at::ScalarType, WeakNode> backward;
@@ -83,10 +76,6 @@ struct Parameter {
   Base base;
 
   std::optional<Squares> squares;
-
-  int64_t offset_of(int64_t rank) const;
-  int64_t length_of(int64_t rank) const;
-  uint64_t master_version() const;  // moves with some writes to the shard; fused optimizers and .data move nothing
 };
 
 using BytesByDtype = std::array<int64_t, c10::NumScalarTypes>;
@@ -99,51 +88,38 @@ struct Stats {
   int64_t peak_unsharded_bytes = 0;  // most bytes of gathered storages alive at once
 };
 
-struct Groups {
-  std::string gather;  // the ranks that share the shards
-  std::string reduce;  // the same ranks, another communicator: gathers and reduces overlap only then
-  std::string replicate;  // ranks that hold the same shard; empty without replication
-  std::string control;  // all ranks of the mesh, on the host; empty where ranks must agree by construction
-};
-
 // The shards of one model and what happened to them. Two models never meet.
-class Model {
+class Model : public TransportContext {
  public:
-  // `rank` and `world` are those of the gather group. With `native_reduce`, collectives reduce by the backend's own
-  // reduce-scatter, which adds up in its order, at the width of the wire.
   Model(Groups groups, int64_t rank, int64_t world, bool native_reduce);
-  ~Model();
-  Model(const Model&) = delete;
-  Model& operator=(const Model&) = delete;
+  ~Model() override;
 
-  int64_t add(Parameter parameter);
+  int64_t add(ParamState parameter);
   void replace(int64_t index, at::Tensor shard);
   // The tensors besides the shard through which users may write to it.
   void watch(int64_t index, const std::vector<at::Tensor>& masters);
   // "c10d", "p2p" (all ranks together) or "loopback"; "late ..." and "delayed ..." wrap one of them.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
-  Parameter& parameter(int64_t index) { return *parameters_.at(index); }
-  int64_t size() const { return static_cast<int64_t>(parameters_.size()); }
-  const Groups& groups() const { return groups_; }
-  int64_t rank() const { return rank_; }
-  int64_t world() const { return world_; }
-  bool native_reduce() const { return native_reduce_; }
+  ParamState& parameter(int64_t index) { return *parameters_.at(index); }
+  int64_t num_params() const override { return static_cast<int64_t>(parameters_.size()); }
+  const ShardedParam& param(int64_t index) const override { return *parameters_.at(index); }
   const std::shared_ptr<Transport>& transport() const { return transport_; }
 
   Stats stats();
   void reset_stats();
-  void count_gather(const at::Tensor& full);
-  void count_rows(const at::Tensor& rows);  // gathered alone
-  void count_reduce(const at::Tensor& wire);
+  void count_gather(const at::Tensor& unsharded) override;
+  void count_gathered_rows(const at::Tensor& rows) override;
+  void count_reduce(const at::Tensor& wire) override;
+  void add_unclaimed(int64_t index, at::Tensor gradient) override;
 
   // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call
   // it, or none.
-  void renew() { transport_->renew(); }
+  void refresh() { transport_->refresh(); }
 
-  // A step of AdamW with some parameters of this model, by the transport; see Transport::step.
-  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
-    return transport_->step(requests, settings);
+  // A step of AdamW with some parameters of this model, by the transport; see Transport::fused_adam_step.
+  bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
+    return transport_->fused_adam_step(requests, settings);
   }
 
   // From the first to the last micro-step of a step, in which masters stay as they are: what gather_cached_start
@@ -151,9 +127,9 @@ class Model {
   void begin_caching(int64_t bytes);
   void limit_cache(int64_t bytes) { bytes_to_keep_ = std::min(bytes_to_keep_, bytes); }
   void end_caching();
-  bool is_caching() const { return is_caching_; }
-  void keep_full(Parameter& parameter, const at::Tensor& full);
-  at::Tensor find_kept(Parameter& parameter, at::ScalarType dtype);  // undefined if there is none
+  bool is_caching() const override { return is_caching_; }
+  void keep_full(ParamState& parameter, const at::Tensor& full);
+  at::Tensor find_kept(ParamState& parameter, at::ScalarType dtype);  // undefined if there is none
 
   // Meanwhile, the next reduce of a parameter may add to what accumulated, and so save its reader a pass over both. Its
   // result is a new tensor in any case. `owner` has `gradient`, or what it is a piece of, as its .grad.
@@ -178,11 +154,7 @@ class Model {
   void finish_backward();
   int64_t live_full_bytes();
 
-  Groups groups_;
-  int64_t rank_;
-  int64_t world_;
-  bool native_reduce_;
-  std::vector<std::unique_ptr<Parameter>> parameters_;
+  std::vector<std::unique_ptr<ParamState>> parameters_;
   std::shared_ptr<Transport> transport_;  // transfers keep the one that they began on
   std::mutex mutex_;
   Stats stats_;
@@ -193,21 +165,21 @@ class Model {
 };
 
 // Finds the parameter of a shard; throws if `shard` is not one.
-Parameter& find_parameter(const at::Tensor& shard);
+ParamState& find_parameter(const at::Tensor& shard);
 
 // Parameters that start together are of one model.
-std::vector<at::Tensor> gather_start(c10::ArrayRef<Parameter*> parameters, at::ScalarType dtype);
+std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> parameters, at::ScalarType dtype);
 // The result may be kept by the runtime, or be one that was, or have memory of the transport: it must not be written
 // to, nor its memory used for anything else, nor may it be held until masters change.
-at::Tensor gather_cached_start(Parameter* parameter, at::ScalarType dtype);
+at::Tensor gather_cached_start(ParamState* parameter, at::ScalarType dtype);
 void gather_wait(const at::Tensor& full);
-std::vector<at::Tensor> reduce_start(c10::ArrayRef<Parameter*> parameters, at::TensorList grads);
+std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> parameters, at::TensorList grads);
 void reduce_wait(const at::Tensor& pending);
 // Rows `indices` of a matrix, [*indices.sizes(), columns].
-at::Tensor gather_rows(Parameter* parameter, at::ScalarType dtype, const at::Tensor& indices);
+at::Tensor gather_rows(ParamState* parameter, at::ScalarType dtype, const at::Tensor& indices);
 // Starts the reduce of what `grad` [*indices.sizes(), columns] adds up to row by row, rounded to `dtype`; to be waited
 // for like any.
 at::Tensor reduce_rows_start(
-    Parameter* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
+    ParamState* parameter, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
 
 }  // namespace zcompile

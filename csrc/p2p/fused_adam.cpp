@@ -20,8 +20,8 @@ bool can_step(c10::ArrayRef<AdamRequest> requests) {
     return tensor.is_cuda() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.numel() == numel;
   };
   return std::all_of(requests.begin(), requests.end(), [&](const AdamRequest& request) {
-    const auto numel = request.master.numel();
-    return fits(request.master, numel) && fits(request.gradient, numel) && fits(request.exp_avg, numel) &&
+    const auto numel = request.main_param.numel();
+    return fits(request.main_param, numel) && fits(request.gradient, numel) && fits(request.exp_avg, numel) &&
            fits(request.exp_avg_sq, numel) && fits(request.count, 1);
   });
 }
@@ -31,7 +31,7 @@ std::vector<bool> launch_step(
     std::vector<Span> others, cudaStream_t stream) {
   std::vector<StepItem> items;
   for (size_t at = 0; at < requests.size(); ++at) {
-    const auto numel = requests[at].master.numel();
+    const auto numel = requests[at].main_param.numel();
     const auto width = static_cast<int64_t>(c10::elementSize(copies[at].dtype));
     items.push_back(
         {numel, span_of(requests[at].gradient.const_data_ptr(), numel * 4),
@@ -47,7 +47,8 @@ std::vector<bool> launch_step(
     for (const auto& part : round) {
       const auto& request = requests[part.item];
       launches[part.writes ? type_of(part) : Type::f32].push_back(
-          {request.master.mutable_data_ptr<float>() + part.begin, request.gradient.const_data_ptr<float>() + part.begin,
+          {request.main_param.mutable_data_ptr<float>() + part.begin,
+           request.gradient.const_data_ptr<float>() + part.begin,
            request.exp_avg.mutable_data_ptr<float>() + part.begin,
            request.exp_avg_sq.mutable_data_ptr<float>() + part.begin, request.count.const_data_ptr<float>(),
            part.writes ? copy_at(part) : nullptr, part.end - part.begin});
@@ -59,7 +60,7 @@ std::vector<bool> launch_step(
   std::map<Type, std::vector<Cast>> casts;
   for (const auto& part : order.casts) {
     casts[type_of(part)].push_back(
-        {requests[part.item].master.const_data_ptr<float>() + part.begin, copy_at(part), part.end - part.begin});
+        {requests[part.item].main_param.const_data_ptr<float>() + part.begin, copy_at(part), part.end - part.begin});
   }
   for (const auto& [type, entries] : casts) {
     C10_CUDA_CHECK(launch_cast(Type::f32, type, entries.data(), static_cast<int>(entries.size()), stream));

@@ -27,17 +27,17 @@
 #include <vector>
 
 #include "p2p/copy_streams.h"
-#include "runtime.h"
+#include "transport/transport.h"
 
 namespace zcompile::cuda {
 
 class Reducer {
  public:
-  Reducer(Model& model, Meetings& meetings, Lane& work, int64_t streams, std::shared_ptr<Events> pool);
+  Reducer(TransportContext& context, Meetings& meetings, Lane& work, int64_t streams, std::shared_ptr<Events> pool);
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
   // Whether pieces of this gradient can be cut at rows.
-  bool has_rows(const Parameter& parameter, int64_t columns) const;
+  bool has_rows(const ShardedParam& parameter, int64_t columns) const;
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
   void finish(const c10::cuda::CUDAStream& stream);  // `stream` waits for all reduces that have been started
   int64_t bytes() const { return staging_.bytes(); }
@@ -55,7 +55,7 @@ class Reducer {
     int64_t width() const { return static_cast<int64_t>(request->grad.element_size()); }
     int64_t length_of(int64_t rank) const;
     const void* slice_of(int64_t rank) const;  // of this rank's own gradient
-    ReduceExtras besides(int64_t numel) const;  // for the sum of this part
+    ReduceExtras extras(int64_t numel) const;  // for the sum of this part
   };
   using Piece = std::vector<Part>;
 
@@ -89,7 +89,7 @@ class Reducer {
   size_t hash(const RowsPiece& piece) const;
   int64_t rows_of_slot(int64_t row_bytes) const;
 
-  Model& model_;
+  TransportContext& context_;
   Meetings& meetings_;
   Lane& work_;
   std::shared_ptr<Events> pool_;

@@ -65,8 +65,9 @@ int64_t Published::Shard::head(int64_t rank) const {
 OwnPages Published::Shard::own_pages(int64_t rank) const { return {page_above(rank * bytes()), pages, block}; }
 
 Published::Published(
-    Model& model, Meetings& meetings, Reducer& reducer, Lane& work, int64_t streams, std::shared_ptr<Events> pool)
-    : model_(model),
+    TransportContext& context, Meetings& meetings, Reducer& reducer, Lane& work, int64_t streams,
+    std::shared_ptr<Events> pool)
+    : context_(context),
       meetings_(meetings),
       reducer_(reducer),
       pool_(pool),
@@ -91,7 +92,7 @@ std::unique_ptr<Transfer> Published::gather(
     c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& unpublished) {
   std::vector<Pull> pulls;
   for (const auto& request : requests) {
-    if (auto* shard = find(*request.parameter, request.padded.scalar_type())) {
+    if (auto* shard = find(*request.param, request.padded.scalar_type())) {
       pulls.push_back({shard, request.padded});
     } else {
       unpublished.push_back(request);
@@ -103,15 +104,15 @@ std::unique_ptr<Transfer> Published::gather(
 }
 
 std::unique_ptr<Transfer> Published::gather_rows(const GatherRowsRequest& request) {
-  auto* shard = find(*request.parameter, request.rows.scalar_type());
+  auto* shard = find(*request.param, request.rows.scalar_type());
   if (!shard) return nullptr;
   const auto columns = request.rows.size(1);
-  Pieces pieces{.rows = request.parameter->chunk / columns};
-  for (int64_t rank = 0; rank < model_.world(); ++rank)
+  Pieces pieces{.rows = request.param->chunk / columns};
+  for (int64_t rank = 0; rank < context_.world(); ++rank)
     pieces.of[rank] = shard->arena->at(rank, shard->offset_on(rank));
   read_here(shard->group, [&](cudaStream_t stream) {
     return launch_read_rows(
-        pieces, request.indices.const_data_ptr<int64_t>(), request.indices.numel(), request.parameter->numel / columns,
+        pieces, request.indices.const_data_ptr<int64_t>(), request.indices.numel(), request.param->numel / columns,
         columns * shard->width(), request.rows.mutable_data_ptr(), stream);
   });
   auto event = pool_->take();
@@ -119,7 +120,7 @@ std::unique_ptr<Transfer> Published::gather_rows(const GatherRowsRequest& reques
   return std::make_unique<Gather>(*this, std::vector<Pull>{{shard, request.rows}}, std::move(event));
 }
 
-Published::Shard* Published::find(const Parameter& parameter, at::ScalarType dtype) {
+Published::Shard* Published::find(const ShardedParam& parameter, at::ScalarType dtype) {
   if (parameter.replicated || parameter.numel == 0) return nullptr;
   const auto [found, is_new] = shards_.try_emplace({parameter.index, dtype}, Shard{&parameter, dtype});
   auto& shard = found->second;
@@ -141,7 +142,7 @@ Published::Shard* Published::find(const Parameter& parameter, at::ScalarType dty
 }
 
 c10::cuda::CUDAEvent Published::pull(const std::vector<Pull>& pulls) {
-  const auto world = model_.world(), rank = model_.rank();
+  const auto world = context_.world(), rank = context_.rank();
   size_t bytes = 0, own_bytes = 0;
   std::vector<Copy> copies, own;
   uint32_t group = 0;
@@ -204,7 +205,7 @@ void Published::read_here(uint32_t group, const std::function<cudaError_t(cudaSt
 
 // This rank's piece; of a composed parameter, what does not fill its pages.
 std::vector<Copy> Published::copies_of_own(const Shard& shard, char* to) const {
-  const auto rank = model_.rank();
+  const auto rank = context_.rank();
   const auto begin = rank * shard.bytes(), end = begin + shard.parameter->length_of(rank) * shard.width();
   const auto own = composer_->has(to) ? shard.own_pages(rank) : OwnPages{begin, 0, nullptr};
   const auto* from = shard.arena->at(rank, shard.offset_on(rank)) - begin;
@@ -216,22 +217,22 @@ std::vector<Copy> Published::copies_of_own(const Shard& shard, char* to) const {
   return copies;
 }
 
-at::Tensor Published::compose(const Parameter& parameter, at::ScalarType dtype) {
+at::Tensor Published::compose(const ShardedParam& parameter, at::ScalarType dtype) {
   const auto found = shards_.find({parameter.index, dtype});
   if (found == shards_.end()) return {};
   const auto& shard = found->second;
   if (must_renew(shard)) renew();
   if (!shard.block || is_dead(shard)) return {};
-  const auto numel = parameter.chunk * model_.world();
-  auto* memory = composer_->compose(&shard, numel * shard.width(), shard.own_pages(model_.rank()));
+  const auto numel = parameter.chunk * context_.world();
+  auto* memory = composer_->compose(&shard, numel * shard.width(), shard.own_pages(context_.rank()));
   if (!memory) return {};
   return over(
       memory, {numel}, parameter.shard.options().dtype(dtype).requires_grad(false),
       [composer = composer_](void* full) { composer->release(full); });
 }
 
-at::Tensor Published::lend(const Parameter& parameter) {
-  if (arenas_.empty() || old_ || !in_backward() || model_.is_caching())
+at::Tensor Published::lend(const ShardedParam& parameter) {
+  if (arenas_.empty() || old_ || !in_backward() || context_.is_caching())
     return {};  // the next micro-step gathers them again
   const auto bytes = round_up(parameter.chunk * static_cast<int64_t>(parameter.shard.element_size()));
   const auto offset =
@@ -239,7 +240,7 @@ at::Tensor Published::lend(const Parameter& parameter) {
   if (!offset) return {};
   composer_->settle();
   auto gradient = over(
-      arenas_.front()->at(model_.rank(), *offset), parameter.shard.sizes(),
+      arenas_.front()->at(context_.rank(), *offset), parameter.shard.sizes(),
       parameter.shard.options().requires_grad(false), [arena = arenas_.front()](void*) {});
   lent_.push_back(gradient.storage().getWeakStorageImpl());
   return gradient;
@@ -263,7 +264,7 @@ void Published::move_gradients_out() {
 }
 
 void Published::finish_backward() {
-  stays_ = model_.is_caching();
+  stays_ = context_.is_caching();
   old_ = old_ || !stays_;
   lending_.finish_backward(stays_);
   for (auto* shard : order_) {
@@ -282,7 +283,7 @@ void Published::renew_if_old() {
 bool Published::must_renew(const Shard& shard) const {
   if (old_) return true;
   if (!stays_ && !in_backward() && shard.gathers_of_renewal >= shard.gathers_of_forward.value_or(1)) return true;
-  return shard.arena && shard.version != shard.parameter->master_version();
+  return shard.arena && shard.version != shard.parameter->main_param_version();
 }
 
 void Published::renew() {
@@ -323,7 +324,7 @@ void Published::begin_renewal() {
 }
 
 bool Published::step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
-  if (in_backward() || model_.is_caching() || arenas_.empty())
+  if (in_backward() || context_.is_caching() || arenas_.empty())
     return false;  // copies are still gathered, or there are none yet
   if (!begun_) {
     place();
@@ -334,10 +335,10 @@ bool Published::step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& se
   std::vector<Shard*> shards;
   std::vector<CopyPlace> copies;
   for (const auto& request : requests) {
-    const bool is_shard = request.master.const_data_ptr() == request.parameter->shard.const_data_ptr();
-    auto* shard = shards.emplace_back(is_shard ? copy_of(*request.parameter) : nullptr);
+    const bool is_shard = request.main_param.const_data_ptr() == request.param->shard.const_data_ptr();
+    auto* shard = shards.emplace_back(is_shard ? copy_of(*request.param) : nullptr);
     copies.push_back(
-        shard ? CopyPlace{shard->arena->at(model_.rank(), shard->offset_on(model_.rank())), shard->dtype}
+        shard ? CopyPlace{shard->arena->at(context_.rank(), shard->offset_on(context_.rank())), shard->dtype}
               : CopyPlace{});
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -348,13 +349,13 @@ bool Published::step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& se
   const auto is_copied = launch_step(requests, settings, copies, gradients_besides(requests), stream);
   for (size_t at = 0; at < requests.size(); ++at) {
     if (!is_copied[at]) continue;
-    shards[at]->stepped = requests[at].master.storage().getWeakStorageImpl();
-    shards[at]->version = requests[at].parameter->master_version();
+    shards[at]->stepped = requests[at].main_param.storage().getWeakStorageImpl();
+    shards[at]->version = requests[at].param->main_param_version();
   }
   return true;
 }
 
-Published::Shard* Published::copy_of(const Parameter& parameter) {
+Published::Shard* Published::copy_of(const ShardedParam& parameter) {
   for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat}) {
     const auto found = shards_.find({parameter.index, dtype});
     if (found != shards_.end() && found->second.arena) return &found->second;
@@ -389,7 +390,7 @@ void Published::place() {
   std::vector<Shard*> placed(first, order_.end());
   std::stable_partition(
       placed.begin(), placed.end(), [](const Shard* shard) { return shard->in_backward || !shard->has_pages(); });
-  const auto world = model_.world();
+  const auto world = context_.world();
   std::vector<int64_t> blocks;
   std::vector<std::pair<Shard*, size_t>> with_pages;
   int64_t end = 0, end_of_blocks = 0;
@@ -417,7 +418,8 @@ void Published::place() {
   }
   add_block(page_above(end));
   const at::Device device = order_.back()->parameter->shard.device();
-  arenas_.push_back(std::make_shared<const SharedBlocks>(model_.groups().gather, device, model_.rank(), world, blocks));
+  arenas_.push_back(
+      std::make_shared<const SharedBlocks>(context_.groups().gather, device, context_.rank(), world, blocks));
   for (auto* shard : placed) shard->arena = arenas_.back().get();
   for (const auto& [shard, block] : with_pages) shard->block = arenas_.back()->block(block);
   if (arenas_.size() == 1) {
@@ -425,7 +427,7 @@ void Published::place() {
     std::vector<GradPlacement::Place> places;
     for (size_t at = 0; at < places_.size(); ++at) {
       places_[at]->position = at;
-      places.push_back({places_[at]->offset_on(model_.rank()), places_[at]->end});
+      places.push_back({places_[at]->offset_on(context_.rank()), places_[at]->end});
     }
     lending_ = GradPlacement(std::move(places), arenas_.front()->bytes());
   }
@@ -454,14 +456,14 @@ void Published::publish(uint32_t group) {
     if (!shard->arena || shard->group != group) continue;
     shard->gathers_of_renewal = 0;
     const auto& master = shard->parameter->shard;
-    const auto version = std::exchange(shard->version, shard->parameter->master_version());
+    const auto version = std::exchange(shard->version, shard->parameter->main_param_version());
     const auto stepped = std::exchange(shard->stepped, std::nullopt);
     const bool is_copied =
         stepped && stepped->lock().get() == master.storage().unsafeGetStorageImpl() && version == shard->version;
     if (is_copied || master.numel() == 0) continue;
     from.push_back(master.reshape({-1}));
     to.push_back(over(
-        shard->arena->at(model_.rank(), shard->offset_on(model_.rank())), {master.numel()},
+        shard->arena->at(context_.rank(), shard->offset_on(context_.rank())), {master.numel()},
         master.options().dtype(shard->dtype).requires_grad(false)));
   }
   cast(from, to);

@@ -35,14 +35,15 @@
 #include "p2p/fused_adam.h"
 #include "p2p/reducer.h"
 #include "p2p/schedule/grad_placement.h"
-#include "runtime.h"
+#include "transport/transport.h"
 
 namespace zcompile::cuda {
 
 class Published {
  public:
   Published(
-      Model& model, Meetings& meetings, Reducer& reducer, Lane& work, int64_t streams, std::shared_ptr<Events> pool);
+      TransportContext& context, Meetings& meetings, Reducer& reducer, Lane& work, int64_t streams,
+      std::shared_ptr<Events> pool);
   ~Published();
   Published(const Published&) = delete;
   Published& operator=(const Published&) = delete;
@@ -54,9 +55,9 @@ class Published {
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   // Memory for a full parameter that is only read, padded to equal pieces, for the next gather; undefined if it is to
   // be allocated. See [Note: composed parameters].
-  at::Tensor compose(const Parameter& parameter, at::ScalarType dtype);
+  at::Tensor compose(const ShardedParam& parameter, at::ScalarType dtype);
   // Memory for the gradient of `parameter` in the place of dead shards; undefined if there is not enough.
-  at::Tensor lend(const Parameter& parameter);
+  at::Tensor lend(const ShardedParam& parameter);
   void count_reduces(int64_t count) { lending_.count_reduces(count); }
   void finish_backward();
   void expire() { old_ = true; }  // masters may have changed
@@ -68,7 +69,7 @@ class Published {
 
  private:
   struct Shard {
-    const Parameter* parameter;
+    const ShardedParam* parameter;
     at::ScalarType dtype;
     size_t position = 0;  // in places_, of those in the first arena
     const SharedBlocks* arena = nullptr;  // none: not placed yet
@@ -99,11 +100,11 @@ class Published {
     at::Tensor padded;  // or rows
   };
 
-  Shard* find(const Parameter& parameter, at::ScalarType dtype);  // none if it is not published
+  Shard* find(const ShardedParam& parameter, at::ScalarType dtype);  // none if it is not published
   bool must_renew(const Shard& shard) const;
   void renew();
   void begin_renewal();
-  Shard* copy_of(const Parameter& parameter);  // that a step writes; none if it is not published
+  Shard* copy_of(const ShardedParam& parameter);  // that a step writes; none if it is not published
   std::vector<Span> gradients_besides(c10::ArrayRef<AdamRequest> requests);
   void place();
   std::vector<Copy> copies_of_own(const Shard& shard, char* to) const;
@@ -116,7 +117,7 @@ class Published {
   c10::cuda::CUDAEvent pull(const std::vector<Pull>& pulls);
   void read_here(uint32_t group, const std::function<cudaError_t(cudaStream_t)>& launch);
 
-  Model& model_;
+  TransportContext& context_;
   Meetings& meetings_;
   Reducer& reducer_;
   std::shared_ptr<Events> pool_;

@@ -12,7 +12,7 @@
 #include "kernels/types.h"
 #include "p2p/reducer.h"
 #include "p2p/shard_cache.h"
-#include "runtime.h"
+#include "transport/transport.h"
 
 namespace zcompile {
 
@@ -26,18 +26,18 @@ std::chrono::milliseconds timeout_of(const std::string& group) {
 
 class P2pTransport : public Transport {
  public:
-  P2pTransport(Model& model, const P2pSettings& settings)
-      : model_(model),
-        c10d_(make_c10d_transport(model)),
+  P2pTransport(TransportContext& context, const P2pSettings& settings)
+      : Transport(context),
+        c10d_(make_c10d_transport(context)),
         pool_(std::make_shared<Events>()),
         meetings_(
-            model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world(),
-            settings.in_step.value_or(model.world() > 2)),
-        reducer_(model, meetings_, work_, settings.reduce_streams, pool_),
-        published_(model, meetings_, reducer_, work_, settings.gather_streams, pool_),
+            context.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), context.rank(),
+            context.world(), settings.in_step.value_or(context.world() > 2)),
+        reducer_(context, meetings_, work_, settings.reduce_streams, pool_),
+        published_(context, meetings_, reducer_, work_, settings.gather_streams, pool_),
         watchdog_(
             {&work_, &published_.lane(), &reducer_.lane()},
-            settings.timeout.value_or(timeout_of(model.groups().gather)),
+            settings.timeout.value_or(timeout_of(context.groups().gather)),
             [this](const Waiting& waiting, cudaStream_t stream) { return describe(waiting, stream); },
             [this](const Lane::Overdue& overdue, cudaStream_t stream) { return give_up(overdue, stream); }) {}
 
@@ -66,12 +66,12 @@ class P2pTransport : public Transport {
     return both;
   }
 
-  at::Tensor make_full(const Parameter& parameter, at::ScalarType dtype) override {
+  at::Tensor make_unsharded(const ShardedParam& parameter, at::ScalarType dtype) override {
     std::lock_guard lock(mutex_);
     return published_.compose(parameter, dtype);
   }
 
-  at::Tensor make_gradient(const Parameter& parameter) override {
+  at::Tensor make_gradient(const ShardedParam& parameter) override {
     std::lock_guard lock(mutex_);
     auto lent = published_.lend(parameter);
     return lent.defined() ? lent : Transport::make_gradient(parameter);
@@ -86,7 +86,7 @@ class P2pTransport : public Transport {
 
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
     const auto columns = request.rows.size(1);
-    if (columns == 0 || request.parameter->chunk % columns != 0) return Transport::gather_rows(request);
+    if (columns == 0 || request.param->chunk % columns != 0) return Transport::gather_rows(request);
     watchdog_.check();
     std::unique_ptr<Transfer> published;
     {
@@ -94,19 +94,19 @@ class P2pTransport : public Transport {
       published = published_.gather_rows(request);
     }
     if (!published) return c10d_->gather_rows(request);
-    model_.count_rows(request.rows);
+    context_.count_gathered_rows(request.rows);
     return published;
   }
 
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
     const bool have_kernels =
         kernel_type(request.grad.scalar_type()) && kernel_type(request.wire) && kernel_type(request.out.scalar_type());
-    if (!have_kernels || !reducer_.has_rows(*request.parameter, request.grad.size(1)))
+    if (!have_kernels || !reducer_.has_rows(*request.param, request.grad.size(1)))
       return Transport::reduce_rows(request);
     watchdog_.check();
     std::lock_guard lock(mutex_);
     published_.count_reduces(1);
-    model_.count_reduce(request.grad);
+    context_.count_reduce(request.grad);
     return reducer_.reduce_rows(request);
   }
 
@@ -120,13 +120,13 @@ class P2pTransport : public Transport {
     published_.expire();
   }
 
-  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
+  bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
     watchdog_.check();
     std::lock_guard lock(mutex_);
     return published_.step(requests, settings);
   }
 
-  void renew() override {
+  void refresh() override {
     watchdog_.check();
     std::lock_guard lock(mutex_);
     published_.renew_if_old();
@@ -143,7 +143,7 @@ class P2pTransport : public Transport {
             stderr,
             "zcompile: rank %s gathers '%s' while other ranks do not. It goes on without them, and is slower when "
             "ranks do not gather the same parameters at the same time.\n",
-            std::to_string(model_.rank()).c_str(), model_.parameter(overdue.waiting.parameter).name.c_str());
+            std::to_string(context_.rank()).c_str(), context_.param(overdue.waiting.parameter).name.c_str());
       }
       return gave_up != Meetings::GaveUp::no;
     } catch (const std::exception& error) {  // the device has failed, which whoever uses it next is told as well
@@ -153,9 +153,9 @@ class P2pTransport : public Transport {
   }
 
   std::string describe(const Waiting& waiting, cudaStream_t stream) {
-    const auto name = waiting.parameter < 0 ? "" : " '" + model_.parameter(waiting.parameter).name + "'";
+    const auto name = waiting.parameter < 0 ? "" : " '" + context_.param(waiting.parameter).name + "'";
     const auto missing = meetings_.missing(waiting, stream);
-    return "zcompile: rank " + std::to_string(model_.rank()) + " waited for other ranks " + waiting.what + name +
+    return "zcompile: rank " + std::to_string(context_.rank()) + " waited for other ranks " + waiting.what + name +
            " until the process group's timeout: a rank stopped, left the training loop early, or gathers or reduces "
            "other "
            "parameters than this one. " +
@@ -163,7 +163,6 @@ class P2pTransport : public Transport {
            "This process's use of the GPU ends here.";
   }
 
-  Model& model_;
   std::unique_ptr<Transport> c10d_;
   std::shared_ptr<Events> pool_;
   Meetings meetings_;
@@ -179,8 +178,8 @@ class P2pTransport : public Transport {
 
 }  // namespace cuda
 
-std::unique_ptr<Transport> make_p2p_transport(Model& model, const P2pSettings& settings) {
-  return std::make_unique<cuda::P2pTransport>(model, settings);
+std::unique_ptr<Transport> make_p2p_transport(TransportContext& context, const P2pSettings& settings) {
+  return std::make_unique<cuda::P2pTransport>(context, settings);
 }
 
 }  // namespace zcompile
