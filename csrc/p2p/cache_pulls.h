@@ -18,6 +18,7 @@
 #include "p2p/cached_shard.h"
 #include "p2p/copy_streams.h"
 #include "p2p/signals.h"
+#include "transport/transport.h"
 
 namespace zcompile::cuda {
 
@@ -42,7 +43,7 @@ class CachePulls {
   CachePulls(const CachePulls&) = delete;
   CachePulls& operator=(const CachePulls&) = delete;
 
-  // Fill unsharded parameters, or rows of one. The event is when that is done.
+  // Start to fill unsharded parameters, or some rows of one. The event that they return is recorded behind that.
   c10::cuda::CUDAEvent pull(const std::vector<Pull>& pulls);
   c10::cuda::CUDAEvent read_rows(const GatherRowsRequest& request, const CachedShard& shard);
 

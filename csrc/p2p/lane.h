@@ -14,9 +14,9 @@
 
 namespace zcompile::cuda {
 
-// What a stream waits for, kept as numbers: most waits are never put into words.
+// What a stream waits for, kept as numbers: most waits are never reported.
 struct PeerWait {
-  const char* what = "";  // what the peers are expected to do; it stands behind "waited for other ranks"
+  const char* what = "";  // that the peers are expected to do; follows "waited for other ranks" in an error
   int64_t param = -1;  // its index; -1: no parameter in particular
   int signal = 0;  // a Signal of signals.h
   uint32_t number = 0;

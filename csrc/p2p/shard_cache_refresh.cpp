@@ -29,7 +29,7 @@ void ShardCache::refresh() {
   has_begun_ = false;
 }
 
-// Gradients may lie in the first buffer, when there is one.
+// Makes memory for what was gathered and has none. From then on, gradients may lie in the first buffer.
 void ShardCache::make_room() {
   const bool is_first = memory_.buffers().empty();
   auto placed = memory_.place_new(staleness_);
@@ -66,7 +66,7 @@ void ShardCache::refresh_group(uint32_t group) {
   }
   cast(from, to);
   signals_.barrier(
-      signal::refreshed, progress_.refreshes * refresh_groups + group + 1, work_, {"to refresh its cached shards"});
+      signal::refreshed, progress_.refreshes * refresh_groups + group + 1, work_, {"to refresh their cached shards"});
   progress_.written[group].record(work_.stream());
 }
 
