@@ -25,8 +25,8 @@ namespace zcompile::cuda {
 // How far the cache is refreshed.
 struct RefreshProgress {
   uint32_t refreshes = 0;  // that have begun
-  std::vector<c10::cuda::CUDAEvent> written =
-      std::vector<c10::cuda::CUDAEvent>(refresh_groups);  // by group: all ranks have
+  // By group: all ranks have written it.
+  std::vector<c10::cuda::CUDAEvent> written = std::vector<c10::cuda::CUDAEvent>(refresh_groups);
 };
 
 struct Pull {

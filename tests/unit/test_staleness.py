@@ -34,11 +34,14 @@ class Cache:
         self.staleness.finish_refresh()
         self.refreshes += 1
 
-    def edit_all(self, moves_counters: bool = False) -> None:
-        """As an optimizer does; a fused one moves no version counter."""
+    def edit(self, param: int, moves_counter: bool = False) -> None:
+        self.main[param] += 1
+        self.versions[param] += moves_counter
+
+    def edit_all(self) -> None:
+        """As a fused optimizer does, which moves no version counter."""
         for param in range(len(self.main)):
-            self.main[param] += 1
-            self.versions[param] += moves_counters
+            self.edit(param)
 
 
 class Program:
@@ -60,19 +63,24 @@ class Program:
             self.cache.gather(param, in_backward=True)
         self.cache.staleness.finish_backward(is_caching)
 
-    def accumulate(self) -> None:
-        """Microbatches that cache some unsharded parameters, and gather the others."""
+    def accumulate(self, edits: float = 0.2) -> None:
+        """Microbatches of one step, between which main parameters stay as they are but for a few edits."""
         for _ in range(self.generator.randrange(1, 4)):
             self.forward()
             self.backward(is_caching=True)
+            if self.generator.random() < edits:
+                self.edit_one()
         self.cache.staleness.expire()
+
+    def edit_one(self) -> None:
+        self.cache.edit(self.generator.randrange(len(self.cache.main)), moves_counter=True)
 
     def do_anything(self) -> None:
         action = self.generator.randrange(4)
         if action == 0:
             self.accumulate()
         elif action == 1:
-            self.cache.edit_all(moves_counters=True)
+            self.edit_one()
         else:
             self.forward()
             if action == 2:
@@ -102,7 +110,7 @@ def test_copies_are_refreshed_once(part):
         for step in range(6):
             before = program.cache.refreshes
             if part == "accumulation" and step >= 2:
-                program.accumulate()
+                program.accumulate(edits=0.0)
             else:
                 program.forward()
                 if part != "evaluation" or step < 2:

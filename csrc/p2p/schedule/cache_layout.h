@@ -9,7 +9,7 @@
 // block, and what does not fill pages lies in blocks between these.
 //
 // What backward does not gather lies at the end, from where gradients are placed (grad_placement.h), for it is free
-// when backward begins. Small shards lie in front with the rest, since pages cannot be made of them.
+// when backward begins. Small shards lie in front of it in any case.
 #pragma once
 
 #include <cstddef>
