@@ -5,7 +5,8 @@
 #include "p2p/schedule/cache_layout.h"
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/schedule/staleness.h"
-#include "runtime.h"
+#include "runtime/model.h"
+#include "transport/shard_layout.h"
 
 #include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
@@ -45,15 +46,15 @@ py::dict as_dict(Model& model) {
 int64_t add_parameter(
     Model& model, std::string name, at::Tensor shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
     std::optional<at::ScalarType> reduce_dtype) {
-  ParamState parameter;
-  parameter.name = std::move(name);
-  parameter.shard = std::move(shard);
-  parameter.shape = std::move(shape);
-  parameter.numel = c10::multiply_integers(parameter.shape);
-  parameter.chunk = chunk;
-  parameter.replicated = replicated;
-  parameter.reduce_dtype = reduce_dtype;
-  return model.add(std::move(parameter));
+  ParamState param;
+  param.name = std::move(name);
+  param.shard = std::move(shard);
+  param.shape = std::move(shape);
+  param.numel = c10::multiply_integers(param.shape);
+  param.chunk = chunk;
+  param.replicated = replicated;
+  param.reduce_dtype = reduce_dtype;
+  return model.add(std::move(param));
 }
 
 // For tests alone: the schedule of the peer-to-peer transport, which needs no GPU.
@@ -159,6 +160,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("make_squares", &make_squares, py::arg("numel"), py::arg("device"));
   bind_cache_schedule(module);
   bind_adam_schedule(module);
+  py::class_<ShardLayout>(module, "ShardLayout", "For tests: which flat elements of a parameter each rank owns.")
+      .def(
+          py::init([](int64_t numel, int64_t chunk, bool replicated) { return ShardLayout{numel, chunk, replicated}; }),
+          py::arg("numel"), py::arg("chunk"), py::arg("replicated") = false)
+      .def("offset_of", &ShardLayout::offset_of, py::arg("rank"))
+      .def("length_of", &ShardLayout::length_of, py::arg("rank"))
+      .def("padded_numel", &ShardLayout::padded_numel, py::arg("world"));
+  module.def(
+      "packed_bytes", &packed_bytes, py::arg("length"), py::arg("element_bytes"),
+      "For tests: the bytes of one piece where pieces of several parameters are packed.");
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
@@ -174,7 +185,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("replicated"), py::arg("reduce_dtype"))
       .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
       .def_property_readonly("world", &Model::world)
-      .def("watch", &Model::watch, py::arg("index"), py::arg("masters"))
+      .def("watch", &Model::watch, py::arg("index"), py::arg("main_params"))
       .def(
           "use_transport",
           [](Model& model, const std::string& name, int64_t gather_streams, int64_t reduce_streams,
@@ -185,16 +196,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
-      .def("renew", &Model::refresh, ReleaseGil())
+      .def("refresh", &Model::refresh, ReleaseGil())
       .def(
-          "step",
+          "fused_adam_step",
           [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,
              float lr, float beta1, float beta2, float weight_decay, float eps) {
             std::vector<AdamRequest> requests;
-            for (size_t at = 0; at < indices.size(); ++at) {
+            for (size_t i = 0; i < indices.size(); ++i) {
               requests.push_back(
-                  {&model.parameter(indices[at]), tensors.at(0).at(at), tensors.at(1).at(at), tensors.at(2).at(at),
-                   tensors.at(3).at(at), tensors.at(4).at(at)});
+                  {&model.param(indices[i]), tensors.at(0).at(i), tensors.at(1).at(i), tensors.at(2).at(i),
+                   tensors.at(3).at(i), tensors.at(4).at(i)});
             }
             const py::gil_scoped_release released;
             return model.fused_adam_step(requests, {lr, beta1, beta2, weight_decay, eps});
