@@ -9,7 +9,7 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent
 CSRC = ROOT / "csrc"
-CPU_FOLDERS = (".", "transport", "kernels", "p2p/schedule")  # of csrc; a build with CUDA compiles all of it
+CPU_FOLDERS = (".", "runtime", "transport", "kernels", "p2p/schedule")  # of csrc; a build with CUDA compiles all of it
 
 
 def sources(with_cuda):

@@ -2,8 +2,11 @@
 
 #include "kernels/numerics.h"
 #include "p2p/schedule/adam_schedule.h"
+#include "p2p/schedule/cache_layout.h"
 #include "p2p/schedule/grad_placement.h"
-#include "runtime.h"
+#include "p2p/schedule/staleness.h"
+#include "runtime/model.h"
+#include "transport/shard_layout.h"
 
 #include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
@@ -43,15 +46,91 @@ py::dict as_dict(Model& model) {
 int64_t add_parameter(
     Model& model, std::string name, at::Tensor shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
     std::optional<at::ScalarType> reduce_dtype) {
-  Parameter parameter;
-  parameter.name = std::move(name);
-  parameter.shard = std::move(shard);
-  parameter.shape = std::move(shape);
-  parameter.numel = c10::multiply_integers(parameter.shape);
-  parameter.chunk = chunk;
-  parameter.replicated = replicated;
-  parameter.reduce_dtype = reduce_dtype;
-  return model.add(std::move(parameter));
+  ParamState param;
+  param.name = std::move(name);
+  param.shard = std::move(shard);
+  param.shape = std::move(shape);
+  param.numel = c10::multiply_integers(param.shape);
+  param.chunk = chunk;
+  param.replicated = replicated;
+  param.reduce_dtype = reduce_dtype;
+  return model.add(std::move(param));
+}
+
+// For tests alone: the schedule of the peer-to-peer transport, which needs no GPU.
+using Pair = std::pair<int64_t, int64_t>;
+
+void bind_cache_schedule(py::module& module) {
+  py::class_<GradPlacement>(
+      module, "GradPlacement", "For tests: where gradients may lie, in memory whose shards are [(begin, end), ...].")
+      .def(
+          py::init([](const std::vector<Pair>& shards, int64_t bytes) {
+            std::vector<GradPlacement::Extent> extents;
+            for (const auto& [begin, end] : shards) extents.push_back({begin, end});
+            return GradPlacement(std::move(extents), bytes);
+          }),
+          py::arg("shards"), py::arg("bytes"))
+      .def("refresh", &GradPlacement::refresh)
+      .def("is_dead", &GradPlacement::is_dead, py::arg("shard"))
+      .def("start_gather", &GradPlacement::start_gather, py::arg("shard"))
+      .def("finish_gather", &GradPlacement::finish_gather, py::arg("shard"), py::arg("in_backward"))
+      .def("gather_elsewhere", &GradPlacement::gather_elsewhere, py::arg("shard"))
+      .def("count_reduces", &GradPlacement::count_reduces, py::arg("count"))
+      .def("place", &GradPlacement::place, py::arg("bytes"), py::arg("is_in_use"))
+      .def("finish_backward", &GradPlacement::finish_backward, py::arg("is_caching"))
+      .def("learned", &GradPlacement::learned);
+  py::class_<Staleness>(module, "Staleness", "For tests: when cached copies of shards are stale.")
+      .def(py::init<>())
+      .def("add", &Staleness::add)
+      .def("is_stale", &Staleness::is_stale, py::arg("i"), py::arg("in_backward"), py::arg("main_version"))
+      .def("count_gather", &Staleness::count_gather, py::arg("i"), py::arg("in_backward"))
+      .def("is_gathered_in_backward", &Staleness::is_gathered_in_backward, py::arg("i"))
+      .def("finish_backward", &Staleness::finish_backward, py::arg("is_caching"))
+      .def("expire", &Staleness::expire)
+      .def("is_expired", &Staleness::is_expired)
+      .def("write", &Staleness::write, py::arg("i"), py::arg("main_version"))
+      .def("refresh", &Staleness::refresh, py::arg("i"), py::arg("main_version"))
+      .def("finish_refresh", &Staleness::finish_refresh);
+  module.def("head_bytes", &head_bytes, py::arg("bytes"), py::arg("rank"));
+  module.def("group_for_refresh", &group_for_refresh, py::arg("shard_bytes"));
+  module.def(
+      "lay_out_cache",
+      [](const std::vector<std::pair<int64_t, bool>>& shards, int64_t world) {
+        std::vector<ShardToPlace> to_place;
+        for (const auto& [bytes, in_backward] : shards) to_place.push_back({bytes, in_backward});
+        const auto layout = lay_out(to_place, world);
+        std::vector<std::tuple<size_t, int64_t, int64_t, int64_t, std::optional<size_t>>> places;
+        for (const auto& place : layout.places) {
+          places.emplace_back(place.shard, place.offset, place.end, place.mapped_bytes, place.block);
+        }
+        return std::make_pair(places, layout.block_bytes);
+      },
+      py::arg("shards"), py::arg("world"),
+      "For tests: places (shard, offset, end, mapped_bytes, block) and the bytes of blocks, for shards (bytes, whether "
+      "backward gathers them).");
+}
+
+void bind_adam_schedule(py::module& module) {
+  module.def(
+      "adam_schedule",
+      [](const std::vector<std::tuple<int64_t, Pair, Pair>>& items, const std::vector<Pair>& others) {
+        std::vector<AdamItem> all;
+        for (const auto& [numel, gradient, copy] : items) {
+          all.push_back({numel, {gradient.first, gradient.second}, {copy.first, copy.second}});
+        }
+        std::vector<Span> spans;
+        for (const auto& [begin, end] : others) spans.push_back({begin, end});
+        const auto schedule = adam_schedule(all, spans);
+        const auto as_tuples = [](const std::vector<AdamPart>& parts) {
+          std::vector<std::tuple<size_t, int64_t, int64_t, bool>> tuples;
+          for (const auto& part : parts) tuples.emplace_back(part.item, part.begin, part.end, part.writes);
+          return tuples;
+        };
+        std::vector<std::vector<std::tuple<size_t, int64_t, int64_t, bool>>> rounds;
+        for (const auto& round : schedule.rounds) rounds.push_back(as_tuples(round));
+        return std::make_tuple(rounds, as_tuples(schedule.casts), schedule.is_copied);
+      },
+      py::arg("items"), py::arg("others"), "For tests: in which order a step goes, for items (numel, gradient, copy).");
 }
 
 }  // namespace
@@ -79,45 +158,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"), py::kw_only(), py::arg("base") = py::none(),
       py::arg("squares") = py::none());
   module.def("make_squares", &make_squares, py::arg("numel"), py::arg("device"));
-  py::class_<GradPlacement>(
-      module, "GradPlacement", "For tests: where gradients may lie, in memory whose shards are [(begin, end), ...].")
+  bind_cache_schedule(module);
+  bind_adam_schedule(module);
+  py::class_<ShardLayout>(module, "ShardLayout", "For tests: which flat elements of a parameter each rank owns.")
       .def(
-          py::init([](const std::vector<std::pair<int64_t, int64_t>>& shards, int64_t bytes) {
-            std::vector<GradPlacement::Place> places;
-            for (const auto& [begin, end] : shards) places.push_back({begin, end});
-            return GradPlacement(std::move(places), bytes);
-          }),
-          py::arg("shards"), py::arg("bytes"))
-      .def("renew", &GradPlacement::renew)
-      .def("is_dead", &GradPlacement::is_dead, py::arg("shard"))
-      .def("start_gather", &GradPlacement::start_gather, py::arg("shard"))
-      .def("finish_gather", &GradPlacement::finish_gather, py::arg("shard"), py::arg("in_backward"))
-      .def("gather_elsewhere", &GradPlacement::gather_elsewhere, py::arg("shard"))
-      .def("count_reduces", &GradPlacement::count_reduces, py::arg("count"))
-      .def("lend", &GradPlacement::lend, py::arg("bytes"), py::arg("is_in_use"))
-      .def("finish_backward", &GradPlacement::finish_backward, py::arg("stays"))
-      .def("learned", &GradPlacement::learned);
+          py::init([](int64_t numel, int64_t chunk, bool replicated) { return ShardLayout{numel, chunk, replicated}; }),
+          py::arg("numel"), py::arg("chunk"), py::arg("replicated") = false)
+      .def("offset_of", &ShardLayout::offset_of, py::arg("rank"))
+      .def("length_of", &ShardLayout::length_of, py::arg("rank"))
+      .def("padded_numel", &ShardLayout::padded_numel, py::arg("world"));
   module.def(
-      "adam_schedule",
-      [](const std::vector<std::tuple<int64_t, std::pair<int64_t, int64_t>, std::pair<int64_t, int64_t>>>& items,
-         const std::vector<std::pair<int64_t, int64_t>>& others) {
-        std::vector<StepItem> all;
-        for (const auto& [numel, gradient, copy] : items) {
-          all.push_back({numel, {gradient.first, gradient.second}, {copy.first, copy.second}});
-        }
-        std::vector<Span> besides;
-        for (const auto& [begin, end] : others) besides.push_back({begin, end});
-        const auto order = adam_schedule(all, besides);
-        const auto as_tuples = [](const std::vector<StepPart>& parts) {
-          std::vector<std::tuple<size_t, int64_t, int64_t, bool>> tuples;
-          for (const auto& part : parts) tuples.emplace_back(part.item, part.begin, part.end, part.writes);
-          return tuples;
-        };
-        std::vector<std::vector<std::tuple<size_t, int64_t, int64_t, bool>>> rounds;
-        for (const auto& round : order.rounds) rounds.push_back(as_tuples(round));
-        return std::make_tuple(rounds, as_tuples(order.casts), order.is_copied);
-      },
-      py::arg("items"), py::arg("others"), "For tests: in which order a step goes, for items (numel, gradient, copy).");
+      "packed_bytes", &packed_bytes, py::arg("length"), py::arg("element_bytes"),
+      "For tests: the bytes of one piece where pieces of several parameters are packed.");
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
@@ -133,7 +185,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("replicated"), py::arg("reduce_dtype"))
       .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
       .def_property_readonly("world", &Model::world)
-      .def("watch", &Model::watch, py::arg("index"), py::arg("masters"))
+      .def("watch", &Model::watch, py::arg("index"), py::arg("main_params"))
       .def(
           "use_transport",
           [](Model& model, const std::string& name, int64_t gather_streams, int64_t reduce_streams,
@@ -144,19 +196,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
-      .def("renew", &Model::renew, ReleaseGil())
+      .def("refresh", &Model::refresh, ReleaseGil())
       .def(
-          "step",
+          "fused_adam_step",
           [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,
              float lr, float beta1, float beta2, float weight_decay, float eps) {
             std::vector<AdamRequest> requests;
-            for (size_t at = 0; at < indices.size(); ++at) {
+            for (size_t i = 0; i < indices.size(); ++i) {
               requests.push_back(
-                  {&model.parameter(indices[at]), tensors.at(0).at(at), tensors.at(1).at(at), tensors.at(2).at(at),
-                   tensors.at(3).at(at), tensors.at(4).at(at)});
+                  {&model.param(indices[i]), tensors.at(0).at(i), tensors.at(1).at(i), tensors.at(2).at(i),
+                   tensors.at(3).at(i), tensors.at(4).at(i)});
             }
             const py::gil_scoped_release released;
-            return model.step(requests, {lr, beta1, beta2, weight_decay, eps});
+            return model.fused_adam_step(requests, {lr, beta1, beta2, weight_decay, eps});
           },
           py::arg("indices"), py::arg("tensors"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
           py::arg("weight_decay"), py::arg("eps"))

@@ -1,7 +1,5 @@
 // Every op: schema, device kernel, meta kernel, autograd.
 
-#include "runtime.h"
-
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -10,6 +8,10 @@
 #include <torch/library.h>
 
 #include <mutex>
+
+#include "runtime/gather_reduce.h"
+#include "runtime/model.h"
+#include "runtime/registry.h"
 
 namespace zcompile {
 
@@ -31,30 +33,30 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-Parameter* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
-  auto& parameter = find_parameter(shard);
+ParamState* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
+  auto& param = find_param(shard);
   TORCH_CHECK(
-      shape == at::IntArrayRef(parameter.shape), "zcompile::", op, ": '", parameter.name, "' has shape ",
-      at::IntArrayRef(parameter.shape), ", asked for ", shape);
-  return &parameter;
+      shape == at::IntArrayRef(param.shape), "zcompile::", op, ": '", param.name, "' has shape ",
+      at::IntArrayRef(param.shape), ", asked for ", shape);
+  return &param;
 }
 
-// [Note: writes to a full parameter are lost]
+// [Note: writes to an unsharded parameter are lost]
 // A gathered parameter is a copy. An in-place write to it raises its version counter, which outlives it, so the next
 // gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own.
-void refuse_lost_writes(const Parameter& parameter) {
+void refuse_lost_writes(const ParamState& param) {
   TORCH_CHECK(
-      !parameter.version_of_full || parameter.version_of_full->current_version() == 0, "zcompile: parameter '",
-      parameter.name, "' was modified in place through its owning module on rank ", parameter.model->rank(),
+      !param.unsharded_version || param.unsharded_version->current_version() == 0, "zcompile: parameter '", param.name,
+      "' was modified in place through its owning module on rank ", param.model->rank(),
       ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), "
       "or "
       "initialise before zcompile.shard().");
 }
 
-Parameter* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
-  auto* parameter = find_with_shape(shard, shape, "gather");
-  refuse_lost_writes(*parameter);
-  return parameter;
+ParamState* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
+  auto* param = find_with_shape(shard, shape, "gather");
+  refuse_lost_writes(*param);
+  return param;
 }
 
 // Shapes of several tensors travel through a schema as one list: the sizes, and how many of them each tensor has.
@@ -82,33 +84,33 @@ std::vector<at::Tensor> gather_group_start_kernel(
     at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto shapes = split_sizes(sizes, dims);
-  std::vector<Parameter*> parameters;
-  for (size_t at = 0; at < shards.size(); ++at) parameters.push_back(find_to_gather(shards[at], shapes[at]));
-  return gather_start(parameters, dtype);
+  std::vector<ParamState*> params;
+  for (size_t i = 0; i < shards.size(); ++i) params.push_back(find_to_gather(shards[i], shapes[i]));
+  return gather_start(params, dtype);
 }
 
-at::Tensor gather_wait_kernel(const at::Tensor& full) {
+at::Tensor gather_wait_kernel(const at::Tensor& unsharded) {
   at::AutoDispatchBelowADInplaceOrView below;
-  gather_wait(full);
-  return at::native::alias(full);
+  gather_wait(unsharded);
+  return at::native::alias(unsharded);
 }
 
 at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
-  auto full = gather_start_kernel(shard, shape, dtype);
-  gather_wait(full);
-  return full;
+  auto unsharded = gather_start_kernel(shard, shape, dtype);
+  gather_wait(unsharded);
+  return unsharded;
 }
 
 at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return std::move(reduce_start(&find_parameter(shard), grad).front());
+  return std::move(reduce_start(&find_param(shard), grad).front());
 }
 
 std::vector<at::Tensor> reduce_group_start_kernel(at::TensorList grads, at::TensorList shards) {
   at::AutoDispatchBelowADInplaceOrView below;
-  std::vector<Parameter*> parameters;
-  for (const auto& shard : shards) parameters.push_back(&find_parameter(shard));
-  return reduce_start(parameters, grads);
+  std::vector<ParamState*> params;
+  for (const auto& shard : shards) params.push_back(&find_param(shard));
+  return reduce_start(params, grads);
 }
 
 at::Tensor reduce_wait_kernel(const at::Tensor& pending, const at::Tensor& /*grad*/) {
@@ -153,12 +155,12 @@ at::Tensor gather_meta(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 std::vector<at::Tensor> gather_group_meta(
     at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
   const auto shapes = split_sizes(sizes, dims);
-  std::vector<at::Tensor> fulls;
-  for (size_t at = 0; at < shards.size(); ++at) fulls.push_back(gather_meta(shards[at], shapes[at], dtype));
-  return fulls;
+  std::vector<at::Tensor> results;
+  for (size_t i = 0; i < shards.size(); ++i) results.push_back(gather_meta(shards[i], shapes[i], dtype));
+  return results;
 }
 
-at::Tensor gather_wait_meta(const at::Tensor& full) { return at::alias(full); }
+at::Tensor gather_wait_meta(const at::Tensor& unsharded) { return at::alias(unsharded); }
 
 at::Tensor reduce_meta(const at::Tensor& /*grad*/, const at::Tensor& shard) {
   return at::empty_like(shard, shard.options().requires_grad(false), at::MemoryFormat::Contiguous);
@@ -179,7 +181,7 @@ at::Tensor reduce_rows_meta(
 
 std::vector<at::Tensor> reduce_group_meta(at::TensorList grads, at::TensorList shards) {
   std::vector<at::Tensor> outs;
-  for (size_t at = 0; at < shards.size(); ++at) outs.push_back(reduce_meta(grads[at], shards[at]));
+  for (size_t i = 0; i < shards.size(); ++i) outs.push_back(reduce_meta(grads[i], shards[i]));
   return outs;
 }
 
@@ -187,7 +189,7 @@ at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*
 
 // --- autograd -------------------------------------------------------------------------------------------------------
 
-// The backward of gather. It remembers the shard only to name the parameter, so it saves no variable and checks no
+// The backward of gather. It remembers the shard only to name the param, so it saves no variable and checks no
 // version: an optimizer step between forward and backward does not matter to it.
 struct ReduceBackward : public torch::autograd::Node {
   at::Tensor shard;
@@ -216,39 +218,39 @@ bool is_real(const at::Tensor& tensor) {
 // A parameter that is read twice must be reduced once, after its gradients were summed: twice the bytes otherwise, and
 // another rounding than in the compiled graph. In eager, all gathers of a parameter that are alive share one backward
 // node; autograd sums what flows into it before it runs.
-void attach_shared_backward(Parameter& parameter, const at::Tensor& shard, const at::Tensor& full) {
+void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at::Tensor& unsharded) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
-  const auto shared = parameter.backward.find(full.scalar_type());
-  if (shared != parameter.backward.end()) {
+  const auto shared = param.backward.find(unsharded.scalar_type());
+  if (shared != param.backward.end()) {
     if (auto node = shared->second.lock()) {
-      torch::autograd::impl::set_gradient_edge(full, {std::move(node), 0});
+      torch::autograd::impl::set_gradient_edge(unsharded, {std::move(node), 0});
       return;
     }
   }
   auto node = make_backward(shard);
-  torch::autograd::set_history(full, node);
-  parameter.backward.insert_or_assign(full.scalar_type(), NodeTraits<NodePtr>::weak(node));
+  torch::autograd::set_history(unsharded, node);
+  param.backward.insert_or_assign(unsharded.scalar_type(), NodeTraits<NodePtr>::weak(node));
 }
 
 at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
-  Parameter* parameter = is_real(shard) ? &find_parameter(shard) : nullptr;
-  at::Tensor full;
+  ParamState* param = is_real(shard) ? &find_param(shard) : nullptr;
+  at::Tensor unsharded;
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    full = call_gather(shard, shape, dtype);
+    unsharded = call_gather(shard, shape, dtype);
   }
-  if (parameter && !full.is_inference()) {
-    parameter->version_of_full = full.unsafeGetTensorImpl()->version_counter();
+  if (param && !unsharded.is_inference()) {
+    param->unsharded_version = unsharded.unsafeGetTensorImpl()->version_counter();
   }
-  if (!differentiable) return full;
-  if (parameter) {
-    attach_shared_backward(*parameter, shard, full);
+  if (!differentiable) return unsharded;
+  if (param) {
+    attach_shared_backward(*param, shard, unsharded);
   } else {
-    torch::autograd::set_history(full, make_backward(shard));
+    torch::autograd::set_history(unsharded, make_backward(shard));
   }
-  return full;
+  return unsharded;
 }
 
 at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard) {
@@ -262,25 +264,25 @@ at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard) {
 }  // namespace
 
 TORCH_LIBRARY(zcompile, library) {
-  // The full parameter, downcast on the way. A new tensor: aliases nothing.
+  // The unsharded parameter, downcast on the way. A new tensor: aliases nothing.
   library.def("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
   // This rank's slice of the mean gradient. A new tensor: aliases nothing.
   library.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   // A new tensor that is being filled: only gather_wait may read it.
   library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
-  // The same, but the runtime may keep its memory for the next micro-step: nobody may give it to another result, which
-  // no schema can say (an alias of the shard would live as long as that), and the backend tells Inductor; see
-  // _lower_cached.
+  // The same, but the runtime may cache the result for the next microbatch. Then nobody may give its memory to another
+  // result. No schema can say so (an alias of the shard would live as long as the shard), so the backend tells
+  // Inductor; see _lower_cached.
   library.def("gather_cached_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
   // New tensors that are being filled together. `sizes` are those of all, `dims` says how many each has.
   library.def("gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype) -> Tensor[]");
   // The same memory, filled. It lives as long as its last reader, which the annotation tells Inductor.
-  library.def("gather_wait(Tensor(a) full) -> Tensor(a)");
+  library.def("gather_wait(Tensor(a) unsharded) -> Tensor(a)");
   // A new tensor that is being filled, while `grad` is being read.
   library.def("reduce_start(Tensor grad, Tensor shard) -> Tensor");
   // New tensors that are being filled together, while `grads` are being read.
   library.def("reduce_group_start(Tensor[] grads, Tensor[] shards) -> Tensor[]");
-  // Rows of the full parameter, a matrix, downcast on the way: [*indices.shape, columns]. A new tensor: aliases
+  // Rows of the unsharded parameter, a matrix, downcast on the way: [*indices.shape, columns]. A new tensor: aliases
   // nothing.
   library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
   // As reduce, of the gradient of such rows: zeros of `shape`, to which `grad` is added in fp32 in the order of

@@ -1,6 +1,9 @@
 // A step of Adam that also writes the copy of each shard that peers read: the new parameters are in registers then, and
 // need not be read again. Bound by memory: 28 bytes an element, and the copy.
 
+#include "kernels/fused_adam.h"
+
+#include "kernels/loading.cuh"
 #include "kernels/multi_tensor.cuh"
 
 namespace zcompile::cuda {
@@ -32,55 +35,57 @@ __device__ float average(float weight, float before, float now) {
 
 // The roundings are those of torch's fused AdamW.
 __device__ void update(
-    const AdamSettings& settings, const Bias& bias, float& master, float gradient, float& exp_avg, float& exp_avg_sq) {
-  if (settings.weight_decay != 0) master -= settings.learning_rate * settings.weight_decay * master;
+    const AdamSettings& settings, const Bias& bias, float& main_param, float gradient, float& exp_avg,
+    float& exp_avg_sq) {
+  if (settings.weight_decay != 0) main_param -= settings.learning_rate * settings.weight_decay * main_param;
   exp_avg = average(settings.beta1, exp_avg, gradient);
   exp_avg_sq = average(settings.beta2, exp_avg_sq, gradient * gradient);
-  master -= settings.learning_rate / bias.first * exp_avg / (sqrtf(exp_avg_sq) / bias.second_root + settings.eps);
+  main_param -= settings.learning_rate / bias.first * exp_avg / (sqrtf(exp_avg_sq) / bias.second_root + settings.eps);
 }
 
 template <typename To>
 __device__ void step_tile(const AdamEntry& entry, const AdamSettings& settings, const Bias& bias, int64_t begin) {
-  auto* master = entry.master + begin;
+  auto* main_param = entry.main_param + begin;
   const auto* gradient = entry.gradient + begin;
   auto* exp_avg = entry.exp_avg + begin;
   auto* exp_avg_sq = entry.exp_avg_sq + begin;
   auto* copy = entry.copy ? static_cast<To*>(entry.copy) + begin : nullptr;
   const auto numel = min(static_cast<int64_t>(tile), entry.numel - begin);
-  if (numel == tile && aligned(master) && aligned(gradient) && aligned(exp_avg) && aligned(exp_avg_sq) &&
+  if (numel == tile && aligned(main_param) && aligned(gradient) && aligned(exp_avg) && aligned(exp_avg_sq) &&
       aligned(copy)) {
-    const int at = threadIdx.x * vector;
-    auto masters = load(master + at);
-    const auto gradients = load(gradient + at);
-    auto firsts = load(exp_avg + at);
-    auto seconds = load(exp_avg_sq + at);
+    const int i = threadIdx.x * vector;
+    auto main_params = load(main_param + i);
+    const auto gradients = load(gradient + i);
+    auto firsts = load(exp_avg + i);
+    auto seconds = load(exp_avg_sq + i);
     Pack<To> copies;
 #pragma unroll
     for (int lane = 0; lane < vector; ++lane) {
-      update(settings, bias, masters.values[lane], gradients.values[lane], firsts.values[lane], seconds.values[lane]);
-      copies.values[lane] = narrow<To>(masters.values[lane]);
+      update(
+          settings, bias, main_params.values[lane], gradients.values[lane], firsts.values[lane], seconds.values[lane]);
+      copies.values[lane] = narrow<To>(main_params.values[lane]);
     }
-    store(master + at, masters);
-    store(exp_avg + at, firsts);
-    store(exp_avg_sq + at, seconds);
-    if (copy) store(copy + at, copies);
+    store(main_param + i, main_params);
+    store(exp_avg + i, firsts);
+    store(exp_avg_sq + i, seconds);
+    if (copy) store(copy + i, copies);
     return;
   }
-  for (int at = threadIdx.x; at < numel; at += threads) {
-    update(settings, bias, master[at], gradient[at], exp_avg[at], exp_avg_sq[at]);
-    if (copy) copy[at] = narrow<To>(master[at]);
+  for (int i = threadIdx.x; i < numel; i += threads) {
+    update(settings, bias, main_param[i], gradient[i], exp_avg[i], exp_avg_sq[i]);
+    if (copy) copy[i] = narrow<To>(main_param[i]);
   }
 }
 
 template <typename To>
 __global__ void __launch_bounds__(threads)
     adam_kernel(const __grid_constant__ AdamBatch batch, const __grid_constant__ AdamSettings settings) {
-  const int at = entry_of(batch, blockIdx.x);
-  const auto& entry = batch.items[at];
+  const int i = entry_of(batch, blockIdx.x);
+  const auto& entry = batch.items[i];
   __shared__ Bias bias;
   if (threadIdx.x == 0) bias = bias_of(settings, *entry.count);
   __syncthreads();
-  step_tile<To>(entry, settings, bias, static_cast<int64_t>(blockIdx.x - batch.first_tile[at]) * tile);
+  step_tile<To>(entry, settings, bias, static_cast<int64_t>(blockIdx.x - batch.first_tile[i]) * tile);
 }
 
 }  // namespace
@@ -95,15 +100,11 @@ cudaError_t launch_adam(
 }
 
 cudaError_t load_adam_kernels() {
-  auto result = cudaSuccess;
-  for (const auto copy : {Type::f32, Type::bf16, Type::f16}) {
-    with_type(copy, [&]<typename To>() {
-      cudaFuncAttributes attributes;
-      const auto error = cudaFuncGetAttributes(&attributes, adam_kernel<To>);
-      if (error != cudaSuccess) result = error;
-    });
+  KernelLoader loader;
+  for (const auto copy : all_types) {
+    with_type(copy, [&]<typename To>() { loader.load(adam_kernel<To>); });
   }
-  return result;
+  return loader.result();
 }
 
 }  // namespace zcompile::cuda

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/kernels.h"
+#include "kernels/kernel_types.h"
 
 namespace zcompile::cuda {
 
@@ -83,10 +83,10 @@ cudaError_t in_batches(
   for (int begin = 0; begin < count; begin += entries) {
     Batch batch{};
     batch.count = std::min(entries, count - begin);
-    for (int at = 0; at < batch.count; ++at) {
-      (batch.*member)[at] = items[begin + at];
-      const auto tiles = (static_cast<int64_t>(size_of(items[begin + at])) + per_tile - 1) / per_tile;
-      batch.first_tile[at + 1] = batch.first_tile[at] + static_cast<int>(tiles);
+    for (int i = 0; i < batch.count; ++i) {
+      (batch.*member)[i] = items[begin + i];
+      const auto tiles = (static_cast<int64_t>(size_of(items[begin + i])) + per_tile - 1) / per_tile;
+      batch.first_tile[i + 1] = batch.first_tile[i] + static_cast<int>(tiles);
     }
     const int tiles = batch.first_tile[batch.count];
     if (tiles > 0) launch(batch, tiles);

@@ -13,6 +13,9 @@
 
 #include <map>
 
+#include "kernels/cast.h"
+#include "kernels/embedding_rows.h"
+#include "kernels/reduce.h"
 #include "kernels/types.h"
 #endif
 
@@ -20,15 +23,15 @@ namespace zcompile {
 
 namespace {
 
-void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& besides) {
+void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& extras) {
   auto sum = rows[0].to(sum_dtype(rows[0].scalar_type()), /*non_blocking=*/false, /*copy=*/true);
   for (size_t row = 1; row < rows.size(); ++row) sum.add_(rows[row]);
   // On CUDA, division by a scalar multiplies by its reciprocal, which rounds differently.
   sum.is_cuda() ? sum.div_(at::full({1}, divisor, sum.options())) : sum.div_(divisor);
   out.copy_(sum.view(out.sizes()));
-  if (besides.base.defined()) out.add_(besides.base.view(out.sizes()));
-  if (besides.squares.defined()) {
-    besides.squares.select(0, 0).add_(
+  if (extras.base.defined()) out.add_(extras.base.view(out.sizes()));
+  if (extras.squares.defined()) {
+    extras.squares.select(0, 0).add_(
         at::linalg_vector_norm(out, 2, std::nullopt, /*keepdim=*/false, at::kDouble).square());
   }
 }
@@ -51,16 +54,16 @@ void cast(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to
 #ifdef ZCOMPILE_CUDA
   std::map<std::pair<cuda::Type, cuda::Type>, std::vector<cuda::Cast>> launches;
 #endif
-  for (size_t at = 0; at < from.size(); ++at) {
+  for (size_t i = 0; i < from.size(); ++i) {
 #ifdef ZCOMPILE_CUDA
-    if (from[at].is_cuda() && have_kernel(from[at].scalar_type(), to[at])) {
-      launches[{*kernel_type(from[at].scalar_type()), *kernel_type(to[at].scalar_type())}].push_back(
-          {from[at].const_data_ptr(), to[at].mutable_data_ptr(), from[at].numel()});
+    if (from[i].is_cuda() && have_kernel(from[i].scalar_type(), to[i])) {
+      launches[{*kernel_type(from[i].scalar_type()), *kernel_type(to[i].scalar_type())}].push_back(
+          {from[i].const_data_ptr(), to[i].mutable_data_ptr(), from[i].numel()});
       continue;
     }
 #endif
-    at::Tensor destination = to[at];
-    destination.copy_(from[at].view(destination.sizes()));
+    at::Tensor destination = to[i];
+    destination.copy_(from[i].view(destination.sizes()));
   }
 #ifdef ZCOMPILE_CUDA
   for (const auto& [types, casts] : launches) {
@@ -120,7 +123,7 @@ at::Tensor make_squares(int64_t numel, at::Device device) {
   return at::zeros({count}, at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
-void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& besides) {
+void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& extras) {
   std::vector<const void*> addresses;
   for (const auto& row : rows) {
     TORCH_CHECK(
@@ -129,15 +132,15 @@ void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, c
         "zcompile: what is added up must be alike, contiguous, and where the result is");
     addresses.push_back(row.const_data_ptr());
   }
-  mean(addresses, rows[0].scalar_type(), divisor, std::move(out), besides);
+  mean(addresses, rows[0].scalar_type(), divisor, std::move(out), extras);
 }
 
 void mean(
     const std::vector<const void*>& rows, at::ScalarType dtype, double divisor, at::Tensor out,
-    const ReduceExtras& besides) {
+    const ReduceExtras& extras) {
   if (out.numel() == 0) return;
 #ifdef ZCOMPILE_CUDA
-  const auto& [base, squares] = besides;
+  const auto& [base, squares] = extras;
   if (have_kernel(dtype, out) && rows.size() <= cuda::max_ranks) {
     C10_CUDA_CHECK(
         cuda::launch_mean(
@@ -156,7 +159,7 @@ void mean(
             .target_device(out.device())
             .make_tensor());
   }
-  mean_by_ops(tensors, divisor, out, besides);
+  mean_by_ops(tensors, divisor, out, extras);
 }
 
 }  // namespace zcompile

@@ -23,11 +23,11 @@ struct ReduceExtras {
 
 // out = base + (rows[0] + rows[1] + ...) / divisor, the mean being rounded like `out` first. All are contiguous and
 // have as many elements as `out`.
-void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& besides = {});
+void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& extras = {});
 // The same of rows at these addresses, on the device of `out`.
 void mean(
     const std::vector<const void*>& rows, at::ScalarType dtype, double divisor, at::Tensor out,
-    const ReduceExtras& besides = {});
+    const ReduceExtras& extras = {});
 
 // Gradients of some rows of a matrix, those of one row next to each other.
 struct SortedRows {

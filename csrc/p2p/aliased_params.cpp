@@ -1,8 +1,11 @@
 #include "p2p/aliased_params.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/cuda/CUDAEvent.h>
 
 #include <algorithm>
+#include <exception>
+#include <utility>
 
 namespace zcompile::cuda {
 
@@ -18,41 +21,42 @@ void wait_for(const std::optional<c10::cuda::CUDAStream>& other, const c10::cuda
 
 }  // namespace
 
-Composer::~Composer() { finish(device_); }
+AliasedParams::~AliasedParams() { synchronize(device_); }
 
-void* Composer::compose(const void* parameter, int64_t bytes, const OwnPages& own) {
-  constexpr size_t most_ways = 8;
+void* AliasedParams::take(const void* shard, int64_t bytes, const OwnPages& own) {
+  constexpr size_t max_mappings = 8;  // of one shard
   std::lock_guard lock(mutex_);
-  auto* found = find_free(parameter, own);
-  if (!found) {
-    auto& ways = composed_[parameter];
-    if (ways.size() == most_ways) return nullptr;
-    ways.push_back(map(bytes, own));
-    found = ways.back().get();
-    by_address_[found->range.begin()] = found;
+  auto* mapping = find_free(shard, own);
+  if (!mapping) {
+    auto& mappings = mappings_[shard];
+    if (mappings.size() == max_mappings) return nullptr;
+    mappings.push_back(map(bytes, own));
+    mapping = mappings.back().get();
+    by_address_[mapping->range.begin()] = mapping;
   }
-  settle_locked();
-  found->stream = last_;
-  take(*found, true);
-  return found->range.begin();
+  wait_for_readers_locked();
+  mapping->stream = last_;
+  mark(*mapping, true);
+  return mapping->range.begin();
 }
 
-Composer::Composed* Composer::find_free(const void* parameter, const OwnPages& own) {
-  for (auto& one : composed_[parameter]) {
-    const bool fits = one->own == own.block.get() && !one->in_use &&
-                      std::all_of(one->pages.begin(), one->pages.end(), [&](size_t page) { return is_free_[page]; });
-    if (fits) return one.get();
+AliasedParams::Mapping* AliasedParams::find_free(const void* shard, const OwnPages& own) {
+  for (auto& mapping : mappings_[shard]) {
+    const bool fits =
+        mapping->own == own.block.get() && !mapping->in_use &&
+        std::all_of(mapping->pages.begin(), mapping->pages.end(), [&](size_t page) { return is_free_[page]; });
+    if (fits) return mapping.get();
   }
   return nullptr;
 }
 
-std::unique_ptr<Composer::Composed> Composer::map(int64_t bytes, const OwnPages& own) {
+std::unique_ptr<AliasedParams::Mapping> AliasedParams::map(int64_t bytes, const OwnPages& own) {
   const auto total = page_above(bytes);
-  std::unique_ptr<Composed> made(new Composed{Range(total), {}, own.block.get()});
+  std::unique_ptr<Mapping> mapping(new Mapping{AddressRange(total), {}, own.block.get()});
   size_t page = 0;
   for (int64_t offset = 0; offset < total; offset += page_bytes) {
     if (offset == own.begin) {
-      made->range.map(offset, own.block);
+      mapping->range.map(offset, own.block);
       offset += own.bytes - page_bytes;
       continue;
     }
@@ -61,55 +65,55 @@ std::unique_ptr<Composer::Composed> Composer::map(int64_t bytes, const OwnPages&
       pool_.push_back(std::make_shared<const Block>(device_, page_bytes, /*shared=*/false));
       is_free_.push_back(true);
     }
-    made->range.map(offset, pool_[page]);
-    made->pages.push_back(page++);
+    mapping->range.map(offset, pool_[page]);
+    mapping->pages.push_back(page++);
   }
-  made->range.open(device_);
-  return made;
+  mapping->range.open(device_);
+  return mapping;
 }
 
-void Composer::release(void* full) {
+void AliasedParams::release(void* unsharded) {
   std::lock_guard lock(mutex_);
-  auto& one = *by_address_.at(full);
+  auto& mapping = *by_address_.at(unsharded);
   try {
-    wait_for(one.stream, c10::cuda::getCurrentCUDAStream(device_.index()));
-    settle_locked();
+    wait_for(mapping.stream, c10::cuda::getCurrentCUDAStream(device_.index()));
+    wait_for_readers_locked();
   } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
   }
-  take(one, false);
+  mark(mapping, false);
 }
 
 // A profiler sees it as memory of which no allocator has a total.
-void Composer::take(Composed& one, bool in_use) {
-  one.in_use = in_use;
-  for (const auto page : one.pages) is_free_[page] = !in_use;
-  const auto bytes = static_cast<int64_t>(one.pages.size()) * page_bytes;
-  c10::reportMemoryUsageToProfiler(one.range.begin(), in_use ? bytes : -bytes, 0, 0, device_);
+void AliasedParams::mark(Mapping& mapping, bool in_use) {
+  mapping.in_use = in_use;
+  for (const auto page : mapping.pages) is_free_[page] = !in_use;
+  const auto bytes = static_cast<int64_t>(mapping.pages.size()) * page_bytes;
+  c10::reportMemoryUsageToProfiler(mapping.range.begin(), in_use ? bytes : -bytes, 0, 0, device_);
 }
 
-bool Composer::has(const void* full) {
+bool AliasedParams::contains(const void* memory) {
   std::lock_guard lock(mutex_);
-  return by_address_.count(full) != 0;
+  return by_address_.count(memory) != 0;
 }
 
-bool Composer::is_in_use(const void* parameter) {
+bool AliasedParams::is_in_use(const void* shard) {
   std::lock_guard lock(mutex_);
-  const auto& ways = composed_[parameter];
-  return std::any_of(ways.begin(), ways.end(), [](const auto& one) { return one->in_use; });
+  const auto& mappings = mappings_[shard];
+  return std::any_of(mappings.begin(), mappings.end(), [](const auto& mapping) { return mapping->in_use; });
 }
 
-void Composer::settle() {
+void AliasedParams::wait_for_readers() {
   std::lock_guard lock(mutex_);
-  settle_locked();
+  wait_for_readers_locked();
 }
 
-void Composer::settle_locked() {
+void AliasedParams::wait_for_readers_locked() {
   const auto current = c10::cuda::getCurrentCUDAStream(device_.index());
   wait_for(last_, current);
   last_ = current;
 }
 
-int64_t Composer::pool_bytes() {
+int64_t AliasedParams::pool_bytes() {
   std::lock_guard lock(mutex_);
   return static_cast<int64_t>(pool_.size()) * page_bytes;
 }

@@ -1,55 +1,39 @@
-// Streams over which copies are spread.
+// Streams over which copies between GPUs are spread.
 //
 // [Note: one stream beside compute]
-// A stream that has a kernel, a word or a copy within the GPU pending needs one of the few hardware queues that do not
-// delay compute (queues.h). So all casts, words and sums are on one stream, `work`, in the order of the program; what
-// is too small for a copy engine is read by a kernel in compute's order; and pulls and pushes have a stream each for
-// copies, which need no such queue where they are between GPUs. Not on `work` are rests of own pieces, which go with
-// pulls; whole own pieces in backward, for which pulls would wait (published.h); and, where transfers go in step
-// (peers.h), the meetings before copies.
+// A stream needs a hardware queue while it has a kernel, a wait for a signal, or a copy within the GPU pending. Only a
+// few hardware queues do not delay compute (stream_probe.h). So there is one stream for all of these, the lane `work`:
+// casts, signals and sums run on it in the order of the program. What is too small for a copy engine is read by a
+// kernel in compute's order. Pulls and pushes have a copy stream each. A copy stream needs no such queue as long as its
+// copies are between GPUs.
+//
+// Three things run elsewhere than on `work`:
+//   - the rest of an own piece that is not aliased goes with the pulls;
+//   - a whole own piece in backward has a stream of its own, since pulls would wait for it (cache_pulls.h);
+//   - where ranks start transfers together (signals.h), the barriers before copies are on the copy streams.
 #pragma once
 
-#include <c10/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
-#include "p2p/symmetric_memory.h"
-#include "transport/transport.h"
+#include "kernels/copy.h"
+#include "p2p/event_pool.h"
+#include "p2p/lane.h"
 
 namespace zcompile::cuda {
 
-// Events are made once and used again; shared with transfers that may outlive the transport.
-class Events {
+// Issues copies on one stream: to copy engines where the driver can be asked for them, else by a kernel.
+void copy_async(const std::vector<Copy>& copies, cudaStream_t stream);
+
+class CopyStreams {
  public:
-  c10::cuda::CUDAEvent take();
-  void give(c10::cuda::CUDAEvent event);
+  CopyStreams(int64_t streams, std::shared_ptr<EventPool> pool);
 
- private:
-  std::mutex mutex_;
-  std::vector<c10::cuda::CUDAEvent> free_;
-};
-
-// Done when its event is. One that is dropped is waited for too: torch would reuse memory that is still being copied.
-class EventTransfer : public Transfer {
- public:
-  EventTransfer(std::shared_ptr<Events> pool, c10::cuda::CUDAEvent event);
-  ~EventTransfer() override;
-  void wait() override;
-
- private:
-  std::shared_ptr<Events> pool_;
-  c10::cuda::CUDAEvent event_;
-  bool waited_ = false;
-};
-
-class Fan {
- public:
-  Fan(int64_t streams, std::shared_ptr<Events> pool);
-
-  Lane& lane() { return lane_; }  // on which ranks also meet; the other streams leave it for a copy and come back
+  // The first stream, on which barriers are too. The others leave it for a copy and come back.
+  Lane& lane() { return lane_; }
   // Whether copies of so many bytes are not worth another stream.
   static bool is_small(size_t bytes);
   // Starts the copies, in the lane's order.
@@ -58,7 +42,7 @@ class Fan {
  private:
   Lane lane_;
   std::vector<c10::cuda::CUDAStream> others_;
-  std::shared_ptr<Events> pool_;
+  std::shared_ptr<EventPool> pool_;
 };
 
 }  // namespace zcompile::cuda

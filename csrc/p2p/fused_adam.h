@@ -1,4 +1,4 @@
-// Launches an optimizer's step that writes copies of shards, in the order of ../step_order.h.
+// Launches an optimizer's step that also writes cached copies of shards, in the order of schedule/adam_schedule.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,19 +10,19 @@
 
 namespace zcompile::cuda {
 
-// Where the copy of a master goes.
-struct CopyPlace {
-  char* to = nullptr;  // none: there is none
+// Where the copy of a main parameter goes.
+struct CopyTarget {
+  char* to = nullptr;  // none: there is no copy
   at::ScalarType dtype = at::kFloat;
 };
 
 // Whether there is a kernel for all of these.
-bool can_step(c10::ArrayRef<AdamRequest> requests);
+bool can_launch_adam(c10::ArrayRef<AdamRequest> requests);
 
-// Whether each copy is written then; `others` are gradients over which none may be.
-std::vector<bool> launch_step(
-    c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings, const std::vector<CopyPlace>& copies,
-    std::vector<Span> others, cudaStream_t stream);
+// Steps, and returns by request whether its copy is written. `others` are gradients over which no copy may be written.
+std::vector<bool> launch_scheduled_adam(
+    c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings, const std::vector<CopyTarget>& copies,
+    const std::vector<Span>& others, cudaStream_t stream);
 
 Span span_of(const void* begin, int64_t bytes);
 

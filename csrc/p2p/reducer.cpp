@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "kernels/embedding_rows.h"
 #include "kernels/numerics.h"
 #include "kernels/types.h"
 
@@ -15,20 +16,20 @@ namespace zcompile::cuda {
 namespace {
 
 constexpr int64_t alignment = 512;
-// The sum of a piece gets SMs only when a product ends, so fewer and larger pieces are through sooner.
-constexpr int64_t most_region_bytes = 96 << 20;
+// The sum of a piece gets SMs only when a matmul ends, so fewer and larger pieces are through sooner.
+constexpr int64_t max_region_bytes = 96 << 20;
 
 int64_t round_up(int64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
 
-// What one rank may push to one other at a time: the largest slice at the width of its master, if that is not too much.
-// Else the largest that is not, at this width or half of it, so that what there are most of travel whole in the least
-// staging.
-int64_t bytes_of_slot(Model& model) {
-  const auto most = std::max(most_region_bytes / (model.world() - 1) / alignment * alignment, alignment);
+// What one rank may push to one other at a time: the largest slice at the width of its main parameter, if that is not
+// too much. Else the largest slice that is not too much, at this width or half of it: then most slices travel whole in
+// the least staging.
+int64_t bytes_of_slot(TransportContext& context) {
+  const auto most = std::max(max_region_bytes / (context.world() - 1) / alignment * alignment, alignment);
   int64_t largest = alignment, fitting = alignment;
-  for (int64_t index = 0; index < model.size(); ++index) {
-    const auto& parameter = model.parameter(index);
-    const auto bytes = parameter.chunk * static_cast<int64_t>(parameter.shard.element_size());
+  for (int64_t index = 0; index < context.num_params(); ++index) {
+    const auto& param = context.param(index);
+    const auto bytes = param.chunk * static_cast<int64_t>(param.shard.element_size());
     for (const auto slice : {round_up(bytes), round_up(bytes / 2)}) {
       largest = std::max(largest, slice);
       if (slice <= most) fitting = std::max(fitting, slice);
@@ -41,14 +42,15 @@ at::Device current_device() { return at::Device(at::kCUDA, c10::cuda::current_de
 
 }  // namespace
 
-Reducer::Reducer(Model& model, Meetings& meetings, Lane& work, int64_t streams, std::shared_ptr<Events> pool)
-    : model_(model),
-      meetings_(meetings),
+Reducer::Reducer(
+    TransportContext& context, Signals& signals, Lane& work, int64_t streams, std::shared_ptr<EventPool> pool)
+    : context_(context),
+      signals_(signals),
       work_(work),
       pool_(pool),
-      slot_bytes_(bytes_of_slot(model)),
-      staging_(model.groups().gather, current_device(), regions * (model.world() - 1) * slot_bytes_),
-      fan_(streams, std::move(pool)) {}
+      slot_bytes_(bytes_of_slot(context)),
+      staging_(context.groups().gather, current_device(), staging_regions * (context.world() - 1) * slot_bytes_),
+      copy_streams_(streams, std::move(pool)) {}
 
 std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests) {
   begin();
@@ -60,8 +62,8 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
     push(piece);
     add_up(piece);
   }
-  for (size_t at = 0; !model_.groups().replicate.empty() && at < requests.size(); ++at) {
-    mean_over_replicas(model_, sums[at], requests[at].out, requests[at].besides);
+  for (size_t i = 0; !context_.groups().replicate.empty() && i < requests.size(); ++i) {
+    mean_over_replicas(context_, sums[i], requests[i].out, requests[i].extras);
   }
   return end();
 }
@@ -71,7 +73,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   begin();
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
   const auto sum = make_sum(request.out, request.wire);
-  const auto columns = request.grad.size(1), rows = request.parameter->chunk / columns;
+  const auto columns = request.grad.size(1), rows = request.param->chunk / columns;
   const auto most = rows_of_slot(columns * static_cast<int64_t>(c10::elementSize(request.wire)));
   for (int64_t begin = 0; begin < rows; begin += most) {
     const RowsPiece piece{&request, &sums, begin, std::min(most, rows - begin)};
@@ -79,7 +81,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
     push_rows(piece);
     add_up_rows(piece, sum);
   }
-  if (!model_.groups().replicate.empty()) mean_over_replicas(model_, sum, request.out, request.besides);
+  if (!context_.groups().replicate.empty()) mean_over_replicas(context_, sum, request.out, request.extras);
   return end();
 }
 
@@ -87,7 +89,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
 // embedding are there.
 SortedRows Reducer::sum_rows(const ReduceRowsRequest& request) {
   auto sums = zcompile::sum_rows(request.grad, request.indices, request.wire);
-  for (const auto& one : {sums.rows, sums.order, sums.sums}) one.record_stream(work_.stream());
+  for (const auto& tensor : {sums.rows, sums.order, sums.sums}) tensor.record_stream(work_.stream());
   return sums;
 }
 
@@ -96,10 +98,10 @@ void Reducer::begin() {
   ready_.block(work_.stream());
 }
 
-// Flat; with replicas, their sums are added up before they are the result.
+// Where this rank's slice is added up, flat. With replicas it is not the result yet: their sums are added up too.
 at::Tensor Reducer::make_sum(const at::Tensor& out, at::ScalarType wire) const {
-  return model_.groups().replicate.empty() ? out.view({-1})
-                                           : at::empty({out.numel()}, out.options().dtype(sum_dtype(wire)));
+  return context_.groups().replicate.empty() ? out.view({-1})
+                                             : at::empty({out.numel()}, out.options().dtype(sum_dtype(wire)));
 }
 
 std::unique_ptr<Transfer> Reducer::end() {
@@ -108,21 +110,21 @@ std::unique_ptr<Transfer> Reducer::end() {
   return std::make_unique<EventTransfer>(pool_, std::move(event));
 }
 
-// By sizes that all ranks share, so that they cut alike.
+// Cuts by sizes that all ranks share, so that all cut alike.
 std::vector<Reducer::Piece> Reducer::cut(
     c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const {
   std::vector<Piece> pieces;
   int64_t used = slot_bytes_;
-  for (size_t at = 0; at < requests.size(); ++at) {
-    const auto width = static_cast<int64_t>(requests[at].grad.element_size());
-    const auto chunk = requests[at].parameter->chunk;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const auto width = static_cast<int64_t>(requests[i].grad.element_size());
+    const auto chunk = requests[i].param->chunk;
     for (int64_t begin = 0, most = 0; begin < chunk; begin += most) {
       most = std::min(chunk - begin, slot_bytes_ / width);
       if (used + most * width > slot_bytes_) {
         pieces.emplace_back();
         used = 0;
       }
-      pieces.back().push_back({&requests[at], sums[at], begin, most, used});
+      pieces.back().push_back({&requests[i], sums[i], begin, most, used});
       used = round_up(used + most * width);
     }
   }
@@ -133,17 +135,16 @@ void Reducer::finish(const c10::cuda::CUDAStream& stream) {
   auto done = pool_->take();
   done.record(work_.stream());
   done.block(stream);
-  pool_->give(std::move(done));
+  pool_->give_back(std::move(done));
 }
 
 void Reducer::push(const Piece& piece) {
-  const auto world = model_.world(), rank = model_.rank();
-  auto& lane = fan_.lane();
+  const auto world = context_.world(), rank = context_.rank();
+  auto& lane = copy_streams_.lane();
   ready_.block(lane.stream());
   free_[region()].block(lane.stream());
-  if (meetings_.in_step())
-    meetings_.post_and_await(
-        pushing, pieces_, lane, {"to be ready to reduce", piece.front().request->parameter->index});
+  if (signals_.start_together())
+    signals_.barrier(signal::pushing, pieces_, lane, {"to be ready to reduce", piece.front().request->param->index});
   std::vector<Copy> copies;
   for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
     const auto owner = (rank + step) % world;
@@ -152,15 +153,15 @@ void Reducer::push(const Piece& piece) {
       if (bytes > 0) copies.push_back({place_of(part.offset, rank, owner), part.slice_of(owner), bytes});
     }
   }
-  fan_.copy(copies);
+  copy_streams_.copy(copies);
   copied_.record(lane.stream());
   copied_.block(work_.stream());
 }
 
 void Reducer::add_up(const Piece& piece) {
-  const auto world = model_.world(), rank = model_.rank();
-  meetings_.post_and_await(
-      pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.front().request->parameter->index});
+  const auto world = context_.world(), rank = context_.rank();
+  signals_.barrier(
+      signal::pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.front().request->param->index});
   free_before();
   for (const auto& part : piece) {
     const auto numel = part.length_of(rank);
@@ -169,18 +170,20 @@ void Reducer::add_up(const Piece& piece) {
     for (int64_t source = 0; source < world; ++source) {
       rows.push_back(source == rank ? part.slice_of(rank) : place_of(part.offset, source, rank));
     }
-    mean(rows, part.request->grad.scalar_type(), divisor(), part.sum.narrow(0, part.begin, numel), part.besides(numel));
+    mean(
+        rows, part.request->grad.scalar_type(), divisor(), part.sum.narrow(0, part.begin, numel),
+        context_.groups().replicate.empty() ? part.extras(numel) : ReduceExtras{});  // else for the mean over replicas
   }
 }
 
-// All ranks have posted this piece, and so have added up the one before.
-void Reducer::free_before() { free_[(pieces_ - 1) % regions].record(work_.stream()); }
+// All ranks have posted this piece, and so have added up the one before, whose region is free now.
+void Reducer::free_before() { free_[(pieces_ - 1) % staging_regions].record(work_.stream()); }
 
 void Reducer::push_rows(const RowsPiece& piece) {
-  const auto world = model_.world(), rank = model_.rank();
+  const auto world = context_.world(), rank = context_.rank();
   const auto stream = work_.stream().stream();
   const auto& [rows, order, sums] = *piece.sums;
-  meetings_.post_and_await(clearing, pieces_, work_, {"to be ready to reduce", piece.request->parameter->index});
+  signals_.barrier(signal::clearing, pieces_, work_, {"to be ready to reduce", piece.request->param->index});
   for (int64_t step = 1; step < world; ++step) {  // rotated, as above
     const auto owner = (rank + step) % world;
     auto* to = place_of(0, rank, owner);
@@ -189,22 +192,23 @@ void Reducer::push_rows(const RowsPiece& piece) {
         piece.columns() * static_cast<int64_t>(sums.element_size()), piece.first_of(owner), piece.count_of(owner), to,
         reinterpret_cast<uint32_t*>(to + piece.has_offset()), stream));
   }
-  meetings_.post(pushed + region(), tag(pieces_, hash(piece)), stream);
+  signals_.post(signal::pushed + region(), tag(pieces_, hash(piece)), stream);
 }
 
 void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
-  const auto world = model_.world(), rank = model_.rank();
+  const auto world = context_.world(), rank = context_.rank();
   const auto& [rows, order, sums] = *piece.sums;
   const auto begin = std::min(piece.begin * piece.columns(), sum.numel()),
              numel = piece.count_of(rank) * piece.columns();
   const auto out = sum.narrow(0, begin, numel);
   const auto& [base, squares] =
-      model_.groups().replicate.empty() ? piece.request->besides : ReduceExtras{};  // else for the mean over replicas
+      context_.groups().replicate.empty() ? piece.request->extras : ReduceExtras{};  // else for the mean over replicas
   const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
   const auto stream = work_.stream().stream();
   if (!own_base.defined() && numel > 0)
     C10_CUDA_CHECK(cudaMemsetAsync(out.mutable_data_ptr(), 0, out.nbytes(), stream));  // most stays so
-  meetings_.await(pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.request->parameter->index});
+  signals_.await(
+      signal::pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.request->param->index});
   free_before();
   Pieces spread{};
   for (int64_t source = 0; source < world; ++source) {
@@ -219,59 +223,58 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
 }
 
 int64_t Reducer::RowsPiece::first_of(int64_t rank) const {
-  return (request->parameter->offset_of(rank) + std::min(begin * columns(), request->parameter->length_of(rank))) /
-         columns();
+  return (request->param->offset_of(rank) + std::min(begin * columns(), request->param->length_of(rank))) / columns();
 }
 
 int64_t Reducer::RowsPiece::count_of(int64_t rank) const {
-  return std::clamp<int64_t>(request->parameter->length_of(rank) / columns() - begin, 0, most);
+  return std::clamp<int64_t>(request->param->length_of(rank) / columns() - begin, 0, most);
 }
 
 int64_t Reducer::RowsPiece::has_offset() const {
   return round_up(most * columns() * static_cast<int64_t>(c10::elementSize(request->wire)));
 }
 
-// With the words that tell which there are.
+// With the words that tell which rows are there.
 int64_t Reducer::rows_of_slot(int64_t row_bytes) const {
   return (slot_bytes_ - alignment) / (row_bytes + static_cast<int64_t>(sizeof(uint32_t)));
 }
 
-bool Reducer::has_rows(const Parameter& parameter, int64_t columns) const {
+bool Reducer::has_rows(const ShardedParam& param, int64_t columns) const {
   constexpr int64_t widest = 4;  // bytes of an element on the wire
-  return !parameter.replicated && columns > 0 && parameter.chunk % columns == 0 && rows_of_slot(columns * widest) > 0;
+  return !param.replicated && columns > 0 && param.chunk % columns == 0 && rows_of_slot(columns * widest) > 0;
 }
 
-ReduceExtras Reducer::Part::besides(int64_t numel) const {
-  const auto& [base, squares] = request->besides;
-  if (!request->parameter->model->groups().replicate.empty()) return {};  // they go into the mean over replicas
+ReduceExtras Reducer::Part::extras(int64_t numel) const {
+  const auto& [base, squares] = request->extras;
   return {base.defined() ? base.narrow(0, begin, numel) : base, squares};
 }
 
 // With replicas, the mean is taken when their sums are added.
 double Reducer::divisor() const {
-  return model_.groups().replicate.empty() ? static_cast<double>(model_.world()) : 1.0;
+  return context_.groups().replicate.empty() ? static_cast<double>(context_.world()) : 1.0;
 }
 
 int64_t Reducer::Part::length_of(int64_t rank) const {
-  return std::clamp<int64_t>(request->parameter->length_of(rank) - begin, 0, most);
+  return std::clamp<int64_t>(request->param->length_of(rank) - begin, 0, most);
 }
 
 const void* Reducer::Part::slice_of(int64_t rank) const {
-  const auto first = request->parameter->offset_of(rank) + std::min(begin, request->parameter->length_of(rank));
+  const auto first = request->param->offset_of(rank) + std::min(begin, request->param->length_of(rank));
   return static_cast<const char*>(request->grad.const_data_ptr()) + first * width();
 }
 
 // Where `owner` finds what `source` pushed; an owner has no slot for itself.
 char* Reducer::place_of(int64_t offset, int64_t source, int64_t owner) const {
   const auto slot = source < owner ? source : source - 1;
-  return staging_.at(owner, (region() * (model_.world() - 1) + slot) * slot_bytes_ + offset);
+  return staging_.at(owner, (region() * (context_.world() - 1) + slot) * slot_bytes_ + offset);
 }
 
 size_t Reducer::hash(const Piece& piece) const {
-  size_t hash = model_.is_caching();  // or else sums take the place of shards on one rank that another one still reads
+  // Ranks must agree on this: else one puts sums in the place of shards that another one still reads.
+  size_t hash = context_.is_caching();
   for (const auto& part : piece) {
-    const auto& [parameter, grad, out, besides] = *part.request;
-    hash = c10::get_hash(hash, parameter->index, static_cast<int>(grad.scalar_type()), part.begin);
+    const auto& [param, grad, out, extras] = *part.request;
+    hash = c10::get_hash(hash, param->index, static_cast<int>(grad.scalar_type()), part.begin);
   }
   return hash;
 }
@@ -279,7 +282,7 @@ size_t Reducer::hash(const Piece& piece) const {
 size_t Reducer::hash(const RowsPiece& piece) const {
   const auto& request = *piece.request;
   return c10::get_hash(
-      static_cast<size_t>(model_.is_caching()), request.parameter->index, static_cast<int>(request.wire), piece.begin,
+      static_cast<size_t>(context_.is_caching()), request.param->index, static_cast<int>(request.wire), piece.begin,
       piece.columns());
 }
 

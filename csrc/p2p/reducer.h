@@ -1,47 +1,55 @@
-// Peer-to-peer reduce: slices of gradients are pushed to their owner, who adds them up.
+// Peer-to-peer reduce: every rank pushes slices of its gradient to their owners, who add them up.
 //
 // [Note: reduces in pieces]
-// Rank s pushes slice d of its gradient into slot s of rank d's staging, which is cut into regions that are used in
-// turn. Piece n of all reduces, counted alike on every rank:
-//   pushes: wait until all ranks have added up what was in the region; copy to every peer
-//   work:   wait for these copies; post "pushed n", tagged with what; wait for everybody's; add up in rank order, the
-//   own slice
-//           from where it is
-// A rank posts "pushed n" when it has added up piece n - 1, so who has seen everybody's knows that its region is free
-// again. Nobody pushes to a region before all have added it up, so a tag stands until its owner has seen it. Where
-// transfers go in step, ranks meet before the copies, with their gradients; of two, each pushes when it has its own, at
-// most two pieces ahead of the other. A large gradient takes several pieces, so staging does not grow with it; small
-// ones that start together share one.
+// Every rank has staging buffers for what its peers push. They are cut into regions, which are used in turn. A region
+// has a slot for each peer. Rank s pushes slice d of its gradient into its slot on rank d. A large gradient takes
+// several pieces, so staging does not grow with it. Small gradients that start together share a piece. All ranks count
+// the pieces of all reduces alike. Piece n goes so:
+//   copy streams: wait until all ranks have added up what was in the region; copy to every peer
+//   work:         wait for these copies; post "pushed n", tagged with what is reduced; wait for everybody's; add up in
+//                 rank order, reading the own slice where it is
+// A rank posts "pushed n" after it has added up piece n - 1. So a rank that has seen everybody's knows that its region
+// of piece n - 1 is free again. Nobody pushes to a region before all have added it up, so a tag stands until its owner
+// has seen it. Where ranks start transfers together (signals.h), they wait for each other before the copies, when each
+// has its gradients. Elsewhere, each of two ranks pushes when it has its own, at most two pieces ahead of the other.
 //
 // [Note: rows of gradients]
-// Of an embedding's gradient, few rows are not zeros, and the others are not even made: a rank adds up the gradients of
-// each row that it has, and writes these sums to their owners' staging, where they would be in a dense gradient, with a
-// word for each row that tells whether it is there. Pieces are the same whatever rows ranks have, so ranks with other
-// batches meet all the same. The result is zeros but for rows that a rank has. Each piece of it is cleared behind the
-// rows that this rank sends, which is when all ranks have come to send theirs: not before, for it may lie in the place
-// of a shard that a peer still reads (lending.h).
+// Few rows of an embedding's gradient are not zeros, and the others are not even made. Each rank adds up the gradients
+// of each row that it has. It writes these sums to the staging of their owners, where they would be in a dense
+// gradient, with a word for each row that tells whether it is there. Pieces are the same whatever rows ranks have, so
+// ranks with other batches synchronise all the same. The result is zeros but for the rows that some rank has. Each
+// piece of the result is cleared behind the rows that this rank sends, which is when all ranks have come to send
+// theirs. It must not be cleared before, for it may lie in the place of a shard that a peer still reads
+// (schedule/grad_placement.h).
 #pragma once
 
+#include <c10/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAStream.h>
+
 #include <array>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "p2p/copy_streams.h"
-#include "runtime.h"
+#include "p2p/signals.h"
+#include "p2p/symmetric_memory.h"
+#include "transport/transport.h"
 
 namespace zcompile::cuda {
 
 class Reducer {
  public:
-  Reducer(Model& model, Meetings& meetings, Lane& work, int64_t streams, std::shared_ptr<Events> pool);
+  Reducer(TransportContext& context, Signals& signals, Lane& work, int64_t streams, std::shared_ptr<EventPool> pool);
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
   // Whether pieces of this gradient can be cut at rows.
-  bool has_rows(const Parameter& parameter, int64_t columns) const;
+  bool has_rows(const ShardedParam& param, int64_t columns) const;
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
-  void finish(const c10::cuda::CUDAStream& stream);  // `stream` waits for all reduces that have been started
+  // `stream` waits for all reduces that have been started.
+  void finish(const c10::cuda::CUDAStream& stream);
   int64_t bytes() const { return staging_.bytes(); }
-  Lane& lane() { return fan_.lane(); }
+  Lane& lane() { return copy_streams_.lane(); }
 
  private:
   // Elements [begin, begin + most) of every rank's slice of one gradient.
@@ -55,7 +63,7 @@ class Reducer {
     int64_t width() const { return static_cast<int64_t>(request->grad.element_size()); }
     int64_t length_of(int64_t rank) const;
     const void* slice_of(int64_t rank) const;  // of this rank's own gradient
-    ReduceExtras besides(int64_t numel) const;  // for the sum of this part
+    ReduceExtras extras(int64_t numel) const;  // for the sum of this part
   };
   using Piece = std::vector<Part>;
 
@@ -83,20 +91,20 @@ class Reducer {
   void add_up_rows(const RowsPiece& piece, const at::Tensor& sum);
   void free_before();
   double divisor() const;
-  int64_t region() const { return pieces_ % regions; }
+  int64_t region() const { return pieces_ % staging_regions; }
   char* place_of(int64_t offset, int64_t source, int64_t owner) const;
   size_t hash(const Piece& piece) const;
   size_t hash(const RowsPiece& piece) const;
   int64_t rows_of_slot(int64_t row_bytes) const;
 
-  Model& model_;
-  Meetings& meetings_;
+  TransportContext& context_;
+  Signals& signals_;
   Lane& work_;
-  std::shared_ptr<Events> pool_;
+  std::shared_ptr<EventPool> pool_;
   int64_t slot_bytes_;
-  Arena staging_;
-  Fan fan_;  // pushes
-  std::array<c10::cuda::CUDAEvent, regions> free_;  // by region: all ranks have added it up
+  SymmetricBuffer staging_;
+  CopyStreams copy_streams_;  // pushes
+  std::array<c10::cuda::CUDAEvent, staging_regions> free_;  // by region: all ranks have added it up
   c10::cuda::CUDAEvent ready_;  // of the reduce that is being started: what it pushes
   c10::cuda::CUDAEvent copied_;  // of the piece that is being started
   uint32_t pieces_ = 0;

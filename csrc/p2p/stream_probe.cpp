@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "p2p/driver.h"
-#include "p2p/watchdog.h"
+#include "p2p/stream_poll.h"
 
 namespace zcompile::cuda {
 
@@ -23,7 +23,7 @@ namespace {
 using c10::cuda::CUDAEvent;
 using c10::cuda::CUDAStream;
 
-// Times products on the current stream, alone and while another stream waits for a word.
+// Times matmuls on the current stream, alone and while another stream waits.
 class Trial {
  public:
   Trial()
@@ -32,11 +32,11 @@ class Trial {
             at::zeros(
                 {size, size}, at::TensorOptions().device(at::kCUDA, c10::cuda::current_device()).dtype(at::kBFloat16))),
         product_(at::empty_like(factors_)) {
-    void* word = nullptr;
-    C10_CUDA_CHECK(cudaHostAlloc(&word, sizeof(uint32_t), cudaHostAllocMapped));
-    word_ = static_cast<volatile uint32_t*>(word);
-    alone_us_ =
-        fastest_us(nullptr);  // which loads all kernels, for which the driver would wait for the stream that waits
+    void* memory = nullptr;
+    C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(uint32_t), cudaHostAllocMapped));
+    word_ = static_cast<volatile uint32_t*>(memory);
+    // This also loads all kernels. The driver would wait, before it loads one, for the stream that waits.
+    alone_us_ = fastest_us(nullptr);
   }
   ~Trial() { cudaFreeHost(const_cast<uint32_t*>(word_)); }
   Trial(const Trial&) = delete;
@@ -52,23 +52,23 @@ class Trial {
   }
 
  private:
-  static constexpr int64_t size =
-      1536;  // of products that take as long as the smaller ones of a model, 12 us on an H200
-  static constexpr int products = 50;
+  // Of matmuls that take as long as the smaller ones of a model: 12 us on an H200.
+  static constexpr int64_t size = 1536;
+  static constexpr int matmuls = 50;
 
   float fastest_us(const CUDAStream* pending) {
     constexpr int rounds = 3;
     float fastest = std::numeric_limits<float>::infinity();
-    for (int round = 0; round < rounds; ++round) fastest = std::min(fastest, product_us(pending));
+    for (int round = 0; round < rounds; ++round) fastest = std::min(fastest, matmul_us(pending));
     return fastest;
   }
 
-  float product_us(const CUDAStream* pending) {
+  float matmul_us(const CUDAStream* pending) {
     constexpr int64_t lead_cycles = 2'000'000;  // a millisecond, in which the host issues all that follows
     constexpr auto patience = std::chrono::milliseconds(50);
     CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
     *word_ = 0;
-    // By a thread of its own, since this one may have to wait for another that waits for the device.
+    // Another thread ends the wait, since this one may have to wait for a thread that waits for the device.
     std::jthread release([this, patience](const std::stop_token& stop) {
       std::mutex mutex;
       std::unique_lock lock(mutex);
@@ -81,17 +81,17 @@ class Trial {
       ZCOMPILE_DRIVER_CHECK(cuStreamWaitValue32, pending->stream(), word, 1U, CU_STREAM_WAIT_VALUE_GEQ);
     }
     begin.record(compute_);
-    for (int at = 0; at < products; ++at) at::mm_out(product_, factors_, factors_);
+    for (int i = 0; i < matmuls; ++i) at::mm_out(product_, factors_, factors_);
     end.record(compute_);
     const bool ended = ends_within(compute_.stream(), patience);
     release.request_stop();
     c10::cuda::device_synchronize();
-    return ended ? 1000 * begin.elapsed_time(end) / products : std::numeric_limits<float>::infinity();
+    return ended ? 1000 * begin.elapsed_time(end) / matmuls : std::numeric_limits<float>::infinity();
   }
 
   CUDAStream compute_;
   at::Tensor factors_, product_;
-  volatile uint32_t* word_ = nullptr;  // in host memory
+  volatile uint32_t* word_ = nullptr;  // that the stream waits for, in host memory
   float alone_us_ = 0;
 };
 

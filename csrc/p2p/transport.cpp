@@ -1,5 +1,5 @@
-// Peer to peer inside one NVLink domain: copy engines move the bytes, and no SM is taken from compute but for casts,
-// sums and what is small. What is not published (yet) goes over c10d.
+// The peer-to-peer transport, inside one NVLink domain. Copy engines move the bytes. SMs are taken from compute only
+// for casts, sums and what is small. What is not cached (yet) goes over c10d.
 
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -12,7 +12,9 @@
 #include "kernels/types.h"
 #include "p2p/reducer.h"
 #include "p2p/shard_cache.h"
-#include "runtime.h"
+#include "p2p/signals.h"
+#include "p2p/watchdog.h"
+#include "transport/transport.h"
 
 namespace zcompile {
 
@@ -26,152 +28,149 @@ std::chrono::milliseconds timeout_of(const std::string& group) {
 
 class P2pTransport : public Transport {
  public:
-  P2pTransport(Model& model, const P2pSettings& settings)
-      : model_(model),
-        c10d_(make_c10d_transport(model)),
-        pool_(std::make_shared<Events>()),
-        meetings_(
-            model.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), model.rank(), model.world(),
-            settings.in_step.value_or(model.world() > 2)),
-        reducer_(model, meetings_, work_, settings.reduce_streams, pool_),
-        published_(model, meetings_, reducer_, work_, settings.gather_streams, pool_),
+  P2pTransport(TransportContext& context, const P2pSettings& settings)
+      : Transport(context),
+        c10d_(make_c10d_transport(context)),
+        pool_(std::make_shared<EventPool>()),
+        signals_(
+            context.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), context.rank(),
+            context.world(), settings.in_step.value_or(context.world() > 2)),
+        reducer_(context, signals_, work_, settings.reduce_streams, pool_),
+        cache_(context, signals_, reducer_, work_, settings.gather_streams, pool_),
         watchdog_(
-            {&work_, &published_.lane(), &reducer_.lane()},
-            settings.timeout.value_or(timeout_of(model.groups().gather)),
-            [this](const Waiting& waiting, cudaStream_t stream) { return describe(waiting, stream); },
+            {&work_, &cache_.lane(), &reducer_.lane()}, settings.timeout.value_or(timeout_of(context.groups().gather)),
+            [this](const PeerWait& wait, cudaStream_t stream) { return describe(wait, stream); },
             [this](const Lane::Overdue& overdue, cudaStream_t stream) { return give_up(overdue, stream); }) {}
 
   ~P2pTransport() override {
     watchdog_.drain();
-    cudaStreamSynchronize(
-        work_.stream().stream());  // it may yet use what is freed now; errors were reported where they arose
+    // It may yet use what is freed now. Errors were reported where they arose.
+    cudaStreamSynchronize(work_.stream().stream());
   }
 
   std::string name() const override { return "p2p"; }
-  int64_t bytes() const override { return published_.bytes() + reducer_.bytes(); }
+  int64_t bytes() const override { return cache_.bytes() + reducer_.bytes(); }
 
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
     watchdog_.check();
-    std::vector<GatherRequest> unpublished;
-    std::unique_ptr<Transfer> published;
+    std::vector<GatherRequest> uncached;
+    std::unique_ptr<Transfer> cached;
     {
       std::lock_guard lock(mutex_);
-      published = published_.gather(requests, unpublished);
+      cached = cache_.gather(requests, uncached);
     }
-    if (unpublished.empty()) return published;
-    if (!published) return c10d_->gather(unpublished);
+    if (uncached.empty()) return cached;
+    if (!cached) return c10d_->gather(uncached);
     auto both = std::make_unique<Transfers>();
-    both->add(std::move(published));
-    both->add(c10d_->gather(unpublished));
+    both->add(std::move(cached));
+    both->add(c10d_->gather(uncached));
     return both;
   }
 
-  at::Tensor make_full(const Parameter& parameter, at::ScalarType dtype) override {
+  at::Tensor make_unsharded(const ShardedParam& param, at::ScalarType dtype) override {
     std::lock_guard lock(mutex_);
-    return published_.compose(parameter, dtype);
+    return cache_.alias(param, dtype);
   }
 
-  at::Tensor make_gradient(const Parameter& parameter) override {
+  at::Tensor make_gradient(const ShardedParam& param) override {
     std::lock_guard lock(mutex_);
-    auto lent = published_.lend(parameter);
-    return lent.defined() ? lent : Transport::make_gradient(parameter);
+    auto placed = cache_.place_gradient(param);
+    return placed.defined() ? placed : Transport::make_gradient(param);
   }
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
     watchdog_.check();
     std::lock_guard lock(mutex_);
-    published_.count_reduces(static_cast<int64_t>(requests.size()));
+    cache_.count_reduces(static_cast<int64_t>(requests.size()));
     return reducer_.reduce(requests);
   }
 
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
     const auto columns = request.rows.size(1);
-    if (columns == 0 || request.parameter->chunk % columns != 0) return Transport::gather_rows(request);
+    if (columns == 0 || request.param->chunk % columns != 0) return Transport::gather_rows(request);
     watchdog_.check();
-    std::unique_ptr<Transfer> published;
+    std::unique_ptr<Transfer> cached;
     {
       std::lock_guard lock(mutex_);
-      published = published_.gather_rows(request);
+      cached = cache_.gather_rows(request);
     }
-    if (!published) return c10d_->gather_rows(request);
-    model_.count_rows(request.rows);
-    return published;
+    if (!cached) return c10d_->gather_rows(request);
+    context_.count_gathered_rows(request.rows);
+    return cached;
   }
 
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
     const bool have_kernels =
         kernel_type(request.grad.scalar_type()) && kernel_type(request.wire) && kernel_type(request.out.scalar_type());
-    if (!have_kernels || !reducer_.has_rows(*request.parameter, request.grad.size(1)))
+    if (!have_kernels || !reducer_.has_rows(*request.param, request.grad.size(1)))
       return Transport::reduce_rows(request);
     watchdog_.check();
     std::lock_guard lock(mutex_);
-    published_.count_reduces(1);
-    model_.count_reduce(request.grad);
+    cache_.count_reduces(1);
+    context_.count_reduce(request.grad);
     return reducer_.reduce_rows(request);
   }
 
   void finish_backward() override {
     std::lock_guard lock(mutex_);
-    published_.finish_backward();
+    cache_.finish_backward();
   }
 
   void finish_caching() override {
     std::lock_guard lock(mutex_);
-    published_.expire();
+    cache_.expire();
   }
 
-  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
+  bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
     watchdog_.check();
     std::lock_guard lock(mutex_);
-    return published_.step(requests, settings);
+    return cache_.fused_adam_step(requests, settings);
   }
 
-  void renew() override {
+  void refresh() override {
     watchdog_.check();
     std::lock_guard lock(mutex_);
-    published_.renew_if_old();
+    cache_.refresh_if_expired();
   }
 
  private:
   // On the watchdog's thread, where nothing may be thrown.
   bool give_up(const Lane::Overdue& overdue, cudaStream_t stream) {
     try {
-      const auto gave_up = meetings_.give_up(overdue.waiting, overdue.since, stream);
-      if (gave_up == Meetings::GaveUp::first && !told_) {
-        told_ = true;
+      const auto gave_up = signals_.give_up(overdue.wait, overdue.since, stream);
+      if (gave_up == Signals::GaveUp::first && !has_warned_) {
+        has_warned_ = true;
         std::fprintf(
             stderr,
             "zcompile: rank %s gathers '%s' while other ranks do not. It goes on without them, and is slower when "
             "ranks do not gather the same parameters at the same time.\n",
-            std::to_string(model_.rank()).c_str(), model_.parameter(overdue.waiting.parameter).name.c_str());
+            std::to_string(context_.rank()).c_str(), context_.param(overdue.wait.param).name.c_str());
       }
-      return gave_up != Meetings::GaveUp::no;
+      return gave_up != Signals::GaveUp::no;
     } catch (const std::exception& error) {  // the device has failed, which whoever uses it next is told as well
       std::fprintf(stderr, "zcompile: %s\n", error.what());
       return false;
     }
   }
 
-  std::string describe(const Waiting& waiting, cudaStream_t stream) {
-    const auto name = waiting.parameter < 0 ? "" : " '" + model_.parameter(waiting.parameter).name + "'";
-    const auto missing = meetings_.missing(waiting, stream);
-    return "zcompile: rank " + std::to_string(model_.rank()) + " waited for other ranks " + waiting.what + name +
+  std::string describe(const PeerWait& wait, cudaStream_t stream) {
+    const auto name = wait.param < 0 ? "" : " '" + context_.param(wait.param).name + "'";
+    const auto missing = signals_.missing(wait, stream);
+    return "zcompile: rank " + std::to_string(context_.rank()) + " waited for other ranks " + wait.what + name +
            " until the process group's timeout: a rank stopped, left the training loop early, or gathers or reduces "
-           "other "
-           "parameters than this one. " +
+           "other parameters than this one. " +
            (missing.empty() ? "" : "In the gather group, " + missing + ". ") +
            "This process's use of the GPU ends here.";
   }
 
-  Model& model_;
   std::unique_ptr<Transport> c10d_;
-  std::shared_ptr<Events> pool_;
-  Meetings meetings_;
-  Lane work_;  // casts, words and sums; see [Note: one stream beside compute] in fan.h
+  std::shared_ptr<EventPool> pool_;
+  Signals signals_;
+  Lane work_;  // casts, signals and sums; see [Note: one stream beside compute] in copy_streams.h
   Reducer reducer_;
-  Published published_;
+  ShardCache cache_;
   std::mutex mutex_;
-  bool told_ = false;  // that ranks gather differently
+  bool has_warned_ = false;  // that ranks gather differently
   Watchdog watchdog_;  // last, so that its thread ends first
 };
 
@@ -179,8 +178,8 @@ class P2pTransport : public Transport {
 
 }  // namespace cuda
 
-std::unique_ptr<Transport> make_p2p_transport(Model& model, const P2pSettings& settings) {
-  return std::make_unique<cuda::P2pTransport>(model, settings);
+std::unique_ptr<Transport> make_p2p_transport(TransportContext& context, const P2pSettings& settings) {
+  return std::make_unique<cuda::P2pTransport>(context, settings);
 }
 
 }  // namespace zcompile

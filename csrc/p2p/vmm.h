@@ -1,30 +1,28 @@
-// Physical memory in blocks of whole pages, which can be mapped at several addresses at once: here, and on peers.
+// Physical memory and addresses apart, by the driver's virtual memory management. A block of whole pages can be mapped
+// at several addresses at once: here, and on peers.
 #pragma once
 
 #include <c10/core/Device.h>
-
 #include <cuda.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "p2p/page_size.h"
+
 namespace zcompile::cuda {
 
-constexpr int64_t page_bytes = 2 << 20;  // what H100 and H200 map at the least; a device that needs more is refused
-
-constexpr int64_t page_below(int64_t bytes) { return bytes / page_bytes * page_bytes; }
-constexpr int64_t page_above(int64_t bytes) { return page_below(bytes + page_bytes - 1); }
-
 // Waits for all that `device` has to do: addresses are taken away while nothing runs.
-void finish(c10::Device device) noexcept;
+void synchronize(c10::Device device) noexcept;
 
-// Memory without an address.
+// Physical memory without an address.
 class Block {
  public:
   Block(c10::Device device, int64_t bytes, bool shared);
-  Block(int descriptor, int64_t bytes);  // a peer's, which stays the caller's to close
+  Block(int descriptor, int64_t bytes);  // a peer's; the descriptor stays the caller's to close
   ~Block();
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
@@ -39,16 +37,16 @@ class Block {
 };
 
 // Addresses, and what is mapped there.
-class Range {
+class AddressRange {
  public:
-  explicit Range(int64_t bytes);
-  ~Range();
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
+  explicit AddressRange(int64_t bytes);
+  ~AddressRange();
+  AddressRange(const AddressRange&) = delete;
+  AddressRange& operator=(const AddressRange&) = delete;
 
-  // `block` from `offset` on; the driver maps it whole or not at all.
+  // Maps `block` from `offset` on. The driver maps it whole or not at all.
   void map(int64_t offset, std::shared_ptr<const Block> block);
-  // What is mapped may be read and written by `device`.
+  // Lets `device` read and write what is mapped.
   void open(c10::Device device);
   char* begin() const { return reinterpret_cast<char*>(begin_); }
   int64_t bytes() const { return bytes_; }
@@ -59,12 +57,12 @@ class Range {
   std::vector<std::pair<int64_t, std::shared_ptr<const Block>>> mapped_;  // with offsets
 };
 
-// Blocks of the same sizes on every rank of a group, one after the other, readable and writable by all. Made
-// collectively.
+// Blocks of the same sizes on every rank of a group, one after the other, readable and writable by all. All ranks make
+// them together.
 class SharedBlocks {
  public:
   SharedBlocks(const std::string& group, c10::Device device, int64_t rank, int64_t world, std::vector<int64_t> sizes);
-  ~SharedBlocks() { finish(device_); }
+  ~SharedBlocks() { synchronize(device_); }
 
   char* at(int64_t rank, int64_t offset) const { return ranges_.at(rank)->begin() + offset; }
   int64_t bytes() const { return ranges_.front()->bytes(); }
@@ -73,7 +71,7 @@ class SharedBlocks {
  private:
   c10::Device device_;
   std::vector<std::shared_ptr<const Block>> own_;
-  std::vector<std::unique_ptr<Range>> ranges_;  // of every rank's memory, as this rank maps it
+  std::vector<std::unique_ptr<AddressRange>> ranges_;  // of every rank's memory, as this rank maps it
 };
 
 }  // namespace zcompile::cuda

@@ -6,48 +6,13 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
+#include <utility>
 
-#include "kernels/kernels.h"
-#include "p2p/stream_probe.h"
+#include "kernels/loading.h"
+#include "p2p/stream_poll.h"
 
 namespace zcompile::cuda {
-
-using Clock = std::chrono::steady_clock;
-
-Lane::Lane() : stream_(take_quiet_stream()) {
-  C10_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&reached_), sizeof(uint32_t), cudaHostAllocMapped));
-  *reached_ = 0;
-}
-
-Lane::~Lane() {
-  cudaStreamSynchronize(stream_.stream());  // it may yet write to `reached`; errors were reported where they arose
-  cudaFreeHost(reached_);
-}
-
-uint32_t Lane::expect(Waiting waiting) {
-  std::lock_guard lock(mutex_);
-  entries_.push_back({++issued_, waiting, Clock::now()});
-  return issued_;
-}
-
-uint32_t Lane::arrive() {
-  std::lock_guard lock(mutex_);
-  entries_.push_back({++issued_, std::nullopt, Clock::now()});
-  return issued_;
-}
-
-std::optional<Lane::Overdue> Lane::oldest() {
-  std::lock_guard lock(mutex_);
-  const uint32_t reached = *const_cast<volatile uint32_t*>(reached_);
-  const auto now = Clock::now();
-  while (!entries_.empty() && static_cast<int32_t>(reached - entries_.front().number) >= 0) {
-    entries_.pop_front();
-    last_end_ = now;
-  }
-  if (entries_.empty() || !entries_.front().waiting) return std::nullopt;
-  const auto& entry = entries_.front();
-  return Overdue{*entry.waiting, now - std::max(entry.issued, last_end_)};
-}
 
 Watchdog::Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe, GiveUp give_up)
     : lanes_(std::move(lanes)),
@@ -95,34 +60,25 @@ void Watchdog::watch() {
       if (oldest && (!longest || oldest->since > longest->since)) longest = oldest;
     }
     if (longest && longest->since > timeout_) {
-      fail(longest->waiting);
+      fail(longest->wait);
       return;
     }
   }
 }
 
-// The waiting stream cannot be told, and its program may be blocked on it. Ending the context makes every call on this
-// device return an error, in this process alone; the peers' watchdogs find this rank missing. A device that does not
-// even take that ends the process, as NCCL's watchdog does.
-void Watchdog::fail(const Waiting& waiting) {
-  message_ = describe_(waiting, stream_);
+// The stream that waits cannot be told, and its program may be blocked on it. Ending the context makes every call on
+// this device return an error, in this process alone. The peers' watchdogs then find this rank missing. If the device
+// does not even take that, the process ends here, as NCCL's watchdog ends it.
+void Watchdog::fail(const PeerWait& wait) {
+  message_ = describe_(wait, stream_);
   failed_ = true;
   std::fprintf(stderr, "%s\n", message_.c_str());
   constexpr auto patience = std::chrono::seconds(5);
   if (launch_trap(stream_) == cudaSuccess) ends_within(stream_, patience);
-  if (const auto state = cudaStreamQuery(stream_); state != cudaSuccess && state != cudaErrorNotReady)
-    return;  // it is an error now, or was
+  const auto state = cudaStreamQuery(stream_);
+  if (state != cudaSuccess && state != cudaErrorNotReady) return;  // it is an error now, or was
   std::fprintf(stderr, "zcompile: the GPU runs nothing any more. The process ends here.\n");
   std::abort();
-}
-
-bool ends_within(cudaStream_t stream, std::chrono::milliseconds time) {
-  const auto deadline = Clock::now() + time;
-  while (cudaStreamQuery(stream) == cudaErrorNotReady) {
-    if (Clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
 }
 
 }  // namespace zcompile::cuda

@@ -7,12 +7,13 @@
 // (gather) or with zeros (reduce) and asks again. If all want the same, which is the rule, this is one small
 // all-gather. Parameters that start together are one want; unless all ranks have that very want, it falls into single
 // ones. A backward ends when all ranks say so; until then a rank that is through serves the others. What a rank's own
-// backward did not ask for is kept in Parameter::unclaimed and delivered then.
+// backward did not ask for is kept in the runtime and delivered then.
 //
 // Without a control group (NCCL) every rank must gather and reduce the same parameters in the same order.
 
+#include "compat.h"
 #include "kernels/numerics.h"
-#include "runtime.h"
+#include "transport/transport.h"
 
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
@@ -48,12 +49,10 @@ struct Want {
 constexpr int64_t want_size = 4;
 
 Want want_of(const GatherRequest& request) {
-  return {Kind::gather, request.parameter->index, request.padded.scalar_type()};
+  return {Kind::gather, request.param->index, request.padded.scalar_type()};
 }
 
-Want want_of(const ReduceRequest& request) {
-  return {Kind::reduce, request.parameter->index, request.grad.scalar_type()};
-}
+Want want_of(const ReduceRequest& request) { return {Kind::reduce, request.param->index, request.grad.scalar_type()}; }
 
 template <typename Request>
 Want want_of_all(c10::ArrayRef<Request> requests) {
@@ -174,43 +173,43 @@ class C10dReduce : public C10dTransfer {
   struct Sum {
     at::Tensor received;  // one row per rank, or one that is their sum; each contiguous, the last ones maybe padding
     at::Tensor out;
-    ReduceExtras besides;
+    ReduceExtras extras;
     at::Tensor sent = {};  // read until it has arrived
   };
 
-  C10dReduce(Model& model, std::vector<Work> works, std::vector<Sum> sums)
-      : C10dTransfer(std::move(works)), model_(model), sums_(std::move(sums)) {}
+  C10dReduce(TransportContext& context, std::vector<Work> works, std::vector<Sum> sums)
+      : C10dTransfer(std::move(works)), context_(context), sums_(std::move(sums)) {}
 
   void wait() override {
     C10dTransfer::wait();
-    for (const auto& [received, out, besides, sent] : sums_) {
+    for (const auto& [received, out, extras, sent] : sums_) {
       const auto rows = received.narrow(1, 0, out.numel()).unbind(0);
-      if (model_.groups().replicate.empty()) {
-        mean(rows, static_cast<double>(model_.world()), out, besides);
+      if (context_.groups().replicate.empty()) {
+        mean(rows, static_cast<double>(context_.world()), out, extras);
         continue;
       }
       auto sum = at::empty({out.numel()}, received.options().dtype(sum_dtype(received.scalar_type())));
       mean(rows, 1.0, sum);
-      mean_over_replicas(model_, sum, out, besides);
+      mean_over_replicas(context_, sum, out, extras);
     }
   }
 
  private:
-  Model& model_;
+  TransportContext& context_;
   std::vector<Sum> sums_;
 };
 
 class C10dTransport : public Transport {
  public:
-  explicit C10dTransport(Model& model) : model_(model) {}
+  using Transport::Transport;
 
-  std::string name() const override { return resolve(model_.groups().gather)->getBackendName(); }
+  std::string name() const override { return resolve(context_.groups().gather)->getBackendName(); }
 
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
     std::vector<GatherRequest> sharded;
     for (const auto& request : requests) {
-      if (request.parameter->replicated) {
-        cast({request.parameter->shard.reshape({-1})}, {request.padded});
+      if (request.param->replicated) {
+        cast({request.param->shard.reshape({-1})}, {request.padded});
       } else {
         sharded.push_back(request);
       }
@@ -226,28 +225,28 @@ class C10dTransport : public Transport {
   void finish_backward() override { agree({}, ""); }
 
   // A native reduce adds up at the width of the wire, which may therefore be wider than the gradient.
-  at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {
-    return model_.native_reduce() ? parameter.reduce_dtype.value_or(grad) : Transport::wire_dtype(parameter, grad);
+  at::ScalarType wire_dtype(const ShardedParam& parameter, at::ScalarType grad) const override {
+    return context_.native_reduce() ? parameter.reduce_dtype.value_or(grad) : Transport::wire_dtype(parameter, grad);
   }
 
  private:
   // A scalar's gradient is not worth a collective of another kind, and an empty one is none at all.
-  bool sums_natively(const Parameter& parameter) const {
-    return model_.native_reduce() && !parameter.replicated && parameter.chunk > 0;
+  bool sums_natively(const ShardedParam& parameter) const {
+    return context_.native_reduce() && !parameter.replicated && parameter.chunk > 0;
   }
 
   std::unique_ptr<Transfer> start_gather(c10::ArrayRef<GatherRequest> requests) {
     if (packs(requests)) return start_packed_gather(requests);
-    const auto rank = model_.rank();
+    const auto rank = context_.rank();
     std::vector<at::Tensor> shards, places, slots;
-    for (const auto& [parameter, padded] : requests) {
-      shards.push_back(parameter->shard.reshape({-1}));
-      slots.push_back(padded.narrow(0, rank * parameter->chunk, parameter->chunk));
-      places.push_back(slots.back().narrow(0, 0, parameter->length_of(rank)));
+    for (const auto& [param, padded] : requests) {
+      shards.push_back(param->shard.reshape({-1}));
+      slots.push_back(padded.narrow(0, rank * param->chunk, param->chunk));
+      places.push_back(slots.back().narrow(0, 0, param->length_of(rank)));
     }
     cast(shards, places);
-    if (model_.world() == 1) return std::make_unique<C10dTransfer>(std::vector<Work>());
-    Works works(resolve(model_.groups().gather), slots.front().device(), requests.size());
+    if (context_.world() == 1) return std::make_unique<C10dTransfer>(std::vector<Work>());
+    Works works(resolve(context_.groups().gather), slots.front().device(), requests.size());
     for (size_t at = 0; at < requests.size(); ++at) {
       works.add(all_gather(works.group(), as_bytes(requests[at].padded), as_bytes(slots[at])));
     }
@@ -256,88 +255,86 @@ class C10dTransport : public Transport {
 
   template <typename Request>
   bool packs(c10::ArrayRef<Request> requests) const {
-    return model_.world() > 1 && requests.size() > 1 && !requests.front().parameter->shard.is_cuda();
+    return context_.world() > 1 && requests.size() > 1 && !requests.front().param->shard.is_cuda();
   }
 
   std::unique_ptr<Transfer> start_packed_gather(c10::ArrayRef<GatherRequest> requests) {
-    const auto rank = model_.rank();
+    const auto rank = context_.rank();
     int64_t row_bytes = 0;
-    for (const auto& request : requests) row_bytes += packed_bytes(request.parameter->chunk, request.padded);
-    auto packed = at::empty({model_.world(), row_bytes}, at::kByte);
+    for (const auto& request : requests) row_bytes += packed_bytes(request.param->chunk, request.padded);
+    auto packed = at::empty({context_.world(), row_bytes}, at::kByte);
     const auto row = packed.select(0, rank);
     std::vector<at::Tensor> shards, pieces, places;
     int64_t offset = 0;
-    for (const auto& [parameter, padded] : requests) {
-      shards.push_back(parameter->shard.reshape({-1}));
-      pieces.push_back(unpacked(row, offset, parameter->length_of(rank), padded));
+    for (const auto& [param, padded] : requests) {
+      shards.push_back(param->shard.reshape({-1}));
+      pieces.push_back(unpacked(row, offset, param->length_of(rank), padded));
       places.push_back(padded);
-      offset += packed_bytes(parameter->chunk, padded);
+      offset += packed_bytes(param->chunk, padded);
     }
     cast(shards, pieces);
-    auto work = all_gather(*resolve(model_.groups().gather), packed.view({-1}), row);
+    auto work = all_gather(*resolve(context_.groups().gather), packed.view({-1}), row);
     return std::make_unique<PackedGather>(std::vector<Work>{std::move(work)}, std::move(packed), std::move(places));
   }
 
   std::unique_ptr<Transfer> start_packed_reduce(c10::ArrayRef<ReduceRequest> requests) {
-    const auto world = model_.world(), rank = model_.rank();
+    const auto world = context_.world(), rank = context_.rank();
     std::vector<int64_t> row_bytes(world);  // to each rank
     for (int64_t to = 0; to < world; ++to) {
-      for (const auto& request : requests)
-        row_bytes[to] += packed_bytes(request.parameter->length_of(to), request.grad);
+      for (const auto& request : requests) row_bytes[to] += packed_bytes(request.param->length_of(to), request.grad);
     }
     auto sent = at::empty({std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0})}, at::kByte);
     auto received = at::empty({world, row_bytes[rank]}, at::kByte);
     std::vector<C10dReduce::Sum> sums;
     int64_t offset = 0;
     for (int64_t to = 0; to < world; ++to) {
-      for (const auto& [parameter, grad, out, besides] : requests) {
-        const auto length = parameter->length_of(to);
-        unpacked(sent, offset, length, grad).copy_(grad.view({-1}).narrow(0, parameter->offset_of(to), length));
+      for (const auto& [param, grad, out, extras] : requests) {
+        const auto length = param->length_of(to);
+        unpacked(sent, offset, length, grad).copy_(grad.view({-1}).narrow(0, param->offset_of(to), length));
         offset += packed_bytes(length, grad);
       }
     }
     offset = 0;
-    for (const auto& [parameter, grad, out, besides] : requests) {
-      const auto length = parameter->length_of(rank);
-      sums.push_back({unpacked(received, offset, length, grad), out, besides});
+    for (const auto& [param, grad, out, extras] : requests) {
+      const auto length = param->length_of(rank);
+      sums.push_back({unpacked(received, offset, length, grad), out, extras});
       offset += packed_bytes(length, grad);
     }
     auto work = all_to_all(
-        *resolve(model_.groups().reduce), received.view({-1}), sent, std::vector<int64_t>(world, row_bytes[rank]),
+        *resolve(context_.groups().reduce), received.view({-1}), sent, std::vector<int64_t>(world, row_bytes[rank]),
         row_bytes);
-    return std::make_unique<C10dReduce>(model_, std::vector<Work>{std::move(work)}, std::move(sums));
+    return std::make_unique<C10dReduce>(context_, std::vector<Work>{std::move(work)}, std::move(sums));
   }
 
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
-    if (packs(requests) && !model_.native_reduce()) return start_packed_reduce(requests);
+    if (packs(requests) && !context_.native_reduce()) return start_packed_reduce(requests);
     std::vector<C10dReduce::Sum> sums;
-    for (const auto& [parameter, grad, out, besides] : requests) {
-      const auto native = sums_natively(*parameter);
-      const auto rows = native ? 1 : model_.world(), length = native ? parameter->chunk : out.numel();
-      sums.push_back(
-          {at::empty({rows, length}, grad.options()), out, besides, native ? padded(*parameter, grad) : grad});
+    for (const auto& [param, grad, out, extras] : requests) {
+      const auto native = sums_natively(*param);
+      const auto rows = native ? 1 : context_.world(), length = native ? param->chunk : out.numel();
+      sums.push_back({at::empty({rows, length}, grad.options()), out, extras, native ? padded(*param, grad) : grad});
     }
-    Works works(resolve(model_.groups().reduce), requests.front().grad.device(), requests.size());
+    Works works(resolve(context_.groups().reduce), requests.front().grad.device(), requests.size());
     for (size_t at = 0; at < requests.size(); ++at) {
-      const auto& parameter = *requests[at].parameter;
+      const auto& parameter = *requests[at].param;
       const auto received = sums[at].received.view({-1}), sent = sums[at].sent.view({-1});
       works.add(
           sums_natively(parameter) ? reduce_scatter(works.group(), received, sent)
                                    : exchange(works.group(), parameter, as_bytes(received), as_bytes(sent)));
     }
-    return std::make_unique<C10dReduce>(model_, works.end(), std::move(sums));
+    return std::make_unique<C10dReduce>(context_, works.end(), std::move(sums));
   }
 
   // `grad` in pieces of equal size, one per rank.
-  at::Tensor padded(const Parameter& parameter, const at::Tensor& grad) const {
-    const auto padding = parameter.chunk * model_.world() - parameter.numel;
+  at::Tensor padded(const ShardedParam& parameter, const at::Tensor& grad) const {
+    const auto padding = parameter.chunk * context_.world() - parameter.numel;
     return padding == 0 ? grad : at::cat({grad.view({-1}), at::zeros({padding}, grad.options())});
   }
 
   // Sends every rank its slice; receives this rank's slices of all.
-  Work exchange(c10d::ProcessGroup& ranks, const Parameter& parameter, at::Tensor received, at::Tensor sent) {
+  Work exchange(c10d::ProcessGroup& ranks, const ShardedParam& parameter, at::Tensor received, at::Tensor sent) {
     if (parameter.replicated) return all_gather(ranks, received, sent);
-    const auto world = model_.world();
+    const auto world = context_.world();
     const auto width = sent.numel() / std::max<int64_t>(parameter.numel, 1);
     std::vector<int64_t> sent_splits, received_splits(world, received.numel() / world);
     for (int64_t rank = 0; rank < world; ++rank) sent_splits.push_back(parameter.length_of(rank) * width);
@@ -347,12 +344,12 @@ class C10dTransport : public Transport {
   // Starts `requests` when all ranks are about to: together if all have the very same, else one by one.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> agree_and(c10::ArrayRef<Request> requests, Start start) {
-    if (model_.groups().control.empty() || agree(want_of_all(requests), requests.front().parameter->name)) {
+    if (context_.groups().control.empty() || agree(want_of_all(requests), requests.front().param->name)) {
       return start(requests);
     }
     auto transfers = std::make_unique<Transfers>();
     for (const auto& request : requests) {
-      agree(want_of(request), request.parameter->name);
+      agree(want_of(request), request.param->name);
       transfers->add(start(c10::ArrayRef<Request>(request)));
     }
     return transfers;
@@ -361,7 +358,7 @@ class C10dTransport : public Transport {
   // Returns true when all ranks are about to do `mine`, having taken part in what others wanted first; false if `mine`
   // is of several parameters and another rank wants something else.
   bool agree(const Want& mine, const std::string& name) {
-    if (model_.groups().control.empty()) return true;
+    if (context_.groups().control.empty()) return true;
     for (;;) {
       const auto wants = all_wants(mine, name);
       if (std::all_of(wants.begin(), wants.end(), [&](const Want& want) { return want == mine; })) return true;
@@ -374,7 +371,7 @@ class C10dTransport : public Transport {
   }
 
   std::vector<Want> all_wants(const Want& mine, const std::string& name) {
-    auto ranks = resolve(model_.groups().control);
+    auto ranks = resolve(context_.groups().control);
     const auto sent =
         tensor_of({static_cast<int64_t>(mine.kind), mine.what, static_cast<int64_t>(mine.dtype), mine.count});
     const auto received = tensor_of(std::vector<int64_t>(ranks->getSize() * want_size));
@@ -398,30 +395,30 @@ class C10dTransport : public Transport {
   }
 
   void serve(const Want& want) {
-    auto& parameter = model_.parameter(want.what);
+    const auto& parameter = context_.param(want.what);
     const auto options = parameter.shard.options().dtype(want.dtype).requires_grad(false);
     if (want.kind == Kind::gather) {
-      const GatherRequest request{&parameter, at::empty({parameter.chunk * model_.world()}, options)};
+      const GatherRequest request{&parameter, at::empty({parameter.chunk * context_.world()}, options)};
       start_gather(request)->wait();
       return;
     }
     auto out = make_gradient(parameter);
     start_reduce(ReduceRequest{&parameter, at::zeros(parameter.shape, options), out})->wait();
-    parameter.unclaimed = parameter.unclaimed.defined() ? parameter.unclaimed.add_(out) : out;
+    context_.add_unclaimed(parameter.index, std::move(out));
   }
-
-  Model& model_;
 };
 
 }  // namespace
 
-void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, const ReduceExtras& besides) {
-  auto replicas = resolve(model.groups().replicate);
+void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras) {
+  auto replicas = resolve(context.groups().replicate);
   auto rows = at::empty({replicas->getSize(), sum.numel()}, sum.options());
   all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
-  mean(rows.unbind(0), static_cast<double>(model.world() * replicas->getSize()), out, besides);
+  mean(rows.unbind(0), static_cast<double>(context.world() * replicas->getSize()), out, extras);
 }
 
-std::unique_ptr<Transport> make_c10d_transport(Model& model) { return std::make_unique<C10dTransport>(model); }
+std::unique_ptr<Transport> make_c10d_transport(TransportContext& context) {
+  return std::make_unique<C10dTransport>(context);
+}
 
 }  // namespace zcompile

@@ -1,6 +1,6 @@
 // Transports for tests and benchmarks: one that is as late as it may be, and one that costs nothing.
 
-#include "runtime.h"
+#include "transport/transport.h"
 
 #include <ATen/Functions.h>
 
@@ -59,7 +59,7 @@ class LateReduceRows : public Transfer {
 
 class LateTransport : public Transport {
  public:
-  explicit LateTransport(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  explicit LateTransport(std::unique_ptr<Transport> inner) : Transport(inner->context()), inner_(std::move(inner)) {}
   std::string name() const override { return "late " + inner_->name(); }
   int64_t bytes() const override { return inner_->bytes(); }
 
@@ -68,7 +68,7 @@ class LateTransport : public Transport {
     std::vector<GatherRequest> elsewhere;
     for (const auto& request : requests) {
       arrived.push_back(at::empty_like(request.padded));
-      elsewhere.push_back({request.parameter, arrived.back()});
+      elsewhere.push_back({request.param, arrived.back()});
     }
     inner_->gather(elsewhere)->wait();
     for (auto request : requests) request.padded.fill_(nan);
@@ -95,8 +95,8 @@ class LateTransport : public Transport {
 
   void finish_backward() override { inner_->finish_backward(); }
   void finish_caching() override { inner_->finish_caching(); }
-  void renew() override { inner_->renew(); }
-  at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {
+  void refresh() override { inner_->refresh(); }
+  at::ScalarType wire_dtype(const ShardedParam& parameter, at::ScalarType grad) const override {
     return inner_->wire_dtype(parameter, grad);
   }
 
@@ -110,7 +110,8 @@ class LateTransport : public Transport {
 
 class DelayedTransport : public Transport {
  public:
-  DelayedTransport(std::unique_ptr<Transport> inner, bool slow) : inner_(std::move(inner)), slow_(slow) {}
+  DelayedTransport(std::unique_ptr<Transport> inner, bool slow)
+      : Transport(inner->context()), inner_(std::move(inner)), slow_(slow) {}
   std::string name() const override { return "delayed " + inner_->name(); }
   int64_t bytes() const override { return inner_->bytes(); }
 
@@ -144,16 +145,16 @@ class DelayedTransport : public Transport {
 
   void finish_backward() override { inner_->finish_backward(); }
   void finish_caching() override { inner_->finish_caching(); }
-  void renew() override { inner_->renew(); }
-  bool step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
+  void refresh() override { inner_->refresh(); }
+  bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
     delay();
-    return inner_->step(requests, settings);
+    return inner_->fused_adam_step(requests, settings);
   }
-  at::Tensor make_gradient(const Parameter& parameter) override { return inner_->make_gradient(parameter); }
-  at::Tensor make_full(const Parameter& parameter, at::ScalarType dtype) override {
-    return inner_->make_full(parameter, dtype);
+  at::Tensor make_gradient(const ShardedParam& parameter) override { return inner_->make_gradient(parameter); }
+  at::Tensor make_unsharded(const ShardedParam& parameter, at::ScalarType dtype) override {
+    return inner_->make_unsharded(parameter, dtype);
   }
-  at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const override {
+  at::ScalarType wire_dtype(const ShardedParam& parameter, at::ScalarType grad) const override {
     return inner_->wire_dtype(parameter, grad);
   }
 
@@ -176,6 +177,7 @@ class NoTransfer : public Transfer {
 
 class LoopbackTransport : public Transport {
  public:
+  using Transport::Transport;
   std::string name() const override { return "loopback"; }
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest>) override { return std::make_unique<NoTransfer>(); }
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest>) override { return std::make_unique<NoTransfer>(); }
@@ -188,11 +190,14 @@ std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner)
 }
 
 #ifdef ZCOMPILE_CUDA
-std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner, Model& model) {
-  return std::make_unique<DelayedTransport>(std::move(inner), model.rank() == 1);
+std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner) {
+  const bool slow = inner->context().rank() == 1;
+  return std::make_unique<DelayedTransport>(std::move(inner), slow);
 }
 #endif
 
-std::unique_ptr<Transport> make_loopback_transport() { return std::make_unique<LoopbackTransport>(); }
+std::unique_ptr<Transport> make_loopback_transport(TransportContext& context) {
+  return std::make_unique<LoopbackTransport>(context);
+}
 
 }  // namespace zcompile

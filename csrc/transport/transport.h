@@ -12,23 +12,15 @@
 
 #include "kernels/adam_settings.h"
 #include "kernels/numerics.h"
+#include "transport/context.h"
+#include "transport/param.h"
+#include "transport/transfers.h"
 
 namespace zcompile {
 
-struct Parameter;
-class Model;
-
-// Bytes on their way. wait() returns when the destination may be read: on the host for CPU ranks, in the order of the
-// current stream for GPU ranks. Sources must stay untouched until then.
-class Transfer {
- public:
-  virtual ~Transfer() = default;
-  virtual void wait() = 0;
-};
-
 // Fills `padded` (flat, world * chunk elements of the wire's dtype) with every rank's piece, downcast, in rank order.
 struct GatherRequest {
-  const Parameter* parameter;
+  const ShardedParam* param;
   at::Tensor padded;
 };
 
@@ -37,15 +29,15 @@ struct GatherRequest {
 // besides. Only where the model asks for native reduces, collectives add up in their own order, at the width of the
 // wire.
 struct ReduceRequest {
-  Parameter* parameter;
+  const ShardedParam* param;
   at::Tensor grad;
   at::Tensor out;
-  ReduceExtras besides = {};
+  ReduceExtras extras = {};
 };
 
 // Fills `rows` [count, columns] with these rows of a full matrix, downcast like a gather of all of it.
 struct GatherRowsRequest {
-  const Parameter* parameter;
+  const ShardedParam* param;
   at::Tensor indices;  // int64 [count], each less than the matrix has rows
   at::Tensor rows;
 };
@@ -53,52 +45,42 @@ struct GatherRowsRequest {
 // The same as a reduce of a gradient of zeros to which `grad` [count, columns] was added row by row: in fp32, in this
 // order, rounded to `dtype` and then to `wire`.
 struct ReduceRowsRequest {
-  Parameter* parameter;
+  const ShardedParam* param;
   at::Tensor grad;
   at::Tensor indices;  // int64 [count]; negative ones count for nothing
   at::ScalarType dtype;
   at::ScalarType wire;  // what wire_dtype() has for it
   at::Tensor out;
-  ReduceExtras besides = {};
+  ReduceExtras extras = {};
 };
 
 // One parameter of a step of AdamW: this rank's piece of each, fp32 and contiguous.
 struct AdamRequest {
-  const Parameter* parameter;
-  at::Tensor master;  // the shard, as the optimizer has it
+  const ShardedParam* param;
+  at::Tensor main_param;  // the shard, as the optimizer has it
   at::Tensor gradient;
   at::Tensor exp_avg;
   at::Tensor exp_avg_sq;
   at::Tensor count;  // [] steps, this one too
 };
 
-// Several transfers as one.
-class Transfers : public Transfer {
- public:
-  void add(std::unique_ptr<Transfer> transfer) { transfers_.push_back(std::move(transfer)); }
-  void wait() override {
-    for (auto& transfer : transfers_) transfer->wait();
-  }
-
- private:
-  std::vector<std::unique_ptr<Transfer>> transfers_;
-};
-
 // A transport is told what to move together, and nothing of schedules. Every rank of a model uses the same one.
 class Transport {
  public:
+  explicit Transport(TransportContext& context) : context_(context) {}
   virtual ~Transport() = default;
+  TransportContext& context() const { return context_; }
   virtual std::string name() const = 0;
   // Device memory that it keeps for itself.
   virtual int64_t bytes() const { return 0; }
   // Uninitialised memory for a full parameter that nobody will write to but the next call of gather, flat and padded to
   // equal pieces, where the transport has better than the allocator's; else undefined.
-  virtual at::Tensor make_full(const Parameter&, at::ScalarType) { return {}; }
+  virtual at::Tensor make_unsharded(const ShardedParam&, at::ScalarType) { return {}; }
   // An uninitialised gradient, shaped like the shard, for the next call of reduce.
-  virtual at::Tensor make_gradient(const Parameter& parameter);
+  virtual at::Tensor make_gradient(const ShardedParam& param);
   // The dtype that reduce takes for a gradient of dtype `grad`: the narrower one of that and the parameter's
   // reduce_dtype, unless the sum itself has the wire's width.
-  virtual at::ScalarType wire_dtype(const Parameter& parameter, at::ScalarType grad) const;
+  virtual at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const;
 
   // One transfer for all requests, which are at least one.
   virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;
@@ -116,17 +98,20 @@ class Transport {
   // Steps, and while it does so makes ready what the next gather would have to. Gradients may be overwritten but for
   // those whose memory another tensor has. False, and nothing is stepped, where the transport has no better way than
   // torch.
-  virtual bool step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
+  virtual bool fused_adam_step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
   // Makes ready what the next gather would have to. All ranks call it, or none.
-  virtual void renew() {}
+  virtual void refresh() {}
+
+ protected:
+  TransportContext& context_;
 };
 
 // Collectives of a c10d::ProcessGroup: gloo or NCCL.
-std::unique_ptr<Transport> make_c10d_transport(Model& model);
+std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);
 
 // out = (the sum over the ranks that hold the same shard of `sum`, flat) / all ranks. Ends in the current stream's
 // order.
-void mean_over_replicas(Model& model, const at::Tensor& sum, at::Tensor out, const ReduceExtras& besides);
+void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
 struct P2pSettings {
   // Streams over which copies are spread. One engine fills the link to a single peer, and serves two streams one after
@@ -139,16 +124,16 @@ struct P2pSettings {
 
 // Copy engines between GPUs that can map each other's memory; only in builds with CUDA. Made by all ranks together,
 // when the model has its parameters.
-std::unique_ptr<Transport> make_p2p_transport(Model& model, const P2pSettings& settings);
+std::unique_ptr<Transport> make_p2p_transport(TransportContext& context, const P2pSettings& settings);
 
 // Wraps `inner`: a full parameter holds NaN until it is waited for, and a gradient is read as late as its wait. Code
 // that reads too early or reuses a buffer too soon gives NaN instead of a number that happens to be right.
 std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
 
 // Wraps `inner`: rank 1 is slow before and after everything it starts, which must not change a number.
-std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner, Model& model);
+std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner);
 
 // Moves nothing: what is left is the host time of the runtime itself.
-std::unique_ptr<Transport> make_loopback_transport();
+std::unique_ptr<Transport> make_loopback_transport(TransportContext& context);
 
 }  // namespace zcompile

@@ -1,4 +1,4 @@
-"""Parts and rounds of a step that writes copies where gradients lie, carried out on a memory of bytes, the worst way."""
+"""Parts and rounds of a step that writes copies where gradients lie, run on a memory of bytes in the worst order."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -72,7 +72,7 @@ def layouts(draw):
     copies = [(end - size * width, end) for end, size, width in zip(ends, sizes, widths)]
     free, gradients, others = [(0, ends[-1])], [], []
 
-    def lend(units):
+    def place(units):
         places = [(begin, end) for begin, end in free if end - begin >= units]
         if not places or draw(st.booleans()):
             return (0, 0)
@@ -83,9 +83,9 @@ def layouts(draw):
         return (first, first + units)
 
     for size in draw(st.permutations(range(len(sizes)))):
-        gradients.append((size, lend(sizes[size] * 4)))
+        gradients.append((size, place(sizes[size] * 4)))
     if draw(st.booleans()):
-        others.append(lend(1))
+        others.append(place(1))
     spans = dict(gradients)
     scaled = lambda span: (span[0] * UNIT, span[1] * UNIT)
     items = [(size * UNIT, scaled(spans[at]), scaled(copies[at])) for at, size in enumerate(sizes)]

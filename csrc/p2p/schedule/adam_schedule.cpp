@@ -11,67 +11,68 @@ constexpr int64_t gradient_width = 4;
 constexpr int64_t grain = 4096;  // elements, at multiples of which parameters are cut
 constexpr int64_t first_part = 1 << 17;  // elements on each side of the fixed one
 
-int64_t width_of(const StepItem& item) { return (item.copy.end - item.copy.begin) / std::max<int64_t>(item.numel, 1); }
+int64_t width_of(const AdamItem& item) { return (item.copy.end - item.copy.begin) / std::max<int64_t>(item.numel, 1); }
 
-Span part_of(const Span& whole, const StepPart& part, int64_t width) {
+Span part_of(const Span& whole, const AdamPart& part, int64_t width) {
   return whole.empty() ? Span{} : Span{whole.begin + part.begin * width, whole.begin + part.end * width};
 }
 
-// The parts of one item, each of which writes over none of its own gradients; `writes` is whether it is copied at all.
-std::vector<StepPart> cut(size_t at, const StepItem& item, bool writes) {
+// The parts of item `i`, each of which writes over none of its own gradients. `writes`: whether the item is copied at
+// all.
+std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   const auto numel = item.numel;
-  if (!writes || !item.gradient.meets(item.copy)) return {{at, 0, numel, writes}};
-  if (width_of(item) * 2 != gradient_width) return {{at, 0, numel, false}};
+  if (!writes || !item.gradient.overlaps(item.copy)) return {{i, 0, numel, writes}};
+  if (width_of(item) * 2 != gradient_width) return {{i, 0, numel, false}};
   const auto fixed = (item.copy.begin - item.gradient.begin) / (gradient_width / 2) / grain * grain;
   const auto within = [&](int64_t element) { return std::clamp<int64_t>(element, 0, numel); };
-  std::vector<StepPart> parts{{at, within(fixed - first_part), within(fixed + first_part), false}};
+  std::vector<AdamPart> parts{{i, within(fixed - first_part), within(fixed + first_part), false}};
   for (auto near = first_part; fixed - near > 0 || fixed + near < numel;) {
     const auto far = near / 4 * 7 / grain * grain;  // not twice as far, for the fixed element was rounded
-    parts.push_back({at, within(fixed - far), within(fixed - near), true});
-    parts.push_back({at, within(fixed + near), within(fixed + far), true});
+    parts.push_back({i, within(fixed - far), within(fixed - near), true});
+    parts.push_back({i, within(fixed + near), within(fixed + far), true});
     near = far;
   }
-  std::erase_if(parts, [](const StepPart& part) { return part.begin == part.end; });
+  std::erase_if(parts, [](const AdamPart& part) { return part.begin == part.end; });
   return parts;
 }
 
-}  // namespace
+// Which parts wait for which others to be read.
+struct Dependencies {
+  std::vector<std::vector<size_t>> frees;  // by part: the parts that wait for it
+  std::vector<size_t> waits;  // by part: for how many it waits
+};
 
-StepOrder adam_schedule(const std::vector<StepItem>& items, std::vector<Span> others) {
-  StepOrder order;
-  std::vector<StepPart> parts;
-  for (size_t at = 0; at < items.size(); ++at) {
-    const auto& copy = items[at].copy;
-    const bool copied = !copy.empty() && std::none_of(others.begin(), others.end(), [&](const Span& other) {
-      return other.meets(copy);
-    });
-    order.is_copied.push_back(copied);
-    for (const auto& part : cut(at, items[at], copied)) parts.push_back(part);
-  }
+Dependencies find_dependencies(const std::vector<AdamItem>& items, const std::vector<AdamPart>& parts) {
   std::vector<std::pair<Span, size_t>> reads;  // with the part that reads it
-  for (size_t at = 0; at < parts.size(); ++at) {
-    const auto read = part_of(items[parts[at].item].gradient, parts[at], gradient_width);
-    if (!read.empty()) reads.emplace_back(read, at);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto read = part_of(items[parts[i].item].gradient, parts[i], gradient_width);
+    if (!read.empty()) reads.emplace_back(read, i);
   }
-  std::sort(reads.begin(), reads.end(), [](const auto& one, const auto& other) {
-    return one.first.begin < other.first.begin;
+  std::sort(reads.begin(), reads.end(), [](const auto& left, const auto& right) {
+    return left.first.begin < right.first.begin;
   });
-  std::vector<std::vector<size_t>> frees(parts.size());  // which parts wait for one
-  std::vector<size_t> waits(parts.size(), 0);  // for how many one waits
-  for (size_t at = 0; at < parts.size(); ++at) {
-    if (!parts[at].writes) continue;
-    const auto written = part_of(items[parts[at].item].copy, parts[at], width_of(items[parts[at].item]));
+  Dependencies found{std::vector<std::vector<size_t>>(parts.size()), std::vector<size_t>(parts.size(), 0)};
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (!parts[i].writes) continue;
+    const auto written = part_of(items[parts[i].item].copy, parts[i], width_of(items[parts[i].item]));
     auto read = std::partition_point(
-        reads.begin(), reads.end(), [&](const auto& one) { return one.first.end <= written.begin; });
+        reads.begin(), reads.end(), [&](const auto& entry) { return entry.first.end <= written.begin; });
     for (; read != reads.end() && read->first.begin < written.end; ++read) {
-      frees[read->second].push_back(at);
-      waits[at] += 1;
+      found.frees[read->second].push_back(i);
+      found.waits[i] += 1;
     }
   }
+  return found;
+}
+
+// Puts parts into rounds. A part of a ring no longer writes afterwards.
+std::vector<std::vector<AdamPart>> into_rounds(std::vector<AdamPart>& parts, Dependencies dependencies) {
+  auto& [frees, waits] = dependencies;
+  std::vector<std::vector<AdamPart>> rounds;
   std::vector<bool> is_done(parts.size(), false);
   std::vector<size_t> ready;
-  for (size_t at = 0; at < parts.size(); ++at) {
-    if (waits[at] == 0) ready.push_back(at);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (waits[i] == 0) ready.push_back(i);
   }
   for (size_t first = 0;;) {
     if (ready.empty()) {
@@ -80,23 +81,40 @@ StepOrder adam_schedule(const std::vector<StepItem>& items, std::vector<Span> ot
       parts[first].writes = false;  // a ring: this one waits for nothing
       ready.push_back(first);
     }
-    auto& round = order.rounds.emplace_back();
-    for (const auto at : ready) {
-      round.push_back(parts[at]);
-      is_done[at] = true;
+    auto& round = rounds.emplace_back();
+    for (const auto i : ready) {
+      round.push_back(parts[i]);
+      is_done[i] = true;
     }
     std::vector<size_t> next;
-    for (const auto at : std::exchange(ready, {})) {
-      for (const auto waiting : frees[at]) {
+    for (const auto i : std::exchange(ready, {})) {
+      for (const auto waiting : frees[i]) {
         if (--waits[waiting] == 0 && !is_done[waiting]) next.push_back(waiting);
       }
     }
     ready = std::move(next);
   }
-  for (const auto& part : parts) {
-    if (!part.writes && order.is_copied[part.item]) order.casts.push_back(part);
+  return rounds;
+}
+
+}  // namespace
+
+AdamSchedule adam_schedule(const std::vector<AdamItem>& items, const std::vector<Span>& others) {
+  AdamSchedule schedule;
+  std::vector<AdamPart> parts;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const auto& copy = items[i].copy;
+    const bool is_copied = !copy.empty() && std::none_of(others.begin(), others.end(), [&](const Span& other) {
+      return other.overlaps(copy);
+    });
+    schedule.is_copied.push_back(is_copied);
+    for (const auto& part : cut(i, items[i], is_copied)) parts.push_back(part);
   }
-  return order;
+  schedule.rounds = into_rounds(parts, find_dependencies(items, parts));
+  for (const auto& part : parts) {
+    if (!part.writes && schedule.is_copied[part.item]) schedule.casts.push_back(part);
+  }
+  return schedule;
 }
 
 }  // namespace zcompile

@@ -1,0 +1,51 @@
+// Copies by SMs.
+
+#include "kernels/copy.h"
+
+#include "kernels/loading.cuh"
+#include "kernels/multi_tensor.cuh"
+
+namespace zcompile::cuda {
+
+namespace {
+
+struct CopyBatch {
+  Copy copies[entries];
+  int first_tile[entries + 1];
+  int count;
+};
+
+constexpr int64_t copy_tile = threads * 16 * 4;
+
+__global__ void __launch_bounds__(threads) pull_kernel(const __grid_constant__ CopyBatch batch) {
+  const int entry = entry_of(batch, blockIdx.x);
+  const auto& copy = batch.copies[entry];
+  const int64_t begin = static_cast<int64_t>(blockIdx.x - batch.first_tile[entry]) * copy_tile;
+  const auto* from = static_cast<const char*>(copy.from) + begin;
+  auto* to = static_cast<char*>(copy.to) + begin;
+  const int64_t bytes = min(copy_tile, static_cast<int64_t>(copy.bytes) - begin);
+  int64_t done = 0;
+  if (aligned(from) && aligned(to)) {
+    for (int64_t word = threadIdx.x; word < bytes / 16; word += threads) {
+      reinterpret_cast<uint4*>(to)[word] = reinterpret_cast<const uint4*>(from)[word];
+    }
+    done = bytes / 16 * 16;
+  }
+  for (int64_t byte = done + threadIdx.x; byte < bytes; byte += threads) to[byte] = from[byte];
+}
+
+}  // namespace
+
+cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream) {
+  return in_batches<CopyBatch>(
+      copies, count, copy_tile, &CopyBatch::copies, [](const Copy& copy) { return copy.bytes; },
+      [&](const CopyBatch& batch, int tiles) { pull_kernel<<<tiles, threads, 0, stream>>>(batch); });
+}
+
+cudaError_t load_copy_kernels() {
+  KernelLoader loader;
+  loader.load(pull_kernel);
+  return loader.result();
+}
+
+}  // namespace zcompile::cuda

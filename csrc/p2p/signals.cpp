@@ -1,0 +1,168 @@
+#include "p2p/signals.h"
+
+#include <c10/cuda/CUDAException.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <utility>
+
+#include "kernels/copy.h"
+#include "p2p/driver.h"
+#include "p2p/stream_poll.h"
+
+namespace zcompile::cuda {
+
+namespace {
+
+CUdeviceptr address(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
+
+CUstreamBatchMemOpParams write_operation(CUdeviceptr to, uint32_t value) {
+  CUstreamBatchMemOpParams operation{};
+  operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+  operation.writeValue.address = to;
+  operation.writeValue.value = value;
+  operation.writeValue.flags =
+      CU_STREAM_WRITE_VALUE_DEFAULT;  // after everything before it in the stream, on any device
+  return operation;
+}
+
+CUstreamBatchMemOpParams wait_operation(CUdeviceptr on, uint32_t value, bool tagged) {
+  CUstreamBatchMemOpParams operation{};
+  operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+  operation.waitValue.address = on;
+  operation.waitValue.value = value;
+  operation.waitValue.flags =
+      tagged ? CU_STREAM_WAIT_VALUE_EQ
+             : CU_STREAM_WAIT_VALUE_GEQ;  // by the sign of the difference, so that numbers may wrap
+  return operation;
+}
+
+void run_all(std::vector<CUstreamBatchMemOpParams> operations, cudaStream_t stream) {
+  constexpr size_t most = 255;  // per call, by the driver's manual
+  for (size_t begin = 0; begin < operations.size(); begin += most) {
+    const auto count = static_cast<unsigned int>(std::min(most, operations.size() - begin));
+    ZCOMPILE_DRIVER_CHECK(cuStreamBatchMemOp, stream, count, operations.data() + begin, 0U);
+  }
+}
+
+// std::ostream would do. But where a toolchain links libstdc++ statically, its numbers crash in a Python that has
+// another (seen).
+std::string hex(uint32_t number) {
+  std::array<char, 11> text{};
+  std::snprintf(text.data(), text.size(), "0x%x", number);
+  return text.data();
+}
+
+uint32_t* host_words(int64_t count) {
+  void* words = nullptr;
+  C10_CUDA_CHECK(cudaHostAlloc(&words, static_cast<size_t>(count) * sizeof(uint32_t), cudaHostAllocDefault));
+  return static_cast<uint32_t*>(words);
+}
+
+}  // namespace
+
+Signals::Signals(const std::string& group, c10::Device device, int64_t rank, int64_t world, bool start_together)
+    : words_(group, device, num_signals * world * static_cast<int64_t>(sizeof(uint32_t))),
+      rank_(rank),
+      world_(world),
+      start_together_(start_together),
+      read_buffer_(host_words(world), [](uint32_t* words) { cudaFreeHost(words); }) {}
+
+void Signals::post(Signal signal, uint32_t number, cudaStream_t stream) {
+  append_posts(signal, number);
+  run(stream);
+}
+
+void Signals::await(Signal signal, uint32_t number, Lane& lane, PeerWait wait) {
+  append_waits(signal, number, lane, wait);
+  run(lane.stream().stream());
+}
+
+void Signals::barrier(Signal signal, uint32_t number, Lane& lane, PeerWait wait) {
+  append_posts(signal, number);
+  append_waits(signal, number, lane, wait);
+  run(lane.stream().stream());
+}
+
+std::string Signals::missing(const PeerWait& wait, cudaStream_t stream) const {
+  const auto posted = read(wait.signal, stream);
+  std::string text;
+  for (int64_t rank = 0; rank < world_ && !posted.empty(); ++rank) {
+    const auto ahead = static_cast<int32_t>(posted[rank] - wait.number);
+    const bool tagged = is_tagged(wait.signal);
+    if (rank == rank_ || (tagged ? ahead == 0 : ahead >= 0)) continue;
+    const bool same_number = tagged && posted[rank] >> 16 == wait.number >> 16;
+    text += (text.empty() ? "rank " : "; rank ") + std::to_string(rank) +
+            (same_number ? " moves something else" : " is missing") + " (posted " + hex(posted[rank]) + ", not " +
+            hex(wait.number) + ")";
+  }
+  return text;
+}
+
+std::vector<uint32_t> Signals::read(Signal signal, cudaStream_t stream) const {
+  constexpr auto patience = std::chrono::seconds(2);  // the device may not run anything any more
+  const size_t bytes = static_cast<size_t>(world_) * sizeof(uint32_t);
+  const Copy words{
+      read_buffer_.get(), words_.at(rank_, static_cast<int64_t>(signal) * static_cast<int64_t>(bytes)), bytes};
+  const auto launched = launch_pull(&words, 1, stream);  // a copy engine may sit behind what hangs
+  if (launched != cudaSuccess || !ends_within(stream, patience) || cudaStreamQuery(stream) != cudaSuccess) return {};
+  return {read_buffer_.get(), read_buffer_.get() + world_};
+}
+
+void Signals::append_posts(Signal signal, uint32_t number) {
+  for (int64_t step = 1; step < world_; ++step) {
+    operations_.push_back(write_operation(address(word(signal, (rank_ + step) % world_, rank_)), number));
+  }
+}
+
+void Signals::append_waits(Signal signal, uint32_t number, Lane& lane, PeerWait wait) {
+  for (int64_t step = 1; step < world_; ++step) {
+    operations_.push_back(
+        wait_operation(address(word(signal, rank_, (rank_ + step) % world_)), number, is_tagged(signal)));
+  }
+  wait.signal = signal;
+  wait.number = number;
+  operations_.push_back(write_operation(address(lane.reached_address()), lane.expect(wait)));
+}
+
+void Signals::start_pull(uint32_t number, Lane& lane, int64_t param) {
+  const auto refresh = static_cast<uint16_t>(number >> 16);
+  operations_.push_back(write_operation(
+      address(lane.reached_address()),
+      lane.arrive()));  // else a host far ahead would pass for a peer that does not come
+  append_posts(signal::pulling, number);
+  if (static_cast<int16_t>(refresh - resume_) >= 0) {
+    if (refresh != tried_) {
+      if (given_up_ != tried_) times_ = 0;
+      tried_ = resume_ = refresh;
+    }
+    append_waits(signal::pulling, number, lane, {"to gather", param});
+  }
+  run(lane.stream().stream());
+}
+
+Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock::duration since, cudaStream_t stream) {
+  constexpr auto patience = std::chrono::milliseconds(500);
+  constexpr int most_times = 10;
+  const auto refresh = static_cast<uint16_t>(wait.number >> 16);
+  if (wait.signal != signal::pulling || (since < patience && given_up_ != refresh)) return GaveUp::no;
+  // Peers that are behind may yet write over these numbers. A wait that was issued by then comes here again.
+  std::vector<CUstreamBatchMemOpParams> operations;
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    operations.push_back(write_operation(address(word(signal::pulling, rank_, peer)), wait.number | 0xffff));
+  }
+  run_all(operations, stream);
+  if (given_up_.exchange(refresh) == refresh) return GaveUp::again;
+  resume_ = static_cast<uint16_t>(refresh + (1 << times_));
+  times_ = std::min(times_ + 1, most_times);
+  return GaveUp::first;
+}
+
+char* Signals::word(Signal signal, int64_t owner, int64_t poster) const {
+  return words_.at(owner, (static_cast<int64_t>(signal) * world_ + poster) * static_cast<int64_t>(sizeof(uint32_t)));
+}
+
+void Signals::run(cudaStream_t stream) { run_all(std::exchange(operations_, {}), stream); }
+
+}  // namespace zcompile::cuda

@@ -1,0 +1,173 @@
+#include "runtime/gather_reduce.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/view_native.h>
+#include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "runtime/in_flight.h"
+#include "runtime/model.h"
+#include "runtime/profiler_range.h"
+
+namespace zcompile {
+
+namespace {
+
+// The model of all these, which is told that it gathers or reduces.
+Model& model_of(c10::ArrayRef<ParamState*> params) {
+  auto& model = *params.front()->model;
+  for (const auto* param : params) {
+    TORCH_CHECK(param->model == &model, "zcompile: parameters of several sharded models are moved together");
+  }
+  model.note_backward();
+  return model;
+}
+
+void wait_for(const at::Tensor& destination, const char* op) {
+  auto in_flight = InFlightTable::instance().finish(destination);
+  TORCH_CHECK(
+      in_flight, "zcompile::", op, ": this tensor is not in flight; it was waited for already or never started");
+  if (in_flight->transfer) in_flight->transfer->wait();
+  if (in_flight->cache_for) in_flight->model->cache().add(*in_flight->cache_for, in_flight->destination);
+}
+
+struct Unsharded {
+  at::Tensor tensor;
+  at::Tensor padded;  // all of its storage, flat: padded to equal pieces, so that one collective serves all sizes
+};
+
+Unsharded make_unsharded(const ParamState& param, at::ScalarType dtype, bool only_read) {
+  const auto options = param.shard.options().dtype(dtype).requires_grad(false);
+  const auto padded_numel = param.padded_numel(param.model->world());
+  auto padded = only_read ? param.model->transport()->make_unsharded(param, dtype) : at::Tensor();
+  if (!padded.defined() && padded_numel == param.numel) {
+    auto unsharded = at::empty(param.shape, options);
+    return {unsharded, at::native::view(unsharded, {-1})};
+  }
+  if (!padded.defined()) padded = at::empty({padded_numel}, options);
+  return {padded.narrow(0, 0, param.numel).view(param.shape), padded};
+}
+
+at::Tensor as_wire(const Transport& transport, const ParamState& param, const at::Tensor& grad) {
+  TORCH_CHECK(
+      grad.sizes() == at::IntArrayRef(param.shape), "zcompile::reduce: the gradient of '", param.name, "' has shape ",
+      grad.sizes(), ", the parameter ", at::IntArrayRef(param.shape));
+  return grad.to(transport.wire_dtype(param, grad.scalar_type())).contiguous();
+}
+
+// What the reduce that makes `gradient` adds to, and where it adds up squares.
+ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
+  ReduceExtras extras;
+  extras.base = param.accumulation.start_reduce(gradient);
+  if (param.squares) extras.squares = param.squares->start_reduce(gradient);
+  return extras;
+}
+
+std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::ScalarType dtype, bool only_read) {
+  auto& model = model_of(params);
+  const ProfilerRange range("gather", params, dtype);
+  std::vector<at::Tensor> results;
+  c10::SmallVector<GatherRequest, 1> requests;
+  for (auto* param : params) {
+    std::optional<ProfilerRange> range_of_param;  // of a group: what its memory is for
+    if (params.size() > 1) range_of_param.emplace("gather", param, dtype);
+    auto [unsharded, padded] = make_unsharded(*param, dtype, only_read);
+    model.count_gather(unsharded);
+    results.push_back(std::move(unsharded));
+    requests.push_back({param, std::move(padded)});
+  }
+  const auto transport = model.transport();
+  const auto transfer = std::make_shared<SharedTransfer>(transport, transport->gather(requests));
+  for (size_t i = 0; i < results.size(); ++i) {
+    InFlightTable::instance().start({&model, transfer, results[i], requests[i].padded});
+  }
+  return results;
+}
+
+}  // namespace
+
+std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::ScalarType dtype) {
+  return start_gather(params, dtype, /*only_read=*/false);
+}
+
+at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype) {
+  auto& model = model_of(param);
+  if (auto cached = model.cache().find(*param, dtype); cached.defined()) {
+    InFlightTable::instance().start({&model, nullptr, cached, {}});
+    return cached;
+  }
+  auto unsharded = start_gather(param, dtype, /*only_read=*/true).front();
+  if (model.is_caching()) InFlightTable::instance().cache_on_arrival(unsharded, param);
+  return unsharded;
+}
+
+void gather_wait(const at::Tensor& unsharded) { wait_for(unsharded, "gather_wait"); }
+
+std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::TensorList grads) {
+  auto& model = model_of(params);
+  const auto transport = model.transport();
+  std::vector<at::Tensor> wires, results;
+  for (size_t i = 0; i < params.size(); ++i) wires.push_back(as_wire(*transport, *params[i], grads[i]));
+  const ProfilerRange range("reduce", params, wires.front().scalar_type());
+  c10::SmallVector<ReduceRequest, 1> requests;
+  for (size_t i = 0; i < params.size(); ++i) {
+    model.count_reduce(wires[i]);
+    results.push_back(transport->make_gradient(*params[i]));
+    requests.push_back({params[i], std::move(wires[i]), results.back(), make_extras(*params[i], results.back())});
+  }
+  const auto transfer = std::make_shared<SharedTransfer>(transport, transport->reduce(requests));
+  for (size_t i = 0; i < results.size(); ++i) {
+    InFlightTable::instance().start({&model, transfer, results[i], requests[i].grad});
+  }
+  return results;
+}
+
+void reduce_wait(const at::Tensor& pending) { wait_for(pending, "reduce_wait"); }
+
+namespace {
+
+int64_t columns_of(const ParamState& param) {
+  TORCH_CHECK(
+      param.shape.size() == 2, "zcompile: '", param.name, "' has shape ", at::IntArrayRef(param.shape),
+      ": only a matrix has rows");
+  return param.shape[1];
+}
+
+at::Tensor flat_indices(const at::Tensor& indices) { return indices.to(at::kLong).contiguous().view({-1}); }
+
+}  // namespace
+
+at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor& indices) {
+  const auto& model = model_of(param);
+  const auto columns = columns_of(*param);
+  const auto flat = flat_indices(indices);
+  auto rows = at::empty({flat.numel(), columns}, param->shard.options().dtype(dtype).requires_grad(false));
+  const ProfilerRange range("gather_rows", param, dtype, static_cast<int64_t>(rows.nbytes()));
+  model.transport()->gather_rows({param, flat, rows})->wait();
+  auto sizes = indices.sizes().vec();
+  sizes.push_back(columns);
+  return rows.view(sizes);
+}
+
+at::Tensor reduce_rows_start(
+    ParamState* param, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
+  auto& model = model_of(param);
+  const auto transport = model.transport();
+  const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
+  const auto rows = grad.contiguous().view({flat.numel(), columns_of(*param)});
+  const auto wire = transport->wire_dtype(*param, dtype);
+  const auto wire_bytes = rows.numel() * static_cast<int64_t>(c10::elementSize(wire));
+  const ProfilerRange range("reduce_rows", param, wire, wire_bytes);
+  auto result = transport->make_gradient(*param);
+  auto transfer = transport->reduce_rows({param, rows, flat, dtype, wire, result, make_extras(*param, result)});
+  transfer = std::make_unique<OwningTransfer>(std::move(transfer), std::vector<at::Tensor>{flat});
+  InFlightTable::instance().start(
+      {&model, std::make_shared<SharedTransfer>(transport, std::move(transfer)), result, rows});
+  return result;
+}
+
+}  // namespace zcompile

@@ -1,0 +1,45 @@
+#include "runtime/grad_accumulation.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <utility>
+
+namespace zcompile {
+
+namespace {
+
+bool can_be_base(const at::Tensor& base, const at::Tensor& result) {
+  return base.scalar_type() == result.scalar_type() && base.numel() == result.numel() &&
+         base.device() == result.device() && base.is_contiguous();
+}
+
+}  // namespace
+
+at::Tensor GradAccumulation::Accumulated::get() const {
+  if (owner.defined() && owner.grad().unsafeGetTensorImpl() != whole.lock().get()) return {};
+  auto alive = gradient.lock();
+  return alive ? at::Tensor(std::move(alive)) : at::Tensor();
+}
+
+void GradAccumulation::accumulate_onto(const at::Tensor& gradient, const std::optional<at::Tensor>& owner) {
+  accumulated_ = {};
+  accumulated_.gradient = WeakTensor(gradient.getIntrusivePtr());
+  if (!owner) return;
+  accumulated_.owner = *owner;
+  if (owner->grad().defined()) accumulated_.whole = WeakTensor(owner->grad().getIntrusivePtr());
+}
+
+at::Tensor GradAccumulation::start_reduce(const at::Tensor& result) {
+  const auto backward = torch::autograd::get_current_graph_task_id();
+  const auto accumulated = std::exchange(accumulated_, {}).get();
+  if (backward == -1 || !accumulated.defined() || !can_be_base(accumulated, result)) return {};
+  base_ = {accumulated, backward};
+  return accumulated.view({-1});
+}
+
+std::optional<at::Tensor> GradAccumulation::take_base() {
+  if (!has_base() || base_.backward != torch::autograd::get_current_graph_task_id()) return std::nullopt;
+  return std::exchange(base_, {}).gradient;
+}
+
+}  // namespace zcompile

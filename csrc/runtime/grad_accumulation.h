@@ -1,0 +1,52 @@
+// While microbatches accumulate, a reduce adds to the gradient of the microbatches before it, so that its reader need
+// not pass over both.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+#include <optional>
+
+namespace zcompile {
+
+// Of one parameter. A gradient is added to only if nobody dropped or exchanged it meanwhile, so it is held weakly.
+class GradAccumulation {
+ public:
+  // The next reduce may add to `gradient`. `owner` has `gradient`, or what it is a piece of, as its .grad. Without one,
+  // the gradient counts as long as anybody holds it.
+  void accumulate_onto(const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
+
+  // What the reduce that makes `result` adds to, flat, or an undefined tensor. Outside of backward there is nothing.
+  // Asked for once: the next reduce has no base, unless accumulate_onto() is called again.
+  at::Tensor start_reduce(const at::Tensor& result);
+
+  // What the reduce of the backward that runs here began from; asked for once, when its result arrives.
+  std::optional<at::Tensor> take_base();
+  bool has_base() const { return base_.gradient.defined(); }
+
+  void clear() { *this = {}; }
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl>;
+  static WeakTensor none() { return WeakTensor(c10::intrusive_ptr<c10::TensorImpl>()); }
+
+  // The gradient to which the next reduce may add.
+  struct Accumulated {
+    at::Tensor owner;  // whose .grad is `whole`; undefined: only `gradient` tells
+    WeakTensor whole = none();
+    WeakTensor gradient = none();  // this rank's piece
+
+    at::Tensor get() const;  // undefined if there is none any more
+  };
+
+  // The gradient that a reduce began from, until its result is delivered.
+  struct Base {
+    at::Tensor gradient;
+    int64_t backward = -1;  // autograd's number of the backward that the reduce ran in
+  };
+
+  Accumulated accumulated_;
+  Base base_;
+};
+
+}  // namespace zcompile

@@ -1,0 +1,57 @@
+// Transfers that were started and that nobody has waited for yet.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "runtime/param_state.h"
+#include "transport/transport.h"
+
+namespace zcompile {
+
+// A transfer that several tensors may wait for. The first wait is for all, and on GPU orders the stream that is current
+// then: compiled code, which alone starts transfers together, has one.
+class SharedTransfer {
+ public:
+  SharedTransfer(std::shared_ptr<Transport> transport, std::unique_ptr<Transfer> transfer)
+      : transport_(std::move(transport)), transfer_(std::move(transfer)) {}
+  void wait();
+
+ private:
+  std::shared_ptr<Transport> transport_;
+  std::unique_ptr<Transfer> transfer_;
+  std::once_flag waited_;
+};
+
+// A transfer and the tensors it reads and writes, which must outlive it whatever the program does.
+struct InFlight {
+  Model* model;
+  std::shared_ptr<SharedTransfer> transfer;  // none: nothing has to move
+  at::Tensor destination;
+  at::Tensor source;
+  ParamState* cache_for = nullptr;  // whose unsharded parameter this is, if it may be cached
+};
+
+// Found by the storage of the destination. Process-wide, because a wait has only a tensor to start from.
+class InFlightTable {
+ public:
+  static InFlightTable& instance();
+
+  void start(InFlight in_flight);
+  std::optional<InFlight> finish(const at::Tensor& destination);  // forgets it; none if it is not in flight
+  // When `unsharded` arrives, it may be cached.
+  void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);
+  // Ends what nobody waited for, because a step failed half-way.
+  void abandon(const Model& model);
+
+ private:
+  std::mutex mutex_;
+  std::vector<InFlight> in_flight_;  // a handful: what is prefetched
+};
+
+}  // namespace zcompile

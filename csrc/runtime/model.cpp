@@ -1,0 +1,119 @@
+#include "runtime/model.h"
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "runtime/in_flight.h"
+#include "runtime/make_transport.h"
+#include "runtime/registry.h"
+
+namespace zcompile {
+
+Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce)
+    : TransportContext(std::move(groups), rank, world, native_reduce), transport_(make_c10d_transport(*this)) {}
+
+Model::~Model() {
+  InFlightTable::instance().abandon(*this);
+  for (auto& param : params_) Registry::instance().remove(param.get());
+}
+
+int64_t Model::add(ParamState param) {
+  param.model = this;
+  param.index = num_params();
+  params_.push_back(std::make_unique<ParamState>(std::move(param)));
+  Registry::instance().add(params_.back().get());
+  return num_params() - 1;
+}
+
+void Model::replace(int64_t index, at::Tensor shard) {
+  auto& param = state(index);
+  TORCH_CHECK(
+      shard.numel() == param.shard.numel(), "zcompile: the new shard of '", param.name, "' has ", shard.numel(),
+      " elements on rank ", rank(), ", the old one ", param.shard.numel());
+  Registry::instance().remove(&param);
+  param.shard = std::move(shard);
+  param.backward.clear();
+  param.unsharded_version.reset();
+  cache_.drop(param);
+  param.accumulation.clear();
+  if (param.squares) param.squares.emplace(param.shard);
+  Registry::instance().add(&param);
+}
+
+void Model::watch(int64_t index, const std::vector<at::Tensor>& main_params) {
+  auto& versions = state(index).main_param_versions;
+  versions.clear();
+  for (const auto& main_param : main_params) {
+    if (!main_param.is_inference()) versions.push_back(main_param.unsafeGetTensorImpl()->version_counter());
+  }
+}
+
+void Model::use_transport(const std::string& name, const P2pSettings& settings) {
+  transport_ = make_transport(name, *this, settings);
+}
+
+void Model::add_unclaimed(int64_t index, at::Tensor gradient) {
+  auto& unclaimed = state(index).unclaimed;
+  unclaimed = unclaimed.defined() ? unclaimed.add_(gradient) : std::move(gradient);
+}
+
+void Model::end_caching() {
+  if (!cache_.end()) return;
+  for (auto& param : params_) {
+    param->cached.clear();
+    param->accumulation.clear();
+  }
+  transport_->finish_caching();
+}
+
+void Model::accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner) {
+  if (!is_caching() || has_base(index)) return;
+  state(index).accumulation.accumulate_onto(gradient, owner);
+}
+
+void Model::collect_squares() {
+  for (auto& param : params_) param->squares.emplace(param->shard);
+}
+
+std::optional<at::Tensor> Model::squares_of(int64_t index, const at::Tensor& gradient) {
+  const auto& squares = state(index).squares;
+  return squares ? squares->squares_of(gradient) : std::nullopt;
+}
+
+void Model::clear_squares() {
+  std::vector<at::Tensor> to_clear;
+  for (auto& param : params_) {
+    if (!param->squares) continue;
+    if (auto squares = param->squares->clear()) to_clear.push_back(std::move(*squares));
+  }
+  if (!to_clear.empty()) at::_foreach_zero_(to_clear);
+}
+
+void Model::note_backward() {
+  const int64_t id = torch::autograd::get_current_graph_task_id();
+  {
+    std::lock_guard lock(mutex_);
+    if (backward_id_ == id) return;
+    backward_id_ = id;
+  }
+  InFlightTable::instance().abandon(*this);  // of a forward or backward that raised: a graph waits for all it starts
+  if (id == -1) return;
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_backward(); });
+}
+
+void Model::finish_backward() {
+  transport_->finish_backward();
+  for (auto& param : params_) {
+    if (!param->unclaimed.defined()) continue;
+    auto gradient = std::exchange(param->unclaimed, at::Tensor());
+    if (!param->shard.requires_grad()) continue;
+    (*torch::autograd::impl::grad_accumulator(param->shard))({std::move(gradient)});
+  }
+}
+
+}  // namespace zcompile

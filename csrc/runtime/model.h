@@ -1,0 +1,89 @@
+// The sharded parameters of one model and what happened to them. Two models never meet.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/microbatch_cache.h"
+#include "runtime/param_state.h"
+#include "runtime/stats.h"
+#include "transport/context.h"
+#include "transport/transport.h"
+
+namespace zcompile {
+
+class Model : public TransportContext {
+ public:
+  Model(Groups groups, int64_t rank, int64_t world, bool native_reduce);  // see TransportContext
+  ~Model() override;
+
+  int64_t add(ParamState param);  // its index
+  void replace(int64_t index, at::Tensor shard);
+  // The tensors besides the shard through which users may write to it.
+  void watch(int64_t index, const std::vector<at::Tensor>& main_params);
+  // By a name that make_transport() knows. For "p2p", all ranks together.
+  void use_transport(const std::string& name, const P2pSettings& settings = {});
+
+  const std::shared_ptr<Transport>& transport() const { return transport_; }
+  ParamState& state(int64_t index) { return *params_.at(index); }
+
+  int64_t num_params() const override { return static_cast<int64_t>(params_.size()); }
+  const ShardedParam& param(int64_t index) const override { return *params_.at(index); }
+  bool is_caching() const override { return cache_.is_on(); }
+  void count_gather(const at::Tensor& unsharded) override { stats_.count_gather(unsharded); }
+  void count_gathered_rows(const at::Tensor& rows) override { stats_.count_gathered_rows(rows); }
+  void count_reduce(const at::Tensor& wire) override { stats_.count_reduce(wire); }
+  void add_unclaimed(int64_t index, at::Tensor gradient) override;
+
+  Stats stats() { return stats_.get(); }
+  void reset_stats() { stats_.reset(); }
+
+  // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call
+  // it, or none.
+  void refresh() { transport_->refresh(); }
+
+  // A step of AdamW with some parameters of this model, by the transport; see Transport::fused_adam_step.
+  bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
+    return transport_->fused_adam_step(requests, settings);
+  }
+
+  // Between the two, main parameters stay as they are: what gather_cached_start gathers stays unsharded from one
+  // microbatch to the next, as far as it fits into `bytes`. end_caching() drops it. All ranks call both, or none.
+  void begin_caching(int64_t bytes) { cache_.begin(bytes); }
+  void limit_cache(int64_t bytes) { cache_.limit(bytes); }
+  void end_caching();
+  MicrobatchCache& cache() { return cache_; }
+
+  // While microbatches are cached, the next reduce of a parameter may add to what accumulated; see GradAccumulation.
+  // Its result is a new tensor in any case.
+  void accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
+  std::optional<at::Tensor> take_base(int64_t index) { return state(index).accumulation.take_base(); }
+  bool has_base(int64_t index) { return state(index).accumulation.has_base(); }
+
+  // From now on, every reduce adds up the squares of what it makes; see GradSquares.
+  void collect_squares();
+  std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
+  void clear_squares();
+
+  // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends. That, and
+  // the first behind one, abandon what is still in flight.
+  void note_backward();
+
+ private:
+  void finish_backward();
+
+  std::vector<std::unique_ptr<ParamState>> params_;
+  std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
+  StatsCounter stats_;
+  MicrobatchCache cache_;
+  std::mutex mutex_;
+  int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none
+};
+
+}  // namespace zcompile

@@ -1,0 +1,30 @@
+// A sharded parameter, and what the runtime remembers of it.
+#pragma once
+
+#include <map>
+#include <optional>
+
+#include "compat.h"
+#include "runtime/grad_accumulation.h"
+#include "runtime/grad_squares.h"
+#include "runtime/microbatch_cache.h"
+#include "transport/param.h"
+
+namespace zcompile {
+
+class Model;
+
+struct ParamState : ShardedParam {
+  Model* model = nullptr;
+
+  // Eager only; see [Note: one reduce per parameter] and [Note: writes to an unsharded parameter are lost] in ops.cpp.
+  std::map<at::ScalarType, WeakNode> backward;
+  std::optional<c10::VariableVersion> unsharded_version;
+
+  at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank asked for
+  CachedParams cached;
+  GradAccumulation accumulation;
+  std::optional<GradSquares> squares;  // while squares are collected
+};
+
+}  // namespace zcompile

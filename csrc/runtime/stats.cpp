@@ -1,0 +1,59 @@
+#include "runtime/stats.h"
+
+#include <algorithm>
+
+namespace zcompile {
+
+namespace {
+
+int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+int64_t& entry_of(BytesByDtype& bytes, const at::Tensor& tensor) {
+  return bytes[static_cast<size_t>(tensor.scalar_type())];
+}
+
+}  // namespace
+
+Stats StatsCounter::get() {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void StatsCounter::reset() {
+  std::lock_guard lock(mutex_);
+  stats_ = Stats();
+}
+
+void StatsCounter::count_gather(const at::Tensor& unsharded) {
+  std::lock_guard lock(mutex_);
+  const auto bytes = bytes_of(unsharded);
+  stats_.gathers += 1;
+  entry_of(stats_.gathered_bytes, unsharded) += bytes;
+  unsharded_.emplace_back(unsharded.storage().getWeakStorageImpl(), bytes);
+  stats_.peak_unsharded_bytes = std::max(stats_.peak_unsharded_bytes, live_unsharded_bytes());
+}
+
+void StatsCounter::count_gathered_rows(const at::Tensor& rows) {
+  std::lock_guard lock(mutex_);
+  stats_.gathers += 1;
+  entry_of(stats_.gathered_bytes, rows) += bytes_of(rows);
+}
+
+void StatsCounter::count_reduce(const at::Tensor& wire) {
+  std::lock_guard lock(mutex_);
+  stats_.reduces += 1;
+  entry_of(stats_.reduced_bytes, wire) += bytes_of(wire);
+}
+
+int64_t StatsCounter::live_unsharded_bytes() {
+  int64_t live = 0;
+  std::erase_if(unsharded_, [&](const auto& entry) {
+    const auto& [storage, bytes] = entry;
+    if (storage.expired()) return true;
+    live += bytes;
+    return false;
+  });
+  return live;
+}
+
+}  // namespace zcompile

@@ -1,0 +1,41 @@
+// What went over the wire, and how many unsharded bytes were alive at once.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
+
+#include <array>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace zcompile {
+
+using BytesByDtype = std::array<int64_t, c10::NumScalarTypes>;
+
+struct Stats {
+  BytesByDtype gathered_bytes{};  // bytes of unsharded tensors
+  BytesByDtype reduced_bytes{};
+  int64_t gathers = 0;
+  int64_t reduces = 0;
+  int64_t peak_unsharded_bytes = 0;  // most bytes of gathered storages alive at once
+};
+
+class StatsCounter {
+ public:
+  Stats get();
+  void reset();
+  void count_gather(const at::Tensor& unsharded);
+  void count_gathered_rows(const at::Tensor& rows);
+  void count_reduce(const at::Tensor& wire);
+
+ private:
+  int64_t live_unsharded_bytes();
+
+  std::mutex mutex_;
+  Stats stats_;
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> unsharded_;  // with their bytes
+};
+
+}  // namespace zcompile

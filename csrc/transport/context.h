@@ -1,0 +1,56 @@
+// What a transport may know of the model whose parameters it moves. The runtime implements it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <utility>
+
+#include "transport/param.h"
+
+namespace zcompile {
+
+// Names of process groups.
+struct Groups {
+  std::string gather;  // the ranks that share the shards
+  std::string reduce;  // the same ranks, another communicator: gathers and reduces overlap only then
+  std::string replicate;  // ranks that hold the same shard; empty without replication
+  std::string control;  // all ranks of the mesh, on the host; empty where ranks must agree by construction
+};
+
+class TransportContext {
+ public:
+  // `rank` and `world` are those of the gather group. With `native_reduce`, collectives reduce by the backend's own
+  // reduce-scatter, which adds up in its order, at the width of the wire.
+  TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce)
+      : groups_(std::move(groups)), rank_(rank), world_(world), native_reduce_(native_reduce) {}
+  virtual ~TransportContext() = default;
+  TransportContext(const TransportContext&) = delete;
+  TransportContext& operator=(const TransportContext&) = delete;
+
+  const Groups& groups() const { return groups_; }
+  int64_t rank() const { return rank_; }
+  int64_t world() const { return world_; }
+  bool native_reduce() const { return native_reduce_; }
+
+  virtual int64_t num_params() const = 0;
+  virtual const ShardedParam& param(int64_t index) const = 0;
+  // Whether main parameters stay as they are from one microbatch to the next.
+  virtual bool is_caching() const = 0;
+
+  virtual void count_gather(const at::Tensor& unsharded) = 0;
+  virtual void count_gathered_rows(const at::Tensor& rows) = 0;
+  virtual void count_reduce(const at::Tensor& wire) = 0;
+
+  // Takes this rank's slice of a mean gradient that other ranks asked for and this rank did not. The runtime gives it
+  // to the parameter when the backward ends.
+  virtual void add_unclaimed(int64_t index, at::Tensor gradient) = 0;
+
+ private:
+  Groups groups_;
+  int64_t rank_;
+  int64_t world_;
+  bool native_reduce_;
+};
+
+}  // namespace zcompile

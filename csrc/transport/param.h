@@ -1,0 +1,31 @@
+// What a transport knows of one sharded parameter.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/shard_layout.h"
+
+namespace zcompile {
+
+struct ShardedParam : ShardLayout {
+  int64_t index = 0;  // in the model's table
+  std::string name;
+  at::Tensor shard;  // this rank's piece, an autograd leaf in the dtype of the main parameter
+  std::vector<int64_t> shape;  // of the unsharded parameter
+  std::optional<at::ScalarType> reduce_dtype;
+  // Counters of the tensors through which users may write to the shard.
+  std::vector<c10::VariableVersion> main_param_versions;
+
+  // Moves with some writes to the shard. Fused optimizers and writes through .data move nothing.
+  uint64_t main_param_version() const {
+    uint64_t version = 0;
+    for (const auto& main_param : main_param_versions) version += main_param.current_version();
+    return version;
+  }
+};
+
+}  // namespace zcompile
