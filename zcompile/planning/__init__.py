@@ -1,1 +1,1 @@
-"""Plans as figures: what a compiled step gathers and when, and how long and how much memory it should take."""
+"""Predicts a step of a compiled model: what is gathered and when, how long it takes, and how much memory it needs."""

@@ -1,10 +1,11 @@
-"""`python -m zcompile.explain`: the plan of a model and what a step would take, without running it, for any number of ranks."""
+"""`python -m zcompile.explain`: predicts a step of a model without running it, for any number of ranks."""
 
 import argparse
 import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.analysis.hardware import TABLES, Hardware, Link
 from zcompile.options import Plan, Settings
-from zcompile.planning.explain import Explanation, Traced, explanation, trace
-from zcompile.planning.text import comparison
-from zcompile.profile.commandline import Parser, positive
-from zcompile.profile.models import SIZES, BadInput, Workload, load
+from zcompile.planning.argument_parser import Parser, positive
+from zcompile.planning.explanation import Explanation, comparison
+from zcompile.planning.llama import SIZES
+from zcompile.planning.predict import predict_step
+from zcompile.planning.trace import Traced, trace
+from zcompile.planning.workloads import BadInput, Workload, load
 from zcompile.sharding.class_swap import read_unsharded_trace
 
 STATES = 4  # weight, gradient and two moments
@@ -23,10 +26,27 @@ STATES = 4  # weight, gradient and two moments
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class Predicted(NamedTuple):
+    """What the command prints.
+
+    Attributes:
+        by_ranks: one explanation for each number of ranks.
+        by_budget: one for each budget, on the first number of ranks.
+        traced_s: how long tracing took.
+    """
+
+    by_ranks: list[Explanation]
+    by_budget: list[Explanation]
+    traced_s: float
+
+
 def parser() -> Parser:
     """All options, each with its reason or default in its help."""
-    made = Parser(prog="python -m zcompile.explain", description=__doc__.split(": ", 1)[1].strip())
-    add = made.add_argument
+    options = Parser(
+        prog="python -m zcompile.explain",
+        description="Print the plan of a model and what a step would take on any number of ranks, without running it.",
+    )
+    add = options.add_argument
     add("--model", default="2b", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path")
     add("--module", metavar="FILE.py:FUNCTION", help="your own, as for zcompile.profile")
     add("--ranks", default="8", help="how many, or several numbers with commas between them")
@@ -34,34 +54,41 @@ def parser() -> Parser:
     add("--transport", help="p2p or nccl, gloo on CPUs; p2p where all ranks share the fast links, else nccl")
     add("--batch", type=positive, help="sequences a rank; 1, or 8 of the tiny model")
     add("--tokens", type=positive, help="per sequence")
-    add("--precision", choices=PRECISIONS, default="bf16", help="of compute; masters are fp32")
+    add("--precision", choices=PRECISIONS, default="bf16", help="of compute; main parameters are fp32")
     add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
     add(
         "--budgets",
         default="",
-        help="what if: step time and memory under these budgets, in MiB, with commas between them",
+        help="what if: time and memory of a step under these budgets, in MiB, with commas between",
     )
     add(
-        "--persist",
-        help="MiB of full parameters kept from forward to backward; those of the largest and an eighth, if forward returns a loss",
+        "--save-for-backward",
+        "--persist",  # its name in earlier releases
+        metavar="MIB",
+        help="of unsharded parameters that forward saves for backward; by default the size of the largest and an "
+        "eighth more if forward returns a loss",
     )
     add("--json", type=Path, metavar="FILE", help="write everything there")
-    return made
+    return options
 
 
 def _numbers(name: str, text: str) -> list[int]:
+    """Raises:
+    BadInput: `text`, which the option `name` was given, is no list of whole numbers.
+    """
+    least = 1 if name == "--ranks" else 0
     try:
-        found = [int(one) for one in text.split(",") if one]
+        numbers = [int(number) for number in text.split(",") if number]
     except ValueError:
-        found = [0]
-    if any(one < (1 if name == "--ranks" else 0) for one in found):
+        numbers = [least - 1]
+    if any(number < least for number in numbers):
         raise BadInput(f"{name} takes whole numbers with commas between them, not {text!r}")
-    return found
+    return numbers
 
 
 def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
     """Raises:
-    BadInput: the table does not have the transport, or it does not reach so many ranks.
+    BadInput: the table does not have the transport, or the transport does not reach so many ranks.
     """
     known = list(dict.fromkeys(wire.transport for wire in hardware.wires))
     far = world > hardware.domain
@@ -77,7 +104,11 @@ def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
 
 
 def install_trace_readers(workload: Workload, dtype: torch.dtype) -> dict[int, str]:
-    """Let the modules of `workload` gather shards of one rank of one; the names of parameters by the shard's id."""
+    """Let the modules of `workload` gather their parameters as the shards of one rank of one.
+
+    Returns:
+        The name of each parameter by the id of its shard.
+    """
     names: dict[int, str] = {}
     seen: dict[int, nn.Parameter] = {}
     for path, module in list(workload.model.named_modules()):
@@ -86,57 +117,68 @@ def install_trace_readers(workload: Workload, dtype: torch.dtype) -> dict[int, s
     return names
 
 
-def _bytes_to_keep(plan: Plan, parameters: int) -> int:
-    """As `microbatch_cache_bytes` defaults to: a quarter of what shards, gradients and two states leave, on an empty device."""
-    return (
-        max(0, plan.link.hardware.memory_bytes - STATES * torch.float32.itemsize * -(-parameters // plan.link.world))
-        // 4
-    )
+def _default_cache_bytes(plan: Plan, parameters: int) -> int:
+    """The default of `microbatch_cache_bytes` on an empty device.
 
-
-def explained(arguments: argparse.Namespace) -> tuple[list[Explanation], list[Explanation], float]:
-    """For each number of ranks; for each budget, on the first number of ranks; and the seconds that tracing took.
-
-    Raises:
-        BadInput: no such model, or numbers that are none.
+    It is a quarter of what shards, gradients and two states leave.
     """
-    ranks, budgets = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
+    share = -(-parameters // plan.link.world)
+    return max(0, plan.link.hardware.memory_bytes - STATES * torch.float32.itemsize * share) // 4
+
+
+def predicted(arguments: argparse.Namespace) -> Predicted:
+    """Raises:
+    BadInput: there is no such model, it cannot be traced, or a number is none.
+    """
+    ranks, budgets_mib = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
     if not ranks:
         raise BadInput("--ranks takes at least one number")
     hardware = TABLES[arguments.hardware]
-    persist = _numbers("--persist", arguments.persist or "")
-    settings = Settings.parse({"save_for_backward_bytes": persist[0] << 20} if persist else {})
+    save_mib = _numbers("--save-for-backward", arguments.save_for_backward or "")
+    settings = Settings.parse({"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {})
     plans = [settings.plan(_link(hardware, arguments.transport, world), hardware.memory_bytes) for world in ranks]
     begin = time.monotonic()
+    traced, parameters = _traced(arguments, plans[0])
+    traced_s = time.monotonic() - begin
+    by_ranks = [predict_step(traced, plan, parameters, 1, _default_cache_bytes(plan, parameters)) for plan in plans]
+    budgets = [replace(plans[0], gather_budget_bytes=mib << 20) for mib in budgets_mib]
+    return Predicted(by_ranks, [predict_step(traced, plan, parameters, 1) for plan in budgets], traced_s)
+
+
+def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
+    """The graphs of the model, and how many elements its parameters have."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         names = install_trace_readers(workload, PRECISIONS[arguments.precision])
         batch = workload.batch(0, 0)
         try:
-            traced: list[Traced] = trace(lambda: workload.model(batch), plans[0], lambda leaf: names.get(id(leaf)))
+            return trace(lambda: workload.model(batch), plan, lambda leaf: names.get(id(leaf))), parameters
         except RuntimeError as error:
             raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
-    seconds = time.monotonic() - begin
-    found = [explanation(traced, plan, parameters, 1, _bytes_to_keep(plan, parameters)) for plan in plans]
-    what_if = [explanation(traced, replace(plans[0], gather_budget_bytes=one << 20), parameters, 1) for one in budgets]
-    return found, what_if, seconds
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan for the first number of ranks and a line for each. The exit code: 0; bad input exits with 2."""
-    made = parser()
-    arguments = made.parse_args(argv)
+    """Print the plan for the first number of ranks, and a line for each number.
+
+    Returns:
+        The exit code 0. Bad input exits with 2.
+    """
+    options = parser()
+    arguments = options.parse_args(argv)
     try:
-        found, what_if, seconds = explained(arguments)
+        by_ranks, by_budget, traced_s = predicted(arguments)
         if arguments.json:
-            everything = {"ranks": [asdict(one) for one in found], "budgets": [asdict(one) for one in what_if]}
+            everything = {
+                "ranks": [asdict(explained) for explained in by_ranks],
+                "budgets": [asdict(explained) for explained in by_budget],
+            }
             arguments.json.write_text(json.dumps(everything, indent=1))
     except (BadInput, OSError) as error:
-        made.error(str(error))
-    print(found[0])
-    print(comparison("ranks", [(one.world, one) for one in found]))
-    if what_if:
-        print(comparison("budget MiB", [(one.gather_budget_bytes >> 20, one) for one in what_if]))
-    print(f"Traced in {seconds:.1f} s.")
+        options.error(str(error))
+    print(by_ranks[0])
+    print(comparison("ranks", [(explained.world, explained) for explained in by_ranks]))
+    if by_budget:
+        print(comparison("budget MiB", [(explained.gather_budget_bytes >> 20, explained) for explained in by_budget]))
+    print(f"Traced in {traced_s:.1f} s.")
     return 0

@@ -1,31 +1,36 @@
-"""The command line: `python -m zcompile.profile --model tiny --engines zcompile,fsdp2 --ranks 2 --output out/profile`."""
+"""`python -m zcompile.profile`: trains a model under several engines and reports on them."""
 
 import argparse
 import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from zcompile.planning.argument_parser import Parser, positive
+from zcompile.planning.llama import SIZES
+from zcompile.planning.workloads import BadInput
 from zcompile.profile import report
-from zcompile.profile.commandline import Parser, positive
 from zcompile.profile.compare import compare, count
-from zcompile.profile.engines import ENGINES, PRECISIONS, find, names_of
-from zcompile.profile.models import SIZES, BadInput
-from zcompile.profile.worker import Job
+from zcompile.profile.engine import PRECISIONS
+from zcompile.profile.engines import ENGINES, find, names_of
+from zcompile.profile.figures import finished
+from zcompile.profile.job import Job
 
 
 def parser() -> Parser:
     """All options, each with its reason or default in its help."""
-    made = Parser(
+    options = Parser(
         prog="python -m zcompile.profile",
-        description="Train one model under several engines, each in processes of its own, and compare step time, peak memory and losses.",
+        description="Train one model under several engines, each in processes of its own, and compare step time, "
+        "peak memory and losses.",
         epilog="engines: " + "; ".join(f"{name}: {entry.about}" for name, entry in ENGINES.items()),
     )
-    add = made.add_argument
+    add = options.add_argument
     add(
         "--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)"
     )
@@ -34,15 +39,15 @@ def parser() -> Parser:
         metavar="FILE.py:FUNCTION",
         help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)",
     )
-    options = "the backend's options as in zcompile:transport=nccl:save_for_backward_bytes=0"
-    add("--engines", default="zcompile,limit,fsdp2", help=f"comma-separated, of those below, or 'all'; {options}")
+    example = "the backend's options as in zcompile:transport=nccl:save_for_backward_bytes=0"
+    add("--engines", default="zcompile,limit,fsdp2", help=f"comma-separated, of those below, or 'all'; {example}")
     add("--ranks", type=positive, help="processes; all GPUs, or 2 where there is none")
-    add("--batch", type=positive, help="sequences a rank and micro-step; 1, or 8 of the tiny model")
+    add("--batch", type=positive, help="sequences a rank and microbatch; 1, or 8 of the tiny model")
     add("--tokens", type=positive, help="per sequence")
     about = "; ".join(f"{name}: {what}" for name, what in PRECISIONS.items())
     add("--precision", choices=PRECISIONS, help=f"{about}. bf16 on GPUs, fp32 on CPUs")
     add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
-    add("--accumulation", type=positive, default=1, help="micro-steps a step")
+    add("--accumulation", type=positive, default=1, help="microbatches a step")
     add("--steps", type=positive, default=20, help="timed, in each repeat")
     add("--warmup", type=positive, default=8, help="steps before them; DeepCompile compiles again after five")
     add("--repeats", type=positive, default=2, help="of each engine, in turns")
@@ -65,7 +70,7 @@ def parser() -> Parser:
         action="store_true",
         help="keep a CUDA memory snapshot of a step, OUTPUT/ENGINE.snapshot.pickle, for pytorch.org/memory_viz",
     )
-    return made
+    return options
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
@@ -113,16 +118,20 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare and report. The exit code: 0, or 1 if no engine gave a result, 143 after a SIGTERM; bad input exits with 2."""
-    made = parser()
-    arguments = made.parse_args(argv)
+    """Compare and report.
+
+    Returns:
+        The exit code: 0, 1 if no engine gave a result, or 143 after a SIGTERM. Bad input exits with 2.
+    """
+    options = parser()
+    arguments = options.parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=200)
     terminated = False
 
-    def terminate(*_) -> None:
+    def terminate(*_: Any) -> None:
         nonlocal terminated
         terminated = True
-        raise KeyboardInterrupt  # which ends ranks, and keeps what there is
+        raise KeyboardInterrupt  # which ends ranks, and reports what there is
 
     signal.signal(signal.SIGTERM, terminate)
     columns = (
@@ -144,19 +153,19 @@ def main(argv: list[str] | None = None) -> int:
 
             results = compare(job, counted, engines, arguments.repeats, arguments.output, tell)
     except BadInput as error:
-        made.error(str(error))
+        options.error(str(error))
     results["command"] = "python -m zcompile.profile " + shlex.join(argv if argv is not None else sys.argv[1:])
     written = report.write(results, arguments.output)
     console.print(report.table(results))
-    for told in report.predictions(results):
-        console.print(told, markup=False, highlight=False)
+    for sentence in report.predictions(results):
+        console.print(sentence, markup=False, highlight=False)
     for name, why in report.absent(results).items():
         console.print(f"[bold]{name}[/]: not measured: ", end="")
         console.print(why, markup=False, highlight=False)
     console.print(f"Report: {written[-1]}", highlight=False)
     if terminated:
         return 128 + signal.SIGTERM
-    return 0 if report.finished(results) else 1
+    return 0 if finished(results) else 1
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from zcompile.planning.workloads import BadInput, Workload, function_of, load
 from zcompile.profile import launch
 from zcompile.profile.engines import file_name, find
-from zcompile.profile.models import BadInput, Workload, function_of, load
-from zcompile.profile.worker import Job
+from zcompile.profile.job import Job
 
 log = logging.getLogger("zcompile")
 
@@ -26,14 +26,18 @@ STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # relative difference o
 
 @dataclass(frozen=True)
 class Count:
-    """What a model amounts to, counted on the meta device."""
+    """How large a model is, counted on the meta device.
+
+    Attributes:
+        flops: of one step on one rank; None if the model does not run on the meta device.
+    """
 
     parameters: int
-    flops: int | None  # of one step on one rank; None if the model does not run there
+    flops: int | None
 
 
 def count(job: Job) -> Count | None:
-    """Parameters and operations of what `job` trains; None for a user's module, which only its ranks build.
+    """Parameters and operations of what `job` trains. None for a user's module, which only the ranks build.
 
     Raises:
         BadInput: there is no such model, or it does not fit.
@@ -49,7 +53,7 @@ def count(job: Job) -> Count | None:
 
 
 def _flops(workload: Workload, accumulation: int) -> int | None:
-    """Of a step; None for a model that does not run on the meta device: some of Hugging Face's look at values."""
+    """Of a step. None for a model that does not run on the meta device: some of Hugging Face's look at values."""
     from torch.utils.flop_counter import FlopCounterMode
 
     batch = workload.batch(0, 0).to("meta")
@@ -63,7 +67,7 @@ def _flops(workload: Workload, accumulation: int) -> int | None:
 
 
 def _refuse_if_too_large(parameters: int, job: Job) -> None:
-    need = 4 * parameters + 12 * parameters // job.ranks  # each rank makes the whole model before it is cut
+    need = 4 * parameters + 12 * parameters // job.ranks  # each rank makes the unsharded model first
     if job.device == "cuda":
         have = torch.cuda.get_device_properties(0).total_memory
         where = "the GPU"
@@ -74,8 +78,8 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
         where = f"this machine, for {job.ranks} ranks,"
     if need > have:
         raise BadInput(
-            f"whole weights, and shards of gradients and Adam's state, of {parameters / 1e9:.1f} B parameters take {need / 2**30:.1f} GiB a "
-            f"rank, and {where} has {have / 2**30:.1f} GiB: take more ranks or a smaller model"
+            f"unsharded weights, and shards of gradients and Adam's state, of {parameters / 1e9:.1f} B parameters take "
+            f"{need / 2**30:.1f} GiB a rank, and {where} has {have / 2**30:.1f} GiB: take more ranks or a smaller model"
         )
 
 
@@ -96,11 +100,11 @@ def compare(
         tell: called before each run.
 
     Returns:
-        What report.py draws and `results.json` holds: `workload`, and `engines`: name -> `step_ms` (`median`, `quartiles`, and
-        `repeats`, the medians of each), `peak_bytes` and the rest of `worker.Result`; or `failed`, an error line; or `skipped`, the
-        reason.
+        What report.py draws and `results.json` holds: `workload`, and `engines` by name. An engine has `step_ms`
+        (`median`, `quartiles`, `repeats`, which are the medians of each, and `all`), `peak_bytes` and the rest of
+        `job.Result`. Or it has `failed`, an error line. Or it has `skipped`, the reason.
     """
-    results: dict[str, list[dict]] = {name: [] for name in engines}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     failed: dict[str, str] = {}
     skipped = {name: reason for name in engines if (reason := find(name)[0].missing(job.device))}
     runs = (output / "runs").absolute()
@@ -117,7 +121,7 @@ def compare(
                 results[name].append(launch.run(run))
             except launch.Failed as error:
                 failed[name] = str(error)
-    except KeyboardInterrupt:  # what there is, is told
+    except KeyboardInterrupt:  # the rest is reported
         failed |= {name: "interrupted" for name in engines if not results[name] and name not in failed}
     engine_results: dict[str, Any] = {}
     for name in engines:
@@ -139,12 +143,12 @@ def compare(
     return {"workload": workload, "repeats": repeats, "engines": engine_results}
 
 
-def together(runs: list[dict], counted: Count | None, precision: str) -> dict[str, Any]:
-    """One engine's runs as one result: all steps' times, the highest peaks, the rest of the first run."""
+def together(runs: list[dict[str, Any]], counted: Count | None, precision: str) -> dict[str, Any]:
+    """The runs of one engine as one result: times of all steps, the highest peaks, and the rest of the first run."""
     times = sorted(time for run in runs for time in run["step_ms"])
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    one = dict(runs[0])
-    one["step_ms"] = {
+    result = dict(runs[0])
+    result["step_ms"] = {
         "median": middle,
         "quartiles": [low, high],
         "repeats": [statistics.median(run["step_ms"]) for run in runs],
@@ -152,33 +156,36 @@ def together(runs: list[dict], counted: Count | None, precision: str) -> dict[st
     }
     for name in ("peak_bytes", "reserved_bytes", "retries", "held_bytes"):
         values = [run[name] for run in runs]
-        one[name] = None if None in values else max(values)
-    one["tokens_per_s"] = one["tokens"] and one["tokens"] / (middle / 1e3)
-    peak = next((flops for device, flops in PEAK_FLOPS.items() if device in one["about"]), None)
+        result[name] = None if None in values else max(values)
+    result["tokens_per_s"] = result["tokens"] and result["tokens"] / (middle / 1e3)
+    peak = next((flops for device, flops in PEAK_FLOPS.items() if device in result["about"]), None)
     flops = counted.flops if counted and precision != "fp32" else None  # whose peak is another
-    one["mfu"] = flops / (middle / 1e3) / peak if flops and peak else None
-    return one
+    result["mfu"] = flops / (middle / 1e3) / peak if flops and peak else None
+    return result
 
 
-def compare_with_limit(engines: Mapping[str, dict]) -> None:
+def compare_with_limit(engines: Mapping[str, dict[str, Any]]) -> None:
+    """Add `x_limit` to each engine: how many times the step of "limit" its step takes."""
     limit = engines.get("limit", {}).get("step_ms")
-    for one in engines.values():
-        if limit and "step_ms" in one:
-            one["x_limit"] = one["step_ms"]["median"] / limit["median"]
+    for result in engines.values():
+        if limit and "step_ms" in result:
+            result["x_limit"] = result["step_ms"]["median"] / limit["median"]
 
 
-def mark_strays(engines: Mapping[str, dict], tolerance: float) -> None:
-    """Mark engines whose loss leaves the others': `loss_difference`, the largest relative one to the median, and `strays`.
+def mark_strays(engines: Mapping[str, dict[str, Any]], tolerance: float) -> None:
+    """Mark engines whose loss leaves the others'.
 
-    The median is over kinds of engines, of which one under several options counts once. Of two kinds, both are marked; where
-    there is one, its options are compared with the first. "limit" is left out: it computes gradients and does not use them.
+    Adds `loss_difference`, the largest relative difference to the median, and `strays`. The median is over kinds of
+    engines, so one engine under several options counts once. Of two kinds, both are marked. If there is one kind,
+    each of its options is compared with the first. "limit" is left out: it computes gradients and does not use them.
     """
-    curves = {name: one["losses"] for name, one in engines.items() if "losses" in one and name != "limit"}
+    curves = {name: result["losses"] for name, result in engines.items() if "losses" in result and name != "limit"}
     kinds: dict[str, list[float]] = {}
     for name, losses in curves.items():
         kinds.setdefault(_kind(name), losses)
     middle = [
-        statistics.median([loss for loss in at if math.isfinite(loss)] or [math.inf]) for at in zip(*kinds.values())
+        statistics.median([loss for loss in losses if math.isfinite(loss)] or [math.inf])
+        for losses in zip(*kinds.values())
     ]
     for name, losses in curves.items():
         expected = next(other for kind, other in kinds.items() if kind != _kind(name)) if len(kinds) == 2 else middle

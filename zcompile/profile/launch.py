@@ -1,5 +1,6 @@
-"""Starts the ranks of one engine in fresh processes, and tells how it ended."""
+"""Starts the ranks of one engine in fresh processes, and tells how they ended."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,18 +11,19 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from zcompile.profile.worker import PARENT, Job
+from zcompile.profile.job import PARENT, Job
 
 LOG_LINES = 200  # of a rank's log that are searched for its last words
 
 
 class Failed(Exception):
-    """An engine gave no result; the text is its last error line."""
+    """An engine gave no result. The text is its last error line."""
 
 
-def run(job: Job) -> dict:
-    """The result of `job`, as JSON.
+def run(job: Job) -> dict[str, Any]:
+    """The `Result` of `job`, as JSON.
 
     Raises:
         Failed: a rank crashed or was killed, or there was no result within `job.timeout_s`.
@@ -29,13 +31,11 @@ def run(job: Job) -> dict:
     folder = Path(job.folder)
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
     folder.mkdir(parents=True)
-    for lock in _extensions(job).glob(
-        "*/lock"
-    ):  # of a rank that was killed while it built one: the next would wait for it for ever
-        lock.unlink()
+    for lock in _extensions(job).glob("*/lock"):
+        lock.unlink()  # of a rank that was killed while it built an extension: the next would wait for it for ever
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)))
-    processes: list[subprocess.Popen] = []
+    processes: list[subprocess.Popen[bytes]] = []
     port = _free_port()
     try:
         for rank in range(job.ranks):
@@ -50,13 +50,13 @@ def run(job: Job) -> dict:
     result = folder / "result.json"
     if not result.exists():
         raise failed or Failed(f"the ranks ended without a result: {_last_words(job, 0)}")
-    found = json.loads(result.read_text())
+    measured = json.loads(result.read_text())
     if failed:  # when all else was measured
-        found["missing"].append(f"{'end without an error' if found['plan'] else 'plan'} ({failed})")
-    return found
+        measured["missing"].append(f"{'end without an error' if measured['plan'] else 'plan'} ({failed})")
+    return measured
 
 
-def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
+def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -67,9 +67,7 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
         PARENT: str(os.getpid()),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
-    environment["TORCHINDUCTOR_CACHE_DIR"] = (
-        job.cache
-    )  # no engine finds what another, or an earlier comparison, compiled
+    environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # without what others, or earlier comparisons, compiled
     environment["TORCH_EXTENSIONS_DIR"] = str(_extensions(job))
     with open(job.file(f"rank-{rank}.log"), "wb") as log:
         command = [sys.executable, "-m", "zcompile.profile.worker", str(file)]
@@ -77,11 +75,11 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen:
 
 
 def _extensions(job: Job) -> Path:
-    """Where DeepSpeed builds its ops: not where the user's are, since a killed rank may leave a lock there."""
+    """Where DeepSpeed builds its ops. Not where the user's are: a killed rank may leave a lock."""
     return Path(job.folder).parent / "extensions"
 
 
-def _wait(job: Job, processes: list[subprocess.Popen]) -> None:
+def _wait(job: Job, processes: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + job.timeout_s
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
@@ -97,7 +95,7 @@ def _wait(job: Job, processes: list[subprocess.Popen]) -> None:
             )
     errors = [json.loads(error.read_text()) for error in Path(job.folder).glob("error-*.json")]
     if errors:
-        raise Failed(min(errors, key=lambda one: one["time_s"])["error"])
+        raise Failed(min(errors, key=lambda error: error["time_s"])["error"])
     for rank, process in enumerate(processes):
         if process.returncode:
             raise Failed(f"rank {rank} ended with exit code {process.returncode}: {_last_words(job, rank)}")
@@ -110,12 +108,10 @@ def _last_words(job: Job, rank: int) -> str:
     return (errors or lines or ["nothing was printed"])[-1]
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """With all that it started."""
-    try:
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill it with all that it started."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -5,41 +5,50 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 STEP = "zcompile.profile::step"
+GAPS = 1000  # of a step: what is shorter is no pixel of a picture
 
 Interval = tuple[float, float]  # us, as in the trace, unless said otherwise
+Event = dict[str, Any]  # of a trace
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one step, ms. Compute, exposed and idle add up to it; communication is what was on the wire at all."""
+    """Of one step, ms. Compute, exposed and idle add up to it. Communication is what was on the wire at all.
+
+    Attributes:
+        traced_ms: what the step took while it was traced.
+        timeline: "compute" and "communication" of about the last traced step, ms since it began.
+    """
 
     step_ms: float
-    traced_ms: float  # what the step took while it was traced
+    traced_ms: float
     compute_ms: float
     communication_ms: float
     exposed_ms: float
     idle_ms: float
-    timeline: dict[
-        str, list[Interval]
-    ]  # of about the last traced one, ms since it began: "compute" and "communication"
+    timeline: dict[str, list[Interval]]
 
     def at_speed(self, timed_ms: float) -> "Parts":
-        """Of a step that took `timed_ms`: tracing slows a GPU's host, and with it what waits for a host: idle time, and transfers in
-        which a rank waits for another one's host, but not compute."""
+        """The parts of a step that took `timed_ms` without tracing.
+
+        Tracing slows a GPU's host, and with it what waits for a host: idle time, and transfers in which a rank waits
+        for the host of another rank. It does not slow compute.
+        """
         left_ms = max(timed_ms - self.compute_ms, 0.0)
         exposed_ms = min(self.exposed_ms, left_ms)
         return replace(self, step_ms=self.compute_ms + left_ms, exposed_ms=exposed_ms, idle_ms=left_ms - exposed_ms)
 
 
-def parts_of_step(trace: dict, count: int) -> Parts:
+def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
     """Means over the `count` traced steps, which follow each other without a gap.
 
-    On a GPU they last from the first thing that it does to the last. Compute is what runs on the busiest stream but for
-    NCCL's kernels and zcompile's; communication is those and whatever runs on other streams: copies between devices, what is
-    packed for them, casts and sums. On a CPU, communication is what gloo does on its threads and what zcompile's ops wait for;
-    compute is aten's ops and compiled graphs but for such waits.
+    On a GPU the steps last from the first thing that it does to the last. Compute is what runs on the busiest stream,
+    but for NCCL's kernels and zcompile's. Communication is those kernels and whatever runs on other streams: copies
+    between devices, the packing for them, casts and sums. On a CPU, communication is what gloo does on its threads
+    and what zcompile's ops wait for. Compute is aten's ops and compiled graphs, but for such waits.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -60,7 +69,7 @@ def parts_of_step(trace: dict, count: int) -> Parts:
     begin, end = min(begin for begin, _ in steps), max(end for _, end in steps)
     compute, wire = clip(compute, (begin, end)), clip(wire, (begin, end))
     lengths = (end - begin, length(compute), length(wire), length(subtract(wire, compute)))
-    step_ms, compute_ms, communication_ms, exposed_ms = (one / count / 1e3 for one in lengths)
+    step_ms, compute_ms, communication_ms, exposed_ms = (us / count / 1e3 for us in lengths)
     last = (end - (end - begin) / count, end)
     timeline = {"compute": drawn(compute, last), "communication": drawn(wire, last)}
     return Parts(
@@ -69,13 +78,13 @@ def parts_of_step(trace: dict, count: int) -> Parts:
 
 
 def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
-    """What of `intervals` lies in `step`, ms since its begin, without gaps too small to see."""
-    gap = (step[1] - step[0]) / 2000
+    """What of `intervals` lies in `step`, in ms since it began, to the us and without gaps too small to see."""
+    gap = (step[1] - step[0]) / GAPS
     widened = union((begin, end + gap) for begin, end in clip(intervals, step))
-    return [((begin - step[0]) / 1e3, (end - gap - step[0]) / 1e3) for begin, end in widened]
+    return [(round((begin - step[0]) / 1e3, 3), round((end - gap - step[0]) / 1e3, 3)) for begin, end in widened]
 
 
-def last_step(trace: dict) -> Interval:
+def last_step(trace: dict[str, Any]) -> Interval:
     """The last traced step, as the host saw it."""
     steps = [
         event for event in trace["traceEvents"] if event.get("name") == STEP and event.get("cat") == "user_annotation"
@@ -83,10 +92,11 @@ def last_step(trace: dict) -> Interval:
     return interval(max(steps, key=lambda event: event["ts"]))
 
 
-def clock(trace: dict) -> Callable[[float], float]:
-    """Of a time on the host, when the GPU got there, us: to the next kernel, on the busiest stream, that was launched from then on.
+def clock(trace: dict[str, Any]) -> Callable[[float], float]:
+    """From a time on the host to the time at which the GPU got there, us.
 
-    On a CPU there is one time.
+    That is when the next kernel began, on the busiest stream, that was launched from then on. On a CPU there is one
+    time.
     """
     device = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not device:
@@ -95,24 +105,24 @@ def clock(trace: dict) -> Callable[[float], float]:
     runs = {event["args"]["correlation"]: event for event in device if event["args"]["stream"] == busiest}
     launches = (event for event in trace["traceEvents"] if event.get("cat") in ("cuda_runtime", "cuda_driver"))
     pairs = sorted(
-        (event["ts"], runs[one]["ts"]) for event in launches if (one := event["args"].get("correlation")) in runs
+        (event["ts"], runs[number]["ts"]) for event in launches if (number := event["args"].get("correlation")) in runs
     )
     hosts, begins = [host for host, _ in pairs], list(accumulate((begin for _, begin in pairs), max))
     end = max(interval(event)[1] for event in runs.values())
-    return lambda host: begins[at] if (at := bisect_left(hosts, host)) < len(begins) else max(host, end)
+    return lambda host: begins[i] if (i := bisect_left(hosts, host)) < len(begins) else max(host, end)
 
 
-def is_nccl(event: dict) -> bool:
+def is_nccl(event: Event) -> bool:
     return event["name"].startswith("nccl")
 
 
-def is_ours(event: dict) -> bool:
-    """Whether it is a kernel of zcompile's, which all move or cast what travels, or add it up, but for the optimizer's."""
+def is_ours(event: Event) -> bool:
+    """Whether it is a kernel of zcompile's. But for the optimizer's, all of them move, cast or add up what travels."""
     return "zcompile::" in event["name"] and "adam_kernel" not in event["name"]
 
 
-def busiest_stream(device: list[dict]) -> int:
-    """The one with most time in kernels that are not NCCL's."""
+def busiest_stream(device: list[Event]) -> int:
+    """The stream with most time in kernels that are not NCCL's."""
     busy: Counter[int] = Counter()
     for event in device:
         if event["cat"] == "kernel" and not is_nccl(event):
@@ -121,11 +131,11 @@ def busiest_stream(device: list[dict]) -> int:
 
 
 def _is_host_wait(op: str) -> bool:
-    """Ops in which a CPU rank waits for others; some waits, as FSDP2's, are in no op."""
+    """Ops in which a CPU rank waits for others. Some waits, as FSDP2's, are in no op."""
     return op.startswith(("c10d::", "zcompile::gather", "zcompile::reduce", "_c10d_functional::wait_tensor"))
 
 
-def interval(event: dict) -> Interval:
+def interval(event: Event) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
@@ -149,11 +159,11 @@ def clip(intervals: list[Interval], to: Interval) -> list[Interval]:
 def subtract(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
     """What of disjoint, ordered intervals lies in none of `others`, which are so too."""
     left: list[Interval] = []
-    at = 0
+    i = 0
     for begin, end in intervals:
-        while at < len(others) and others[at][1] <= begin:
-            at += 1
-        following = at
+        while i < len(others) and others[i][1] <= begin:
+            i += 1
+        following = i
         while following < len(others) and others[following][0] < end:
             if begin < others[following][0]:
                 left.append((begin, others[following][0]))

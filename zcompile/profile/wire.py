@@ -1,8 +1,10 @@
 """Bytes that a traced engine gathered and reduced."""
 
 import math
+from typing import Any
 
-BYTES = {  # of a dtype, by the names of gloo's events and of NCCL's
+# Bytes of a dtype, by its names in the events of gloo and of NCCL.
+BYTES = {
     "double": 8,
     "long int": 8,
     "long": 8,
@@ -14,13 +16,15 @@ BYTES = {  # of a dtype, by the names of gloo's events and of NCCL's
 ONE_TO_ALL = ("broadcast", "barrier", "wait", "init", "send", "recv")  # what sets up or waits
 
 
-def wire_bytes(trace: dict, ranks: int) -> int:
-    """Bytes of full tensors that this rank gathered and reduced in all of the trace: outputs of all-gathers, inputs of
-    reduce-scatters, all-reduces and all-to-alls. The same that `zcompile.stats` counts, with what else an engine sends: the
-    norms of gradients, and what ranks agree on. What really crosses a link is (W - 1) / W of it, and of an all-reduce twice that.
+def wire_bytes(trace: dict[str, Any], ranks: int) -> int:
+    """Bytes of unsharded tensors that this rank gathered and reduced in all of the trace.
+
+    They are outputs of all-gathers, and inputs of reduce-scatters, all-reduces and all-to-alls. `zcompile.stats`
+    counts the same, without what else an engine sends: norms of gradients, and what ranks agree on. What really
+    crosses a link is (W - 1) / W of it, and twice that of an all-reduce.
 
     Args:
-        ranks: of the groups in which gloo gathers; its events do not tell.
+        ranks: of the groups in which gloo gathers, whose events do not tell.
     """
     total = 0
     for event in trace["traceEvents"]:

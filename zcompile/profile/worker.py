@@ -1,131 +1,62 @@
-"""One rank of one engine, in a process of its own: trains, measures, and writes what it found.
+"""One rank of one engine, in a process of its own: trains, measures, and writes what it measured.
 
-Run by `launch.py` with the usual variables of torch.distributed and the path of a `Job` as JSON.
+`launch.py` runs it with the usual variables of torch.distributed and the path of a `Job` as JSON.
 """
 
 import ctypes
 import gzip
+import itertools
 import json
 import os
 import signal
 import statistics
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_map_only
 
+from zcompile.planning.workloads import Workload, load
 from zcompile.profile.allocations import allocations_of
-from zcompile.profile.engines import Engine, Training, file_name, find
-from zcompile.profile.lifetimes import ParamLifetimes, lifetimes_of_step
+from zcompile.profile.engine import Engine, Training
+from zcompile.profile.engines import find
+from zcompile.profile.job import PARENT, DeviceMemory, Job, Result
+from zcompile.profile.lifetimes import StepLifetimes, lifetimes_of_step
 from zcompile.profile.memory import Memory, memory_of_step
-from zcompile.profile.models import Workload, load
-from zcompile.profile.owned import Walks, name_deepspeed_transfers
-from zcompile.profile.plan import Planned, planned
+from zcompile.profile.owned_storages import Walks, name_deepspeed_transfers
+from zcompile.profile.planned_step import PlannedStep, step_of
+from zcompile.profile.resident_memory import ResidentMemory
 from zcompile.profile.timeline import STEP, Parts, parts_of_step
 from zcompile.profile.wire import wire_bytes
 
 TRACED_STEPS = 3
 HOST_STEPS = 3
 MOST_TRACES = 3  # until one is as fast as steps that are not traced
-SLOWER = 1.05  # a trace that took so much longer is of another step
-RECORDED_STEPS = 2  # the first is for what was allocated before and is freed in it
-PARENT = "ZCOMPILE_PROFILER_PID"  # the variable that says who starts a worker
+SLOWER = 1.05  # a trace that took so much longer shows another step
+RECORDED_STEPS = 2  # the first shows what was allocated before and is freed in it
 
 
-@dataclass(frozen=True)
-class Job:
-    """What one run of one engine does; the same on all ranks."""
+class Recording(NamedTuple):
+    """Of some steps: a trace with allocations, what the engine owned, and the allocator's peak in the last step."""
 
-    engine: str
-    device: str
-    ranks: int
-    model: str
-    module: str | None
-    sequences: int | None
-    tokens: int | None
-    checkpointing: bool
-    precision: str
-    accumulation: int
-    warmup: int
-    steps: int
-    learning_rate: float
-    seed: int
-    timeout_s: float
-    trace: bool
-    folder: str  # where results, errors and traces go
-    cache: str  # a folder for what Inductor compiles, empty at an engine's first run
-    keep_trace: bool
-    keep_snapshot: bool
-
-    def file(self, name: str) -> Path:
-        return Path(self.folder) / name
-
-    def kept(self, name: str) -> Path:
-        """A file of this engine's in the folder of the report."""
-        return Path(self.folder).parents[1] / f"{file_name(self.engine)}.{name}"
+    trace: dict[str, Any]
+    walks: Walks
+    peak_bytes: int | None  # None on a CPU
 
 
-@dataclass
-class Result:
-    """What rank 0 measured; bytes and times are of this rank, but those of steps of the slowest one."""
+class Analysis(NamedTuple):
+    """What a recording tells. None: it could not be read."""
 
-    step_ms: list[float]
-    first_step_s: float
-    peak_bytes: int
-    reserved_bytes: int | None  # by the allocator; None on the CPU, as the next
-    retries: int | None
-    held_bytes: int  # after the last step
-    host_ms: float | None  # until the host has issued a step to an idle device
-    wire_bytes: int | None  # a step
-    losses: list[float]  # means over ranks, of each step
-    parameters: int
-    tokens: int | None  # a step, over all ranks
-    parts: Parts | None
     memory: Memory | None
-    windows: ParamLifetimes | None  # None also if zcompile gathers nothing
-    plan: Planned | None  # of zcompile
-    missing: list[str]  # what could not be measured, and why
-    about: str
-    versions: dict[str, str]
-
-
-class ResidentMemory:
-    """Most resident memory of this process while it is entered, sampled: what there is on a CPU."""
-
-    def __init__(self, interval_s: float = 0.005):
-        import psutil
-
-        self.process = psutil.Process()
-        self.interval_s = interval_s
-        self.before = self.now()
-        self.peak = 0
-
-    def now(self) -> int:
-        return self.process.memory_info().rss
-
-    def __enter__(self) -> "ResidentMemory":
-        self.peak, self.done = self.now(), threading.Event()
-        self.thread = threading.Thread(target=self._sample, daemon=True)
-        self.thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self.done.wait(self.interval_s):
-            self.peak = max(self.peak, self.now())
-
-    def __exit__(self, *_: Any) -> None:
-        self.done.set()
-        self.thread.join()
-        self.peak = max(self.peak, self.now())
+    lifetimes: StepLifetimes | None
+    wire_bytes: int | None  # of a step
 
 
 class Run:
@@ -145,6 +76,43 @@ class Run:
         self.engine: Engine = entry.make(self.workload.model, training, options)
         self.losses: list[torch.Tensor] = []
 
+    def run(self) -> Result:
+        """Warm up, time, and only then trace."""
+        first_step_s = self.warm_up()
+        dist.barrier()
+        wire_before = self.engine.wire_bytes()
+        step_ms, memory = self.timed_with_memory()
+        wire_after = self.engine.wire_bytes()
+        host_ms = self.host_ms() if self.cuda else None  # before what traces and may slow every launch from then on
+        parts = self.parts(statistics.median(step_ms))
+        if parts and self.cuda:
+            parts = parts.at_speed(statistics.median(step_ms))
+        recording = self.recorded()
+        losses = self.mean_losses()
+        self.snapshot()
+        missing: list[str] = []
+        analysis = self.analysed(recording, missing) if recording else Analysis(None, None, None)
+        counted = None
+        if wire_before is not None and wire_after is not None:
+            counted = (wire_after - wire_before) // self.job.steps
+        return Result(
+            step_ms=step_ms,
+            first_step_s=first_step_s,
+            **asdict(memory),
+            host_ms=host_ms,
+            wire_bytes=analysis.wire_bytes if counted is None and self.engine.wire_is_traced else counted,
+            losses=losses,
+            parameters=self.parameters,
+            tokens=self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks,
+            parts=parts,
+            memory=analysis.memory,
+            lifetimes=analysis.lifetimes,
+            plan=None,
+            missing=missing,
+            about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
+            versions={"torch": torch.__version__},
+        )
+
     def batches(self) -> list[Any]:
         first = len(self.losses) * self.job.accumulation
         steps = range(first, first + self.job.accumulation)
@@ -158,29 +126,6 @@ class Run:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def timed(self, count: int) -> list[float]:
-        """Times of `count` steps, ms: between events on a GPU, so that the host may run ahead."""
-        if not self.cuda:
-            times = [time.perf_counter()]
-            for _ in range(count):
-                self.step()
-                times.append(time.perf_counter())
-            return [(after - before) * 1e3 for before, after in zip(times, times[1:])]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for event in events[1:]:
-            self.step()
-            event.record()
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in zip(events, events[1:])]
-
-    def of_slowest_rank(self, step_ms: list[float]) -> list[float]:
-        """The times of the rank whose median is the greatest. Ranks that exchange anything all take that long; where nothing keeps them
-        together, as in compute alone, some GPUs are faster."""
-        of_ranks: list[list[float] | None] = [None] * self.job.ranks
-        dist.all_gather_object(of_ranks, step_ms)
-        return max(of_ranks, key=statistics.median)
-
     def warm_up(self) -> float:
         """Seconds of the first step, in which most engines that compile do so."""
         begin = time.perf_counter()
@@ -192,61 +137,50 @@ class Run:
         self.synchronize()
         return first_step_s
 
-    def run(self) -> Result:
-        """Warm up, time, and only then trace."""
-        first_step_s = self.warm_up()
-        dist.barrier()
-        wire = self.engine.wire_bytes()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-            retries = torch.cuda.memory_stats()["num_alloc_retries"]
-            step_ms = self.of_slowest_rank(self.timed(self.job.steps))
-            extra = self.engine.extra_bytes()
-            stats = torch.cuda.memory_stats()
-            memory = {
-                "peak_bytes": stats["allocated_bytes.all.peak"] + extra,
-                "reserved_bytes": stats["reserved_bytes.all.peak"] + extra,
-                "retries": stats["num_alloc_retries"] - retries,
-                "held_bytes": stats["allocated_bytes.all.current"] + extra,
-            }
-        else:
-            with self.memory as memory:
+    def timed_with_memory(self) -> tuple[list[float], DeviceMemory]:
+        """Times of steps of the slowest rank, and memory meanwhile."""
+        if self.memory is not None:
+            with self.memory:
                 step_ms = self.timed(self.job.steps)
             step_ms = self.of_slowest_rank(step_ms)
-            memory = {
-                "peak_bytes": memory.peak - memory.before,
-                "reserved_bytes": None,
-                "retries": None,
-                "held_bytes": memory.now() - memory.before,
-            }
-        counted = None if wire is None else (self.engine.wire_bytes() - wire) // self.job.steps
-        host_ms = self.host_ms() if self.cuda else None  # before what traces and may slow every launch from then on
-        parts = self.parts(statistics.median(step_ms))
-        if parts and self.cuda:
-            parts = parts.at_speed(statistics.median(step_ms))
-        recorded = self.recorded()
-        losses = self.mean_losses()
-        self.snapshot()
-        missing: list[str] = []
-        found = self.analysed(recorded, missing) if recorded else (None, None, None)
-        tokens = self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks
-        return Result(
-            step_ms=step_ms,
-            first_step_s=first_step_s,
-            host_ms=host_ms,
-            wire_bytes=found[2] if counted is None and self.engine.wire_is_traced else counted,
-            losses=losses,
-            parameters=self.parameters,
-            tokens=tokens,
-            parts=parts,
-            memory=found[0],
-            windows=found[1],
-            plan=None,
-            missing=missing,
-            about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
-            versions={"torch": torch.__version__},
-            **memory,
+            return step_ms, self.memory.grown()
+        torch.cuda.reset_peak_memory_stats()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        step_ms = self.of_slowest_rank(self.timed(self.job.steps))
+        extra_bytes = self.engine.extra_bytes()
+        stats = torch.cuda.memory_stats()
+        return step_ms, DeviceMemory(
+            peak_bytes=stats["allocated_bytes.all.peak"] + extra_bytes,
+            reserved_bytes=stats["reserved_bytes.all.peak"] + extra_bytes,
+            retries=stats["num_alloc_retries"] - retries,
+            held_bytes=stats["allocated_bytes.all.current"] + extra_bytes,
         )
+
+    def timed(self, count: int) -> list[float]:
+        """Times of `count` steps, ms. On a GPU they are times between events, so that the host may run ahead."""
+        if not self.cuda:
+            times = [time.perf_counter()]
+            for _ in range(count):
+                self.step()
+                times.append(time.perf_counter())
+            return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+
+    def of_slowest_rank(self, step_ms: list[float]) -> list[float]:
+        """The times of the rank whose median is the greatest.
+
+        Ranks that exchange anything all take that long. Where nothing keeps them together, as in compute alone, some
+        GPUs are faster than others.
+        """
+        of_ranks: list[list[float]] = [[]] * self.job.ranks
+        dist.all_gather_object(of_ranks, step_ms)
+        return max(of_ranks, key=statistics.median)
 
     def host_ms(self) -> float:
         """The median of a few steps, which all ranks begin together."""
@@ -267,20 +201,25 @@ class Run:
         return (losses / self.job.ranks).tolist()
 
     def parts(self, timed_ms: float) -> Parts | None:
-        """What a step consists of, on rank 0, from the fastest of a few traces: the first that is about as fast as timed steps."""
+        """The parts of a step, on rank 0, from the fastest of a few traces.
+
+        Tracing ends with the first trace that is about as fast as the timed steps.
+        """
         if not self.job.trace:
             return None
-        found: list[Parts | None] = []
+        traces: list[Parts | None] = []
         again = [True]
-        while again[0] and len(found) < MOST_TRACES:
-            found.append(self.traced())
-            again = [self.cuda and found[-1] is not None and found[-1].traced_ms > SLOWER * timed_ms]
+        while again[0] and len(traces) < MOST_TRACES:
+            parts = self.traced()
+            traces.append(parts)
+            again = [self.cuda and parts is not None and parts.traced_ms > SLOWER * timed_ms]
             dist.broadcast_object_list(again)
-        return min(found, key=lambda parts: parts.traced_ms) if dist.get_rank() == 0 else None
+        on_rank_0 = [parts for parts in traces if parts is not None]
+        return min(on_rank_0, key=lambda parts: parts.traced_ms) if dist.get_rank() == 0 else None
 
     def traced(self) -> Parts | None:
-        """A trace of some steps, on rank 0. All ranks profile, so that none waits for one that does."""
-        # Of a GPU, what it does is enough; recording every op slows the host, which then leaves the GPU idle.
+        """A trace of some steps, read on rank 0. All ranks profile, so that none waits for one that does."""
+        # What a GPU does is enough: to record every op slows the host, which then leaves the GPU idle.
         activities = [ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(TRACED_STEPS):
@@ -291,9 +230,8 @@ class Run:
         profiler.export_chrome_trace(str(file))
         return parts_of_step(json.loads(file.read_text()), TRACED_STEPS) if dist.get_rank() == 0 else None
 
-    def recorded(self) -> tuple[dict, Walks, int | None] | None:
-        """On rank 0, a second trace, with allocations and shapes, which would disturb the times of the first; what the engine kept
-        meanwhile; and what a GPU's allocator had given out at the most in its last step."""
+    def recorded(self) -> Recording | None:
+        """On rank 0, a second trace, with allocations and shapes, which would disturb the times of the first."""
         if not self.job.trace:
             return None
         if "deepspeed" in sys.modules:
@@ -314,14 +252,16 @@ class Run:
         file = self.job.kept("trace.json.gz") if self.job.keep_trace else self.job.file("recorded.json")
         profiler.export_chrome_trace(str(file))
         with gzip.open(file) if file.suffix == ".gz" else file.open() as opened:
-            return json.load(opened), walks, torch.cuda.max_memory_allocated() if self.cuda else None
+            trace = json.load(opened)
+        return Recording(trace, walks, torch.cuda.max_memory_allocated() if self.cuda else None)
 
-    def analysed(
-        self, recorded: tuple[dict, Walks, int | None], missing: list[str]
-    ) -> tuple[Memory | None, ParamLifetimes | None, int | None]:
-        """Memory by kind, windows, and bytes on the wire of a step. Traces differ between versions of torch: what cannot be read
-        from one is missing, and the rest is told."""
-        trace, walks, peak_bytes = recorded
+    def analysed(self, recording: Recording, missing: list[str]) -> Analysis:
+        """Memory by kind, lifetimes, and bytes on the wire.
+
+        Traces differ between versions of torch. So what cannot be read from one is added to `missing`, and the rest
+        is told.
+        """
+        trace = recording.trace
         device = torch.cuda.current_device() if self.cuda else None
 
         def attempt(what: str, read: Callable[[], Any]) -> Any:
@@ -335,17 +275,20 @@ class Run:
         allocations = attempt("list of allocations", lambda: allocations_of(trace, device))
         wire = attempt("count of bytes on the wire", lambda: wire_bytes(trace, self.job.ranks) // RECORDED_STEPS)
         if allocations is None:
-            return None, None, wire
+            return Analysis(None, None, wire)
+        transport_bytes = self.engine.extra_bytes
         memory = attempt(
             "memory by kind",
-            lambda: memory_of_step(trace, walks, allocations, device, self.engine.extra_bytes(), peak_bytes),
+            lambda: memory_of_step(
+                trace, recording.walks, allocations, device, transport_bytes(), recording.peak_bytes
+            ),
         )
-        return memory, attempt("windows", lambda: lifetimes_of_step(trace, allocations)), wire
+        return Analysis(memory, attempt("lifetimes", lambda: lifetimes_of_step(trace, allocations)), wire)
 
-    def planned(self) -> Planned | None:
-        """What zcompile's plan predicts; all ranks trace the model again."""
+    def planned(self) -> PlannedStep | None:
+        """What zcompile's plan predicts. All ranks trace the model again."""
         explained = self.engine.explain(self.batches()[0]) if self.job.trace else None
-        return explained and planned(explained, self.job.accumulation)
+        return step_of(explained, self.job.accumulation) if explained else None
 
     def snapshot(self) -> None:
         """A step's allocations with where they were made, for docs.pytorch.org/memory_viz. All ranks take the step."""
@@ -387,7 +330,7 @@ def _write(result: Result, job: Job) -> None:
 
 
 def main() -> None:
-    """Run the job of `sys.argv[1]`; an error goes to a file beside it, where `launch` looks."""
+    """Run the job of `sys.argv[1]`. An error goes to a file in the job's folder, where `launch` looks."""
     _end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     rank = int(os.environ["RANK"])

@@ -1,11 +1,11 @@
-"""What the package's command lines share."""
+"""What the command lines of zcompile.planning and zcompile.profile share."""
 
 import argparse
 from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Bad input is one line on stderr, and exit code 2."""
+    """Reports bad input as one line on stderr and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

@@ -1,4 +1,4 @@
-"""What an engine keeps, by address: the part of memory by kind that no trace tells."""
+"""What storages an engine owns, by address: the part of memory by kind that no trace tells."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ WALK = "zcompile.profile::walk"  # the range that says when
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedStorage:
     """A storage and what it is for, one of `allocations.KINDS`."""
 
     address: int
@@ -22,17 +22,19 @@ class Owned:
 
 
 class Walks:
-    """While entered, notes what the engine keeps at the beginning of each optimizer step, when gradients are whole and still there.
+    """While entered, notes what the engine owns at the beginning of each optimizer step.
+
+    Gradients are complete then, and still there.
 
     Attributes:
         found: one list for each range named WALK in the trace, in order.
-        before: address -> bytes of what the allocator had given out before; None for a CPU, where nobody knows. Gradients may
-            lie in a transport's memory, which is not the allocator's.
+        before: address -> bytes of what the allocator had given out before. None on a CPU, where nobody knows.
+            Gradients may lie in a transport's memory, which is not the allocator's.
     """
 
     def __init__(self, engine: Any, on_gpu: bool):
         self.engine, self.on_gpu = engine, on_gpu
-        self.found: list[list[Owned]] = []
+        self.found: list[list[OwnedStorage]] = []
         self.before: dict[int, int] | None = None
 
     def __enter__(self) -> "Walks":
@@ -47,45 +49,46 @@ class Walks:
         self.again()
 
     def again(self) -> None:
-        """Between steps: what was made after the beginning of the optimizer's step is kept too."""
+        """Between steps: the engine also owns what was made after the beginning of the optimizer's step."""
         with record_function(WALK):
-            self.found.append(owned(self.engine, self.optimizer))
+            self.found.append(storages_of(self.engine, self.optimizer))
 
     def __exit__(self, *_: Any) -> None:
         self.hook.remove()
 
 
-def owned(engine: Any, optimizer: torch.optim.Optimizer) -> list[Owned]:
+def storages_of(engine: Any, optimizer: torch.optim.Optimizer) -> list[OwnedStorage]:
     """Each storage once, by the first kind that it is found as."""
-    found: dict[int, Owned] = {}
+    by_address: dict[int, OwnedStorage] = {}
     for kind, tensor in _tensors(engine, optimizer):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         if storage.nbytes() and local.device.type != "meta":
-            found.setdefault(storage.data_ptr(), Owned(storage.data_ptr(), storage.nbytes(), kind))
-    return list(found.values())
+            by_address.setdefault(storage.data_ptr(), OwnedStorage(storage.data_ptr(), storage.nbytes(), kind))
+    return list(by_address.values())
 
 
 @torch.no_grad()
 def _tensors(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     for state in optimizer.state.values():
-        yield from (("optimizer", one) for one in state.values() if isinstance(one, torch.Tensor))
-    parameters = [*engine.model.parameters(), *(one for group in optimizer.param_groups for one in group["params"])]
-    yield from (("gradients", one.grad) for one in parameters if one.grad is not None)
+        yield from (("optimizer", tensor) for tensor in state.values() if isinstance(tensor, torch.Tensor))
+    of_groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = [*engine.model.parameters(), *of_groups]
+    yield from (("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None)
     wrapper = getattr(getattr(engine, "engine", None), "optimizer", None)  # DeepSpeed's around the real one
-    kept = [getattr(wrapper, "grad_partitions_flat_buffer", None)]
+    buffers = [getattr(wrapper, "grad_partitions_flat_buffer", None)]
     for slices in getattr(wrapper, "averaged_gradients", {}).values():
-        kept += slices or []
-    yield from (("gradients", one) for one in kept if isinstance(one, torch.Tensor))
-    for one in parameters:
-        partition = getattr(one, "ds_tensor", None)  # DeepSpeed's; the parameter is whole then, or empty
-        yield ("shards" if partition is None else "full"), one
+        buffers += slices or []
+    yield from (("gradients", buffer) for buffer in buffers if isinstance(buffer, torch.Tensor))
+    for parameter in parameters:
+        partition = getattr(parameter, "ds_tensor", None)  # DeepSpeed's; the parameter is unsharded then, or empty
+        yield ("shards" if partition is None else "unsharded"), parameter
         if isinstance(partition, torch.Tensor):
             yield "shards", partition
 
 
 def name_deepspeed_transfers() -> None:
-    """Put ranges around DeepSpeed's gathers and reduces, which have none: for the rest of the process."""
+    """Put ranges around DeepSpeed's gathers and reduces, which have none. They stay for the rest of the process."""
     from deepspeed.runtime.zero import stage3
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 

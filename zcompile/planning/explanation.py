@@ -1,0 +1,104 @@
+"""What is predicted of one step of a model: the answer of `zcompile.explain`."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zcompile.planning.planned_graph import PlannedGraph
+from zcompile.planning.text import GIB, MIB, Page, add_graph, table_text
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A predicted step: its graphs run one after the other, and AdamW with fp32 states runs after them.
+
+    Attributes:
+        parameters: how many elements the sharded parameters have.
+        step_ms: predicted.
+        peak_bytes: predicted, on one rank. The transport's own memory is part of it where the plan knows of it.
+        static_bytes: the part of `peak_bytes` that lives as long as the model: shards, the optimizer's state, the
+            transport's memory.
+        gradient_bytes: what gradients take beside `static_bytes` at the optimizer's step.
+        adding_ms: of an op that adds one microbatch's gradients to the earlier ones.
+        rests_on: where the figures of the machine come from.
+        cached_graphs: the graphs inside of `zcompile.accumulate`. There they find cached what an earlier graph of the
+            step gathered, as far as the cache holds it. Empty if nothing is cached.
+        cached_bytes: the memory of that cache.
+    """
+
+    world: int
+    transport: str
+    hardware: str
+    gather_budget_bytes: int
+    parameters: int
+    graphs: tuple[PlannedGraph, ...]
+    optimizer_ms: float
+    step_ms: float
+    exposed_ms: float
+    peak_bytes: int
+    static_bytes: int
+    gradient_bytes: int
+    adding_ms: float
+    rests_on: str
+    cached_graphs: tuple[PlannedGraph, ...]
+    cached_bytes: int
+
+    @property
+    def microbatches_ms(self) -> tuple[float, float]:
+        """Forwards and backwards of the first microbatch inside of `zcompile.accumulate`, and of each later one."""
+        later_ms = sum(graph.total_ms for graph in self.cached_graphs)
+        forwards = [pair for pair in zip(self.graphs, self.cached_graphs, strict=True) if pair[0].kind == "forward"]
+        return later_ms + sum(alone.total_ms - cached.total_ms for alone, cached in forwards), later_ms
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        """What `print(zcompile.explain(model))` shows.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        page = Page()
+        page.add(
+            f"{self.parameters / 1e9:.2f} B parameters on {self.world} ranks, {self.hardware} over {self.transport}: "
+            f"a step of {self.step_ms:.1f} ms, {self.exposed_ms:.2f} ms of it exposed communication; "
+            f"{self.peak_bytes / GIB:.2f} GiB at most."
+        )
+        for graph in self.graphs:
+            add_graph(page, graph)
+        if self.cached_graphs:
+            first_ms, later_ms = self.microbatches_ms
+            page.add(
+                "Microbatches inside of zcompile.accumulate share what is gathered, "
+                f"{self.cached_bytes / GIB:.2f} GiB: {first_ms:.1f} ms for the first, {later_ms:.1f} ms for each other."
+            )
+        if any(graph.gathers for graph in self.graphs):
+            page.add(
+                "starts, arrives, dies: by number of node, where a gather starts, is waited for, and has its last "
+                "reader. Those of one bucket travel together, and its times are shared out by bytes."
+            )
+        page.add(f"AdamW, fp32: {self.optimizer_ms:.2f} ms. Figures of the machine: {self.rests_on}.")
+        return str(page)
+
+
+def comparison(what: str, explanations: Sequence[tuple[int, Explanation]]) -> str:
+    """A table with one row for each explanation.
+
+    Args:
+        what: names the number that comes with each explanation, and by which they differ.
+    """
+    columns = ("step ms", "exposed ms", "slowed ms", "peak GiB", "unsharded at once MiB", "gathered MiB")
+    return table_text(what, columns, [(str(number), *_figures(explained)) for number, explained in explanations])
+
+
+def _figures(explained: Explanation) -> tuple[str, ...]:
+    return (
+        f"{explained.step_ms:.1f}",
+        f"{explained.exposed_ms:.2f}",
+        f"{sum(graph.slowed_ms for graph in explained.graphs):.2f}",
+        f"{explained.peak_bytes / GIB:.2f}",
+        f"{max(graph.unsharded_bytes for graph in explained.graphs) / MIB:.0f}",
+        f"{sum(graph.gathered_bytes for graph in explained.graphs) / MIB:.0f}",
+    )

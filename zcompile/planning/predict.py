@@ -1,0 +1,211 @@
+"""Predicts the time and the memory of a step from its traced graphs, a plan, and the figures of a machine."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
+
+from torch.fx import Graph, Node
+
+from zcompile.analysis.cost_model import Costs, Timeline, moved_bytes, simulate
+from zcompile.analysis.fx_utils import (
+    GATHER_CACHED_START,
+    GATHER_GROUP_START,
+    GATHER_ROWS,
+    GATHERS,
+    REDUCE_GROUP_START,
+    REDUCES,
+    bytes_of,
+    calls,
+    sizes_of,
+    value,
+)
+from zcompile.analysis.hardware import Link
+from zcompile.analysis.param_lifetimes import ParamLifetime, ParamLifetimes
+from zcompile.options import Plan
+from zcompile.passes import pipeline
+from zcompile.planning.curve import thinned
+from zcompile.planning.explanation import Explanation
+from zcompile.planning.planned_graph import Gather, PlannedGraph, Rows, in_order
+from zcompile.planning.trace import Traced, copied
+
+# AdamW in fp32 reads a parameter's weight, gradient and two moments, and writes all of them but the gradient.
+ADAM_BYTES = 28
+STATE_BYTES = 12  # of a parameter: weight and two moments
+GRADIENT_BYTES = 4  # of an element of a shard
+STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
+POINTS = 100  # of a graph's curve of memory
+
+Key = tuple[str, str]  # a parameter's name, and the dtype in which it is gathered
+
+
+def predict_step(
+    traced: Sequence[Traced], plan: Plan, parameters: int, traced_world: int, microbatch_cache_bytes: int = 0
+) -> Explanation:
+    """What `plan` makes of traced graphs, which stay as they are.
+
+    Args:
+        parameters: elements of all sharded parameters.
+        traced_world: the number of ranks for which the graphs were traced. The plan may be for another number.
+        microbatch_cache_bytes: most bytes of unsharded parameters that are cached from microbatch to microbatch.
+    """
+    link = plan.link
+    graphs = tuple(_planned(graph, plan, traced_world) for graph in traced)
+    cached = _cached(graphs, microbatch_cache_bytes)
+    cached_graphs = tuple(_planned(graph, plan, traced_world, cached) for graph in traced) if cached else ()
+    share = -(-parameters // link.world)
+    optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.bytes_s
+    static_bytes = share * STATE_BYTES
+    if link.wire.transport == "p2p":
+        static_bytes += 2 * share + STAGING_BYTES  # the cache of shards in compute dtype
+    return Explanation(
+        world=link.world,
+        transport=link.wire.transport,
+        hardware=link.hardware.name,
+        gather_budget_bytes=plan.gather_budget_bytes,
+        parameters=parameters,
+        graphs=graphs,
+        optimizer_ms=optimizer_ms,
+        step_ms=sum(graph.total_ms for graph in graphs) + optimizer_ms,
+        exposed_ms=sum(graph.exposed_ms for graph in graphs),
+        peak_bytes=static_bytes + max((saved + graph.live_bytes for graph, saved in in_order(graphs)), default=0),
+        static_bytes=static_bytes,
+        gradient_bytes=round(GRADIENT_BYTES * share * _gradient_fraction(link)),
+        adding_ms=1e3 * 3 * GRADIENT_BYTES * share / link.hardware.bytes_s,
+        rests_on=link.hardware.source,
+        cached_graphs=cached_graphs,
+        cached_bytes=round(sum(cached.values()) * _unsharded_fraction(link)),
+    )
+
+
+def _cached(graphs: Sequence[PlannedGraph], microbatch_cache_bytes: int) -> dict[Key, int]:
+    """What is cached over microbatches, with its bytes. The first to arrive is cached first, as in the runtime."""
+    cached: dict[Key, int] = {}
+    for graph, _ in in_order(graphs):
+        for gather in sorted(graph.gathers, key=lambda gather: gather.arrives):
+            if gather.cached and sum(cached.values()) + gather.nbytes <= microbatch_cache_bytes:
+                cached.setdefault((gather.parameter, gather.dtype), gather.nbytes)
+    return cached
+
+
+def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[Key] | None = None) -> PlannedGraph:
+    """The planned graph.
+
+    Args:
+        cached: what is cached inside of `zcompile.accumulate`; None outside of it.
+    """
+    graph, copies = copied(traced.graph)
+    pipeline.run(graph, pipeline.schedule(plan))
+    names = {copies[node]: name for node, name in traced.names.items()}
+    costs = Costs(graph, plan.link, plan.fused)
+    hits = {start for start in calls(graph, GATHER_CACHED_START) if _key(start, names) in (cached or ())}
+    timeline = simulate(graph, costs, hits)
+    lifetimes = ParamLifetimes(graph)
+    shards = _shards(graph)
+    # Inside of `zcompile.accumulate`, later microbatches need the shards, so gradients have memory of their own.
+    fraction = _gradient_fraction(plan.link) if cached is None else 1.0
+    scale = fraction * traced_world / plan.link.world
+    live = costs.liveness.live_bytes(but=shards | hits, scaled=set(calls(graph, *REDUCES)), scale=scale)
+    gathers = [start for start in calls(graph, *GATHERS) if start not in hits]
+    inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
+    rows = tuple(Rows(*_key(node, names), *sizes_of(node)) for node in calls(graph, GATHER_ROWS))
+    ms = _stretched(timeline)
+    unsharded = lifetimes.full_bytes(kept=True, but=hits)
+    curve = [(ms(begin_s), *nbytes) for begin_s, nbytes in zip(timeline.begins_s, zip(live, unsharded))]
+    return PlannedGraph(
+        kind=traced.kind,
+        nodes=len(costs.liveness.nodes),
+        gathers=_gathers(lifetimes, timeline, names, hits),
+        rows=rows,
+        gathered_bytes=sum(map(bytes_of, gathers)) + sum(matrix.nbytes for matrix in rows),
+        reduced_bytes=sum(moved_bytes(start, plan.link) for start in calls(graph, *REDUCES)),
+        compute_ms=1e3 * timeline.compute_s,
+        exposed_ms=1e3 * timeline.exposed_s,
+        slowed_ms=1e3 * timeline.slowed_s,
+        unsharded_bytes=max(lifetimes.full_bytes(but=hits)),
+        bound_bytes=lifetimes.bound(plan.gather_budget_bytes),
+        live_bytes=max(live),
+        saved_bytes=sum(sum(sizes_of(node)) for node in inputs) if traced.kind == "backward" else 0,
+        memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
+        transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
+    )
+
+
+def _gathers(
+    lifetimes: ParamLifetimes, timeline: Timeline, names: Mapping[Node, str], hits: Collection[Node]
+) -> tuple[Gather, ...]:
+    """Args:
+    hits: starts that find their parameter cached, which gather nothing.
+    """
+    transfers = {transfer.start: transfer for transfer in timeline.transfers}
+    groups = dict.fromkeys(lifetime.start for lifetime in lifetimes.windows)
+    buckets = {start: i for i, start in enumerate(start for start in groups if start.target is GATHER_GROUP_START)}
+
+    def gather_of(lifetime: ParamLifetime) -> Gather:
+        transfer = transfers[lifetime.start]
+        part = lifetime.nbytes / max(transfer.nbytes, 1)
+        return Gather(
+            parameter=names.get(lifetime.shard, lifetime.shard.name),
+            shape=tuple(value(lifetime.wait).shape),
+            dtype=_dtype_name(lifetime.wait),
+            nbytes=lifetime.nbytes,
+            bucket=buckets.get(lifetime.start),
+            starts=lifetime.begins,
+            arrives=lifetimes.liveness.at[lifetime.wait],
+            dies=lifetime.ends,
+            transfer_us=1e6 * part * (transfer.ends_s - transfer.begins_s),
+            exposed_us=1e6 * part * transfer.exposed_s,
+            saved=lifetime.returned,
+            cached=lifetime.start.target is GATHER_CACHED_START,
+        )
+
+    return tuple(gather_of(lifetime) for lifetime in lifetimes.windows if lifetime.start not in hits)
+
+
+def _gradient_fraction(link: Link) -> float:
+    """How much of a gradient has memory of its own.
+
+    Peer to peer, half of it takes the place of cached shards that backward has done with (csrc/p2p/shard_cache.h).
+    """
+    return 0.5 if link.wire.transport == "p2p" else 1.0
+
+
+def _unsharded_fraction(link: Link) -> float:
+    """How much of an unsharded parameter has memory of its own.
+
+    Peer to peer, the rank's own piece is that of its cached shard (csrc/p2p/aliased_params.h).
+    """
+    return (link.world - 1) / link.world if link.wire.transport == "p2p" else 1.0
+
+
+def _key(start: Node, names: Mapping[Node, str]) -> Key:
+    """Of a gather of one parameter."""
+    shard = cast(Node, start.args[0])
+    return names.get(shard, shard.name), _dtype_name(start)
+
+
+def _dtype_name(node: Node) -> str:
+    return str(value(node).dtype).removeprefix("torch.")
+
+
+def _stretched(timeline: Timeline) -> Callable[[float], float]:
+    """From a simulated time in s to ms, rounded to us.
+
+    What slows compute is not at any place of the simulated time. It is spread over the graph.
+    """
+    running_s = timeline.compute_s + timeline.exposed_s
+    factor = 1e3 * timeline.total_s / running_s if running_s else 1e3
+    return lambda seconds: round(factor * seconds, 3)
+
+
+def _shards(graph: Graph) -> set[Node]:
+    """Inputs that are shards, which live as long as the model."""
+    shards: set[Node] = set()
+    for start in calls(graph, *GATHERS, GATHER_ROWS):
+        shards.update(_nodes(start, 0, several=start.target is GATHER_GROUP_START))
+    for start in calls(graph, *REDUCES):
+        shards.update(_nodes(start, 1, several=start.target is REDUCE_GROUP_START))
+    return shards
+
+
+def _nodes(start: Node, i: int, several: bool) -> list[Node]:
+    """The nodes that argument `i` is or, of a group, has."""
+    return list(cast(Sequence[Node], start.args[i])) if several else [cast(Node, start.args[i])]

@@ -1,0 +1,81 @@
+"""Traces a model into the graphs of its forward and backward, before they are scheduled."""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch.fx import Graph, GraphModule, Node
+
+from zcompile.options import Plan
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph of a model before it is scheduled, and the names of the parameters whose shards are its inputs."""
+
+    kind: str
+    graph: Graph
+    names: Mapping[Node, str]
+
+
+def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | None]) -> list[Traced]:
+    """The graphs of a forward and of its backward, after the passes on joint graphs.
+
+    Args:
+        run: runs the forward. It is called once.
+        name_of: the name of the parameter that an input of a Dynamo graph is the shard of, or None.
+
+    Raises:
+        RuntimeError: Dynamo captured nothing.
+    """
+    from zcompile.backend import (
+        compile_aot_eager,
+    )  # imports Inductor, which takes a second that `import zcompile` saves
+
+    traced: list[Traced] = []
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        names = [name_of(example) for example in example_inputs]
+        return compile_aot_eager(gm, example_inputs, plan, lambda graph: traced.append(_traced(graph, names)))
+
+    # Dynamo counts compilations by code object, and stops at some number. Each trace has a code object of its own.
+    fresh = types.FunctionType(_call.__code__.replace(), globals())
+    with (
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        torch._dynamo.config.patch(recompile_limit=1000),
+    ):
+        torch.compile(fresh, backend=backend)(run)
+    if not traced:
+        raise RuntimeError(
+            "zcompile: no graph was captured, so there is nothing to plan: is the forward excluded from Dynamo?"
+        )
+    return traced
+
+
+def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy of `graph`, and the copy of each of its nodes."""
+    copy, copies = Graph(), dict[Node, Node]()
+    copy.output(copy.graph_copy(graph, copies))
+    return copy, copies
+
+
+def _call(run: Callable[[], Any]) -> Any:
+    return run()
+
+
+def _traced(graph: Graph, names: Sequence[str | None]) -> Traced:
+    """Args:
+    names: of each input of the Dynamo graph that `graph` is of.
+    """
+    copy, copies = copied(graph)
+    origins = {node: node.meta.get("desc") for node in graph.find_nodes(op="placeholder")}
+    kind = "backward" if any(isinstance(origin, TangentAOTInput) for origin in origins.values()) else "forward"
+    names_of_inputs = {
+        copies[node]: name
+        for node, origin in origins.items()
+        if isinstance(origin, PlainAOTInput) and (name := names[origin.idx]) is not None
+    }
+    return Traced(kind, copy, names_of_inputs)

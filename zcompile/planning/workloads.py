@@ -1,0 +1,153 @@
+"""What is trained: the built-in decoder, a Hugging Face config with random weights, or a user's own module."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile.planning.llama import SIZES, Llama, Size
+
+
+class BadInput(ValueError):
+    """A user asked for what is not possible. The text is one sentence."""
+
+
+@dataclass
+class Workload:
+    """A model and its batches.
+
+    Attributes:
+        model: its forward takes a batch and returns the loss.
+        batch: (step, rank) -> the batch of that rank, on the CPU.
+        tokens: in one batch; None if that has no meaning.
+    """
+
+    model: nn.Module
+    batch: Callable[[int, int], Any]
+    tokens: int | None
+
+
+class HuggingFace(nn.Module):
+    """A causal language model of transformers, without dropout, whose forward returns the loss."""
+
+    def __init__(self, config: Any, checkpointing: bool):
+        from transformers import AutoModelForCausalLM
+
+        super().__init__()
+        for name in vars(config):
+            if name.endswith(("dropout", "pdrop")) and isinstance(getattr(config, name), float):
+                setattr(config, name, 0.0)  # engines draw their random numbers differently
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        self.model.config.use_cache = False
+        if checkpointing:
+            self.model.gradient_checkpointing_enable()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean next-token loss of int64 tokens [batch, tokens + 1], of which the last is left out."""
+        tokens = tokens[:, :-1]
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+class WithLoss(nn.Module):
+    """A user's model and loss as one module."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]):
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.loss(self.model, batch)
+
+
+def draw_tokens(vocabulary: int, sequences: int, tokens: int, step: int, rank: int) -> torch.Tensor:
+    """int64 [sequences, tokens + 1] of a skewed distribution, which a model learns in a few dozen steps."""
+    generator = torch.Generator().manual_seed((step << 16) + rank)
+    return (vocabulary * torch.rand(sequences, tokens + 1, generator=generator) ** 4).long()
+
+
+def load(name: str, module: str | None, sequences: int | None, tokens: int | None, checkpointing: bool) -> Workload:
+    """The workload that the command line asks for, on the default device, in fp32, from the default generator.
+
+    Args:
+        name: one of SIZES, or what `transformers.AutoConfig` takes.
+        module: "file.py:build", which is taken instead of `name`. `build()` returns a module, `batch(step, rank)`, and
+            `loss(module, batch)`.
+        sequences, tokens: of a batch, if other than the model's usual ones. They have no meaning with `module`.
+
+    Raises:
+        BadInput: there is no such model.
+    """
+    if module:
+        made = function_of(module)()
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise BadInput(f"{module} must return a module, batch(step, rank) and loss(module, batch)")
+        model, batch, loss = made
+        return Workload(WithLoss(model, loss), batch, None)
+    if name in SIZES:
+        size = SIZES[name]
+        sequences, length = sequences or size.sequences, tokens or size.tokens
+        model = Llama(Size(**{**vars(size), "tokens": length}), checkpointing)
+        vocabulary = size.vocabulary
+    else:
+        config = _read_config(name)
+        longest = getattr(config, "max_position_embeddings", None) or 1024
+        sequences, length = sequences or 1, tokens or min(1024, longest)
+        if length > longest:
+            raise BadInput(f"--tokens {length} is more than the {longest} positions of {name!r}")
+        try:
+            model = HuggingFace(config, checkpointing)
+        except ValueError as error:
+            raise BadInput(f"{name!r} is no causal language model that can be trained: {_first_line(error)}") from None
+        vocabulary = config.vocab_size
+    return Workload(
+        model, lambda step, rank: draw_tokens(vocabulary, sequences, length, step, rank), sequences * length
+    )
+
+
+def _read_config(name: str) -> Any:
+    known = f"built in are {', '.join(SIZES)}; anything else must be a Hugging Face config"
+    is_size = re.fullmatch(r"[\d.]+[kmbt]", name.lower())  # which no hub need be asked for
+    if is_size and not Path(name).exists():
+        raise BadInput(f"no model of size {name!r}: {known}")
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise BadInput(f"no model {name!r}: {known}, for which transformers is not installed") from None
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"no model {name!r}: {known} ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def function_of(where: str) -> Callable[[], Any]:
+    """The function that "file.py:function" names.
+
+    Raises:
+        BadInput: there is none.
+    """
+    file, _, function = where.rpartition(":")
+    if not file or not Path(file).is_file():
+        raise BadInput(f"--module takes file.py:function, and there is no file {file or where!r}")
+    specification = importlib.util.spec_from_file_location(f"zcompile_profiled_{Path(file).stem}", file)
+    if specification is None or specification.loader is None:
+        raise BadInput(f"--module takes a Python file, and {file} is none")
+    loaded = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = loaded  # where pickle and dataclasses look
+    try:
+        specification.loader.exec_module(loaded)
+    except Exception as error:
+        raise BadInput(f"{file} cannot be imported: {type(error).__name__}: {_first_line(error)}") from None
+    if not callable(getattr(loaded, function, None)):
+        raise BadInput(f"{file} has no function {function!r}")
+    return getattr(loaded, function)

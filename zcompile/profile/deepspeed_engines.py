@@ -1,0 +1,81 @@
+"""DeepSpeed, by itself, with its compiler, and with zcompile."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.profile.engine import Engine, Training, in_bf16
+from zcompile.profile.zcompile_engines import counted_bytes
+
+
+class Zero3(Engine):
+    """DeepSpeed's stage 3."""
+
+    def config(self) -> dict[str, Any]:
+        """What this engine adds to the configuration of DeepSpeed."""
+        return {}
+
+    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
+        import deepspeed
+
+        self.training = training
+        self.options = options
+        self.model = model
+        self.steps = 0
+        optimizer = {
+            "lr": training.learning_rate,
+            "weight_decay": 1e-2,  # torch's default
+            "torch_adam": True,
+            "fused": True,
+        }
+        config = self.config() | {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": training.microbatches,
+            "gradient_clipping": 0.0,  # the other engines do not clip
+            "bf16": {"enabled": training.precision == "bf16"},
+            "torch_autocast": {"enabled": self.autocasts(), "dtype": "bfloat16"},
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": optimizer},
+        }
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        if "compile" in config or "zcompile" in config:
+            self.engine.compile()
+
+    def step(self, batches: list[Any]) -> torch.Tensor:
+        self.raise_rate(self.engine.optimizer)
+        losses = []
+        for batch in batches:
+            loss = self.engine(in_bf16(batch) if self.training.precision == "bf16" else batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach().float())
+        return torch.stack(losses).mean()
+
+
+class DeepCompile(Zero3):
+    """DeepSpeed's stage 3 with its compiler."""
+
+    wire_is_traced = False  # it has a communicator of its own
+
+    def config(self) -> dict[str, Any]:
+        return {"compile": {"deepcompile": True}}
+
+
+class Zero3Zcompile(Zero3):
+    """DeepSpeed's stage 3 with zcompile's flag."""
+
+    def config(self) -> dict[str, Any]:
+        return {"zcompile": {"enabled": True, **self.options}}
+
+    def taken(self) -> bool:
+        """Whether zcompile took the engine over; else DeepSpeed fell back to its own way."""
+        return self.engine.zcompile.state is not None
+
+    def extra_bytes(self) -> int:
+        return zcompile.stats(self.engine.module)["transport_bytes"] if self.taken() else 0
+
+    def wire_bytes(self) -> int | None:
+        return counted_bytes(self.engine.module) if self.taken() else None

@@ -1,0 +1,229 @@
+"""The pictures of a report. Each takes the results and draws one figure, or None if no engine has what it shows."""
+
+import io
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COMPUTE, EXPOSED, IDLE, NEUTRAL = "#2f6db5", "#d95f02", "#bbbbbb", "#5b8c5a"
+KIND_COLORS = {  # from the bottom of the stack: what is always there, what engines differ in, what the model makes
+    "shards": ("#1b4f72", "parameters as stored"),
+    "optimizer": ("#7fb3d5", "optimizer"),
+    "transport": ("#7f7f7f", "transport"),
+    "unsharded": (EXPOSED, "unsharded parameters"),
+    "gradients": (NEUTRAL, "gradients"),
+    "activations": ("#f2d7a0", "activations and the rest"),
+}
+PLAN = "#c0392b"
+LINE = 2000  # characters of a line of SVG
+
+Results = Mapping[str, Any]
+
+
+def finished(results: Results) -> dict[str, dict[str, Any]]:
+    """The engines that were measured."""
+    return {name: engine for name, engine in results["engines"].items() if "step_ms" in engine}
+
+
+def svg_of(figure: Figure) -> str:
+    """The figure as an `svg` element with few lines.
+
+    Matplotlib draws each bar as a path of its own. Here neighbours of one style are one path, to a tenth of a point.
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = re.sub(r' d="[^"]*"', _rounded, text[text.index("<svg") :])
+    words = " ".join(text.split())
+    words = re.sub(r'" (clip-path="[^"]*" style="[^"]*")/> <path d="(?=[^"]*" \1/>)', "", words)
+    lines = [""]
+    for word in words.split(" "):
+        if len(lines[-1]) + len(word) >= LINE:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def _rounded(path: "re.Match[str]") -> str:
+    return re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), path[0])
+
+
+def draw_step_time(results: Results) -> Figure:
+    """Stacked parts of a step, and over them the median and quartiles of the steps that were timed."""
+    engines = finished(results)
+    figure = Figure(figsize=(7, 0.9 + 0.45 * len(engines)), layout="constrained")
+    axes = figure.add_subplot()
+    names = sorted(engines, key=lambda name: -engines[name]["step_ms"]["median"])
+    left = [0.0] * len(names)
+    for part, color in (("compute", COMPUTE), ("exposed", EXPOSED), ("idle", IDLE)):
+        widths = [engines[name]["parts"][f"{part}_ms"] if engines[name]["parts"] else 0.0 for name in names]
+        label = "exposed communication" if part == "exposed" else part
+        axes.barh(names, widths, left=left, color=color, label=label, height=0.6)
+        left = [begin + width for begin, width in zip(left, widths)]
+    medians = [engines[name]["step_ms"]["median"] for name in names]
+    low = [median - engines[name]["step_ms"]["quartiles"][0] for name, median in zip(names, medians)]
+    high = [engines[name]["step_ms"]["quartiles"][1] - median for name, median in zip(names, medians)]
+    label = "timed: median, quartiles"
+    axes.errorbar(medians, names, xerr=[low, high], fmt="k|", markersize=14, capsize=3, label=label)
+    axes.set_xlim(0, 1.05 * max(*left, *(median + more for median, more in zip(medians, high))))
+    axes.set_xlabel("ms a step")
+    _legend_above(axes, columns=4)
+    return figure
+
+
+def draw_memory(results: Results) -> Figure:
+    """The peak of each engine."""
+    engines = finished(results)
+    figure = Figure(figsize=(7, 0.6 + 0.4 * len(engines)), layout="constrained")
+    axes = figure.add_subplot()
+    names = sorted(engines, key=lambda name: -engines[name]["peak_bytes"])
+    bars = axes.barh(names, [engines[name]["peak_bytes"] / 2**30 for name in names], color=NEUTRAL, height=0.6)
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.margins(x=0.1)
+    axes.set_xlabel("GiB at the peak, one rank")
+    return figure
+
+
+def draw_timeline(results: Results) -> Figure:
+    """One traced step of each engine, compute above communication, on one scale."""
+    engines = {name: engine["parts"] for name, engine in finished(results).items() if engine["parts"]}
+    figure = Figure(figsize=(7, 0.9 + 0.5 * len(engines)), layout="constrained")
+    axes = figure.add_subplot()
+    names = sorted(engines, key=lambda name: -engines[name]["step_ms"])
+    for i, name in enumerate(names):
+        for row, (what, color) in enumerate((("communication", EXPOSED), ("compute", COMPUTE))):
+            bars = [(begin, end - begin) for begin, end in engines[name]["timeline"][what]]
+            axes.broken_barh(bars, (i + 0.4 * row - 0.4, 0.38), color=color, label=None if i else what)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("ms since the step began")
+    _legend_above(axes, columns=2)
+    return figure
+
+
+def draw_kinds(results: Results) -> Figure | None:
+    """Memory of each engine over a step, stacked by kind, on one scale, and over it the plan."""
+    engines = {name: engine for name, engine in finished(results).items() if engine.get("memory")}
+    if not engines:
+        return None
+    large = max(sum(engine["memory"]["at_peak"].values()) for engine in engines.values()) >= 2**30
+    scale, unit = (2**30, "GiB") if large else (2**20, "MiB")
+    figure = Figure(figsize=(7, 0.8 + 1.5 * len(engines)), layout="constrained")
+    plots: list[Axes] = list(figure.subplots(len(engines), sharex=True, sharey=True, squeeze=False)[:, 0])
+    for axes, (name, engine) in zip(plots, engines.items()):
+        _stack(axes, engine["memory"], scale)
+        if plan := engine.get("plan"):
+            ms, *levels = zip(*plan["memory"])
+            for level, style, label in zip(levels, ("-", ":"), ("plan", "plan: unsharded parameters")):
+                height = [nbytes / scale for nbytes in level]
+                axes.step(ms, height, style, where="post", color=PLAN, linewidth=1, label=label)
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.set_ylabel(unit)
+    plots[0].set_xlim(left=0)
+    plots[0].set_ylim(bottom=0)
+    plots[-1].set_xlabel("ms since the step began")
+    shown = {label: handle for axes in plots for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown.keys(), fontsize=7, loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def _stack(axes: Axes, memory: Mapping[str, Any], scale: int) -> None:
+    """One area for each kind, each with the points at which it changes: some kinds never do."""
+    low = [0.0] * len(memory["ms"])
+    last = len(low) - 1
+    for kind, (color, label) in KIND_COLORS.items():
+        high = [below + nbytes / scale for below, nbytes in zip(low, memory["kinds"][kind])]
+        edges = list(zip(low, high))
+        points = [i for i in range(last + 1) if i in (0, last) or edges[i] != edges[i - 1]]
+        ms, bottom, top = ([values[i] for i in points] for values in (memory["ms"], low, high))
+        axes.fill_between(ms, bottom, top, step="post", color=color, label=label, linewidth=0)
+        low = high
+
+
+def draw_lifetimes(results: Results) -> Figure | None:
+    """One step of the fastest engine that tells: streams, the transfers of its plan, and lifetimes of parameters."""
+    engines = {name: engine for name, engine in finished(results).items() if engine.get("lifetimes")}
+    if not engines:
+        return None
+    name, engine = min(engines.items(), key=lambda item: item[1]["step_ms"]["median"])
+    rows = [
+        (stream, COMPUTE if stream.startswith(("compute", "ops")) else EXPOSED, bars)
+        for stream, bars in engine["lifetimes"]["streams"].items()
+    ]
+    if plan := engine.get("plan"):
+        rows.append(("plan: transfers", PLAN, plan["transfers"]))
+    lifetimes: dict[str, list[tuple[float, float]]] = {}
+    for lifetime in engine["lifetimes"]["parameters"]:
+        label = f"{lifetime['parameter']} ({lifetime['nbytes'] / 2**20:.3g} MiB)"
+        lifetimes.setdefault(label, []).append((lifetime["begin_ms"], lifetime["end_ms"]))
+    rows += [(label, NEUTRAL, bars) for label, bars in lifetimes.items()]
+    figure = Figure(figsize=(7, 0.9 + 0.2 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (_, color, bars) in enumerate(rows):
+        axes.broken_barh([(begin, end - begin) for begin, end in bars], (i - 0.35, 0.7), color=color, linewidth=0)
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize=7)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("ms since the step began")
+    axes.set_title(name, loc="left", fontsize=9)
+    return figure
+
+
+def draw_losses(results: Results) -> Figure:
+    """Losses of each engine that trains."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.add_subplot()
+    for name, engine in finished(results).items():
+        if name != "limit":  # it does not train
+            axes.plot(range(1, len(engine["losses"]) + 1), engine["losses"], label=name, linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    if axes.lines:
+        axes.legend(fontsize=7)
+    return figure
+
+
+def draw_every_step(results: Results) -> Figure:
+    """The time of each timed step."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (name, engine) in enumerate(finished(results).items()):
+        for repeat, times in enumerate(engine["step_ms"]["all"]):
+            steps = [repeat * (len(times) + 2) + step for step in range(1, len(times) + 1)]
+            axes.plot(steps, times, ".-", markersize=3, linewidth=0.6, color=f"C{i}", label=None if repeat else name)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("timed step; a gap lies between repeats, in each of which all engines run")
+    axes.set_ylabel("ms")
+    axes.legend(fontsize=7)
+    return figure
+
+
+def _legend_above(axes: Axes, columns: int) -> None:
+    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, frameon=False)
+
+
+# Of each picture its caption, and what draws it.
+PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
+    "step_time": (
+        "Where a step goes, on rank 0. The black marks are the steps that were timed, without a profiler.",
+        draw_step_time,
+    ),
+    "timeline": ("About one traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
+    "memory": ("Peak memory of rank 0 during the timed steps.", draw_memory),
+    "kinds": (
+        "Memory over one traced step by what it is for, rank 0, on one scale. The red line is zcompile's plan, the "
+        "dotted line the plan without activations and gradients. Of each 400th of the step the highest is drawn. On a "
+        "GPU, the time is when the device got to what the host had asked for.",
+        draw_kinds,
+    ),
+    "lifetimes": (
+        "One traced step: what streams (on a CPU, threads) did, when the plan has transfers, and below it how long "
+        "each of the largest parameters was unsharded, from the start of its gather until its memory was freed.",
+        draw_lifetimes,
+    ),
+    "losses": ("Losses, means over ranks. 'limit' is left out, for it does not train.", draw_losses),
+    "steps": ("Every timed step, of its slowest rank.", draw_every_step),
+}

@@ -1,0 +1,62 @@
+"""zcompile's plan as a course of one step, to lay over what was measured."""
+
+from dataclasses import dataclass
+
+from zcompile.planning.curve import thinned
+from zcompile.planning.explanation import Explanation
+from zcompile.planning.planned_graph import in_order
+from zcompile.planning.predict import GRADIENT_BYTES
+from zcompile.profile.memory import POINTS
+from zcompile.profile.timeline import Interval, union
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What the plan predicts of a step on one rank.
+
+    Attributes:
+        memory: (ms since the step began, bytes, bytes without activations and gradients).
+        transfers: (begin, end) in ms of gathers and reduces. Those that follow each other without a gap are one.
+        rests_on: where the figures of the machine come from.
+    """
+
+    step_ms: float
+    exposed_ms: float
+    peak_bytes: int
+    memory: list[tuple[float, int, int]]
+    transfers: list[Interval]
+    rests_on: str
+
+
+def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
+    """The course of a step of so many microbatches, whose gradients live until the optimizer's step.
+
+    If the plan caches something inside of `zcompile.accumulate`, the step uses that. Else an op of its own adds up
+    gradients after each backward but the first.
+    """
+    # Gradients of earlier microbatches have moved out of the transport's memory.
+    earlier_bytes = GRADIENT_BYTES * -(-explained.parameters // explained.world)
+    caches = microbatches > 1 and bool(explained.cached_graphs)
+    memory: list[tuple[float, int, int]] = []
+    transfers: list[Interval] = []
+    now_ms = exposed_ms = 0.0
+    alone = in_order(explained.graphs)
+    caching = in_order(explained.cached_graphs if caches else explained.graphs)
+    for microbatch in range(microbatches):
+        for without_cache, with_cache in zip(alone, caching, strict=True):
+            hits = caches and (microbatch > 0 or without_cache[0].kind == "backward")
+            graph, saved_bytes = with_cache if hits else without_cache
+            static = explained.static_bytes + hits * explained.cached_bytes
+            held = saved_bytes + (microbatch > 0) * earlier_bytes
+            memory += [(now_ms + ms, static + held + live, static + unsharded) for ms, live, unsharded in graph.memory]
+            transfers += [(now_ms + begin, now_ms + end) for begin, end in graph.transfers]
+            now_ms += graph.total_ms
+            exposed_ms += graph.exposed_ms
+        now_ms += explained.adding_ms * (microbatch > 0 and not caches)
+    gradients = explained.gradient_bytes if microbatches == 1 else earlier_bytes
+    static = explained.static_bytes
+    end_ms = now_ms + explained.optimizer_ms
+    memory += [(ms, static + gradients, static) for ms in (now_ms, end_ms)]
+    peak_bytes = max(nbytes for _, nbytes, _ in memory)
+    curve = thinned(memory, POINTS, lambda point: point[1])
+    return PlannedStep(end_ms, exposed_ms, peak_bytes, curve, union(transfers), explained.rests_on)

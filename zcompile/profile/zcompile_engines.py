@@ -1,0 +1,50 @@
+"""zcompile, compiled and not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.planning.explanation import Explanation
+from zcompile.profile.engine import Engine, Training
+
+
+class Eager(Engine):
+    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
+        super().__init__(model, training, options)
+        zcompile.fuse_optimizer(self.model, self.optimizer)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return zcompile.shard(model, param_dtype=torch.bfloat16 if self.training.precision == "bf16" else None)
+
+    def extra_bytes(self) -> int:
+        return zcompile.stats(self.model)["transport_bytes"]
+
+    def wire_bytes(self) -> int:
+        return counted_bytes(self.model)
+
+
+class Zcompile(Eager):
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model = super().prepare(model)
+        model.compile(backend="zcompile", options=self.options)
+        return model
+
+    def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
+        if len(batches) == 1 or self.options.get("microbatch_cache_bytes") == 0:
+            return super().accumulate(batches, share)
+        with zcompile.accumulate(self.model):
+            return super().accumulate(batches, share)
+
+    def explain(self, batch: Any) -> Explanation:
+        device = next(self.model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocasts()):
+            return zcompile.explain(self.model, batch, options=self.options)
+
+
+def counted_bytes(model: nn.Module) -> int:
+    """What a model sharded by zcompile gathered and reduced so far."""
+    counts = zcompile.stats(model)
+    return sum(counts["gathered_bytes"].values()) + sum(counts["reduced_bytes"].values())
