@@ -38,7 +38,7 @@ def main() -> None:
             for _ in range(arguments.repeats):
                 graph, _ = copied(one.graph)
                 begin = time.perf_counter()
-                pipeline.run(graph, pipeline.schedule(plan))
+                pipeline.run_passes(graph, pipeline.schedule_passes(plan))
                 times_s.append(time.perf_counter() - begin)
             count = len(one.graph.nodes)
             median = sorted(times_s)[len(times_s) // 2]

@@ -71,17 +71,17 @@ def compile_aot_eager(
     gm: GraphModule, example_inputs: Sequence[Any], plan: Plan, look: Callable[[Graph], None] = lambda graph: None
 ) -> Callable[..., Any]:
     """Plan one Dynamo graph and run it op by op; `look` is called with each graph before it is scheduled."""
-    joint_passes, schedule_passes = pipeline.joint(plan), pipeline.schedule(plan)
+    joint_passes, schedule_passes = pipeline.joint_passes(plan), pipeline.schedule_passes(plan)
 
     def split(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        pipeline.run(joint.graph, joint_passes)
+        pipeline.run_passes(joint.graph, joint_passes)
         return partition(plan, joint, joint_inputs, **kwargs)
 
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool) -> Callable[..., Any]:
         if joint:
-            pipeline.run(graph_module.graph, joint_passes)
+            pipeline.run_passes(graph_module.graph, joint_passes)
         look(graph_module.graph)
-        pipeline.run(graph_module.graph, schedule_passes)
+        pipeline.run_passes(graph_module.graph, schedule_passes)
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 

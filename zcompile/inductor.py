@@ -69,9 +69,9 @@ def compile_inductor(
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
-        "joint_custom_pre_pass": _Passes(pipeline.joint(plan), plan),
+        "joint_custom_pre_pass": _Passes(pipeline.joint_passes(plan), plan),
         "custom_partitioner_fn": _Partitioner(partition, plan),
-        "post_grad_custom_post_pass": _Schedule(pipeline.schedule(plan), plan),
+        "post_grad_custom_post_pass": _Schedule(pipeline.schedule_passes(plan), plan),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
         "shape_padding": False,  # it measures, so ranks would get different graphs, and collectives in different orders
         **config,
@@ -88,10 +88,10 @@ class _Passes(CustomGraphPass):
         self.plan = plan
 
     def __call__(self, graph: Graph) -> None:
-        pipeline.run(graph, self.passes)
+        pipeline.run_passes(graph, self.passes)
 
     def uuid(self) -> str:
-        names = [pipeline.name_of(each) for each in self.passes]
+        names = [pipeline.pass_name(each) for each in self.passes]
         return f"{names} {self.plan} {cache_key()}"
 
 

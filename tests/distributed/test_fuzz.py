@@ -87,7 +87,7 @@ class Poisoner(Interpreter):
         super().__init__(GraphModule(torch.nn.Module(), graph), garbage_collect_values=False)
         windows = ParamLifetimes(self.module.graph)
         self.dead = {}
-        for window in windows.windows:
+        for window in windows.lifetimes:
             if not window.returned:
                 self.dead.setdefault(windows.liveness.nodes[window.ends], []).append(window.wait)
 
@@ -124,10 +124,10 @@ def plans(seed, rank, world):
         for number in range(PLANS):
             drawn = Settings.parse(fuzz.options_of(1000 * seed + number))
             link = [CPU.over("gloo", world), H200.over("p2p", 8), H200.over("nccl", 4096)][number % 3]
-            schedule = pipeline.schedule(drawn.plan(link, 1 << 30))
+            schedule = pipeline.schedule_passes(drawn.plan(link, 1 << 30))
             for graph, arguments, expected in ((forward, given, results), (backward, tangents_and_saved, gradients)):
                 planned, _ = copied(graph)
-                pipeline.run(planned, schedule)
+                pipeline.run_passes(planned, schedule)
                 if not {"sink_gathers", "regather"} & set(drawn.skip_passes):
                     verify_lifetimes(planned, drawn.gather_budget_bytes)
                 found = Poisoner(planned).run(*arguments)

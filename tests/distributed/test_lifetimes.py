@@ -299,7 +299,7 @@ def late_step(rank, world, sabotage=None, gather_budget_bytes=MATRIX_BYTES, buck
     plan = settings.plan(CPU.over("gloo", world), free_bytes=0)
 
     def schedule(graph):
-        pipeline.run(graph, pipeline.schedule(plan))
+        pipeline.run_passes(graph, pipeline.schedule_passes(plan))
         if sabotage is not None:
             sabotage(graph)
         planned.append(fx_order(graph))
@@ -429,7 +429,7 @@ def test_widths_that_alternate_travel_as_two_groups():
         for at, shard in enumerate(shards)
     ]
     output.args = (tuple(insert(graph, output, GATHER_WAIT, start, like=start) for start in starts),)
-    pipeline.run(graph, [functools.partial(bucket, gather_bytes=1 << 20, reduce_bytes=0)])
+    pipeline.run_passes(graph, [functools.partial(bucket, gather_bytes=1 << 20, reduce_bytes=0)])
     groups = calls(graph, GATHER_GROUP_START)
     assert [group.args[0] for group in groups] == [shards[::2], shards[1::2]] and not calls(graph, GATHER_START)
     gathered = [wait.meta["val"].dtype for wait in calls(graph, GATHER_WAIT)]

@@ -41,7 +41,7 @@ from zcompile.analysis.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.free import free
-from zcompile.passes.regather import given_up
+from zcompile.passes.regather import regather_points
 from zcompile.planning.command import install_trace_readers, main
 from zcompile.planning.explain import copied, trace
 from zcompile.profile.models import Llama, Size, Workload, load
@@ -69,7 +69,7 @@ def test_a_plan_gives_readers_no_new_storage(traced):
     for one in traced:
         planned, _ = copied(one.graph)
         before = {value(gather).untyped_storage()._cdata for gather in calls(planned, GATHER)}
-        pipeline.run(planned, pipeline.schedule(Settings().plan(H200.over("p2p", 8), 1 << 30)))
+        pipeline.run_passes(planned, pipeline.schedule_passes(Settings().plan(H200.over("p2p", 8), 1 << 30)))
         waits = calls(planned, GATHER_WAIT)
         assert waits and {value(wait).untyped_storage()._cdata for wait in waits} <= before
 
@@ -195,7 +195,7 @@ def test_given_up_is_as_seldom_as_can_be():
             read = [at for at, one in enumerate(sequence) if one == number]
             if read:
                 places[gather] = read
-        again = given_up(places, capacity * 4, last=len(sequence))
+        again = regather_points(places, capacity * 4, last=len(sequence))
         assert len(places) + sum(map(len, again.values())) == fewest_misses(tuple(sequence), capacity)
 
 
@@ -214,9 +214,9 @@ def test_prefetch_hides_as_much_as_starting_everything_first_within_the_budget(t
         plan = settings.plan(link, 0)
         for at, one in enumerate(traced):
             graph, _ = copied(one.graph)
-            pipeline.run(graph, pipeline.schedule(plan))
+            pipeline.run_passes(graph, pipeline.schedule_passes(plan))
             windows = ParamLifetimes(graph)
-            assert max(windows.full_bytes()) <= windows.bound(budget)
+            assert max(windows.unsharded_bytes()) <= windows.bound_bytes(budget)
             exposed[name, at] = simulate(graph, Costs(graph, link)).exposed_s
             if name == "planned":
                 first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -248,10 +248,10 @@ def test_a_gather_is_not_earlier_than_it_must_be():
     slow = Plan(link, gather_budget_bytes=1 << 30, reduce_budget_bytes=0, bucket_bytes=0, save_for_backward_bytes=0)
     transfer_s = link.gather_s(256 * 256 * 4)
     hardware = replace(link.hardware, kernel_s=10 * transfer_s)
-    pipeline.run(graph, pipeline.schedule(replace(slow, link=replace(link, hardware=hardware))))
+    pipeline.run_passes(graph, pipeline.schedule_passes(replace(slow, link=replace(link, hardware=hardware))))
     windows = ParamLifetimes(graph)
-    assert max(windows.full_bytes()) == 2 * 256 * 256 * 4
-    assert all(later.begins > sooner.begins for sooner, later in itertools.pairwise(windows.windows))
+    assert max(windows.unsharded_bytes()) == 2 * 256 * 256 * 4
+    assert all(later.begins > sooner.begins for sooner, later in itertools.pairwise(windows.lifetimes))
 
 
 def explained_beside_micro_steps(rank, world, microbatch_cache_bytes):
@@ -514,7 +514,9 @@ def origin(node):
 def planned_products(graph, disabled):
     """Places of nodes in the planned graph; its products that read a full parameter, by the gradient they read; its other products."""
     planned, _ = copied(graph)
-    pipeline.run(planned, pipeline.schedule(Settings(skip_passes=disabled).plan(H200.over("p2p", 8), 1 << 30)))
+    pipeline.run_passes(
+        planned, pipeline.schedule_passes(Settings(skip_passes=disabled).plan(H200.over("p2p", 8), 1 << 30))
+    )
     full = {link for wait in calls(planned, GATHER_WAIT) for link in chain(wait)}
     products = calls(planned, aten.mm.default)
     reading = {origin(one.args[0]): one for one in products if one.args[1] in full}
@@ -573,7 +575,7 @@ def test_weight_gradients_of_checkpointed_branches_come_with_each():
         _, backward = trace(lambda: model(torch.zeros(256, 16)), plan, lambda leaf: names.get(id(leaf)))
     for disabled in ((), ("free",)):
         planned, _ = copied(backward.graph)
-        pipeline.run(planned, pipeline.schedule(replace(plan, disabled=disabled)))
+        pipeline.run_passes(planned, pipeline.schedule_passes(replace(plan, disabled=disabled)))
         peaks.append(max(Liveness(planned).live_bytes()))
     assert peaks[0] < 1.25 * peaks[1], peaks
 
@@ -582,8 +584,8 @@ def test_full_matrices_die_at_their_first_reader(traced):
     """There is nothing between a decoder's first and last reader of a matrix that another order could move behind it."""
     for one in traced:
         graph, _ = copied(one.graph)
-        pipeline.run(graph, pipeline.schedule(Settings().plan(H200.over("p2p", 8), 1 << 40)))
-        for window in ParamLifetimes(graph).windows:
+        pipeline.run_passes(graph, pipeline.schedule_passes(Settings().plan(H200.over("p2p", 8), 1 << 40)))
+        for window in ParamLifetimes(graph).lifetimes:
             if not window.returned and value(window.wait).ndim > 1:
-                outside = {reader for _, reader in readers(window.wait, chain(window.wait))}
+                outside = {reader for _, reader in readers(chain(window.wait))}
                 assert len(outside) == 1, window.shard

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from zcompile.options import Settings
+from zcompile.backend import parse_options
+from zcompile.old_names import current_options
 
 
 def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
@@ -13,16 +14,15 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
 
     Raises:
         ValueError: an option is unknown or wrong, or zcompile cannot work with another part of the config or with
-        `model`. The
-            message says what to remove.
+            `model`. The message says what to remove.
     """
     block = config.get("zcompile")
     if block is None:
         return None
     if not isinstance(block, Mapping) or not isinstance(block.get("enabled", False), bool):
         raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in the DeepSpeed config.')
-    options = {name: value for name, value in block.items() if name != "enabled"}
-    Settings.parse(options)
+    options = current_options({name: value for name, value in block.items() if name != "enabled"})
+    parse_options(options)
     if not block.get("enabled", False):
         return None
     reason = _conflict_in(config)

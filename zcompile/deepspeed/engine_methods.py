@@ -97,12 +97,12 @@ class EngineMethods(abc.ABC):
         self.backward_succeeded = self.backward_succeeded or self.delivered
         for partition in self.partitions.values():
             if partition.moved():
-                self.state.refresh(partition)
+                self.state.follow_storage(partition)
             if partition.leaf.requires_grad != partition.parameter.requires_grad:
                 partition.leaf.requires_grad_(partition.parameter.requires_grad)
         self.cache_across_microbatches(self.state)
         # DeepSpeed edits partitions in ways that no version counter sees. By now, whoever edits partitions has done so.
-        self.state.runtime.renew()
+        self.state.runtime.refresh()
         with self.hooks.around_forward(inputs, kwargs) as (inputs, kwargs), self.reads_that_gather():
             outputs = self.original.forward(self.engine, *inputs, **kwargs)
         if self.attempt:
@@ -131,16 +131,16 @@ class EngineMethods(abc.ABC):
     @contextlib.contextmanager
     def reads_that_gather(self) -> Iterator[None]:
         """Let modules gather the parameters that they read in eager, outside of compiled regions."""
-        self.set_at_rest(False)
+        self.set_eager_reads_sharded(False)
         try:
             yield
         finally:
-            self.set_at_rest(True)
+            self.set_eager_reads_sharded(True)
 
-    def set_at_rest(self, at_rest: bool) -> None:
-        """Set `ShardedModel.at_rest`: whether an uncompiled read returns DeepSpeed's parameter and gathers nothing."""
+    def set_eager_reads_sharded(self, eager_reads_sharded: bool) -> None:
+        """Set `ShardedModel.eager_reads_sharded`: whether an uncompiled read returns DeepSpeed's parameter and gathers nothing."""
         if self.state is not None:
-            self.state.at_rest = at_rest
+            self.state.eager_reads_sharded = eager_reads_sharded
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for `DeepSpeedEngine.step`. The optimizer's step makes what microbatches cached out of date."""

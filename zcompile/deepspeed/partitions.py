@@ -37,7 +37,7 @@ class Partition(ShardedParameter):
         """This rank's partition, [elements without padding]."""
         return _without_padding(self.parameter, self.rank)
 
-    def masters(self) -> list[torch.Tensor]:
+    def main_params(self) -> list[torch.Tensor]:
         """Tensors through which users may write to the partition."""
         return [self.parameter.ds_tensor]
 
@@ -45,7 +45,7 @@ class Partition(ShardedParameter):
         """Whether DeepSpeed has put the partition elsewhere."""
         return self.leaf.numel() > 0 and self.leaf.data_ptr() != self.parameter.ds_tensor.data_ptr()
 
-    def deliver(self, leaf: torch.Tensor) -> None:
+    def post_accumulate_grad(self, leaf: torch.Tensor) -> None:
         """Hand the leaf's gradient to `accept`."""
         grad, leaf.grad = leaf.grad, None
         if grad is not None and self.parameter.requires_grad:

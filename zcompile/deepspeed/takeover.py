@@ -75,8 +75,8 @@ class Takeover(EngineMethods):
             self.lean_step.install()
         self.hooks.remove()
         _let_timer_synchronize(self.engine, False)
-        install_readers(state, None, alone=False)
-        state.at_rest = True
+        install_readers(state, None, single_rank=False)
+        state.eager_reads_sharded = True
         log.info(
             "zcompile: trains this DeepSpeed engine, %d parameters; transport %s: %s",
             len(self.partitions),
@@ -136,8 +136,8 @@ class Takeover(EngineMethods):
         if regions and module not in regions:
             # What lies outside of the regions reads in eager, also when the module is called directly.
             self.region_hooks = [
-                module.register_forward_pre_hook(lambda *_: self.set_at_rest(False)),
-                module.register_forward_hook(lambda *_: self.set_at_rest(True), always_call=True),
+                module.register_forward_pre_hook(lambda *_: self.set_eager_reads_sharded(False)),
+                module.register_forward_hook(lambda *_: self.set_eager_reads_sharded(True), always_call=True),
             ]
         self.engine._is_compiled = True
         self.engine._compile_kwargs = compile_kwargs
@@ -165,8 +165,8 @@ class Takeover(EngineMethods):
         elif padding > 0:
             self.lean_step.accept(parameter, grad, add)
         else:
-            self.lean_step.accept(parameter, grad, partition.added)
-            partition.let_accumulate(self.lean_step.gradients[parameter.ds_id])
+            self.lean_step.accept(parameter, grad, partition.add_grad)
+            partition.let_reduce_add_to(self.lean_step.gradients[parameter.ds_id])
 
     def give_back(self, reason: str, restore: bool = True) -> None:
         """Let DeepSpeed gather and reduce again.

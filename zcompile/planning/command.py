@@ -12,14 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.analysis.hardware import TABLES, Hardware, Link
-from zcompile.options import Plan, Settings
+from zcompile.options import Plan
 from zcompile.planning.argument_parser import Parser, positive
 from zcompile.planning.explanation import Explanation, comparison
 from zcompile.planning.llama import SIZES
 from zcompile.planning.predict import predict_step
 from zcompile.planning.trace import Traced, trace
 from zcompile.planning.workloads import BadInput, Workload, load
-from zcompile.sharding.class_swap import read_unsharded_trace
+from zcompile.sharding.class_swap import install_tracing_readers
 
 STATES = 4  # weight, gradient and two moments
 
@@ -112,7 +112,7 @@ def install_trace_readers(workload: Workload, dtype: torch.dtype) -> dict[int, s
     names: dict[int, str] = {}
     seen: dict[int, nn.Parameter] = {}
     for path, module in list(workload.model.named_modules()):
-        for leaf, attribute in read_unsharded_trace(module, dtype, seen):
+        for leaf, attribute in install_tracing_readers(module, dtype, seen):
             names.setdefault(id(leaf), f"{path}.{attribute}" if path else attribute)
     return names
 
@@ -135,7 +135,7 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
         raise BadInput("--ranks takes at least one number")
     hardware = TABLES[arguments.hardware]
     save_mib = _numbers("--save-for-backward", arguments.save_for_backward or "")
-    settings = Settings.parse({"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {})
+    settings = parse_options({"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {})
     plans = [settings.plan(_link(hardware, arguments.transport, world), hardware.memory_bytes) for world in ranks]
     begin = time.monotonic()
     traced, parameters = _traced(arguments, plans[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zcompile.options import Settings
+from zcompile.backend import parse_options
 from zcompile.planning.explanation import Explanation
 from zcompile.planning.predict import predict_step
 from zcompile.planning.trace import trace
@@ -30,7 +30,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
         RuntimeError: the model is not sharded, or Dynamo captured nothing of it.
         ValueError: an unknown option, or a transport that is not possible here.
     """
-    settings, state = Settings.parse(options), state_of(model)
+    settings, state = parse_options(options), state_of(model)
     names = {id(sharded.leaf): name for name, sharded in state.parameters.items()}
     transport = state.transport.transport
     if settings.transport != "auto":

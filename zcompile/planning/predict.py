@@ -5,7 +5,7 @@ from typing import cast
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.cost_model import Costs, Timeline, moved_bytes, simulate
+from zcompile.analysis.cost_model import Costs, Timeline, simulate, wire_bytes
 from zcompile.analysis.fx_utils import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,
@@ -13,9 +13,9 @@ from zcompile.analysis.fx_utils import (
     GATHERS,
     REDUCE_GROUP_START,
     REDUCES,
-    bytes_of,
     calls,
-    sizes_of,
+    result_bytes,
+    transfer_bytes,
     value,
 )
 from zcompile.analysis.hardware import Link
@@ -93,7 +93,7 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
         cached: what is cached inside of `zcompile.accumulate`; None outside of it.
     """
     graph, copies = copied(traced.graph)
-    pipeline.run(graph, pipeline.schedule(plan))
+    pipeline.run_passes(graph, pipeline.schedule_passes(plan))
     names = {copies[node]: name for node, name in traced.names.items()}
     costs = Costs(graph, plan.link, plan.fused)
     hits = {start for start in calls(graph, GATHER_CACHED_START) if _key(start, names) in (cached or ())}
@@ -103,27 +103,27 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
     # Inside of `zcompile.accumulate`, later microbatches need the shards, so gradients have memory of their own.
     fraction = _gradient_fraction(plan.link) if cached is None else 1.0
     scale = fraction * traced_world / plan.link.world
-    live = costs.liveness.live_bytes(but=shards | hits, scaled=set(calls(graph, *REDUCES)), scale=scale)
+    live = costs.liveness.live_bytes(exclude=shards | hits, scaled=set(calls(graph, *REDUCES)), scale=scale)
     gathers = [start for start in calls(graph, *GATHERS) if start not in hits]
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
-    rows = tuple(Rows(*_key(node, names), *sizes_of(node)) for node in calls(graph, GATHER_ROWS))
+    rows = tuple(Rows(*_key(node, names), *result_bytes(node)) for node in calls(graph, GATHER_ROWS))
     ms = _stretched(timeline)
-    unsharded = lifetimes.full_bytes(kept=True, but=hits)
+    unsharded = lifetimes.unsharded_bytes(include_returned=True, exclude=hits)
     curve = [(ms(begin_s), *nbytes) for begin_s, nbytes in zip(timeline.begins_s, zip(live, unsharded))]
     return PlannedGraph(
         kind=traced.kind,
         nodes=len(costs.liveness.nodes),
         gathers=_gathers(lifetimes, timeline, names, hits),
         rows=rows,
-        gathered_bytes=sum(map(bytes_of, gathers)) + sum(matrix.nbytes for matrix in rows),
-        reduced_bytes=sum(moved_bytes(start, plan.link) for start in calls(graph, *REDUCES)),
+        gathered_bytes=sum(map(transfer_bytes, gathers)) + sum(matrix.nbytes for matrix in rows),
+        reduced_bytes=sum(wire_bytes(start, plan.link) for start in calls(graph, *REDUCES)),
         compute_ms=1e3 * timeline.compute_s,
         exposed_ms=1e3 * timeline.exposed_s,
         slowed_ms=1e3 * timeline.slowed_s,
-        unsharded_bytes=max(lifetimes.full_bytes(but=hits)),
-        bound_bytes=lifetimes.bound(plan.gather_budget_bytes),
+        unsharded_bytes=max(lifetimes.unsharded_bytes(exclude=hits)),
+        bound_bytes=lifetimes.bound_bytes(plan.gather_budget_bytes),
         live_bytes=max(live),
-        saved_bytes=sum(sum(sizes_of(node)) for node in inputs) if traced.kind == "backward" else 0,
+        saved_bytes=sum(sum(result_bytes(node)) for node in inputs) if traced.kind == "backward" else 0,
         memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
         transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
     )
@@ -136,7 +136,7 @@ def _gathers(
     hits: starts that find their parameter cached, which gather nothing.
     """
     transfers = {transfer.start: transfer for transfer in timeline.transfers}
-    groups = dict.fromkeys(lifetime.start for lifetime in lifetimes.windows)
+    groups = dict.fromkeys(lifetime.start for lifetime in lifetimes.lifetimes)
     buckets = {start: i for i, start in enumerate(start for start in groups if start.target is GATHER_GROUP_START)}
 
     def gather_of(lifetime: ParamLifetime) -> Gather:
@@ -149,7 +149,7 @@ def _gathers(
             nbytes=lifetime.nbytes,
             bucket=buckets.get(lifetime.start),
             starts=lifetime.begins,
-            arrives=lifetimes.liveness.at[lifetime.wait],
+            arrives=lifetimes.liveness.position[lifetime.wait],
             dies=lifetime.ends,
             transfer_us=1e6 * part * (transfer.ends_s - transfer.begins_s),
             exposed_us=1e6 * part * transfer.exposed_s,
@@ -157,7 +157,7 @@ def _gathers(
             cached=lifetime.start.target is GATHER_CACHED_START,
         )
 
-    return tuple(gather_of(lifetime) for lifetime in lifetimes.windows if lifetime.start not in hits)
+    return tuple(gather_of(lifetime) for lifetime in lifetimes.lifetimes if lifetime.start not in hits)
 
 
 def _gradient_fraction(link: Link) -> float:

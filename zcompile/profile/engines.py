@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zcompile.options import Settings
+from zcompile.backend import parse_options
 from zcompile.planning.workloads import BadInput
 from zcompile.profile.deepspeed_engines import DeepCompile, Zero3, Zero3Zcompile
 from zcompile.profile.engine import Engine, Training
@@ -80,7 +80,7 @@ def find(name: str) -> tuple[Entry, dict[str, Any]]:
     if options and not ENGINES[kind].takes_options:
         raise BadInput(f"engine {kind!r} takes no options")
     try:
-        Settings.parse(options)
+        parse_options(options)
     except ValueError as error:
         raise BadInput(f"engine {name!r}: {error}") from error
     return ENGINES[kind], options

@@ -124,7 +124,11 @@ class StepMode(TorchDispatchMode):
         ours = {i: index_of[id(parameter)] for i, parameter in enumerate(parameters) if id(parameter) in index_of}
         tensors = [[_local(each[i]) for i in ours] for each in (parameters, gradients, averages, squares, counts)]
         settings = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
-        if ours and _is_plain(func, kwargs) and self.state.runtime.step(list(ours.values()), tensors, **settings):
+        if (
+            ours
+            and _is_plain(func, kwargs)
+            and self.state.runtime.fused_adam_step(list(ours.values()), tensors, **settings)
+        ):
             self.refreshes_cache = True
             # At once: whoever wrote to a gradient now, a hook or a handler of an error, would write to the cache.
             for i in ours:
