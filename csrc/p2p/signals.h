@@ -13,7 +13,7 @@
 // serves one other. But ranks drift apart, two of them then copy from the same peer, and each gets half of the
 // bandwidth. Among eight ranks, pulls that were started independently moved 207 GB/s, and 302 GB/s when ranks had
 // started each of them together. Pulls and pushes at once moved 178 and 309 GB/s. So where there are more than two
-// ranks, every pull that is large enough begins with a barrier. Pushes begin with one in any case.
+// ranks, every pull that is large enough begins with a barrier, and so does every push of whatever size.
 //
 // The barrier of a pull is for speed alone. A peer may not come to it, because it has another program or is compiling.
 // Then the watchdog ends the wait after half a second, and this rank waits at no pull until the next refresh of the
