@@ -9,6 +9,7 @@ import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
 from torch.fx import Graph, GraphModule, Node
 
+from zcompile.backend import compile_aot_eager
 from zcompile.options import Plan
 
 
@@ -31,10 +32,6 @@ def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | Non
     Raises:
         RuntimeError: Dynamo captured nothing.
     """
-    from zcompile.backend import (
-        compile_aot_eager,
-    )  # imports Inductor, which takes a second that `import zcompile` saves
-
     traced: list[Traced] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
