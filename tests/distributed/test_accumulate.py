@@ -1,4 +1,4 @@
-"""Micro-steps that share what was gathered: the same numbers, fewer bytes, within their bytes."""
+"""Micro-steps that share what was gathered: the assert_same_run numbers, fewer bytes, within their bytes."""
 
 import contextlib
 import copy
@@ -8,87 +8,46 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.microbatches import (
+    MICROBATCHES,
+    STEPS,
+    UNBUCKETED,
+    accumulate_checked,
+    assert_same_run,
+    separately,
+    train_microbatches,
+)
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.reference import compiled, same_grads, train_beside
+from tests.support.sharded_ops import ops
 from zcompile.sharding.model_state import state_of
-
-ops = torch.ops.zcompile
-STEPS, MICRO_STEPS = 3, 3
-ALONE = {
-    "bucket_bytes": 0,
-    "save_for_backward_bytes": 0,
-}  # what travels in a group, or is saved for backward, is not kept
-
-
-def train(rank, around, device="cpu", transport=None, edit=False, **how):
-    """The model after some steps, the losses of all micro-steps, and the bytes that each step gathered."""
-    torch.manual_seed(0)
-    model = compiled(Transformer().to(device), **how)
-    if transport:
-        state_of(model).runtime.use_transport(transport)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    losses, gathered = [], []
-    for step in range(STEPS):
-        zcompile.reset_stats(model)
-        with around(model):
-            for micro in range(MICRO_STEPS):
-                loss = loss_of(model, batch(MICRO_STEPS * step + micro, rank).to(device))
-                loss.backward()
-                losses.append(loss.item())
-                if edit:
-                    with torch.no_grad():
-                        next(model.parameters()).mul_(1.25)
-        optimizer.step()
-        optimizer.zero_grad()
-        gathered.append(sum(zcompile.stats(model)["gathered_bytes"].values()))
-    return model, losses, gathered
-
-
-def alone(model):
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def checked(model):
-    """`accumulate`, at whose end what is kept is as it was gathered: compiled code wrote nothing else there."""
-    with zcompile.accumulate(model):
-        yield
-        before = zcompile.stats(model)
-        for sharded in state_of(model).parameters.values():
-            kept = ops.gather_wait(ops.gather_cached_start(sharded.leaf.detach(), list(sharded.shape), torch.float32))
-            assert torch.equal(kept, sharded.parameter.full_tensor()), sharded.name
-        assert zcompile.stats(model)["gathers"] == before["gathers"]
-
-
-def same(one, other):
-    """Two models that trained: losses and parameters bitwise."""
-    (model, losses, _), (other_model, other_losses, _) = one, other
-    assert losses == other_losses, (losses, other_losses)
-    for (name, ours), theirs in zip(model.named_parameters(), other_model.parameters(), strict=True):
-        assert torch.equal(ours.to_local(), theirs.to_local()), name
 
 
 def gathers_once(rank, world, inner):
-    apart = train(rank, alone, inner=inner, options=ALONE)
-    together = train(rank, checked, inner=inner, options=ALONE)
-    same(together, apart)
+    apart = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
+    together = train_microbatches(rank, accumulate_checked, inner=inner, options=UNBUCKETED)
+    assert_same_run(together, apart)
     model, _, gathered = together
     assert gathered == STEPS * [
         4 * sum(parameter.numel() for parameter in model.parameters())
     ]  # one width, once a step
-    assert zcompile.stats(model)["reduces"] == MICRO_STEPS * len(list(model.parameters()))
+    assert zcompile.stats(model)["reduces"] == MICROBATCHES * len(list(model.parameters()))
 
     embed_bytes = 4 * model.embed.weight.numel()  # of forward's first read, which backward reads too
     rows = -(-model.embed.weight.shape[0] // world) * world  # equal pieces
     just_enough = embed_bytes * rows // model.embed.weight.shape[0]
-    little = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"microbatch_cache_bytes": just_enough})
-    same(little, apart)
+    little = train_microbatches(
+        rank, zcompile.accumulate, inner=inner, options=UNBUCKETED | {"microbatch_cache_bytes": just_enough}
+    )
+    assert_same_run(little, apart)
     assert [one - other for one, other in zip(apart[2], little[2])] == STEPS * [
-        (2 * MICRO_STEPS - 1) * embed_bytes
+        (2 * MICROBATCHES - 1) * embed_bytes
     ]  # forward and backward of each, but for one
 
-    none = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"microbatch_cache_bytes": 0})
-    same(none, apart)
+    none = train_microbatches(
+        rank, zcompile.accumulate, inner=inner, options=UNBUCKETED | {"microbatch_cache_bytes": 0}
+    )
+    assert_same_run(none, apart)
     assert none[2] == apart[2]
 
 
@@ -101,8 +60,11 @@ def by_default(rank, world):
     """Groups and what is saved for backward travel as ever; an edit between micro-steps is seen."""
     for how in ({}, {"edit": True}, {"param_dtype": torch.bfloat16}):
         how["options"] = {"bucket_bytes": 2000}
-        apart, together = train(rank, alone, **how), train(rank, zcompile.accumulate, **how)
-        same(together, apart)
+        apart, together = (
+            train_microbatches(rank, separately, **how),
+            train_microbatches(rank, zcompile.accumulate, **how),
+        )
+        assert_same_run(together, apart)
         assert all(one < other for one, other in zip(together[2], apart[2], strict=True))
 
 
@@ -133,7 +95,7 @@ def collect(parameter, held):
 def with_gradients_edited(rank, world, edit):
     """What users do to gradients between micro-steps is respected, although a reduce adds to what it finds."""
     found = []
-    for around in (alone, zcompile.accumulate):
+    for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
         model = compiled(Transformer())
         places, held = [], []
@@ -180,9 +142,9 @@ class Overwriting(torch.nn.Module):
 
 def weights_overwritten(rank, world):
     found = []
-    for around in (alone, zcompile.accumulate):
+    for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
-        model = compiled(Overwriting(), inner="inductor", options=ALONE)
+        model = compiled(Overwriting(), inner="inductor", options=UNBUCKETED)
         with around(model):
             for _ in range(3):
                 loss = model(torch.ones(4, 6))
@@ -210,7 +172,7 @@ def saved_and_kept(rank, world):
     torch.manual_seed(0)
     model = compiled(Gated(), inner="inductor", options={"bucket_bytes": 0, "save_for_backward_bytes": 1 << 20})
     losses = []
-    with checked(model):
+    with accumulate_checked(model):
         for _ in range(3):
             loss = model(torch.ones(32, 32))
             loss.backward()
@@ -240,9 +202,9 @@ def test_ranks_keep_alike(ranks):
 def replaced_inside(rank, world):
     """Loading weights inside, and a step, which is refused."""
     found = []
-    for around in (alone, zcompile.accumulate):
+    for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
-        model = compiled(Transformer(), options=ALONE)
+        model = compiled(Transformer(), options=UNBUCKETED)
         weights = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
         with around(model):
             for micro in range(3):
@@ -300,7 +262,7 @@ def test_a_backward_inside_of_a_backward(ranks):
 
 
 def kept_until_the_end(rank, world):
-    model = compiled(Transformer(), options=ALONE)
+    model = compiled(Transformer(), options=UNBUCKETED)
     runtime = state_of(model).runtime
     leaf, shape = model.__dict__["_modules"]["embed"].__dict__["_zcompile_leaf_weight"].detach(), [61, 18]
 
@@ -332,7 +294,7 @@ def micro_steps_beside_unsharded(rank, world):
         with zcompile.accumulate(model) if sharded else contextlib.nullcontext():
             return loss_of(model, batch(step, of_rank))
 
-    train_beside(rank, world, loss=loss, micro_steps=3)
+    train_beside(rank, world, loss=loss, microbatches=3)
 
 
 def test_forwards_that_end_before_their_backwards(ranks):

@@ -9,82 +9,19 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.distributed.test_ops import ops, shards
+from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
 from tests.support.reference import compiled, lm_loss, same_grads
+from tests.support.sharded_ops import ops, shards
 from zcompile.analysis.fx_utils import GATHER, GATHER_ROWS, calls
 from zcompile.analysis.hardware import H200
 from zcompile.backend import compile_aot_eager
 from zcompile.options import Settings
-from zcompile.sharding.model_state import state_of
-
-SHAPES = [(13, 7), (1, 5), (333, 77), (40, 16), (3001, 4096)]  # uneven, fewer rows than ranks, odd, wide, in pieces
-WIDTHS = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float32, torch.float16),
-]
-
-
-def indices_of(rows, shape, rank, device):
-    generator = torch.Generator().manual_seed(rank)
-    return (rows * torch.rand(shape, generator=generator) ** 2).long().to(device)  # many of them twice and more often
-
-
-def dense_of(grad, indices, shape, dtype):
-    """What the gradient of the whole matrix is: a sum in fp32, in the order of tokens, rounded once."""
-    total = torch.zeros(shape)
-    for row, index in zip(grad.flatten(0, -2).float().cpu(), indices.flatten().tolist(), strict=True):
-        if index >= 0:
-            total[index] += row
-    return total.to(dtype).to(grad.device)
-
-
-def rows_like_whole(rank, world, transport, device="cpu"):
-    module, leaves = shards(world, *SHAPES, device=device)
-    runtime = state_of(module).runtime
-    runtime.use_transport(transport)
-    runtime.collect_squares()
-    leaves = [leaf.detach() for leaf in leaves]
-    for step in range(3 if device == "cuda" else 1):  # peer to peer, the first one publishes nothing
-        for shape, leaf in zip(SHAPES, leaves, strict=True):
-            indices = indices_of(
-                shape[0], (2, 3 + 8 * rank), 10 * step + rank, device
-            )  # ranks need not have equally many
-            for dtype in (torch.float32, torch.bfloat16):
-                for index in (indices, indices.int(), indices[:, :0]):
-                    found = ops.gather_rows(leaf, list(shape), dtype, index)
-                    assert torch.equal(found, nn.functional.embedding(index, ops.gather(leaf, list(shape), dtype))), (
-                        shape,
-                        dtype,
-                    )
-        for grad_dtype, dtype in WIDTHS:
-            for at, (shape, leaf) in enumerate(zip(SHAPES, leaves, strict=True)):
-                indices = indices_of(shape[0], (2, 3 + 40 * rank), 10 * step + rank, device)
-                indices[0, 0] = -1
-                grad = torch.randn((*indices.shape, shape[1]), device=device).to(grad_dtype)
-                runtime.clear_squares()
-                pending = ops.reduce_rows_start(grad, leaf, list(shape), dtype, indices)
-                reduced = ops.reduce_wait(pending, grad)
-                torch.testing.assert_close(
-                    runtime.squares_of(at, reduced).sum(), reduced.double().square().sum(), rtol=1e-12, atol=0
-                )
-                whole = ops.reduce(dense_of(grad, indices, shape, dtype), leaf)
-                assert torch.equal(reduced, whole), (shape, grad_dtype, dtype)
-                nothing = ops.reduce_rows(grad, leaf, list(shape), dtype, torch.full_like(indices, -1))
-                assert not nothing.any() and nothing.shape == leaf.shape
-                count = rank  # none on the first one
-                some = ops.reduce_rows(grad[:count], leaf, list(shape), dtype, indices[:count])
-                assert torch.equal(some, ops.reduce(dense_of(grad[:count], indices[:count], shape, dtype), leaf))
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(1.5)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "late c10d"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows(ranks, world, transport):
-    ranks(world).run(rows_like_whole, transport)
+    ranks(world).run(rank_rows_like_whole, transport)
 
 
 def bad_rows(rank, world):
@@ -100,20 +37,6 @@ def bad_rows(rank, world):
 
 def test_bad_rows(ranks):
     ranks(2).run(bad_rows)
-
-
-class Tables(nn.Module):
-    """A language model whose embedding is its own, and a table of which one row is padding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(61, 18)
-        self.kinds = nn.Embedding(7, 18, padding_idx=3)
-        self.mix, self.head = nn.Linear(18, 18), nn.Linear(18, 61)
-
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.kinds(tokens % 7)
-        return self.head(torch.tanh(self.mix(x)))
 
 
 @contextlib.contextmanager
@@ -132,33 +55,13 @@ def said():
         log.setLevel(level)
 
 
-def curve(rank, options, device="cpu", transport=None, steps=3, micro_steps=1, **how):
-    """Losses and gradients of some steps, whose micro-steps share gathers."""
-    torch.manual_seed(0)
-    model = compiled(Tables().to(device), options=options, **how)
-    if transport:
-        state_of(model).runtime.use_transport(transport)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = []
-    for step in range(steps):
-        with zcompile.accumulate(model) if micro_steps > 1 else contextlib.nullcontext():
-            for micro in range(micro_steps):
-                loss = lm_loss(model, micro_steps * step + micro, rank)
-                loss.backward()
-                found.append(loss.detach())
-        found += [parameter.grad.to_local().clone() for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
 def leaving_them_out_changes_nothing(rank, world, dtype, micro_steps):
-    how = {"param_dtype": dtype, "micro_steps": micro_steps}
+    how = {"param_dtype": dtype, "microbatches": micro_steps}
     with torch._inductor.config.patch(force_disable_caches=True):  # passes do not run where a cache has what they made
         with said() as something:
-            rows = curve(rank, {"inner": "inductor"}, **how)
+            rows = tables_curve(rank, {"inner": "inductor"}, **how)
         with said() as nothing:
-            whole = curve(rank, {"inner": "inductor", "skip_passes": ["embedding_rows"]}, **how)
+            whole = tables_curve(rank, {"inner": "inductor", "skip_passes": ["embedding_rows"]}, **how)
     assert all(torch.equal(one, other) for one, other in zip(rows, whole, strict=True))
     assert len(something) == 1 and "+2 zcompile.reduce_rows.default" in something[0] and not nothing
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import zcompile
-from tests.distributed.test_training import autocast_loss
 from tests.support.models import Transformer, batch, loss_of
-from tests.support.reference import compiled, full, lm_loss
+from tests.support.reference import autocast_loss, compiled, full, lm_loss
 from zcompile.options import OPTIONAL_PASSES
 
 

@@ -1,4 +1,4 @@
-"""The ops by themselves: schemas, errors, and what a reduce means."""
+"""The ops by themselves: schemas, errors, and what a reduce check_means."""
 
 from unittest import mock
 
@@ -11,19 +11,8 @@ from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
 import zcompile
-from zcompile import _C
-from zcompile.sharding.model_state import state_of
-
-ops = torch.ops.zcompile
-
-
-def shards(world, *shapes, dtype=torch.float32, device="cpu", **how):
-    """One module with a parameter of each shape, sharded; its shards as ops see them."""
-    module = nn.Module()
-    for at, shape in enumerate(shapes):
-        module.register_parameter(f"p{at}", nn.Parameter(torch.randn(shape, dtype=dtype, device=device)))
-    zcompile.shard(module, **how)
-    return module, [module.__dict__[f"_zcompile_leaf_p{at}"] for at in range(len(shapes))]
+from tests.support.reduce_checks import check_means, mean_in_order, rank_squares_of_reduces
+from tests.support.sharded_ops import ops, shards
 
 
 def check(op, make_args, *, values=True, gradients=False, alias=False):
@@ -172,16 +161,6 @@ def test_errors(ranks):
     ranks(2).run(check_errors)
 
 
-def mean_in_order(grads, dtype=torch.float32):
-    """The mean of `grads`, added up in `dtype` from first to last."""
-    total = grads[0].to(dtype, copy=True)
-    for grad in grads[1:]:
-        total += grad.to(dtype)
-    return total / torch.full(
-        (), len(grads), device=total.device
-    )  # a number would be multiplied by its inverse on a GPU
-
-
 def reduces(rank, world):
     shapes = [(13, 7), (8,), (1, 5), (2, 2, 2), (), (0, 4)]  # odd, even, fewer rows than ranks, scalar, empty
     for dtype in (torch.float32, torch.bfloat16):
@@ -210,65 +189,13 @@ def test_reduce_is_the_fp32_sum_in_rank_order(ranks, world):
     ranks(world).run(reduces)
 
 
-def means(device):
-    """Against the same arithmetic op by op, for lengths that end inside of what a block and a thread read at once."""
-    for dtype, out_dtype in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-    ):
-        for numel in (5, 4096, 100_003):
-            rows = [torch.randn(numel, device=device).to(dtype) for _ in range(3)]
-            base = torch.randn(numel, device=device).to(out_dtype)
-            mean = mean_in_order(rows).to(out_dtype)
-            for with_base in (False, True):
-                expected = base + mean if with_base else mean
-                for with_squares in (False, True):
-                    squares = _C.make_squares(numel, torch.device(device)) if with_squares else None
-                    out = torch.empty(numel, device=device, dtype=out_dtype)
-                    _C.mean(rows, 3.0, out, base=base if with_base else None, squares=squares)
-                    assert torch.equal(out, expected), (dtype, out_dtype, numel, with_base, with_squares)
-                    if with_squares:
-                        torch.testing.assert_close(squares.sum(), out.double().square().sum(), rtol=1e-12, atol=0)
-
-
 def test_means():
-    means("cpu")
-
-
-def squares_of_reduces(rank, world, device="cpu", transport="c10d", shapes=((13, 7), (8,), (1, 5), (), (0, 4))):
-    """They are those of what was reduced, and are given for nothing else."""
-    torch.manual_seed(rank)
-    module, leaves = shards(world, *shapes, device=device)
-    runtime = state_of(module).runtime
-    runtime.use_transport(transport)
-    for keeps in (False, True):
-        if keeps:
-            runtime.collect_squares()
-        for dtype in (torch.float32, torch.bfloat16):
-            for index, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True)):
-                grad = torch.randn(shape, device=device).to(dtype)
-                once = ops.reduce(grad, leaf)
-                found = runtime.squares_of(index, once)
-                assert (found is not None) == keeps
-                if keeps:
-                    torch.testing.assert_close(found.sum(), once.double().square().sum(), rtol=1e-12, atol=0)
-                    repeats = [found.clone()]
-                    for _ in range(3):
-                        runtime.clear_squares()
-                        once = ops.reduce(grad, leaf)
-                        repeats.append(runtime.squares_of(index, once).clone())
-                    assert all(torch.equal(repeats[0], repeat) for repeat in repeats), shape
-                assert runtime.squares_of(index, once.clone()) is None or once.numel() == 0
-                twice = ops.reduce(grad, leaf)
-                assert runtime.squares_of(index, once) is None and runtime.squares_of(index, twice) is None
-                runtime.clear_squares()
-                assert runtime.squares_of(index, twice) is None
+    check_means("cpu")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_squares_of_reduces(ranks, world):
-    ranks(world).run(squares_of_reduces)
+    ranks(world).run(rank_squares_of_reduces)
 
 
 def gathers(rank, world):

@@ -10,10 +10,28 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
-from tests.support.models import HUGGING_FACE, Block, Transformer, batch, hugging_face, hugging_face_loss, loss_of
-from tests.support.reference import close, compiled, full, lm_loss, same_grads, same_parameters, train_beside
-
-BF16 = 3e-2  # relative error of a gradient: two bf16 runs that sum in another order
+from tests.support.models import (
+    HUGGING_FACE,
+    Block,
+    Sometimes,
+    Transformer,
+    batch,
+    hugging_face,
+    hugging_face_loss,
+    loss_of,
+    sometimes_loss,
+)
+from tests.support.reference import (
+    BF16,
+    autocast_loss,
+    close,
+    compiled,
+    full,
+    lm_loss,
+    same_grads,
+    same_parameters,
+    train_beside,
+)
 
 
 def eager(model):
@@ -28,11 +46,6 @@ def fp32(rank, world, prepare):
 @pytest.mark.parametrize("prepare", [eager, compiled])
 def test_fp32(ranks, world, prepare):
     ranks(world).run(fp32, prepare)
-
-
-def autocast_loss(model, step, rank):
-    with torch.autocast("cpu", torch.bfloat16):
-        return lm_loss(model, step, rank)
 
 
 def autocast(rank, world):
@@ -116,7 +129,7 @@ def test_activation_checkpointing(ranks, make, prepare):
 
 
 def accumulation(rank, world, prepare):
-    train_beside(rank, world, prepare, micro_steps=3, steps=3)
+    train_beside(rank, world, prepare, microbatches=3, steps=3)
 
 
 @pytest.mark.parametrize("prepare", [eager, compiled])
@@ -186,27 +199,6 @@ def thawed(rank, world, prepare):
 @pytest.mark.parametrize("prepare", [eager, compiled])
 def test_requires_grad_changed_between_steps(ranks, prepare):
     ranks(2).run(thawed, prepare)
-
-
-class Sometimes(nn.Module):
-    """Uses `extra` only if told to, and `deaf` without any effect on the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.extra, self.b = nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, 5)
-        self.deaf, self.never = nn.Linear(9, 3), nn.Linear(3, 3)
-
-    def forward(self, x, use: bool):
-        h = self.a(x).relu()
-        if use:
-            h = h + self.extra(h)
-            self.deaf(h)
-        return self.b(h)
-
-
-def sometimes_loss(model, step, rank):
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x, (step + rank) % 2 == 0).square().mean()
 
 
 def unused(rank, world, prepare):

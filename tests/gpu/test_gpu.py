@@ -18,13 +18,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import zcompile
-from tests.distributed.test_accumulate import ALONE, STEPS, alone, checked, same, train
-from tests.distributed.test_embedding_rows import curve as rows_curve
-from tests.distributed.test_embedding_rows import rows_like_whole
-from tests.distributed.test_native_reduce import native_sums
-from tests.distributed.test_ops import means, squares_of_reduces
+from tests.support.embedding_rows import rank_rows_like_whole, tables_curve
+from tests.support.microbatches import (
+    STEPS,
+    UNBUCKETED,
+    accumulate_checked,
+    assert_same_run,
+    separately,
+    train_microbatches,
+)
 from tests.support.models import Chain, Transformer, batch, loss_of
 from tests.support.ranks import Ranks
+from tests.support.reduce_checks import check_means, rank_native_sums, rank_squares_of_reduces
 from tests.support.reference import compiled, lm_loss, train_beside
 from zcompile.profile.timeline import busiest_stream
 
@@ -64,7 +69,7 @@ def on(transport, model, **options):
 
 def training(rank, world, transport, loss, tolerance, inner):
     prepare = functools.partial(on, transport, inner=inner)
-    model = train_beside(rank, world, prepare, make=on_gpu, loss=loss, tolerance=tolerance, micro_steps=2)
+    model = train_beside(rank, world, prepare, make=on_gpu, loss=loss, tolerance=tolerance, microbatches=2)
     assert zcompile.stats(model)["transport"] == transport.replace("c10d", "nccl").removesuffix(" in step")
     assert ("bfloat16" in zcompile.stats(model)["gathered_bytes"]) == (loss is autocast_loss)
 
@@ -175,13 +180,13 @@ def test_reduces_on_both_transports(gpus):
 
 
 def test_means():
-    means("cuda")
+    check_means("cuda")
 
 
 @pytest.mark.parametrize("transport", ["p2p", "c10d"])
 def test_squares_of_reduces(gpus, transport):
     """Also of a gradient in pieces, with more elements than its blocks read at once, and of one that no block reads whole."""
-    gpus.run(squares_of_reduces, "cuda", transport, ((4096, 20_003), (13, 7), (), (0, 4)))
+    gpus.run(rank_squares_of_reduces, "cuda", transport, ((4096, 20_003), (13, 7), (), (0, 4)))
 
 
 def gradient_is_free_after_its_wait(rank, world):
@@ -299,7 +304,7 @@ def test_a_limit_on_sms_holds(gpus):
 
 
 def test_native_reduces(gpus):
-    gpus.run(native_sums, "cuda")
+    gpus.run(rank_native_sums, "cuda")
 
 
 @pytest.mark.parametrize("transport", ["c10d", "late c10d", "delayed c10d"])
@@ -313,12 +318,12 @@ def gathers_once(rank, world, transport):
     """Micro-steps that share what they gather, beside NCCL and micro-steps that do not."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        apart = train(rank, alone, "cuda", "c10d", options=ALONE)
-        together = train(rank, checked, "cuda", transport, options=ALONE)
+        apart = train_microbatches(rank, separately, "cuda", "c10d", options=UNBUCKETED)
+        together = train_microbatches(rank, accumulate_checked, "cuda", transport, options=UNBUCKETED)
     finally:
         torch.use_deterministic_algorithms(False)
-    same(together, apart)
-    assert together[2] == STEPS * [4 * sum(parameter.numel() for parameter in together[0].parameters())]
+    assert_same_run(together, apart)
+    assert together.gathered_bytes == STEPS * [4 * sum(parameter.numel() for parameter in together.model.parameters())]
 
 
 @pytest.mark.parametrize("transport", ["p2p", "c10d", "delayed p2p", "delayed c10d"])
@@ -797,7 +802,7 @@ def test_many_ranks_and_a_part_of_them(world):
             pool.run(what)
         for transport, micro_steps in (("p2p", 1), ("delayed p2p", 3)):
             pool.run(composed_like_copied, transport, micro_steps)
-        pool.run(native_sums, "cuda")
+        pool.run(rank_native_sums, "cuda")
         pool.run(curves_agree, autocast_loss, "p2p", {})
         pool.run(rows_agree_bitwise, 3)
         pool.run(steps_like_torch, "p2p", torch.optim.AdamW, 2)
@@ -839,13 +844,13 @@ def test_a_rank_that_stops_gives_an_error_on_the_others():
 
 @pytest.mark.parametrize("transport", ["p2p", "c10d", "late p2p", "delayed p2p"])
 def test_rows(gpus, transport):
-    gpus.run(rows_like_whole, transport, "cuda")
+    gpus.run(rank_rows_like_whole, transport, "cuda")
 
 
 def rows_agree_bitwise(rank, world, micro_steps):
-    how = {"device": "cuda", "steps": 5, "micro_steps": micro_steps}
+    how = {"device": "cuda", "steps": 5, "microbatches": micro_steps}
     found = [
-        rows_curve(rank, {"inner": "inductor"}, transport=transport, **how)
+        tables_curve(rank, {"inner": "inductor"}, transport=transport, **how)
         for transport in ("p2p", "c10d", "delayed p2p")
     ]
     for one in found[1:]:

@@ -69,6 +69,28 @@ def batch(step: int, rank: int, length: int = TOKENS) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, length), generator=generator)
 
 
+class Sometimes(nn.Module):
+    """Uses `extra` only if told to, and `deaf` without any effect on the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.extra, self.b = nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, 5)
+        self.deaf, self.never = nn.Linear(9, 3), nn.Linear(3, 3)
+
+    def forward(self, x, use: bool):
+        h = self.a(x).relu()
+        if use:
+            h = h + self.extra(h)
+            self.deaf(h)
+        return self.b(h)
+
+
+def sometimes_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The loss of a `Sometimes` that uses `extra` on every other rank, and in every other step."""
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x, (step + rank) % 2 == 0).square().mean()
+
+
 def hugging_face(name: str) -> nn.Module:
     """A small `name` from transformers."""
     import transformers as hf
