@@ -16,27 +16,33 @@ if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().pare
 
 from tests.support.ranks import Ranks  # noqa: E402
 
-# DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, for which all others wait for
-# ever; if no session is at work in this checkout, whoever held it is gone.
+# DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, and all others would wait
+# for that lock for ever. If no other session is at work in this checkout, whoever held the lock is gone.
 EXTENSIONS = Path(
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions"))
 )
 
 
-# Files that take minutes, longest first: workers take whole files in this order, and one that came last would run alone. Not the two
-# that would wait for the same DeepSpeed op at the beginning.
+# Files that take minutes, longest first. Workers take whole files in this order, and one that came last would run alone.
+# Two files that wait for the same DeepSpeed op at their beginning do not stand next to each other.
 LONG = (
-    "test_profile.py",
-    "test_numerics.py",
-    "test_deepspeed_step.py",
-    "test_deepspeed.py",
-    "test_fuzz.py",
-    "test_training.py",
+    "profile/test_profile.py",
+    "distributed/test_numerics.py",
+    "deepspeed/test_deepspeed_step.py",
+    "distributed/test_lifetimes.py",
+    "deepspeed/test_deepspeed.py",
+    "distributed/test_fuzz.py",
+    "distributed/test_training.py",
+    "distributed/test_accumulate.py",
+    "distributed/test_embedding_rows.py",
+    "distributed/test_ops.py",
 )
+TESTS = Path(__file__).resolve().parent
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    place = {TESTS / name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
 def pytest_sessionstart(session):
