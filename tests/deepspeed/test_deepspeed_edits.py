@@ -5,9 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from tests.support.deepspeed import LanguageModel, deepspeed, is_taken_over, make_engine, train
-from tests.support.deepspeed_config import MICROBATCHES
-from tests.support.models import batch
+from tests.support.deepspeed import deepspeed, is_taken_over, make_engine, train
 
 
 class SecondLayerSometimes(nn.Module):
@@ -97,48 +95,3 @@ def rank_runs_a_region_unequally_often(rank, world):
 
 def test_gradients_that_only_other_ranks_asked_for_are_added(ranks):
     ranks(2).run(rank_runs_a_region_unequally_often)
-
-
-class Idle(LanguageModel):
-    """Has parameters that forward does not read, one of an element per rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.idle, self.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(8))
-
-
-def rank_edits_gradients_and_states(rank, world):
-    utils, outcomes = deepspeed.utils, []
-    for flag in (None, {}):
-        torch.manual_seed(0)
-        adam = {"type": "AdamW", "params": {"lr": 3e-3}}  # DeepSpeed's, for offload_states
-        engine = make_engine(flag, model=Idle(), optimizer=adam)
-        module, outcome = engine.module, []
-        main = utils.safe_get_full_fp32_param(module.head.weight)
-        with deepspeed.zero.GatheredParameters(module.head.weight, modifier_rank=0):
-            module.head.weight.data.mul_(2)
-        utils.safe_set_full_fp32_param(module.head.weight, 2 * main)
-        for step in range(3):
-            for microbatch in range(MICROBATCHES):
-                engine.backward(engine(batch(2 * step + microbatch, rank)))
-                if microbatch == 0:
-                    if step == 1:
-                        engine.offload_states()
-                        engine.reload_states()
-                    engine.step()
-            utils.safe_set_full_grad(module.idle, torch.full((2,), 3.0))
-            utils.safe_set_full_grad(module.other, torch.full((8,), 5.0))
-            parameters = (module.idle, module.other, module.embed.weight)
-            gradients = [utils.safe_get_full_grad(parameter) for parameter in parameters]
-            engine.step()
-            main = utils.safe_get_full_fp32_param(module.head.weight)
-            outcome += [float(engine.get_global_grad_norm()), *gradients, main]
-        assert flag is None or (is_taken_over(engine) and engine.optimizer.grad_partitions_flat_buffer.numel() == 0)
-        outcomes.append(outcome)
-        engine.destroy()
-    for i, (expected, ours) in enumerate(zip(*outcomes, strict=True)):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7, msg=lambda text, i=i: f"{i}: {text}")
-
-
-def test_gradients_and_states_edited_by_hand_equal_eager(ranks):
-    ranks(2).run(rank_edits_gradients_and_states)

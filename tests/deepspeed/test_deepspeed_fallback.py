@@ -42,7 +42,16 @@ def rank_injects_a_failure(rank, world, stage):
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", ["take over", "hooks", "compile", "forward", "backward", "norm", "step"])
+OTHER_STAGES = ("take over", "hooks", "compile", "forward", "norm", "step")
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "backward",
+        *(pytest.param(stage, marks=pytest.mark.matrix) for stage in OTHER_STAGES),
+    ],
+)
 def test_a_failure_gives_the_engine_back(ranks, stage):
     ranks(2).run(rank_injects_a_failure, stage)
 

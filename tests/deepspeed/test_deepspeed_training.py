@@ -103,7 +103,15 @@ def rank_makes_engines(rank, world, how):
         assert curves[0] == curves[1], curves
 
 
-@pytest.mark.parametrize("how", ["zero.Init", "checkpointed", "loss.backward", "fp16"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "zero.Init",
+        "loss.backward",
+        pytest.param("checkpointed", marks=pytest.mark.matrix),
+        pytest.param("fp16", marks=pytest.mark.matrix),
+    ],
+)
 def test_engines_made_and_used_otherwise_equal_eager(ranks, how):
     if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
         pytest.skip("this DeepSpeed wants engine.backward()")
@@ -150,7 +158,7 @@ def rank_trains_with_frozen_parameters(rank, world, make):
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("make", [Lora, WithCodes])
+@pytest.mark.parametrize("make", [Lora, pytest.param(WithCodes, marks=pytest.mark.matrix)])
 def test_frozen_parameters_equal_eager(ranks, make):
     ranks(2).run(rank_trains_with_frozen_parameters, make)
 

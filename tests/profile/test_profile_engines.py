@@ -36,7 +36,14 @@ def rank_losses(rank, world, engine):
     return [[loss.item() for loss in losses] for losses in (ours, expected)]
 
 
-@pytest.mark.parametrize("engine", ["simplefsdp", "ddp", "eager"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "simplefsdp",
+        pytest.param("ddp", marks=pytest.mark.matrix),
+        pytest.param("eager", marks=pytest.mark.matrix),
+    ],
+)
 def test_engines_train_as_one_rank_does(ranks, engine):
     for losses, expected in ranks(2).run(rank_losses, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)

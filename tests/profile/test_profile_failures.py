@@ -46,7 +46,7 @@ def wait_for(condition, seconds=30):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.matrix)])
 def test_no_rank_outlives_the_profiler(tmp_path, by):
     arguments = [*SHORT, *write_model(tmp_path), "--engines", "limit", "--output", str(tmp_path)]
     profiler = subprocess.Popen([sys.executable, "-m", "zcompile.profile", *arguments], stdout=subprocess.DEVNULL)

@@ -4,6 +4,7 @@ from typing import Any
 
 MICROBATCHES = 2  # in a step
 BF16 = {"bf16": {"enabled": True}}
+SUB_GROUPS = {"zero_optimization": {"stage": 3, "sub_group_size": 700, "stage3_param_persistence_threshold": 20}}
 
 
 def config_of(flag: dict | None, **more: Any) -> dict[str, Any]:
