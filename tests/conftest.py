@@ -14,7 +14,7 @@ except ImportError as error:
 if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().parents[1]:
     raise pytest.UsageError("tests must run on this source: run `pip install -e . --no-build-isolation` here")
 
-from tests.support.ranks import Ranks  # noqa: E402
+from tests.support.ranks import Ranks
 
 # DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, and all others would wait
 # for that lock for ever. If no other session is at work in this checkout, whoever held the lock is gone.
@@ -23,19 +23,22 @@ EXTENSIONS = Path(
 )
 
 
-# Files that take minutes, longest first. Workers take whole files in this order, and one that came last would run alone.
-# Two files that wait for the same DeepSpeed op at their beginning do not stand next to each other.
+# Files that take minutes, longest first. Workers take whole files in this order: a long file that came last would run
+# alone.
 LONG = (
-    "profile/test_profile.py",
     "distributed/test_numerics.py",
     "deepspeed/test_deepspeed_step.py",
     "distributed/test_lifetimes.py",
-    "deepspeed/test_deepspeed.py",
-    "distributed/test_fuzz.py",
+    "profile/test_profile_report.py",
+    "deepspeed/test_deepspeed_edits.py",
     "distributed/test_training.py",
+    "distributed/test_fuzz.py",
+    "deepspeed/test_deepspeed_accumulation.py",
     "distributed/test_accumulate.py",
     "distributed/test_embedding_rows.py",
+    "deepspeed/test_deepspeed_training.py",
     "distributed/test_ops.py",
+    "profile/test_profile_failures.py",
 )
 TESTS = Path(__file__).resolve().parent
 
@@ -47,7 +50,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_sessionstart(session):
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
-    session.at_work = open(EXTENSIONS / "at_work", "w")  # open, and so locked, to the end of the session
+    session.at_work = (EXTENSIONS / "at_work").open("w")  # open, and so locked, to the end of the session
     try:
         fcntl.flock(session.at_work, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for lock in EXTENSIONS.glob("*/lock"):

@@ -67,7 +67,7 @@ def rank_rows_like_whole(rank, world, transport, device="cpu"):
 
 
 def check_gathered_rows(shape, leaf, rank, step, device):
-    """Rows gathered by indices of two widths, and by none, are those of the whole matrix. Ranks need not ask for equally many."""
+    """Rows gathered by indices of two widths, and by none, are those of the whole matrix. Ranks differ in how many."""
     indices = indices_of(shape[0], (2, 3 + 8 * rank), 10 * step + rank, device)
     for dtype in (torch.float32, torch.bfloat16):
         for index in (indices, indices.int(), indices[:, :0]):

@@ -12,7 +12,7 @@ from tests.support.sharded_ops import ops
 from zcompile.sharding.model_state import state_of
 
 STEPS, MICROBATCHES = 3, 3
-# What travels in a bucket, or is saved for backward, is not cached across microbatches. With these options every gather can be.
+# What travels in a bucket, or is saved for backward, is not cached across microbatches. Here every gather can be.
 UNBUCKETED = {"bucket_bytes": 0, "save_for_backward_bytes": 0}
 
 

@@ -7,15 +7,9 @@ from tests.support.sharded_ops import ops, shards
 from zcompile import _C
 from zcompile.sharding.model_state import state_of
 
-NATIVE_SHAPES = [
-    (13, 7),
-    (8,),
-    (1, 5),
-    (333, 77),
-    (),
-    (0, 4),
-]  # odd, even, fewer rows than ranks, larger, scalar, empty
-# Gradient, reduce_dtype, what is added up and travels, error beside a sum in fp64 for each 1 of its summands' mean size.
+# Odd, even, fewer rows than ranks, larger, scalar, empty.
+NATIVE_SHAPES = [(13, 7), (8,), (1, 5), (333, 77), (), (0, 4)]
+# Gradient, reduce_dtype, what is added up and travels, error of the mean relative to its summands' mean size.
 NATIVE_WIDTHS = [
     (torch.float32, None, torch.float32, 1e-6),
     (torch.bfloat16, None, torch.bfloat16, 1e-2),
@@ -33,7 +27,7 @@ def mean_in_order(grads, dtype=torch.float32):
 
 
 def check_means(device):
-    """`_C.mean` against the same arithmetic op by op, for lengths that end inside of what a block and a thread read at once."""
+    """`_C.mean` against the same arithmetic op by op, for lengths that end inside of what a block reads at once."""
     for dtype, out_dtype in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),

@@ -1,4 +1,4 @@
-"""Where gradients lie among published shards, over random programs of ranks that run the same one."""
+"""Where gradients lie among cached shards, over random programs of ranks that run the same one."""
 
 import itertools
 import random
@@ -16,9 +16,9 @@ STEPS = 8
 class Rank:
     """One rank's memory: which bytes must stay as they are, and what gradients were put there."""
 
-    lending: _C.GradPlacement
-    used: set[int] = field(default_factory=set)  # shards that its own full parameters are composed of
-    gradients: list[tuple[int, int]] = field(default_factory=list)  # since the renewal
+    placement: _C.GradPlacement
+    used: set[int] = field(default_factory=set)  # shards that its own unsharded parameters are composed of
+    gradients: list[tuple[int, int]] = field(default_factory=list)  # since the refresh
 
     def holds(self, begin: int, end: int) -> bool:
         return all(end <= low or high <= begin for low, high in self.gradients)
@@ -33,25 +33,25 @@ class Program:
         ends = list(itertools.accumulate(sizes))
         self.shards = list(zip([0, *ends], ends))
         self.ranks = [Rank(_C.GradPlacement(self.shards, ends[-1])) for _ in range(RANKS)]
-        order = sorted(range(len(sizes)), key=lambda one: -one + generator.uniform(0, 3))  # about from the end
+        order = sorted(range(len(sizes)), key=lambda shard: -shard + generator.uniform(0, 3))  # about from the end
         self.actions = []
-        for at, shard in enumerate(order):
-            gathered = generator.random() < 0.8  # others stay full from forward
-            self.actions += [(at, "gather", shard), (at + generator.uniform(0, 2), "wait", shard)] * gathered
-            self.actions.append((at + generator.uniform(1, 4), "reduce", shard))
-        self.actions.sort(key=lambda one: one[0])
-        self.lent: list[int] = []  # bytes, of rank 0, in each step
+        for time, shard in enumerate(order):
+            gathered = generator.random() < 0.8  # others stay unsharded from forward
+            self.actions += [(time, "gather", shard), (time + generator.uniform(0, 2), "wait", shard)] * gathered
+            self.actions.append((time + generator.uniform(1, 4), "reduce", shard))
+        self.actions.sort(key=lambda action: action[0])
+        self.placed_bytes: list[int] = []  # of rank 0, in each step
 
     def step(self, surprises: bool) -> None:
         for rank in self.ranks:
-            rank.lending.renew()
+            rank.placement.renew()
             rank.gradients.clear()
-            assert not any(map(rank.lending.is_dead, range(len(self.shards))))
+            assert not any(map(rank.placement.is_dead, range(len(self.shards))))
         in_flight: dict[int, bool] = {}  # shard -> whether it comes from here
         unexpected: list[tuple[int, bool]] = []
         readers: list[tuple[float, Rank, int]] = []  # until when a rank reads a shard where it is
         for time, what, shard in self.actions:
-            readers = [(until, rank, one) for until, rank, one in readers if until > time or rank.used.discard(one)]
+            readers = [each for each in readers if each[0] > time or each[1].used.discard(each[2])]
             if what == "gather":
                 in_flight[shard] = self.gather(shard)
                 for rank in self.ranks if in_flight[shard] else ():
@@ -68,40 +68,40 @@ class Program:
             if unexpected and self.generator.random() < 0.7:
                 self.finish(*unexpected.pop())
             if surprises and self.generator.random() < 0.3:
-                one = self.generator.randrange(len(self.shards))
-                unexpected.append((one, self.gather(one)))
-        for one in unexpected:
-            self.finish(*one)
+                surprise = self.generator.randrange(len(self.shards))
+                unexpected.append((surprise, self.gather(surprise)))
+        for gathered in unexpected:
+            self.finish(*gathered)
         for rank in self.ranks:
-            rank.lending.finish_backward(stays=False)
+            rank.placement.finish_backward(stays=False)
             rank.used.clear()
-        assert len({rank.lending.learned() for rank in self.ranks}) == 1
-        self.lent.append(sum(end - begin for begin, end in self.ranks[0].gradients))
+        assert len({rank.placement.learned() for rank in self.ranks}) == 1
+        self.placed_bytes.append(sum(end - begin for begin, end in self.ranks[0].gradients))
 
     def gather(self, shard: int) -> bool:
-        dead = {rank.lending.is_dead(shard) for rank in self.ranks}
+        dead = {rank.placement.is_dead(shard) for rank in self.ranks}
         assert len(dead) == 1, "some ranks would wait for others in a collective"
         for rank in self.ranks:
-            rank.lending.gather_elsewhere(shard) if dead == {True} else rank.lending.start_gather(shard)
+            rank.placement.gather_elsewhere(shard) if dead == {True} else rank.placement.start_gather(shard)
         return dead == {False}
 
     def finish(self, shard: int, from_here: bool) -> None:
         for rank in self.ranks if from_here else ():
             assert rank.holds(*self.shards[shard]), "a gradient lies where a peer has just read a shard"
-            rank.lending.finish_gather(shard, in_backward=True)
+            rank.placement.finish_gather(shard, in_backward=True)
 
     def reduce(self, shard: int) -> None:
         begin, end = self.shards[shard]
         for rank in self.ranks:
-            offset = rank.lending.lend(2 * (end - begin), rank.used.__contains__)
+            offset = rank.placement.lend(2 * (end - begin), rank.used.__contains__)
             if offset is not None:
                 place = offset, offset + 2 * (end - begin)
-                assert 0 <= offset and place[1] <= self.shards[-1][1] and rank.holds(*place)
-                for one in rank.used:
-                    low, high = self.shards[one]
+                assert offset >= 0 and place[1] <= self.shards[-1][1] and rank.holds(*place)
+                for used in rank.used:
+                    low, high = self.shards[used]
                     assert high <= place[0] or place[1] <= low, "a gradient lies where its own rank reads a shard"
                 rank.gradients.append(place)
-            rank.lending.count_reduces(1)
+            rank.placement.count_reduces(1)
 
 
 @pytest.mark.parametrize("surprises", [False, True])
@@ -112,8 +112,8 @@ def test_gradients_lie_where_nobody_reads(surprises):
         program = Program(generator)
         for step in range(STEPS):
             program.step(surprises and step % 3 == 2)
-        assert program.lent[0] == 0  # nothing is known of the first backward
-        shares.append(program.lent[-1] / program.shards[-1][1])
+        assert program.placed_bytes[0] == 0  # nothing is known of the first backward
+        shares.append(program.placed_bytes[-1] / program.shards[-1][1])
     assert sum(shares) / len(shares) > (0.1 if surprises else 0.3)
 
 
@@ -121,29 +121,29 @@ COUNT = 32
 
 
 def many_shards():
-    return _C.GradPlacement([(512 * at, 512 * (at + 1)) for at in range(COUNT)], 512 * COUNT)
+    return _C.GradPlacement([(512 * i, 512 * (i + 1)) for i in range(COUNT)], 512 * COUNT)
 
 
-def backward_from_the_end(lending, until=0):
+def backward_from_the_end(placement, until=0):
     """Each parameter is gathered, read and reduced before the one in front of it; how many gradients got a place."""
-    lent = 0
+    placed = 0
     for shard in reversed(range(until, COUNT)):
-        assert not lending.is_dead(shard)
-        lending.start_gather(shard)
-        lending.finish_gather(shard, in_backward=True)
-        lent += lending.lend(1024, lambda one: False) is not None
-        lending.count_reduces(1)
-    return lent
+        assert not placement.is_dead(shard)
+        placement.start_gather(shard)
+        placement.finish_gather(shard, in_backward=True)
+        placed += placement.lend(1024, lambda shard: False) is not None
+        placement.count_reduces(1)
+    return placed
 
 
 def test_a_backward_from_the_end_fills_all_places():
     """Half of the gradients, being twice as wide, fit."""
-    lending = many_shards()
+    placement = many_shards()
     for step in range(3):
-        lending.renew()
-        lent = backward_from_the_end(lending)
-        lending.finish_backward(stays=False)
-        assert lent == (0 if step == 0 else COUNT // 2)
+        placement.renew()
+        placed = backward_from_the_end(placement)
+        placement.finish_backward(stays=False)
+        assert placed == (0 if step == 0 else COUNT // 2)
 
 
 def test_a_backward_that_raised_is_forgotten():
