@@ -1,4 +1,4 @@
-"""Micro-steps that share what was gathered: the assert_same_run numbers, fewer bytes, within their bytes."""
+"""Microbatches that share what was gathered: the same numbers, fewer bytes gathered, a cache within its bytes."""
 
 import contextlib
 import copy
@@ -22,62 +22,85 @@ from tests.support.reference import compiled, same_grads, train_beside
 from tests.support.sharded_ops import ops
 from zcompile.sharding.model_state import state_of
 
-
-def gathers_once(rank, world, inner):
-    apart = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
-    together = train_microbatches(rank, accumulate_checked, inner=inner, options=UNBUCKETED)
-    assert_same_run(together, apart)
-    model, _, gathered = together
-    assert gathered == STEPS * [
-        4 * sum(parameter.numel() for parameter in model.parameters())
-    ]  # one width, once a step
-    assert zcompile.stats(model)["reduces"] == MICROBATCHES * len(list(model.parameters()))
-
-    embed_bytes = 4 * model.embed.weight.numel()  # of forward's first read, which backward reads too
-    rows = -(-model.embed.weight.shape[0] // world) * world  # equal pieces
-    just_enough = embed_bytes * rows // model.embed.weight.shape[0]
-    little = train_microbatches(
-        rank, zcompile.accumulate, inner=inner, options=UNBUCKETED | {"microbatch_cache_bytes": just_enough}
-    )
-    assert_same_run(little, apart)
-    assert [one - other for one, other in zip(apart[2], little[2])] == STEPS * [
-        (2 * MICROBATCHES - 1) * embed_bytes
-    ]  # forward and backward of each, but for one
-
-    none = train_microbatches(
-        rank, zcompile.accumulate, inner=inner, options=UNBUCKETED | {"microbatch_cache_bytes": 0}
-    )
-    assert_same_run(none, apart)
-    assert none[2] == apart[2]
+matrix = pytest.mark.matrix
+inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=matrix)])
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_micro_steps_gather_once(ranks, inner):
-    ranks(2).run(gathers_once, inner)
+def rank_gathers_once(rank, world, inner):
+    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
+    run = train_microbatches(rank, accumulate_checked, inner=inner, options=UNBUCKETED)
+    assert_same_run(run, expected)
+    parameters = list(run.model.parameters())
+    assert run.gathered_bytes == STEPS * [
+        4 * sum(parameter.numel() for parameter in parameters)
+    ]  # in fp32, once a step
+    assert zcompile.stats(run.model)["reduces"] == MICROBATCHES * len(parameters)
 
 
-def by_default(rank, world):
-    """Groups and what is saved for backward travel as ever; an edit between micro-steps is seen."""
-    for how in ({}, {"edit": True}, {"param_dtype": torch.bfloat16}):
-        how["options"] = {"bucket_bytes": 2000}
-        apart, together = (
-            train_microbatches(rank, separately, **how),
-            train_microbatches(rank, zcompile.accumulate, **how),
-        )
-        assert_same_run(together, apart)
-        assert all(one < other for one, other in zip(together[2], apart[2], strict=True))
+@pytest.mark.parametrize("inner", [pytest.param("aot_eager", marks=matrix), "inductor"])
+def test_microbatches_gather_once(ranks, inner):
+    ranks(2).run(rank_gathers_once, inner)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_by_default(ranks, world):
-    ranks(world).run(by_default)
+def rank_caches_one_parameter(rank, world, inner):
+    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
+    embedding = expected.model.embed.weight  # forward's first read, which backward reads too
+    embedding_bytes = 4 * embedding.numel()
+    rows = -(-embedding.shape[0] // world) * world  # equal pieces
+    just_enough = {"microbatch_cache_bytes": embedding_bytes * rows // embedding.shape[0]}
+    run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=UNBUCKETED | just_enough)
+    assert_same_run(run, expected)
+    saved_bytes = [more - less for more, less in zip(expected.gathered_bytes, run.gathered_bytes)]
+    saved_gathers = 2 * MICROBATCHES - 1  # forward and backward of each, but for the first
+    assert saved_bytes == STEPS * [saved_gathers * embedding_bytes]
+
+
+@inners
+def test_a_cache_of_a_parameters_bytes_holds_that_parameter(ranks, inner):
+    ranks(2).run(rank_caches_one_parameter, inner)
+
+
+def rank_caches_nothing(rank, world, inner):
+    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
+    options = UNBUCKETED | {"microbatch_cache_bytes": 0}
+    run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=options)
+    assert_same_run(run, expected)
+    assert run.gathered_bytes == expected.gathered_bytes
+
+
+@inners
+def test_a_cache_of_no_bytes_holds_nothing(ranks, inner):
+    ranks(2).run(rank_caches_nothing, inner)
+
+
+def rank_accumulates_beside(rank, world, how):
+    """Buckets, and what is saved for backward, travel as ever. The rest is shared."""
+    how = {**how, "options": {"bucket_bytes": 2000}}
+    expected, run = train_microbatches(rank, separately, **how), train_microbatches(rank, zcompile.accumulate, **how)
+    assert_same_run(run, expected)
+    assert all(fewer < more for fewer, more in zip(run.gathered_bytes, expected.gathered_bytes, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+def test_buckets_travel_as_ever_and_the_rest_is_shared(ranks, world):
+    ranks(world).run(rank_accumulates_beside, {})
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+def test_an_edit_between_microbatches_is_seen(ranks, world):
+    ranks(world).run(rank_accumulates_beside, {"edit": True})
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+def test_a_param_dtype_is_shared_too(ranks, world):
+    ranks(world).run(rank_accumulates_beside, {"param_dtype": torch.bfloat16})
 
 
 def scale_in_place(parameter, held):
     parameter.grad.mul_(0.5)
 
 
-def exchange(parameter, held):
+def replace(parameter, held):
     parameter.grad = parameter.grad * 0.5
 
 
@@ -92,38 +115,41 @@ def collect(parameter, held):
     parameter.grad = None
 
 
-def with_gradients_edited(rank, world, edit):
-    """What users do to gradients between micro-steps is respected, although a reduce adds to what it finds."""
-    found = []
-    for around in (separately, zcompile.accumulate):
-        torch.manual_seed(0)
-        model = compiled(Transformer())
-        places, held = [], []
-        with around(model):
-            for micro in range(4):
-                loss_of(model, batch(micro, rank)).backward()
-                places.append(
-                    [
-                        parameter.grad.to_local().data_ptr()
-                        for parameter in model.parameters()
-                        if parameter.grad.to_local().numel()
-                    ]
-                )
-                if micro in (1, 2):
-                    for parameter in model.parameters():
-                        edit(parameter, held)
-        found.append([parameter.grad.to_local() for parameter in model.parameters()])
-        moved = [one != other for one, other in zip(places[0], places[1], strict=True)]
-        assert (
-            all(moved) if around is zcompile.accumulate else not any(moved)
-        )  # a sum is a new tensor, and nothing was added to the old
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+def places_of_gradients(model):
+    """Addresses of this rank's gradients."""
+    grads = [parameter.grad.to_local() for parameter in model.parameters()]
+    return [grad.data_ptr() for grad in grads if grad.numel()]
 
 
-@pytest.mark.parametrize("edit", [scale_in_place, exchange, drop, collect])
-def test_gradients_edited_between_micro_steps(ranks, edit):
-    ranks(2).run(with_gradients_edited, edit)
+def microbatches_with_edits(rank, around, edit):
+    """Gradients after four microbatches of which two are followed by an edit; where each microbatch left gradients."""
+    torch.manual_seed(0)
+    model = compiled(Transformer())
+    places, held = [], []
+    with around(model):
+        for microbatch in range(4):
+            loss_of(model, batch(microbatch, rank)).backward()
+            places.append(places_of_gradients(model))  # and nothing else here holds a gradient
+            if microbatch in (1, 2):
+                for parameter in model.parameters():
+                    edit(parameter, held)
+    return [parameter.grad.to_local() for parameter in model.parameters()], places
+
+
+def rank_edits_gradients(rank, world, edit):
+    expected, places = microbatches_with_edits(rank, separately, edit)
+    assert not any(second != first for first, second in zip(places[0], places[1], strict=True))
+    grads, places = microbatches_with_edits(rank, zcompile.accumulate, edit)
+    # A sum is a new tensor: the reduce added to what it found, and nothing was added to the old tensor.
+    assert all(second != first for first, second in zip(places[0], places[1], strict=True))
+    for ours, theirs in zip(grads, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("edit", [scale_in_place, replace, drop, collect])
+def test_gradients_edited_between_microbatches_stay_edited(ranks, edit):
+    """Although a reduce adds to what it finds."""
+    ranks(2).run(rank_edits_gradients, edit)
 
 
 class Overwriting(torch.nn.Module):
@@ -140,8 +166,8 @@ class Overwriting(torch.nn.Module):
         return (x @ weight @ other).square().sum()
 
 
-def weights_overwritten(rank, world):
-    found = []
+def rank_overwrites_copies(rank, world):
+    losses = []
     for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
         model = compiled(Overwriting(), inner="inductor", options=UNBUCKETED)
@@ -149,12 +175,13 @@ def weights_overwritten(rank, world):
             for _ in range(3):
                 loss = model(torch.ones(4, 6))
                 loss.backward()
-                found.append(loss.item())
-    assert found == 6 * found[:1], found
+                losses.append(loss.item())
+    assert losses == 6 * losses[:1], losses
 
 
-def test_weights_of_which_a_copy_is_overwritten(ranks):
-    ranks(2).run(weights_overwritten)
+@matrix
+def test_a_weight_of_which_a_copy_is_overwritten_stays_as_it_was(ranks):
+    ranks(2).run(rank_overwrites_copies)
 
 
 class Gated(torch.nn.Module):
@@ -168,7 +195,7 @@ class Gated(torch.nn.Module):
         return 2 * ((x @ self.weight) * self.gate).sum()
 
 
-def saved_and_kept(rank, world):
+def rank_saves_what_is_cached(rank, world):
     torch.manual_seed(0)
     model = compiled(Gated(), inner="inductor", options={"bucket_bytes": 0, "save_for_backward_bytes": 1 << 20})
     losses = []
@@ -181,38 +208,46 @@ def saved_and_kept(rank, world):
     assert zcompile.stats(model)["gathers"] == 2
 
 
+@matrix
 def test_what_is_saved_for_backward_is_not_written_over(ranks):
-    """Inductor may use the memory of what was saved for it, but not of a parameter that is kept for the next micro-step too."""
-    ranks(2).run(saved_and_kept)
+    """Inductor may reuse memory that was saved for backward, but not what the cache holds for the next microbatch."""
+    ranks(2).run(rank_saves_what_is_cached)
 
 
-def one_budget(rank, world):
-    """What a rank keeps follows from sizes that all know, and not from its own piece, which may be shorter or empty."""
+def rank_cache_bytes(rank, world):
+    """What a rank caches follows from sizes that all ranks know, not from its own piece, which may be shorter."""
     model = zcompile.shard(Transformer())
     state = state_of(model)
     state.free_bytes = 1 << 16
     return state.microbatch_cache_limit(), sum(sharded.leaf.nbytes for sharded in state.parameters.values())
 
 
-def test_ranks_keep_alike(ranks):
-    budgets, own = zip(*ranks(4).run(one_budget))
-    assert len(set(budgets)) == 1 and budgets[0] > 0 and len(set(own)) > 1
+def test_ranks_cache_alike(ranks):
+    limits, own_bytes = zip(*ranks(4).run(rank_cache_bytes))
+    assert len(set(limits)) == 1 and limits[0] > 0 and len(set(own_bytes)) > 1
 
 
-def replaced_inside(rank, world):
-    """Loading weights inside, and a step, which is refused."""
-    found = []
+def rank_loads_weights(rank, world):
+    losses = []
     for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
         model = compiled(Transformer(), options=UNBUCKETED)
         weights = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
         with around(model):
-            for micro in range(3):
-                loss = loss_of(model, batch(micro, rank))
+            for microbatch in range(3):
+                loss = loss_of(model, batch(microbatch, rank))
                 loss.backward()
-                found.append(loss.item())
+                losses.append(loss.item())
                 model.load_state_dict(weights, assign=True)
-    assert found[:3] == found[3:], found
+    assert losses[:3] == losses[3:], losses
+
+
+def test_weights_loaded_between_microbatches_are_seen(ranks):
+    ranks(2).run(rank_loads_weights)
+
+
+def rank_steps_inside(rank, world):
+    model = compiled(Transformer(), options=UNBUCKETED)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with zcompile.accumulate(model), pytest.raises(RuntimeError, match="behind the block"):
         with zcompile.accumulate(model):  # ends with the outer one
@@ -224,8 +259,8 @@ def replaced_inside(rank, world):
     optimizer.step()
 
 
-def test_weights_replaced_inside_and_steps_refused(ranks):
-    ranks(2).run(replaced_inside)
+def test_a_step_inside_of_accumulate_is_refused(ranks):
+    ranks(2).run(rank_steps_inside)
 
 
 class InsideAndOutside(torch.nn.Module):
@@ -244,24 +279,24 @@ class InsideAndOutside(torch.nn.Module):
         return (x @ self.weight).square().sum()
 
 
-def nested_backwards(rank, world):
+def rank_nests_backwards(rank, world):
     torch.manual_seed(0)
     reference = InsideAndOutside()
     model = zcompile.shard(copy.deepcopy(reference))
     inputs = torch.randn(3, world, 4, 6)
     with zcompile.accumulate(model):
-        for micro in range(3):
-            model(inputs[micro, rank].requires_grad_()).backward()
+        for microbatch in range(3):
+            model(inputs[microbatch, rank].requires_grad_()).backward()
             for other in range(world):
-                (reference(inputs[micro, other].detach().requires_grad_()) / world).backward()
+                (reference(inputs[microbatch, other].detach().requires_grad_()) / world).backward()
             same_grads(model, reference)
 
 
-def test_a_backward_inside_of_a_backward(ranks):
-    ranks(2).run(nested_backwards)
+def test_a_backward_inside_of_a_backward_adds_to_gradients_once(ranks):
+    ranks(2).run(rank_nests_backwards)
 
 
-def kept_until_the_end(rank, world):
+def rank_ends_the_cache(rank, world):
     model = compiled(Transformer(), options=UNBUCKETED)
     runtime = state_of(model).runtime
     leaf, shape = model.__dict__["_modules"]["embed"].__dict__["_zcompile_leaf_weight"].detach(), [61, 18]
@@ -284,11 +319,11 @@ def kept_until_the_end(rank, world):
     runtime.end_caching()  # nothing to stop
 
 
-def test_kept_until_the_end(ranks):
-    ranks(2).run(kept_until_the_end)
+def test_what_is_gathered_stays_until_accumulate_ends(ranks):
+    ranks(2).run(rank_ends_the_cache)
 
 
-def micro_steps_beside_unsharded(rank, world):
+def rank_closes_before_backward(rank, world):
     def loss(model, step, of_rank):
         sharded = model._compiled_call_impl is not None
         with zcompile.accumulate(model) if sharded else contextlib.nullcontext():
@@ -297,5 +332,5 @@ def micro_steps_beside_unsharded(rank, world):
     train_beside(rank, world, loss=loss, microbatches=3)
 
 
-def test_forwards_that_end_before_their_backwards(ranks):
-    ranks(2).run(micro_steps_beside_unsharded)
+def test_accumulate_may_end_before_the_backward(ranks):
+    ranks(2).run(rank_closes_before_backward)

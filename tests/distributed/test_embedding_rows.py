@@ -1,4 +1,4 @@
-"""Embeddings whose rows travel alone, beside the same ones whole."""
+"""Embeddings whose rows travel without the rest of their matrix, beside the same embeddings whole."""
 
 import contextlib
 import copy
@@ -17,79 +17,80 @@ from zcompile.analysis.hardware import H200
 from zcompile.backend import compile_aot_eager
 from zcompile.options import Settings
 
+matrix = pytest.mark.matrix
 
-@pytest.mark.parametrize("transport", ["c10d", "late c10d"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_rows(ranks, world, transport):
+
+@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=matrix), "late c10d"])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+def test_rows_are_those_of_the_whole_matrix(ranks, world, transport):
     ranks(world).run(rank_rows_like_whole, transport)
 
 
-def bad_rows(rank, world):
-    module, leaves = shards(world, (5, 3), (8,))
-    matrix, vector = (leaf.detach() for leaf in leaves)
+def rank_asks_for_bad_rows(rank, world):
+    _, leaves = shards(world, (5, 3), (8,))
+    table, vector = (leaf.detach() for leaf in leaves)
     with pytest.raises(IndexError):
-        ops.gather_rows(matrix, [5, 3], torch.float32, torch.tensor([5]))
+        ops.gather_rows(table, [5, 3], torch.float32, torch.tensor([5]))
     with pytest.raises(RuntimeError, match="only a matrix has rows"):
         ops.gather_rows(vector, [8], torch.float32, torch.tensor([0]))
     with pytest.raises(RuntimeError, match=r"reduce_rows: 'p0' has shape \[5, 3\], asked for \[6, 3\]"):
-        ops.reduce_rows(torch.ones(1, 3), matrix, [6, 3], torch.float32, torch.tensor([0]))
+        ops.reduce_rows(torch.ones(1, 3), table, [6, 3], torch.float32, torch.tensor([0]))
 
 
-def test_bad_rows(ranks):
-    ranks(2).run(bad_rows)
+def test_rows_that_a_matrix_does_not_have_are_refused(ranks):
+    ranks(2).run(rank_asks_for_bad_rows)
 
 
 @contextlib.contextmanager
-def said():
+def messages_of_the_pass():
     """What the pass says that it changed."""
-    log, found = logging.getLogger("zcompile"), []
+    log, messages = logging.getLogger("zcompile"), []
     handler, level = logging.Handler(), log.level
-    handler.emit = lambda record: found.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     handler.addFilter(lambda record: record.getMessage().startswith("zcompile: rows:"))
     log.setLevel(logging.DEBUG)
     log.addHandler(handler)
     try:
-        yield found
+        yield messages
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
 
 
-def leaving_them_out_changes_nothing(rank, world, dtype, micro_steps):
-    how = {"param_dtype": dtype, "microbatches": micro_steps}
+def rank_trains_with_and_without_rows(rank, world, dtype, microbatches):
+    how = {"param_dtype": dtype, "microbatches": microbatches}
     with torch._inductor.config.patch(force_disable_caches=True):  # passes do not run where a cache has what they made
-        with said() as something:
+        with messages_of_the_pass() as with_rows:
             rows = tables_curve(rank, {"inner": "inductor"}, **how)
-        with said() as nothing:
+        with messages_of_the_pass() as without_rows:
             whole = tables_curve(rank, {"inner": "inductor", "skip_passes": ["embedding_rows"]}, **how)
-    assert all(torch.equal(one, other) for one, other in zip(rows, whole, strict=True))
-    assert len(something) == 1 and "+2 zcompile.reduce_rows.default" in something[0] and not nothing
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(rows, whole, strict=True))
+    assert len(with_rows) == 1 and "+2 zcompile.reduce_rows.default" in with_rows[0] and not without_rows
 
 
-@pytest.mark.parametrize("dtype, micro_steps", [(torch.float32, 2), (torch.bfloat16, 1)])
-def test_leaving_them_out_changes_nothing(ranks, dtype, micro_steps):
-    ranks(2).run(leaving_them_out_changes_nothing, dtype, micro_steps)
+@pytest.mark.parametrize("dtype, microbatches", [(torch.float32, 2), pytest.param(torch.bfloat16, 1, marks=matrix)])
+def test_leaving_them_out_changes_nothing(ranks, dtype, microbatches):
+    ranks(2).run(rank_trains_with_and_without_rows, dtype, microbatches)
 
 
 class ReadTwice(Tables):
-    """With one of its tables."""
+    """Reads one of its tables with two sets of indices."""
 
     def forward(self, tokens):
         return super().forward(tokens) + self.head(self.kinds(tokens % 5))
 
 
-def read_where_peers_are(rank, world, make, rows, gathers):
+def rank_plans_for_peers(rank, world, make, rows, gathers):
     """With the plan of GPUs that read each other's memory, over gloo; however little may be saved for backward."""
     torch.manual_seed(0)
     reference = make()
     model = zcompile.shard(copy.deepcopy(reference))
-    seen = []
+    counts = []  # of each graph: gathers of rows, and of whole parameters
 
     def backend(gm, inputs):
         plan = Settings(inner="aot_eager").plan(H200.over("p2p", world), 1 << 30)
-        return compile_aot_eager(
-            gm, inputs, plan, look=lambda graph: seen.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)])
-        )
+        look = lambda graph: counts.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)])
+        return compile_aot_eager(gm, inputs, plan, look=look)
 
     ours = torch.compile(model, backend=backend)
     for step in range(2):
@@ -98,17 +99,17 @@ def read_where_peers_are(rank, world, make, rows, gathers):
         for other in range(world):
             (lm_loss(reference, step, other) / world).backward()
     same_grads(model, reference)
-    forward, backward = seen
+    forward, backward = counts
     assert forward == [rows, gathers] and backward[0] == 0, "rows are read in forward alone"
 
 
-@pytest.mark.parametrize("make, rows, gathers", [(Tables, 2, 4), (ReadTwice, 1, 5)])
-def test_read_where_peers_are(ranks, make, rows, gathers):
-    ranks(2).run(read_where_peers_are, make, rows, gathers)
+@pytest.mark.parametrize("make, rows, gathers", [pytest.param(Tables, 2, 4, marks=matrix), (ReadTwice, 1, 5)])
+def test_over_p2p_a_table_read_once_is_gathered_as_rows(ranks, make, rows, gathers):
+    ranks(2).run(rank_plans_for_peers, make, rows, gathers)
 
 
 class FromTheEnd(nn.Module):
-    """Rows by indexing, which may count from the end, some of them masked: no embedding, but the same gradient in graphs."""
+    """Rows by indexing, which may count from the end. Some are masked. In graphs this has an embedding's gradient."""
 
     def __init__(self):
         super().__init__()
@@ -121,40 +122,42 @@ class FromTheEnd(nn.Module):
         return self.mix(masked + self.other[i])
 
 
-def indices_count_from_the_end(rank, world):
+def rank_counts_from_the_end(rank, world):
     torch.manual_seed(0)
     reference = FromTheEnd()
     model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
     for step in range(2):
-        tokens = [
-            torch.randint(0, 61, (4, 5), generator=torch.Generator().manual_seed(10 * step + of)) for of in range(world)
-        ]
+        generators = [torch.Generator().manual_seed(10 * step + other) for other in range(world)]
+        tokens = [torch.randint(0, 61, (4, 5), generator=generator) for generator in generators]
         model(tokens[rank]).square().mean().backward()
-        for one in tokens:
-            (reference(one).square().mean() / world).backward()
+        for others in tokens:
+            (reference(others).square().mean() / world).backward()
     same_grads(model, reference)
 
 
-def test_indices_count_from_the_end(ranks):
-    ranks(2).run(indices_count_from_the_end)
+@matrix
+def test_indices_may_count_from_the_end(ranks):
+    ranks(2).run(rank_counts_from_the_end)
 
 
-def lengths_differ(rank, world):
-    """Ranks with batches of other lengths, which compile other graphs or dynamic ones."""
+def length_loss(model, rank, step, length):
+    """Mean next-token loss on the tokens that `rank` sees at `step`."""
+    tokens = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def rank_sees_other_lengths(rank, world):
+    """Ranks compile other graphs or dynamic ones."""
     torch.manual_seed(0)
     reference = Tables()
     model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
     for step, lengths in enumerate([(5, 5), (5, 9), (12, 7), (6, 6)]):
-
-        def loss(one, of):
-            tokens = torch.randint(0, 61, (2, lengths[of]), generator=torch.Generator().manual_seed(10 * step + of))
-            return nn.functional.cross_entropy(one(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-        loss(model, rank).backward()
+        length_loss(model, rank, step, lengths[rank]).backward()
         for other in range(world):
-            (loss(reference, other) / world).backward()
+            (length_loss(reference, other, step, lengths[other]) / world).backward()
     same_grads(model, reference)
 
 
-def test_lengths_differ(ranks):
-    ranks(2).run(lengths_differ)
+@matrix
+def test_lengths_of_batches_may_differ_between_ranks(ranks):
+    ranks(2).run(rank_sees_other_lengths)

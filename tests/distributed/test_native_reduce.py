@@ -12,25 +12,27 @@ from tests.support.models import Sometimes, sometimes_loss
 from tests.support.reduce_checks import rank_native_sums
 from tests.support.reference import BF16, autocast_loss, compiled, train_beside
 
+matrix = pytest.mark.matrix
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_native_sums(ranks, world):
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), pytest.param(2, marks=matrix), 4])
+def test_native_sums_are_within_rounding(ranks, world):
     ranks(world).run(rank_native_sums)
 
 
-def equals_the_exact_one(rank, world, transport):
-    """Two numbers have one sum, so with two ranks and an fp32 wire nothing may differ, added to what had accumulated or not."""
+def rank_trains_like_the_exact_sum(rank, world, transport, around):
     exact = train_microbatches(rank, separately)
-    for around in (separately, zcompile.accumulate):
-        assert_same_run(train_microbatches(rank, around, transport=transport, native_reduce=True), exact)
+    assert_same_run(train_microbatches(rank, around, transport=transport, native_reduce=True), exact)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "late c10d"])
-def test_two_ranks_train_as_with_the_exact_sum(ranks, transport):
-    ranks(2).run(equals_the_exact_one, transport)
+@pytest.mark.parametrize("around", [pytest.param(separately, marks=matrix), zcompile.accumulate])
+@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=matrix), "late c10d"])
+def test_two_ranks_train_as_with_the_exact_sum(ranks, transport, around):
+    """Two numbers have one sum, so with an fp32 wire nothing may differ, added to what had accumulated or not."""
+    ranks(2).run(rank_trains_like_the_exact_sum, transport, around)
 
 
-def replicated(rank, world):
+def rank_trains_replicated(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = train_beside(rank, world, functools.partial(compiled, mesh=mesh, native_reduce=True))
     for name, parameter in model.named_parameters():
@@ -40,27 +42,26 @@ def replicated(rank, world):
         assert torch.equal(*both), name
 
 
-def test_replicated_shards(ranks):
-    ranks(4).run(replicated)
+def test_replicas_stay_bitwise_equal(ranks):
+    ranks(4).run(rank_trains_replicated)
 
 
-def ranks_differ(rank, world, prepare):
-    train_beside(
-        rank, world, functools.partial(prepare, native_reduce=True), make=Sometimes, loss=sometimes_loss, steps=5
-    )
+def rank_skips_a_parameter(rank, world, prepare):
+    prepare = functools.partial(prepare, native_reduce=True)
+    train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
-@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-def test_parameter_unused_on_some_ranks(ranks, prepare):
-    ranks(4).run(ranks_differ, prepare)
+@pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=matrix), compiled])
+def test_a_parameter_may_be_unused_on_some_ranks(ranks, prepare):
+    ranks(4).run(rank_skips_a_parameter, prepare)
 
 
-def autocast(rank, world, reduce_dtype):
+def rank_trains_under_autocast(rank, world, reduce_dtype):
     prepare = functools.partial(compiled, native_reduce=True, reduce_dtype=reduce_dtype)
     model = train_beside(rank, world, prepare, loss=autocast_loss, tolerance=BF16)
     assert ("bfloat16" in zcompile.stats(model)["reduced_bytes"]) == (reduce_dtype is None)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_autocast(ranks, reduce_dtype):
-    ranks(4).run(autocast, reduce_dtype)
+@pytest.mark.parametrize("reduce_dtype", [None, pytest.param(torch.float32, marks=matrix)])
+def test_autocast_reduces_bf16_gradients_in_reduce_dtype(ranks, reduce_dtype):
+    ranks(4).run(rank_trains_under_autocast, reduce_dtype)
