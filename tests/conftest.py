@@ -14,34 +14,43 @@ except ImportError as error:
 if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().parents[1]:
     raise pytest.UsageError("tests must run on this source: run `pip install -e . --no-build-isolation` here")
 
-from tests.support.ranks import Ranks  # noqa: E402
+from tests.support.ranks import Ranks
 
-# DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, for which all others wait for
-# ever; if no session is at work in this checkout, whoever held it is gone.
+# DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, and all others would wait
+# for that lock for ever. If no other session is at work in this checkout, whoever held the lock is gone.
 EXTENSIONS = Path(
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions"))
 )
 
 
-# Files that take minutes, longest first: workers take whole files in this order, and one that came last would run alone. Not the two
-# that would wait for the same DeepSpeed op at the beginning.
+# Files that take minutes, longest first. Workers take whole files in this order: a long file that came last would run
+# alone.
 LONG = (
-    "test_profile.py",
-    "test_numerics.py",
-    "test_deepspeed_step.py",
-    "test_deepspeed.py",
-    "test_fuzz.py",
-    "test_training.py",
+    "distributed/test_numerics.py",
+    "deepspeed/test_deepspeed_step.py",
+    "distributed/test_lifetimes.py",
+    "profile/test_profile_report.py",
+    "deepspeed/test_deepspeed_edits.py",
+    "distributed/test_training.py",
+    "distributed/test_fuzz.py",
+    "deepspeed/test_deepspeed_accumulation.py",
+    "distributed/test_accumulate.py",
+    "distributed/test_embedding_rows.py",
+    "deepspeed/test_deepspeed_training.py",
+    "distributed/test_ops.py",
+    "profile/test_profile_failures.py",
 )
+TESTS = Path(__file__).resolve().parent
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    place = {TESTS / name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
 def pytest_sessionstart(session):
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
-    session.at_work = open(EXTENSIONS / "at_work", "w")  # open, and so locked, to the end of the session
+    session.at_work = (EXTENSIONS / "at_work").open("w")  # open, and so locked, to the end of the session
     try:
         fcntl.flock(session.at_work, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for lock in EXTENSIONS.glob("*/lock"):

@@ -1,12 +1,13 @@
 """DeepSpeed's own tests of its compiler, with zcompile in the compiler's place and rtol 1e-5 in place of their 0.5.
 
-In bf16 and fp16 the baseline is eager ZeRO-3 instead of stage 0, which rounds a linear layer elsewhere, and the inner compiler is
-`aot_eager`, because Inductor rounds less often: losses of theirs, in which terms cancel, differ by percents between those.
+In bf16 and fp16 the baseline is eager ZeRO-3, because stage 0 rounds a linear layer elsewhere. The inner compiler is
+then `aot_eager`, because Inductor rounds less often. Terms cancel in their losses, which differ by percents between the
+two.
 
-    DEEPSPEED_SOURCE=/a/checkout/of/DeepSpeed python -m pytest tests/test_deepspeed_suite.py
+    DEEPSPEED_SOURCE=/a/checkout/of/DeepSpeed python -m pytest tests/deepspeed/test_deepspeed_suite.py
 
-Their files are read from the checkout: tests/unit/v1/compile/test_compile_zero.py, its util.py, and tests/unit/simple_model.py.
-Their launcher (unit.common) is replaced by this project's ranks, on CPU or with a GPU each.
+Their files are read from the checkout: tests/unit/v1/compile/test_compile_zero.py, its util.py, and
+tests/unit/simple_model.py. This project's ranks, on CPU or with a GPU each, replace their launcher (unit.common).
 """
 
 import importlib
@@ -32,9 +33,9 @@ RTOL = 1e-5
 pytestmark = pytest.mark.skipif(not SOURCE, reason="set DEEPSPEED_SOURCE to a checkout of DeepSpeed")
 
 
-def close(one, other, message="", rtol=0.5, atol=0.01):
+def close(actual, expected, message="", rtol=0.5, atol=0.01):
     """Stands in for `unit.common.allclose_on_all_ranks`."""
-    torch.testing.assert_close(one, other, rtol=RTOL, atol=atol, msg=lambda text: f"{message} {text}")
+    torch.testing.assert_close(actual, expected, rtol=RTOL, atol=atol, msg=lambda text: f"{message} {text}")
 
 
 def load():
@@ -50,7 +51,8 @@ def load():
     helpers.deepspeed = switched = _Switched(helpers.deepspeed)
     gathered = helpers.GatheredParameters
     helpers.GatheredParameters = lambda parameters, **how: gathered([*parameters, *switched.parameters()], **how)
-    module.get_accelerator = lambda accelerator=module.get_accelerator(): _NotCpu(accelerator)
+    accelerator = _NotCpu(module.get_accelerator())
+    module.get_accelerator = lambda: accelerator
     return module
 
 
@@ -65,25 +67,24 @@ class _Switched:
         return getattr(self._deepspeed, name)
 
     def parameters(self):
-        """Of the baseline, where that is eager ZeRO-3."""
-        return [one for engine in self.engines[:1] for one in engine.module.parameters() if hasattr(one, "ds_id")]
+        """Those of the baseline, where that is eager ZeRO-3."""
+        parameters = [parameter for engine in self.engines[:1] for parameter in engine.module.parameters()]
+        return [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
 
     def initialize(self, *args, config, **kwargs):
-        zero, narrow = config["zero_optimization"], {"bf16", "fp16", "torch_autocast"} & config.keys()
-        if zero["stage"] == 0 and narrow:
-            config = {name: value for name, value in config.items() if name != "compile"} | {
-                "zero_optimization": {"stage": 3}
-            }
-        elif zero["stage"] == 3:
-            flag = {"enabled": True, "inner": "aot_eager" if narrow else "inductor"}
-            config = {name: value for name, value in config.items() if name != "compile"} | {"zcompile": flag}
-        made = self._deepspeed.initialize(*args, config=config, **kwargs)
-        self.engines.append(made[0])
-        return made
+        stage, narrow = config["zero_optimization"]["stage"], {"bf16", "fp16", "torch_autocast"} & config.keys()
+        not_compiled = {name: value for name, value in config.items() if name != "compile"}
+        if stage == 0 and narrow:
+            config = not_compiled | {"zero_optimization": {"stage": 3}}
+        elif stage == 3:
+            config = not_compiled | {"zcompile": {"enabled": True, "inner": "aot_eager" if narrow else "inductor"}}
+        initialized = self._deepspeed.initialize(*args, config=config, **kwargs)
+        self.engines.append(initialized[0])
+        return initialized
 
 
 class _NotCpu:
-    """The accelerator, which does not say that it is a CPU: their tests skip there, for DeepCompile's sake."""
+    """The accelerator, which does not say that it is a CPU. Their tests skip CPUs, because of DeepCompile."""
 
     def __init__(self, accelerator):
         self._accelerator = accelerator
@@ -97,20 +98,20 @@ class _NotCpu:
 
 def cases():
     """(class, method, arguments) of everything in their file that compiles ZeRO-3 without offload."""
-    found = []
-    for holder in [one for name, one in vars(load()).items() if name.startswith("Test")]:
-        for name, method in [(name, one) for name, one in vars(holder).items() if name.startswith("test")]:
+    compiled_cases = []
+    for holder in [value for name, value in vars(load()).items() if name.startswith("Test")]:
+        for name, method in [(name, value) for name, value in vars(holder).items() if name.startswith("test")]:
             marks = [mark.args for mark in getattr(method, "pytestmark", []) if mark.name == "parametrize"]
             names = [names for names, _ in marks]
             for values in itertools.product(*(values for _, values in marks)):
                 arguments = dict(zip(names, values, strict=True))
                 offload = str(getattr(arguments.get("offload_device"), "value", "none"))
                 if arguments.get("zero_stage") == 3 and offload == "none":
-                    found.append((holder.__name__, name, arguments))
-    return found
+                    compiled_cases.append((holder.__name__, name, arguments))
+    return compiled_cases
 
 
-def one_case(rank, world, holder, name, arguments):
+def rank_runs_case(rank, world, holder, name, arguments):
     import deepspeed
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
@@ -125,17 +126,17 @@ def one_case(rank, world, holder, name, arguments):
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        found = cases() if SOURCE else []
-        names = ["-".join([holder, name, *(str(value) for value in given.values())]) for holder, name, given in found]
-        metafunc.parametrize("case", found, ids=names)
+        parameters = cases() if SOURCE else []
+        ids = ["-".join([holder, name, *map(str, arguments.values())]) for holder, name, arguments in parameters]
+        metafunc.parametrize("case", parameters, ids=ids)
 
 
 @pytest.fixture(scope="module")
 def pool():
-    made = Ranks(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
-    yield made
-    made.stop()
+    ranks = Ranks(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
+    yield ranks
+    ranks.stop()
 
 
 def test_their_case(pool, case):
-    pool.run(one_case, *case)
+    pool.run(rank_runs_case, *case)

@@ -1,4 +1,4 @@
-"""Micro-steps that share what was gathered: the same numbers, fewer bytes, within their bytes."""
+"""Microbatches that share what was gathered: the same numbers, fewer bytes gathered, a cache within its bytes."""
 
 import contextlib
 import copy
@@ -8,114 +8,99 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.microbatches import (
+    MICROBATCHES,
+    STEPS,
+    UNBUCKETED,
+    accumulate_checked,
+    assert_same_run,
+    separately,
+    train_microbatches,
+)
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.reference import compiled, same_grads, train_beside
+from tests.support.sharded_ops import ops
 from zcompile.sharding.model_state import state_of
 
-ops = torch.ops.zcompile
-STEPS, MICRO_STEPS = 3, 3
-ALONE = {
-    "bucket_bytes": 0,
-    "save_for_backward_bytes": 0,
-}  # what travels in a group, or is saved for backward, is not kept
+matrix = pytest.mark.matrix
+inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=matrix)])
 
 
-def train(rank, around, device="cpu", transport=None, edit=False, **how):
-    """The model after some steps, the losses of all micro-steps, and the bytes that each step gathered."""
-    torch.manual_seed(0)
-    model = compiled(Transformer().to(device), **how)
-    if transport:
-        state_of(model).runtime.use_transport(transport)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    losses, gathered = [], []
-    for step in range(STEPS):
-        zcompile.reset_stats(model)
-        with around(model):
-            for micro in range(MICRO_STEPS):
-                loss = loss_of(model, batch(MICRO_STEPS * step + micro, rank).to(device))
-                loss.backward()
-                losses.append(loss.item())
-                if edit:
-                    with torch.no_grad():
-                        next(model.parameters()).mul_(1.25)
-        optimizer.step()
-        optimizer.zero_grad()
-        gathered.append(sum(zcompile.stats(model)["gathered_bytes"].values()))
-    return model, losses, gathered
+def rank_gathers_once(rank, world, inner):
+    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
+    run = train_microbatches(rank, accumulate_checked, inner=inner, options=UNBUCKETED)
+    assert_same_run(run, expected)
+    parameters = list(run.model.parameters())
+    assert run.gathered_bytes == STEPS * [
+        4 * sum(parameter.numel() for parameter in parameters)
+    ]  # in fp32, once a step
+    assert zcompile.stats(run.model)["reduces"] == MICROBATCHES * len(parameters)
 
 
-def alone(model):
-    return contextlib.nullcontext()
+@pytest.mark.parametrize("inner", [pytest.param("aot_eager", marks=matrix), "inductor"])
+def test_microbatches_gather_once(ranks, inner):
+    ranks(2).run(rank_gathers_once, inner)
 
 
-@contextlib.contextmanager
-def checked(model):
-    """`accumulate`, at whose end what is kept is as it was gathered: compiled code wrote nothing else there."""
-    with zcompile.accumulate(model):
-        yield
-        before = zcompile.stats(model)
-        for sharded in state_of(model).parameters.values():
-            kept = ops.gather_wait(ops.gather_cached_start(sharded.leaf.detach(), list(sharded.shape), torch.float32))
-            assert torch.equal(kept, sharded.parameter.full_tensor()), sharded.name
-        assert zcompile.stats(model)["gathers"] == before["gathers"]
+def rank_caches_one_parameter(rank, world, inner):
+    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
+    embedding = expected.model.embed.weight  # forward's first read, which backward reads too
+    embedding_bytes = 4 * embedding.numel()
+    rows = -(-embedding.shape[0] // world) * world  # equal pieces
+    just_enough = {"microbatch_cache_bytes": embedding_bytes * rows // embedding.shape[0]}
+    run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=UNBUCKETED | just_enough)
+    assert_same_run(run, expected)
+    saved_bytes = [more - less for more, less in zip(expected.gathered_bytes, run.gathered_bytes)]
+    saved_gathers = 2 * MICROBATCHES - 1  # forward and backward of each, but for the first
+    assert saved_bytes == STEPS * [saved_gathers * embedding_bytes]
 
 
-def same(one, other):
-    """Two models that trained: losses and parameters bitwise."""
-    (model, losses, _), (other_model, other_losses, _) = one, other
-    assert losses == other_losses, (losses, other_losses)
-    for (name, ours), theirs in zip(model.named_parameters(), other_model.parameters(), strict=True):
-        assert torch.equal(ours.to_local(), theirs.to_local()), name
+@inners
+def test_a_cache_of_a_parameters_bytes_holds_that_parameter(ranks, inner):
+    ranks(2).run(rank_caches_one_parameter, inner)
 
 
-def gathers_once(rank, world, inner):
-    apart = train(rank, alone, inner=inner, options=ALONE)
-    together = train(rank, checked, inner=inner, options=ALONE)
-    same(together, apart)
-    model, _, gathered = together
-    assert gathered == STEPS * [
-        4 * sum(parameter.numel() for parameter in model.parameters())
-    ]  # one width, once a step
-    assert zcompile.stats(model)["reduces"] == MICRO_STEPS * len(list(model.parameters()))
-
-    embed_bytes = 4 * model.embed.weight.numel()  # of forward's first read, which backward reads too
-    rows = -(-model.embed.weight.shape[0] // world) * world  # equal pieces
-    just_enough = embed_bytes * rows // model.embed.weight.shape[0]
-    little = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"microbatch_cache_bytes": just_enough})
-    same(little, apart)
-    assert [one - other for one, other in zip(apart[2], little[2])] == STEPS * [
-        (2 * MICRO_STEPS - 1) * embed_bytes
-    ]  # forward and backward of each, but for one
-
-    none = train(rank, zcompile.accumulate, inner=inner, options=ALONE | {"microbatch_cache_bytes": 0})
-    same(none, apart)
-    assert none[2] == apart[2]
+def rank_caches_nothing(rank, world, inner):
+    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
+    options = UNBUCKETED | {"microbatch_cache_bytes": 0}
+    run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=options)
+    assert_same_run(run, expected)
+    assert run.gathered_bytes == expected.gathered_bytes
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_micro_steps_gather_once(ranks, inner):
-    ranks(2).run(gathers_once, inner)
+@inners
+def test_a_cache_of_no_bytes_holds_nothing(ranks, inner):
+    ranks(2).run(rank_caches_nothing, inner)
 
 
-def by_default(rank, world):
-    """Groups and what is saved for backward travel as ever; an edit between micro-steps is seen."""
-    for how in ({}, {"edit": True}, {"param_dtype": torch.bfloat16}):
-        how["options"] = {"bucket_bytes": 2000}
-        apart, together = train(rank, alone, **how), train(rank, zcompile.accumulate, **how)
-        same(together, apart)
-        assert all(one < other for one, other in zip(together[2], apart[2], strict=True))
+def rank_accumulates_beside(rank, world, how):
+    """Buckets, and what is saved for backward, travel as ever. The rest is shared."""
+    how = {**how, "options": {"bucket_bytes": 2000}}
+    expected, run = train_microbatches(rank, separately, **how), train_microbatches(rank, zcompile.accumulate, **how)
+    assert_same_run(run, expected)
+    assert all(fewer < more for fewer, more in zip(run.gathered_bytes, expected.gathered_bytes, strict=True))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_by_default(ranks, world):
-    ranks(world).run(by_default)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+def test_buckets_travel_as_ever_and_the_rest_is_shared(ranks, world):
+    ranks(world).run(rank_accumulates_beside, {})
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+def test_an_edit_between_microbatches_is_seen(ranks, world):
+    ranks(world).run(rank_accumulates_beside, {"edit": True})
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+def test_a_param_dtype_is_shared_too(ranks, world):
+    ranks(world).run(rank_accumulates_beside, {"param_dtype": torch.bfloat16})
 
 
 def scale_in_place(parameter, held):
     parameter.grad.mul_(0.5)
 
 
-def exchange(parameter, held):
+def replace(parameter, held):
     parameter.grad = parameter.grad * 0.5
 
 
@@ -130,38 +115,41 @@ def collect(parameter, held):
     parameter.grad = None
 
 
-def with_gradients_edited(rank, world, edit):
-    """What users do to gradients between micro-steps is respected, although a reduce adds to what it finds."""
-    found = []
-    for around in (alone, zcompile.accumulate):
-        torch.manual_seed(0)
-        model = compiled(Transformer())
-        places, held = [], []
-        with around(model):
-            for micro in range(4):
-                loss_of(model, batch(micro, rank)).backward()
-                places.append(
-                    [
-                        parameter.grad.to_local().data_ptr()
-                        for parameter in model.parameters()
-                        if parameter.grad.to_local().numel()
-                    ]
-                )
-                if micro in (1, 2):
-                    for parameter in model.parameters():
-                        edit(parameter, held)
-        found.append([parameter.grad.to_local() for parameter in model.parameters()])
-        moved = [one != other for one, other in zip(places[0], places[1], strict=True)]
-        assert (
-            all(moved) if around is zcompile.accumulate else not any(moved)
-        )  # a sum is a new tensor, and nothing was added to the old
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+def places_of_gradients(model):
+    """Addresses of this rank's gradients."""
+    grads = [parameter.grad.to_local() for parameter in model.parameters()]
+    return [grad.data_ptr() for grad in grads if grad.numel()]
 
 
-@pytest.mark.parametrize("edit", [scale_in_place, exchange, drop, collect])
-def test_gradients_edited_between_micro_steps(ranks, edit):
-    ranks(2).run(with_gradients_edited, edit)
+def microbatches_with_edits(rank, around, edit):
+    """Gradients after four microbatches of which two are followed by an edit; where each microbatch left gradients."""
+    torch.manual_seed(0)
+    model = compiled(Transformer())
+    places, held = [], []
+    with around(model):
+        for microbatch in range(4):
+            loss_of(model, batch(microbatch, rank)).backward()
+            places.append(places_of_gradients(model))  # and nothing else here holds a gradient
+            if microbatch in (1, 2):
+                for parameter in model.parameters():
+                    edit(parameter, held)
+    return [parameter.grad.to_local() for parameter in model.parameters()], places
+
+
+def rank_edits_gradients(rank, world, edit):
+    expected, places = microbatches_with_edits(rank, separately, edit)
+    assert not any(second != first for first, second in zip(places[0], places[1], strict=True))
+    grads, places = microbatches_with_edits(rank, zcompile.accumulate, edit)
+    # A sum is a new tensor: the reduce added to what it found, and nothing was added to the old tensor.
+    assert all(second != first for first, second in zip(places[0], places[1], strict=True))
+    for ours, theirs in zip(grads, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("edit", [scale_in_place, replace, drop, collect])
+def test_gradients_edited_between_microbatches_stay_edited(ranks, edit):
+    """Although a reduce adds to what it finds."""
+    ranks(2).run(rank_edits_gradients, edit)
 
 
 class Overwriting(torch.nn.Module):
@@ -178,21 +166,22 @@ class Overwriting(torch.nn.Module):
         return (x @ weight @ other).square().sum()
 
 
-def weights_overwritten(rank, world):
-    found = []
-    for around in (alone, zcompile.accumulate):
+def rank_overwrites_copies(rank, world):
+    losses = []
+    for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
-        model = compiled(Overwriting(), inner="inductor", options=ALONE)
+        model = compiled(Overwriting(), inner="inductor", options=UNBUCKETED)
         with around(model):
             for _ in range(3):
                 loss = model(torch.ones(4, 6))
                 loss.backward()
-                found.append(loss.item())
-    assert found == 6 * found[:1], found
+                losses.append(loss.item())
+    assert losses == 6 * losses[:1], losses
 
 
-def test_weights_of_which_a_copy_is_overwritten(ranks):
-    ranks(2).run(weights_overwritten)
+@matrix
+def test_a_weight_of_which_a_copy_is_overwritten_stays_as_it_was(ranks):
+    ranks(2).run(rank_overwrites_copies)
 
 
 class Gated(torch.nn.Module):
@@ -206,11 +195,11 @@ class Gated(torch.nn.Module):
         return 2 * ((x @ self.weight) * self.gate).sum()
 
 
-def saved_and_kept(rank, world):
+def rank_saves_what_is_cached(rank, world):
     torch.manual_seed(0)
     model = compiled(Gated(), inner="inductor", options={"bucket_bytes": 0, "save_for_backward_bytes": 1 << 20})
     losses = []
-    with checked(model):
+    with accumulate_checked(model):
         for _ in range(3):
             loss = model(torch.ones(32, 32))
             loss.backward()
@@ -219,38 +208,46 @@ def saved_and_kept(rank, world):
     assert zcompile.stats(model)["gathers"] == 2
 
 
+@matrix
 def test_what_is_saved_for_backward_is_not_written_over(ranks):
-    """Inductor may use the memory of what was saved for it, but not of a parameter that is kept for the next micro-step too."""
-    ranks(2).run(saved_and_kept)
+    """Inductor may reuse memory that was saved for backward, but not what the cache holds for the next microbatch."""
+    ranks(2).run(rank_saves_what_is_cached)
 
 
-def one_budget(rank, world):
-    """What a rank keeps follows from sizes that all know, and not from its own piece, which may be shorter or empty."""
+def rank_cache_bytes(rank, world):
+    """What a rank caches follows from sizes that all ranks know, not from its own piece, which may be shorter."""
     model = zcompile.shard(Transformer())
     state = state_of(model)
     state.free_bytes = 1 << 16
     return state.microbatch_cache_limit(), sum(sharded.leaf.nbytes for sharded in state.parameters.values())
 
 
-def test_ranks_keep_alike(ranks):
-    budgets, own = zip(*ranks(4).run(one_budget))
-    assert len(set(budgets)) == 1 and budgets[0] > 0 and len(set(own)) > 1
+def test_ranks_cache_alike(ranks):
+    limits, own_bytes = zip(*ranks(4).run(rank_cache_bytes))
+    assert len(set(limits)) == 1 and limits[0] > 0 and len(set(own_bytes)) > 1
 
 
-def replaced_inside(rank, world):
-    """Loading weights inside, and a step, which is refused."""
-    found = []
-    for around in (alone, zcompile.accumulate):
+def rank_loads_weights(rank, world):
+    losses = []
+    for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
-        model = compiled(Transformer(), options=ALONE)
+        model = compiled(Transformer(), options=UNBUCKETED)
         weights = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
         with around(model):
-            for micro in range(3):
-                loss = loss_of(model, batch(micro, rank))
+            for microbatch in range(3):
+                loss = loss_of(model, batch(microbatch, rank))
                 loss.backward()
-                found.append(loss.item())
+                losses.append(loss.item())
                 model.load_state_dict(weights, assign=True)
-    assert found[:3] == found[3:], found
+    assert losses[:3] == losses[3:], losses
+
+
+def test_weights_loaded_between_microbatches_are_seen(ranks):
+    ranks(2).run(rank_loads_weights)
+
+
+def rank_steps_inside(rank, world):
+    model = compiled(Transformer(), options=UNBUCKETED)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with zcompile.accumulate(model), pytest.raises(RuntimeError, match="behind the block"):
         with zcompile.accumulate(model):  # ends with the outer one
@@ -262,8 +259,8 @@ def replaced_inside(rank, world):
     optimizer.step()
 
 
-def test_weights_replaced_inside_and_steps_refused(ranks):
-    ranks(2).run(replaced_inside)
+def test_a_step_inside_of_accumulate_is_refused(ranks):
+    ranks(2).run(rank_steps_inside)
 
 
 class InsideAndOutside(torch.nn.Module):
@@ -282,25 +279,25 @@ class InsideAndOutside(torch.nn.Module):
         return (x @ self.weight).square().sum()
 
 
-def nested_backwards(rank, world):
+def rank_nests_backwards(rank, world):
     torch.manual_seed(0)
     reference = InsideAndOutside()
     model = zcompile.shard(copy.deepcopy(reference))
     inputs = torch.randn(3, world, 4, 6)
     with zcompile.accumulate(model):
-        for micro in range(3):
-            model(inputs[micro, rank].requires_grad_()).backward()
+        for microbatch in range(3):
+            model(inputs[microbatch, rank].requires_grad_()).backward()
             for other in range(world):
-                (reference(inputs[micro, other].detach().requires_grad_()) / world).backward()
+                (reference(inputs[microbatch, other].detach().requires_grad_()) / world).backward()
             same_grads(model, reference)
 
 
-def test_a_backward_inside_of_a_backward(ranks):
-    ranks(2).run(nested_backwards)
+def test_a_backward_inside_of_a_backward_adds_to_gradients_once(ranks):
+    ranks(2).run(rank_nests_backwards)
 
 
-def kept_until_the_end(rank, world):
-    model = compiled(Transformer(), options=ALONE)
+def rank_ends_the_cache(rank, world):
+    model = compiled(Transformer(), options=UNBUCKETED)
     runtime = state_of(model).runtime
     leaf, shape = model.__dict__["_modules"]["embed"].__dict__["_zcompile_leaf_weight"].detach(), [61, 18]
 
@@ -322,18 +319,18 @@ def kept_until_the_end(rank, world):
     runtime.end_caching()  # nothing to stop
 
 
-def test_kept_until_the_end(ranks):
-    ranks(2).run(kept_until_the_end)
+def test_what_is_gathered_stays_until_accumulate_ends(ranks):
+    ranks(2).run(rank_ends_the_cache)
 
 
-def micro_steps_beside_unsharded(rank, world):
+def rank_closes_before_backward(rank, world):
     def loss(model, step, of_rank):
         sharded = model._compiled_call_impl is not None
         with zcompile.accumulate(model) if sharded else contextlib.nullcontext():
             return loss_of(model, batch(step, of_rank))
 
-    train_beside(rank, world, loss=loss, micro_steps=3)
+    train_beside(rank, world, loss=loss, microbatches=3)
 
 
-def test_forwards_that_end_before_their_backwards(ranks):
-    ranks(2).run(micro_steps_beside_unsharded)
+def test_accumulate_may_end_before_the_backward(ranks):
+    ranks(2).run(rank_closes_before_backward)

@@ -1,9 +1,11 @@
-"""Every language model of transformers that can be made small, sharded over two ranks and compiled, beside the same model compiled unsharded.
+"""Every language model of transformers that can be made small, sharded over two ranks, beside itself unsharded.
 
-Ten to thirty minutes, and so on demand: ZCOMPILE_ARCHITECTURES=causal python -m pytest tests/test_architectures.py (or masked, or seq2seq).
-ZCOMPILE_ARCHITECTURES_INNER=inductor takes another inner backend than aot_eager, for both.
+Both are compiled. This takes ten to thirty minutes, and so runs on demand: `make models` runs it three times, with
+ZCOMPILE_ARCHITECTURES=causal, masked and seq2seq. ZCOMPILE_ARCHITECTURES_INNER=inductor takes another inner backend
+than aot_eager, for both.
 """
 
+import contextlib
 import copy
 import functools
 import os
@@ -59,8 +61,16 @@ SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
     **dict.fromkeys(("mamba_d_state", "state_size", "hidden_size_per_layer_input"), 8),
-    **{"q_lora_rank": 12, "mamba_n_heads": 4, "mamba_d_head": 16, "attention_window": [8, 8], "use_cache": False},
-    **{"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2, "sep_token_id": 2},
+    "q_lora_rank": 12,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "attention_window": [8, 8],
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "decoder_start_token_id": 1,
+    "eos_token_id": 2,
+    "sep_token_id": 2,
 }
 LATENT = {"head_dim": 4, "num_key_value_heads": 4}  # of attention whose keys and values are made of one vector
 
@@ -81,10 +91,8 @@ def shrink(config) -> None:
         except Exception:  # a property, or of each layer its own
             pass
     kinds = getattr(config, "layer_types", None)
-    try:
+    with contextlib.suppress(AttributeError, TypeError):
         config.layer_types = (list(dict.fromkeys(kinds)) * 2)[:2]  # of each kind that there is
-    except (AttributeError, TypeError):
-        pass
 
 
 def small(kind: str):
@@ -120,7 +128,7 @@ def loss_of(model, step: int, rank: int) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def trains(rank, world, kind):
+def rank_trains(rank, world, kind):
     try:
         prepare = functools.partial(compiled, inner=INNER, fullgraph=False)
         train_beside(
@@ -139,6 +147,6 @@ def kinds() -> list[str]:
 @pytest.mark.skipif(not WHICH, reason="set ZCOMPILE_ARCHITECTURES to causal, masked or seq2seq")
 @pytest.mark.parametrize("kind", kinds() if WHICH else [""])
 def test_trains_as_unsharded(ranks, kind):
-    reasons = ranks(2).run(trains, kind)
+    reasons = ranks(2).run(rank_trains, kind)
     if reasons[0]:
         pytest.skip(f"{kind} cannot be made small or be compiled: {reasons[0].splitlines()[0][:200]}")

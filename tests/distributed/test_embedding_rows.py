@@ -1,4 +1,4 @@
-"""Embeddings whose rows travel alone, beside the same ones whole."""
+"""Embeddings whose rows travel without the rest of their matrix, beside the same embeddings whole."""
 
 import contextlib
 import copy
@@ -9,184 +9,88 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.distributed.test_ops import ops, shards
+from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
 from tests.support.reference import compiled, lm_loss, same_grads
+from tests.support.sharded_ops import ops, shards
 from zcompile.analysis.fx_utils import GATHER, GATHER_ROWS, calls
 from zcompile.analysis.hardware import H200
 from zcompile.backend import compile_aot_eager
 from zcompile.options import Settings
-from zcompile.sharding.model_state import state_of
 
-SHAPES = [(13, 7), (1, 5), (333, 77), (40, 16), (3001, 4096)]  # uneven, fewer rows than ranks, odd, wide, in pieces
-WIDTHS = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float32, torch.float16),
-]
+matrix = pytest.mark.matrix
 
 
-def indices_of(rows, shape, rank, device):
-    generator = torch.Generator().manual_seed(rank)
-    return (rows * torch.rand(shape, generator=generator) ** 2).long().to(device)  # many of them twice and more often
+@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=matrix), "late c10d"])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+def test_rows_are_those_of_the_whole_matrix(ranks, world, transport):
+    ranks(world).run(rank_rows_like_whole, transport)
 
 
-def dense_of(grad, indices, shape, dtype):
-    """What the gradient of the whole matrix is: a sum in fp32, in the order of tokens, rounded once."""
-    total = torch.zeros(shape)
-    for row, index in zip(grad.flatten(0, -2).float().cpu(), indices.flatten().tolist(), strict=True):
-        if index >= 0:
-            total[index] += row
-    return total.to(dtype).to(grad.device)
-
-
-def rows_like_whole(rank, world, transport, device="cpu"):
-    module, leaves = shards(world, *SHAPES, device=device)
-    runtime = state_of(module).runtime
-    runtime.use_transport(transport)
-    runtime.collect_squares()
-    leaves = [leaf.detach() for leaf in leaves]
-    for step in range(3 if device == "cuda" else 1):  # peer to peer, the first one publishes nothing
-        for shape, leaf in zip(SHAPES, leaves, strict=True):
-            indices = indices_of(
-                shape[0], (2, 3 + 8 * rank), 10 * step + rank, device
-            )  # ranks need not have equally many
-            for dtype in (torch.float32, torch.bfloat16):
-                for index in (indices, indices.int(), indices[:, :0]):
-                    found = ops.gather_rows(leaf, list(shape), dtype, index)
-                    assert torch.equal(found, nn.functional.embedding(index, ops.gather(leaf, list(shape), dtype))), (
-                        shape,
-                        dtype,
-                    )
-        for grad_dtype, dtype in WIDTHS:
-            for at, (shape, leaf) in enumerate(zip(SHAPES, leaves, strict=True)):
-                indices = indices_of(shape[0], (2, 3 + 40 * rank), 10 * step + rank, device)
-                indices[0, 0] = -1
-                grad = torch.randn((*indices.shape, shape[1]), device=device).to(grad_dtype)
-                runtime.clear_squares()
-                pending = ops.reduce_rows_start(grad, leaf, list(shape), dtype, indices)
-                reduced = ops.reduce_wait(pending, grad)
-                torch.testing.assert_close(
-                    runtime.squares_of(at, reduced).sum(), reduced.double().square().sum(), rtol=1e-12, atol=0
-                )
-                whole = ops.reduce(dense_of(grad, indices, shape, dtype), leaf)
-                assert torch.equal(reduced, whole), (shape, grad_dtype, dtype)
-                nothing = ops.reduce_rows(grad, leaf, list(shape), dtype, torch.full_like(indices, -1))
-                assert not nothing.any() and nothing.shape == leaf.shape
-                count = rank  # none on the first one
-                some = ops.reduce_rows(grad[:count], leaf, list(shape), dtype, indices[:count])
-                assert torch.equal(some, ops.reduce(dense_of(grad[:count], indices[:count], shape, dtype), leaf))
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(1.5)
-
-
-@pytest.mark.parametrize("transport", ["c10d", "late c10d"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_rows(ranks, world, transport):
-    ranks(world).run(rows_like_whole, transport)
-
-
-def bad_rows(rank, world):
-    module, leaves = shards(world, (5, 3), (8,))
-    matrix, vector = (leaf.detach() for leaf in leaves)
+def rank_asks_for_bad_rows(rank, world):
+    _, leaves = shards(world, (5, 3), (8,))
+    table, vector = (leaf.detach() for leaf in leaves)
     with pytest.raises(IndexError):
-        ops.gather_rows(matrix, [5, 3], torch.float32, torch.tensor([5]))
+        ops.gather_rows(table, [5, 3], torch.float32, torch.tensor([5]))
     with pytest.raises(RuntimeError, match="only a matrix has rows"):
         ops.gather_rows(vector, [8], torch.float32, torch.tensor([0]))
     with pytest.raises(RuntimeError, match=r"reduce_rows: 'p0' has shape \[5, 3\], asked for \[6, 3\]"):
-        ops.reduce_rows(torch.ones(1, 3), matrix, [6, 3], torch.float32, torch.tensor([0]))
+        ops.reduce_rows(torch.ones(1, 3), table, [6, 3], torch.float32, torch.tensor([0]))
 
 
-def test_bad_rows(ranks):
-    ranks(2).run(bad_rows)
-
-
-class Tables(nn.Module):
-    """A language model whose embedding is its own, and a table of which one row is padding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(61, 18)
-        self.kinds = nn.Embedding(7, 18, padding_idx=3)
-        self.mix, self.head = nn.Linear(18, 18), nn.Linear(18, 61)
-
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.kinds(tokens % 7)
-        return self.head(torch.tanh(self.mix(x)))
+def test_rows_that_a_matrix_does_not_have_are_refused(ranks):
+    ranks(2).run(rank_asks_for_bad_rows)
 
 
 @contextlib.contextmanager
-def said():
+def messages_of_the_pass():
     """What the pass says that it changed."""
-    log, found = logging.getLogger("zcompile"), []
+    log, messages = logging.getLogger("zcompile"), []
     handler, level = logging.Handler(), log.level
-    handler.emit = lambda record: found.append(record.getMessage())
-    handler.addFilter(lambda record: record.getMessage().startswith("zcompile: rows:"))
+    handler.emit = lambda record: messages.append(record.getMessage())
+    handler.addFilter(lambda record: record.getMessage().startswith("zcompile: embedding_rows:"))
     log.setLevel(logging.DEBUG)
     log.addHandler(handler)
     try:
-        yield found
+        yield messages
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
 
 
-def curve(rank, options, device="cpu", transport=None, steps=3, micro_steps=1, **how):
-    """Losses and gradients of some steps, whose micro-steps share gathers."""
-    torch.manual_seed(0)
-    model = compiled(Tables().to(device), options=options, **how)
-    if transport:
-        state_of(model).runtime.use_transport(transport)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = []
-    for step in range(steps):
-        with zcompile.accumulate(model) if micro_steps > 1 else contextlib.nullcontext():
-            for micro in range(micro_steps):
-                loss = lm_loss(model, micro_steps * step + micro, rank)
-                loss.backward()
-                found.append(loss.detach())
-        found += [parameter.grad.to_local().clone() for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def leaving_them_out_changes_nothing(rank, world, dtype, micro_steps):
-    how = {"param_dtype": dtype, "micro_steps": micro_steps}
+def rank_trains_with_and_without_rows(rank, world, dtype, microbatches):
+    how = {"param_dtype": dtype, "microbatches": microbatches}
     with torch._inductor.config.patch(force_disable_caches=True):  # passes do not run where a cache has what they made
-        with said() as something:
-            rows = curve(rank, {"inner": "inductor"}, **how)
-        with said() as nothing:
-            whole = curve(rank, {"inner": "inductor", "skip_passes": ["embedding_rows"]}, **how)
-    assert all(torch.equal(one, other) for one, other in zip(rows, whole, strict=True))
-    assert len(something) == 1 and "+2 zcompile.reduce_rows.default" in something[0] and not nothing
+        with messages_of_the_pass() as with_rows:
+            rows = tables_curve(rank, {"inner": "inductor"}, **how)
+        with messages_of_the_pass() as without_rows:
+            whole = tables_curve(rank, {"inner": "inductor", "skip_passes": ["embedding_rows"]}, **how)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(rows, whole, strict=True))
+    assert len(with_rows) == 1 and "+2 zcompile.reduce_rows.default" in with_rows[0] and not without_rows
 
 
-@pytest.mark.parametrize("dtype, micro_steps", [(torch.float32, 2), (torch.bfloat16, 1)])
-def test_leaving_them_out_changes_nothing(ranks, dtype, micro_steps):
-    ranks(2).run(leaving_them_out_changes_nothing, dtype, micro_steps)
+@pytest.mark.parametrize("dtype, microbatches", [(torch.float32, 2), pytest.param(torch.bfloat16, 1, marks=matrix)])
+def test_leaving_them_out_changes_nothing(ranks, dtype, microbatches):
+    ranks(2).run(rank_trains_with_and_without_rows, dtype, microbatches)
 
 
 class ReadTwice(Tables):
-    """With one of its tables."""
+    """Reads one of its tables with two sets of indices."""
 
     def forward(self, tokens):
         return super().forward(tokens) + self.head(self.kinds(tokens % 5))
 
 
-def read_where_peers_are(rank, world, make, rows, gathers):
+def rank_plans_for_peers(rank, world, make, rows, gathers):
     """With the plan of GPUs that read each other's memory, over gloo; however little may be saved for backward."""
     torch.manual_seed(0)
     reference = make()
     model = zcompile.shard(copy.deepcopy(reference))
-    seen = []
+    counts = []  # of each graph: gathers of rows, and of whole parameters
 
     def backend(gm, inputs):
         plan = Settings(inner="aot_eager").plan(H200.over("p2p", world), 1 << 30)
-        return compile_aot_eager(
-            gm, inputs, plan, look=lambda graph: seen.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)])
-        )
+        look = lambda graph: counts.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)])
+        return compile_aot_eager(gm, inputs, plan, look=look)
 
     ours = torch.compile(model, backend=backend)
     for step in range(2):
@@ -195,17 +99,17 @@ def read_where_peers_are(rank, world, make, rows, gathers):
         for other in range(world):
             (lm_loss(reference, step, other) / world).backward()
     same_grads(model, reference)
-    forward, backward = seen
+    forward, backward = counts
     assert forward == [rows, gathers] and backward[0] == 0, "rows are read in forward alone"
 
 
-@pytest.mark.parametrize("make, rows, gathers", [(Tables, 2, 4), (ReadTwice, 1, 5)])
-def test_read_where_peers_are(ranks, make, rows, gathers):
-    ranks(2).run(read_where_peers_are, make, rows, gathers)
+@pytest.mark.parametrize("make, rows, gathers", [pytest.param(Tables, 2, 4, marks=matrix), (ReadTwice, 1, 5)])
+def test_over_p2p_a_table_read_once_is_gathered_as_rows(ranks, make, rows, gathers):
+    ranks(2).run(rank_plans_for_peers, make, rows, gathers)
 
 
 class FromTheEnd(nn.Module):
-    """Rows by indexing, which may count from the end, some of them masked: no embedding, but the same gradient in graphs."""
+    """Rows by indexing, which may count from the end. Some are masked. In graphs this has an embedding's gradient."""
 
     def __init__(self):
         super().__init__()
@@ -218,40 +122,42 @@ class FromTheEnd(nn.Module):
         return self.mix(masked + self.other[i])
 
 
-def indices_count_from_the_end(rank, world):
+def rank_counts_from_the_end(rank, world):
     torch.manual_seed(0)
     reference = FromTheEnd()
     model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
     for step in range(2):
-        tokens = [
-            torch.randint(0, 61, (4, 5), generator=torch.Generator().manual_seed(10 * step + of)) for of in range(world)
-        ]
+        generators = [torch.Generator().manual_seed(10 * step + other) for other in range(world)]
+        tokens = [torch.randint(0, 61, (4, 5), generator=generator) for generator in generators]
         model(tokens[rank]).square().mean().backward()
-        for one in tokens:
-            (reference(one).square().mean() / world).backward()
+        for others in tokens:
+            (reference(others).square().mean() / world).backward()
     same_grads(model, reference)
 
 
-def test_indices_count_from_the_end(ranks):
-    ranks(2).run(indices_count_from_the_end)
+@matrix
+def test_indices_may_count_from_the_end(ranks):
+    ranks(2).run(rank_counts_from_the_end)
 
 
-def lengths_differ(rank, world):
-    """Ranks with batches of other lengths, which compile other graphs or dynamic ones."""
+def length_loss(model, rank, step, length):
+    """Mean next-token loss on the tokens that `rank` sees at `step`."""
+    tokens = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def rank_sees_other_lengths(rank, world):
+    """Ranks compile other graphs or dynamic ones."""
     torch.manual_seed(0)
     reference = Tables()
     model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
     for step, lengths in enumerate([(5, 5), (5, 9), (12, 7), (6, 6)]):
-
-        def loss(one, of):
-            tokens = torch.randint(0, 61, (2, lengths[of]), generator=torch.Generator().manual_seed(10 * step + of))
-            return nn.functional.cross_entropy(one(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-        loss(model, rank).backward()
+        length_loss(model, rank, step, lengths[rank]).backward()
         for other in range(world):
-            (loss(reference, other) / world).backward()
+            (length_loss(reference, other, step, lengths[other]) / world).backward()
     same_grads(model, reference)
 
 
-def test_lengths_differ(ranks):
-    ranks(2).run(lengths_differ)
+@matrix
+def test_lengths_of_batches_may_differ_between_ranks(ranks):
+    ranks(2).run(rank_sees_other_lengths)

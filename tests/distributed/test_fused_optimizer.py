@@ -1,4 +1,4 @@
-"""zcompile.fuse_optimizer on CPU ranks, where steps are torch's; tests/test_gpu.py has those of the transport."""
+"""zcompile.fuse_optimizer on CPU ranks, where steps are torch's; tests/gpu has those of the transport."""
 
 import functools
 import gc
@@ -16,6 +16,8 @@ import zcompile.sharding.fused_optimizer
 from tests.support.models import Transformer
 from tests.support.reference import compiled, lm_loss
 from zcompile.sharding.model_state import state_of
+
+matrix = pytest.mark.matrix
 
 
 def curve(rank, fuse, make, closures):
@@ -54,21 +56,29 @@ def curve(rank, fuse, make, closures):
     return [*losses, other.detach(), *(parameter.to_local().detach() for parameter in model.parameters())]
 
 
-def same(rank, world, make, closures):
-    for one, another in zip(curve(rank, True, make, closures), curve(rank, False, make, closures), strict=True):
-        assert torch.equal(one, another)
+def rank_steps_fused_and_plain(rank, world, make, closures):
+    fused, plain = curve(rank, True, make, closures), curve(rank, False, make, closures)
+    for ours, theirs in zip(fused, plain, strict=True):
+        assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("closures", [False, True])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("closures", [pytest.param(False, marks=matrix), True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=matrix)])
 def test_steps_are_torchs(ranks, make, closures):
-    ranks(2).run(same, make, closures)
+    ranks(2).run(rank_steps_fused_and_plain, make, closures)
 
 
-def refuses(rank, world):
+def rank_fuses_unsharded(rank, world):
     plain = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="no sharded parameter"):
         zcompile.fuse_optimizer(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+
+
+def test_an_optimizer_of_an_unsharded_model_is_refused(ranks):
+    ranks(2).run(rank_fuses_unsharded)
+
+
+def rank_fuses_wrong_optimizers(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="not SGD"):
         zcompile.fuse_optimizer(model, torch.optim.SGD(model.parameters()))
@@ -83,8 +93,8 @@ def refuses(rank, world):
     assert dist.get_world_size() == world
 
 
-def test_what_cannot_be_fused_is_an_error(ranks):
-    ranks(2).run(refuses)
+def test_an_optimizer_that_cannot_be_fused_is_refused(ranks):
+    ranks(2).run(rank_fuses_wrong_optimizers)
 
 
 class Writing:
@@ -107,14 +117,14 @@ class Writing:
 
 def writes(make_state, models, optimizer):
     """The stand-ins, in the place of the transports that `models` are on."""
-    found = [Writing() for _ in models]
-    for model, writing in zip(models, found, strict=True):
+    transports = [Writing() for _ in models]
+    for model, writing in zip(models, transports, strict=True):
         zcompile.sharding.fused_optimizer.state_of = lambda model, writing=writing: SimpleNamespace(
             parameters=make_state(model).parameters, runtime=writing
         )
         zcompile.fuse_optimizer(model, optimizer)
     zcompile.sharding.fused_optimizer.state_of = make_state
-    return found
+    return transports
 
 
 def pair():
@@ -135,54 +145,51 @@ def parameters_of(models):
     return [parameter for model in models for parameter in model.parameters()]
 
 
-def gives_gradients_up_at_once(rank, world):
+def rank_drops_gradients(rank, world):
     models = pair()
     optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
-    written = writes(state_of, models, optimizer)
+    transports = writes(state_of, models, optimizer)
     optimizer.register_step_post_hook(
         lambda *_: [parameter.grad for parameter in parameters_of(models)].count(None) == 4 or 1 / 0
     )
-    found = train(models, optimizer, 3)
-    assert [one.steps for one in written] == [3, 3]
+    trained = train(models, optimizer, 3)
+    assert [transport.steps for transport in transports] == [3, 3]
     plain = pair()
-    for one, other in zip(
-        found, train(plain, torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True), 3), strict=True
-    ):
-        assert torch.equal(one, other)
+    expected = train(plain, torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True), 3)
+    for ours, theirs in zip(trained, expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_gradients_are_gone_when_hooks_run(ranks):
     """Of two models with one optimizer, each on a transport of its own."""
-    ranks(2).run(gives_gradients_up_at_once)
+    ranks(2).run(rank_drops_gradients)
 
 
-def leaves_to_torch(rank, world, changed):
+def rank_changes_a_group(rank, world, changed):
     models = pair()
     optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
-    written = writes(state_of, models[:1], optimizer)
+    transports = writes(state_of, models[:1], optimizer)
     train(models, optimizer, 2)
     optimizer.param_groups[0] |= changed
     versions = [parameter._local_tensor._version for parameter in models[0].parameters()]
-    found = train(models, optimizer, 2)
-    assert [one.steps for one in written] == [2]
-    assert all(
-        parameter._local_tensor._version > before
-        for parameter, before in zip(models[0].parameters(), versions, strict=True)
-    )
+    trained = train(models, optimizer, 2)
+    assert [transport.steps for transport in transports] == [2]
+    for parameter, before in zip(models[0].parameters(), versions, strict=True):
+        assert parameter._local_tensor._version > before
     plain = pair()
     optimizer = torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True)
     train(plain, optimizer, 2)
     optimizer.param_groups[0] |= changed
-    for one, other in zip(found, train(plain, optimizer, 2), strict=True):
-        assert torch.equal(one, other)
+    for ours, theirs in zip(trained, train(plain, optimizer, 2), strict=True):
+        assert torch.equal(ours, theirs)
 
 
-def test_groups_that_change_are_torchs(ranks):
-    """As by a checkpoint's groups; and that masters move is told, since torch's kernel does not tell."""
-    ranks(2).run(leaves_to_torch, {"maximize": True})
+def test_groups_that_change_are_stepped_by_torch(ranks):
+    """As a checkpoint's groups do. That main parameters moved is told too, since torch's kernel does not tell."""
+    ranks(2).run(rank_changes_a_group, {"maximize": True})
 
 
-def is_freed(rank, world):
+def rank_deletes_the_optimizer(rank, world):
     (model, _) = pair()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     torch.optim.lr_scheduler.LinearLR(zcompile.fuse_optimizer(model, optimizer))
@@ -196,4 +203,4 @@ def is_freed(rank, world):
 
 
 def test_an_optimizer_is_freed_at_once(ranks):
-    ranks(2).run(is_freed)
+    ranks(2).run(rank_deletes_the_optimizer)

@@ -1,6 +1,6 @@
-"""Random modules, options and delays, compiled and sharded, against the same modules in one piece; and random plans of them.
+"""Random modules, options and delays, compiled and sharded, against the same modules in one piece; random plans.
 
-ZCOMPILE_FUZZ_GRAPHS=10000 python -m pytest tests/test_fuzz.py -s
+ZCOMPILE_FUZZ_GRAPHS=10000 python -m pytest tests/distributed/test_fuzz.py -m matrix -s
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from zcompile.passes.verify import verify_lifetimes
 from zcompile.planning.explain import copied
 from zcompile.sharding.model_state import state_of
 
-SECONDS = 60  # of each test, unless a number of graphs is asked for
+SECONDS = 60  # of each test in the matrix, unless a number of graphs is asked for
 GRAPHS = int(os.environ.get("ZCOMPILE_FUZZ_GRAPHS", 0))
 PLANS = 20  # of each module, twice: forward and backward
 FIRST = int(os.environ.get("ZCOMPILE_FUZZ_FIRST", 0))  # seed
@@ -34,23 +34,23 @@ def batch(seed, rank):
     return torch.randn(fuzz.ROWS, fuzz.WIDTH, generator=torch.Generator().manual_seed(100 * seed + rank))
 
 
-def one(seed, rank, world):
+def check_module(seed, rank, world):
     """Losses and gradients of two steps, bitwise those of the eager sharded model and close to those of one piece.
 
-    Every other seed takes two micro-steps a step, in which the compiled model shares what it gathers and adds gradients as it
-    reduces them.
+    Every other seed takes two microbatches a step. There the compiled model shares what it gathers, and adds gradients
+    as it reduces them. Returns how many graphs it checked.
     """
-    micro_steps = 1 + seed % 2
+    microbatches = 1 + seed % 2
     reference = fuzz.Model(seed)
     eager, compiled = (zcompile.shard(copy.deepcopy(reference)) for _ in range(2))
     options = fuzz.options_of(seed)
     compiled.compile(backend="zcompile", options={"inner": "aot_eager", **options}, fullgraph=True)
     state_of(compiled).runtime.use_transport("late c10d")  # NaN until waited for, gradients read as late as their wait
     for step in range(2):
-        with zcompile.accumulate(compiled) if micro_steps > 1 else contextlib.nullcontext():
-            for micro in range(micro_steps * step, micro_steps * (step + 1)):
-                ours, beside = compiled(batch(seed + micro, rank)), eager(batch(seed + micro, rank))
-                theirs = [reference(batch(seed + micro, other)) for other in range(world)]
+        with zcompile.accumulate(compiled) if microbatches > 1 else contextlib.nullcontext():
+            for microbatch in range(microbatches * step, microbatches * (step + 1)):
+                ours, beside = compiled(batch(seed + microbatch, rank)), eager(batch(seed + microbatch, rank))
+                theirs = [reference(batch(seed + microbatch, other)) for other in range(world)]
                 for loss in (ours, beside, sum(theirs) / world):
                     loss.backward()
                 same(ours, beside, f"loss of step {step}")
@@ -69,27 +69,26 @@ def one(seed, rank, world):
     return 2
 
 
-def same(one, other, what):
-    assert torch.equal(one, other), f"{what}: {one} is not that of eager, {other}"
+def same(ours, eager, what):
+    assert torch.equal(ours, eager), f"{what}: {ours} is not that of eager, {eager}"
 
 
-def near(one, other, what):
-    error, norm = (one.detach() - other.detach()).norm(), other.detach().norm()
-    assert error <= 3e-2 * norm + 1e-3, (
-        f"{what}: {one} is not near {other}"
-    )  # products in bf16, summed in another order
+def near(ours, expected, what):
+    """Some products are in bf16, and are summed in another order."""
+    error, norm = (ours.detach() - expected.detach()).norm(), expected.detach().norm()
+    assert error <= 3e-2 * norm + 1e-3, f"{what}: {ours} is not near {expected}"
 
 
 class Poisoner(Interpreter):
-    """Runs a planned graph, and overwrites each full parameter with NaN directly after its window."""
+    """Runs a planned graph, and overwrites each unsharded parameter with NaN directly after its lifetime."""
 
     def __init__(self, graph):
         super().__init__(GraphModule(torch.nn.Module(), graph), garbage_collect_values=False)
-        windows = ParamLifetimes(self.module.graph)
+        lifetimes = ParamLifetimes(self.module.graph)
         self.dead = {}
-        for window in windows.lifetimes:
-            if not window.returned:
-                self.dead.setdefault(windows.liveness.nodes[window.ends], []).append(window.wait)
+        for lifetime in lifetimes.lifetimes:
+            if not lifetime.returned:
+                self.dead.setdefault(lifetimes.liveness.nodes[lifetime.ends], []).append(lifetime.wait)
 
     def run_node(self, node):
         result = super().run_node(node)
@@ -98,8 +97,11 @@ class Poisoner(Interpreter):
         return result
 
 
-def plans(seed, rank, world):
-    """Random plans of one module's forward and backward, bitwise what the graphs give before they are planned; how many."""
+def check_plans(seed, rank, world):
+    """Random plans of one module's forward and backward, bitwise what the graphs give before they are planned.
+
+    Returns how many graphs it checked.
+    """
     model = zcompile.shard(fuzz.Model(seed))
     state_of(model).runtime.use_transport("late c10d")
     taken = []
@@ -130,12 +132,10 @@ def plans(seed, rank, world):
                 pipeline.run_passes(planned, schedule)
                 if not {"sink_gathers", "regather"} & set(drawn.skip_passes):
                     verify_lifetimes(planned, drawn.gather_budget_bytes)
-                found = Poisoner(planned).run(*arguments)
-                for one, other in zip(found, expected, strict=True):
-                    assert one is None and other is None or torch.equal(one, other), (
-                        number,
-                        fuzz.options_of(1000 * seed + number),
-                    )
+                results_of_plan = Poisoner(planned).run(*arguments)
+                for ours, theirs in zip(results_of_plan, expected, strict=True):
+                    equal = theirs is None if ours is None else torch.equal(ours, theirs)
+                    assert equal, (number, fuzz.options_of(1000 * seed + number))
     return 2 * PLANS
 
 
@@ -143,13 +143,13 @@ def run(graph, arguments):
     return Interpreter(GraphModule(torch.nn.Module(), graph)).run(*arguments)
 
 
-def fuzzed(rank, world, check, first, graphs, seconds):
+def rank_fuzzes(rank, world, check, first, graphs, seconds):
     """How many graphs were checked, of seeds from `first` on: `graphs` of them, or as many as there is time for."""
     begin, seed, done = time.monotonic(), first, 0
     while done < graphs if graphs else not late(begin + seconds):
         torch._dynamo.reset()
         try:
-            done += globals()[check](seed, rank, world)
+            done += check(seed, rank, world)
         except Exception as error:
             raise AssertionError(f"seed {seed}, options {fuzz.options_of(seed)}") from error
         seed += 1
@@ -163,10 +163,22 @@ def late(deadline):
     return bool(past)
 
 
-@pytest.mark.parametrize("check", ["one", "plans"])
-def test_fuzzed(ranks, check):
-    """Modules end to end, and more plans of each than there is time to compile."""
-    graphs = GRAPHS // 10 if check == "one" else GRAPHS
-    counts = ranks(2).run(fuzzed, check, FIRST, graphs, SECONDS, timeout=2 * GRAPHS + 4 * SECONDS)
-    print(f"{check}: {counts[0]} graphs")
+matrix = pytest.mark.matrix
+
+
+def fuzz_on_two_ranks(ranks, check, graphs):
+    counts = ranks(2).run(rank_fuzzes, check, FIRST, graphs, SECONDS, timeout=20 * graphs + 4 * SECONDS)
+    print(f"{check.__name__}: {counts[0]} graphs")
     assert min(counts) >= (graphs or 20)
+
+
+@pytest.mark.parametrize("graphs", [20, pytest.param(GRAPHS // 10, marks=matrix, id="many")])
+def test_random_modules_train_as_eager_and_as_unsharded(ranks, graphs):
+    """Modules end to end."""
+    fuzz_on_two_ranks(ranks, check_module, graphs)
+
+
+@pytest.mark.parametrize("graphs", [200, pytest.param(GRAPHS, marks=matrix, id="many")])
+def test_random_plans_change_no_number_and_read_nothing_dead(ranks, graphs):
+    """More plans of each module than there is time to compile."""
+    fuzz_on_two_ranks(ranks, check_plans, graphs)

@@ -269,7 +269,7 @@ def code_order(code):
     count = {"gather": 0, "reduce": 0}
     for line in code.splitlines():
         if call := re.match(
-            r"\s+(\w+) = torch\.ops\.zcompile\.(gather|reduce)_(?:kept_)?(start|wait)\.default\((\w+)", line
+            r"\s+(\w+) = torch\.ops\.zcompile\.(gather|reduce)_(?:cached_)?(start|wait)\.default\((\w+)", line
         ):
             name, kind, what, argument = call.groups()
             if what == "start":

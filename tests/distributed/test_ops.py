@@ -1,4 +1,4 @@
-"""The ops by themselves: schemas, errors, and what a reduce means."""
+"""The ops by themselves: schemas, errors, and what a gather and a reduce mean."""
 
 from unittest import mock
 
@@ -11,19 +11,13 @@ from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
 import zcompile
-from zcompile import _C
-from zcompile.sharding.model_state import state_of
+from tests.support.reduce_checks import mean_in_order, rank_squares_of_reduces
+from tests.support.sharded_ops import ops, shards
 
-ops = torch.ops.zcompile
-
-
-def shards(world, *shapes, dtype=torch.float32, device="cpu", **how):
-    """One module with a parameter of each shape, sharded; its shards as ops see them."""
-    module = nn.Module()
-    for at, shape in enumerate(shapes):
-        module.register_parameter(f"p{at}", nn.Parameter(torch.randn(shape, dtype=dtype, device=device)))
-    zcompile.shard(module, **how)
-    return module, [module.__dict__[f"_zcompile_leaf_p{at}"] for at in range(len(shapes))]
+matrix = pytest.mark.matrix
+one_world_and_others = pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)]
+)
 
 
 def check(op, make_args, *, values=True, gradients=False, alias=False):
@@ -37,9 +31,9 @@ def check(op, make_args, *, values=True, gradients=False, alias=False):
             opcheck(op, make_args(), test_utils=utility)
 
     def same(ours, theirs, **_):
-        for one, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
-            assert one.shape == other.shape and one.dtype == other.dtype
-            assert not values or torch.equal(one, other)
+        for mine, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+            assert mine.shape == other.shape and mine.dtype == other.dtype
+            assert not values or torch.equal(mine, other)
 
     for dynamic in () if alias else (False, True):
         aot_autograd_check(op, make_args(), {}, dynamic, check_gradients=gradients, assert_equals_fn=same)
@@ -50,43 +44,72 @@ def arriving(start, values):
     return start.copy_(values)
 
 
-def check_schemas(rank, world):
-    module, (leaf,) = shards(world, (5, 3))
-    grad = torch.randn(5, 3)
+def rank_gather_schemas(rank, world, dtype):
+    _, (leaf,) = shards(world, (5, 3))
     shard = leaf.detach()  # the same storage; starts and waits only ever run after autograd
-    for dtype in (torch.float32, torch.bfloat16):
-        check(ops.gather.default, lambda: (leaf, [5, 3], dtype), gradients=True)
-        check(ops.gather_start.default, lambda: (shard, [5, 3], dtype), values=False)
-        full = ops.gather(shard, [5, 3], dtype)
-        check(ops.gather_wait.default, lambda: (arriving(ops.gather_start(shard, [5, 3], dtype), full),), alias=True)
+    check(ops.gather.default, lambda: (leaf, [5, 3], dtype), gradients=True)
+    check(ops.gather_start.default, lambda: (shard, [5, 3], dtype), values=False)
+    unsharded = ops.gather(shard, [5, 3], dtype)
+    check(ops.gather_wait.default, lambda: (arriving(ops.gather_start(shard, [5, 3], dtype), unsharded),), alias=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=matrix)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+def test_schemas_of_gathers_are_true(ranks, world, dtype):
+    ranks(world).run(rank_gather_schemas, dtype)
+
+
+def rank_reduce_schemas(rank, world):
+    _, (leaf,) = shards(world, (5, 3))
+    grad, shard = torch.randn(5, 3), leaf.detach()
     check(ops.reduce_start.default, lambda: (grad, shard), values=False)
     mean = ops.reduce(grad, shard)
     check(ops.reduce_wait.default, lambda: (arriving(ops.reduce_start(grad, shard), mean), grad), alias=True)
     check(ops.reduce.default, lambda: (grad, shard))
-    for indices in (
-        torch.tensor([[4, 0], [0, 1]]),
-        torch.tensor([3, -1], dtype=torch.int32),
-        torch.tensor(2),
-        torch.empty(0, dtype=torch.long),
-    ):
-        rows = torch.randn(*indices.shape, 3)
-        check(ops.gather_rows.default, lambda: (shard, [5, 3], torch.bfloat16, indices.clamp(min=0)))
-        check(ops.reduce_rows.default, lambda: (rows, shard, [5, 3], torch.float32, indices))
-        check(ops.reduce_rows_start.default, lambda: (rows, shard, [5, 3], torch.float32, indices), values=False)
 
-    module, leaves = shards(world, (5, 3), (), (7,))
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+def test_schemas_of_reduces_are_true(ranks, world):
+    ranks(world).run(rank_reduce_schemas)
+
+
+INDICES = {
+    "matrix": torch.tensor([[4, 0], [0, 1]]),
+    "masked": torch.tensor([3, -1], dtype=torch.int32),
+    "scalar": torch.tensor(2),
+    "none": torch.empty(0, dtype=torch.long),
+}
+
+
+def rank_row_schemas(rank, world, name):
+    _, (leaf,) = shards(world, (5, 3))
+    indices = INDICES[name]
+    shard, rows = leaf.detach(), torch.randn(*indices.shape, 3)
+    check(ops.gather_rows.default, lambda: (shard, [5, 3], torch.bfloat16, indices.clamp(min=0)))
+    check(ops.reduce_rows.default, lambda: (rows, shard, [5, 3], torch.float32, indices))
+    check(ops.reduce_rows_start.default, lambda: (rows, shard, [5, 3], torch.float32, indices), values=False)
+
+
+@pytest.mark.parametrize("indices", ["matrix", *(pytest.param(name, marks=matrix) for name in list(INDICES)[1:])])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+def test_schemas_of_rows_are_true(ranks, world, indices):
+    ranks(world).run(rank_row_schemas, indices)
+
+
+def rank_group_schemas(rank, world):
+    _, leaves = shards(world, (5, 3), (), (7,))
     some = [leaf.detach() for leaf in leaves]
     grads = [torch.randn(5, 3), torch.randn(()), torch.randn(7)]
     check(ops.gather_group_start.default, lambda: (some, [5, 3, 7], [2, 0, 1], torch.bfloat16), values=False)
     check(ops.reduce_group_start.default, lambda: (grads, some), values=False)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_schemas(ranks, world):
-    ranks(world).run(check_schemas)
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+def test_schemas_of_groups_are_true(ranks, world):
+    ranks(world).run(rank_group_schemas)
 
 
-def lying_wait_fails(rank, world):
+def rank_lying_wait(rank, world):
     library = torch.library.Library("zcompile_test_ops", "DEF")
     library.define("lying_wait(Tensor x) -> Tensor")
     library.impl("lying_wait", lambda x: x, "CPU")
@@ -97,100 +120,139 @@ def lying_wait_fails(rank, world):
 
 def test_the_checks_find_a_schema_that_lies(ranks):
     """They were given the tensors themselves instead of copies: they must not have gone blind by that."""
-    ranks(1).run(lying_wait_fails)
+    ranks(1).run(rank_lying_wait)
 
 
-def groups_equal_singles(rank, world):
-    shapes = [(13, 7), (), (1, 5), (0, 4), (8,)]
-    sizes, dims = [size for shape in shapes for size in shape], [len(shape) for shape in shapes]
-    module, leaves = shards(world, *shapes)
+GROUP = [(13, 7), (), (1, 5), (0, 4), (8,)]
+GROUP_SIZES, GROUP_DIMS = [size for shape in GROUP for size in shape], [len(shape) for shape in GROUP]
+
+
+def assert_gathered(starts, shards, shapes, dtype):
+    """Each of a group is what it is when gathered alone. Waits come in any order."""
+    for start, shard, shape in reversed(list(zip(starts, shards, shapes, strict=True))):
+        assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), dtype))
+
+
+def assert_reduced(starts, grads, shards):
+    """Each of a group is what it is when reduced alone."""
+    for start, grad, shard in reversed(list(zip(starts, grads, shards, strict=True))):
+        assert torch.equal(ops.reduce_wait(start, grad), ops.reduce(grad, shard))
+
+
+def rank_groups(rank, world):
+    _, leaves = shards(world, *GROUP)
     some = [leaf.detach() for leaf in leaves]
-    grads = [torch.randn(shape).to(torch.bfloat16 if at % 2 else torch.float32) for at, shape in enumerate(shapes)]
-    fulls = ops.gather_group_start(some, sizes, dims, torch.bfloat16)
-    for full, shard, shape in reversed(list(zip(fulls, some, shapes, strict=True))):  # waits come in any order
-        assert torch.equal(ops.gather_wait(full), ops.gather(shard, list(shape), torch.bfloat16))
-    outs = ops.reduce_group_start(grads, some)
-    for out, grad, shard in reversed(list(zip(outs, grads, some, strict=True))):
-        assert torch.equal(ops.reduce_wait(out, grad), ops.reduce(grad, shard))
-    if rank == 0:  # the same groups, cut differently on each rank
-        fulls = ops.gather_group_start(some, sizes, dims, torch.float32)
+    grads = [torch.randn(shape).to(torch.bfloat16 if i % 2 else torch.float32) for i, shape in enumerate(GROUP)]
+    starts = ops.gather_group_start(some, GROUP_SIZES, GROUP_DIMS, torch.bfloat16)
+    assert_gathered(starts, some, GROUP, torch.bfloat16)
+    assert_reduced(ops.reduce_group_start(grads, some), grads, some)
+
+
+@one_world_and_others
+def test_groups_equal_singles(ranks, world):
+    ranks(world).run(rank_groups)
+
+
+def rank_groups_cut_differently(rank, world):
+    _, leaves = shards(world, *GROUP)
+    some = [leaf.detach() for leaf in leaves]
+    if rank == 0:
+        starts = ops.gather_group_start(some, GROUP_SIZES, GROUP_DIMS, torch.float32)
     else:
-        fulls = [ops.gather_start(some[0], [13, 7], torch.float32)]
-        fulls += ops.gather_group_start(some[1:], sizes[2:], dims[1:], torch.float32)
-    for full, shard, shape in zip(fulls, some, shapes, strict=True):
-        assert torch.equal(ops.gather_wait(full), ops.gather(shard, list(shape), torch.float32))
+        starts = [ops.gather_start(some[0], [13, 7], torch.float32)]
+        starts += ops.gather_group_start(some[1:], GROUP_SIZES[2:], GROUP_DIMS[1:], torch.float32)
+    for start, shard, shape in zip(starts, some, GROUP, strict=True):
+        assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), torch.float32))
 
 
-def groups_of_which_a_rank_has_nothing(rank, world):
+@one_world_and_others
+def test_ranks_may_cut_groups_differently(ranks, world):
+    ranks(world).run(rank_groups_cut_differently)
+
+
+def rank_empty_groups(rank, world):
     shapes = [(1, 16), (1,)]
-    module, leaves = shards(world, *shapes)
+    _, leaves = shards(world, *shapes)
     some = [leaf.detach() for leaf in leaves]
     grads = [torch.randn(shape) for shape in shapes]
-    fulls = ops.gather_group_start(some, [1, 16, 1], [2, 1], torch.float32)
-    for full, shard, shape in zip(fulls, some, shapes, strict=True):
-        assert torch.equal(ops.gather_wait(full), ops.gather(shard, list(shape), torch.float32))
-    for out, grad, shard in zip(ops.reduce_group_start(grads, some), grads, some, strict=True):
-        assert torch.equal(ops.reduce_wait(out, grad), ops.reduce(grad, shard))
+    starts = ops.gather_group_start(some, [1, 16, 1], [2, 1], torch.float32)
+    for start, shard, shape in zip(starts, some, shapes, strict=True):
+        assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), torch.float32))
+    for start, grad, shard in zip(ops.reduce_group_start(grads, some), grads, some, strict=True):
+        assert torch.equal(ops.reduce_wait(start, grad), ops.reduce(grad, shard))
 
 
-def test_groups_of_which_a_rank_has_nothing(ranks):
-    ranks(2).run(groups_of_which_a_rank_has_nothing)
+def test_groups_of_which_a_rank_has_nothing_equal_singles(ranks):
+    ranks(2).run(rank_empty_groups)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_groups_equal_singles(ranks, world):
-    ranks(world).run(groups_equal_singles)
-
-
-def check_errors(rank, world):
-    module, (leaf,) = shards(world, (5, 3))
+def rank_waits_wrongly(rank, world):
+    _, (leaf,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="not in flight"):
         ops.gather_wait(torch.zeros(3))
     with pytest.raises(RuntimeError, match="zcompile::reduce_wait: this tensor is not in flight"):
         ops.reduce_wait(torch.zeros(3), torch.zeros(5, 3))
-    full = ops.gather_start(leaf, [5, 3], torch.float32)
-    ops.gather_wait(full)
+    start = ops.gather_start(leaf, [5, 3], torch.float32)
+    ops.gather_wait(start)
     with pytest.raises(RuntimeError, match="waited for already"):
-        ops.gather_wait(full)
-    with pytest.raises(RuntimeError, match="no zcompile.shard.. of this process made"):
+        ops.gather_wait(start)
+
+
+def test_a_wait_for_what_is_not_in_flight_is_an_error(ranks):
+    ranks(2).run(rank_waits_wrongly)
+
+
+def rank_moves_what_is_no_shard(rank, world):
+    with pytest.raises(RuntimeError, match=r"no zcompile.shard\(\) of this process made"):
         ops.gather(torch.zeros(3, 3), [5, 3], torch.float32)
-    with pytest.raises(RuntimeError, match="no zcompile.shard.. of this process made"):
+    with pytest.raises(RuntimeError, match=r"no zcompile.shard\(\) of this process made"):
         ops.reduce(torch.zeros(5, 3), torch.zeros(3, 3))
-    with pytest.raises(RuntimeError, match="'p0' has shape .5, 3., asked for .3, 5."):
+
+
+def test_what_is_no_shard_is_refused(ranks):
+    ranks(2).run(rank_moves_what_is_no_shard)
+
+
+def rank_asks_for_wrong_shapes(rank, world):
+    _, (leaf,) = shards(world, (5, 3))
+    with pytest.raises(RuntimeError, match=r"'p0' has shape \[5, 3\], asked for \[3, 5\]"):
         ops.gather(leaf, [3, 5], torch.float32)
-    other, (foreign,) = shards(world, (5, 3))
-    with pytest.raises(RuntimeError, match="several sharded models are moved together"):
-        ops.gather_group_start([leaf.detach(), foreign.detach()], [5, 3, 5, 3], [2, 2], torch.float32)
     with pytest.raises(RuntimeError, match="gradient of 'p0' has shape"):
         ops.reduce(torch.zeros(4, 3), leaf)
-    out = module.p0.square().sum()
+
+
+def test_a_wrong_shape_is_named(ranks):
+    ranks(2).run(rank_asks_for_wrong_shapes)
+
+
+def rank_mixes_models(rank, world):
+    _, (leaf,) = shards(world, (5, 3))
+    _, (foreign,) = shards(world, (5, 3))
+    with pytest.raises(RuntimeError, match="several sharded models are moved together"):
+        ops.gather_group_start([leaf.detach(), foreign.detach()], [5, 3, 5, 3], [2, 2], torch.float32)
+
+
+def test_shards_of_two_models_do_not_travel_in_one_group(ranks):
+    ranks(2).run(rank_mixes_models)
+
+
+def rank_differentiates_twice(rank, world):
+    module, (leaf,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="create_graph=True"):
-        torch.autograd.grad(out, leaf, create_graph=True)
+        torch.autograd.grad(module.p0.square().sum(), leaf, create_graph=True)
 
 
-def test_errors(ranks):
-    ranks(2).run(check_errors)
+def test_a_second_derivative_is_refused(ranks):
+    ranks(2).run(rank_differentiates_twice)
 
 
-def mean_in_order(grads, dtype=torch.float32):
-    """The mean of `grads`, added up in `dtype` from first to last."""
-    total = grads[0].to(dtype, copy=True)
-    for grad in grads[1:]:
-        total += grad.to(dtype)
-    return total / torch.full(
-        (), len(grads), device=total.device
-    )  # a number would be multiplied by its inverse on a GPU
-
-
-def reduces(rank, world):
+def rank_reduces_in_order(rank, world):
     shapes = [(13, 7), (8,), (1, 5), (2, 2, 2), (), (0, 4)]  # odd, even, fewer rows than ranks, scalar, empty
     for dtype in (torch.float32, torch.bfloat16):
-        module, leaves = shards(world, *shapes)
+        _, leaves = shards(world, *shapes)
         for shape, leaf in zip(shapes, leaves):
             generator = torch.Generator().manual_seed(rank)
-            scale = 10.0 ** torch.randint(
-                -4, 5, shape, generator=generator
-            )  # fp32 sums of such numbers depend on the order
+            scale = 10.0 ** torch.randint(-4, 5, shape, generator=generator)  # so that fp32 sums depend on the order
             grad = (torch.randn(shape, generator=generator) * scale).to(dtype)
             everyones = [torch.empty_like(grad) for _ in range(world)]
             dist.all_gather(everyones, grad)
@@ -205,91 +267,35 @@ def reduces(rank, world):
                 assert torch.equal(ops.reduce(grad, leaf), expected), (shape, dtype)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=matrix), 4])
 def test_reduce_is_the_fp32_sum_in_rank_order(ranks, world):
-    ranks(world).run(reduces)
+    ranks(world).run(rank_reduces_in_order)
 
 
-def means(device):
-    """Against the same arithmetic op by op, for lengths that end inside of what a block and a thread read at once."""
-    for dtype, out_dtype in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-    ):
-        for numel in (5, 4096, 100_003):
-            rows = [torch.randn(numel, device=device).to(dtype) for _ in range(3)]
-            base = torch.randn(numel, device=device).to(out_dtype)
-            mean = mean_in_order(rows).to(out_dtype)
-            for with_base in (False, True):
-                expected = base + mean if with_base else mean
-                for with_squares in (False, True):
-                    squares = _C.make_squares(numel, torch.device(device)) if with_squares else None
-                    out = torch.empty(numel, device=device, dtype=out_dtype)
-                    _C.mean(rows, 3.0, out, base=base if with_base else None, squares=squares)
-                    assert torch.equal(out, expected), (dtype, out_dtype, numel, with_base, with_squares)
-                    if with_squares:
-                        torch.testing.assert_close(squares.sum(), out.double().square().sum(), rtol=1e-12, atol=0)
+@one_world_and_others
+def test_squares_are_those_of_what_was_reduced(ranks, world):
+    ranks(world).run(rank_squares_of_reduces)
 
 
-def test_means():
-    means("cpu")
-
-
-def squares_of_reduces(rank, world, device="cpu", transport="c10d", shapes=((13, 7), (8,), (1, 5), (), (0, 4))):
-    """They are those of what was reduced, and are given for nothing else."""
-    torch.manual_seed(rank)
-    module, leaves = shards(world, *shapes, device=device)
-    runtime = state_of(module).runtime
-    runtime.use_transport(transport)
-    for keeps in (False, True):
-        if keeps:
-            runtime.collect_squares()
-        for dtype in (torch.float32, torch.bfloat16):
-            for index, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True)):
-                grad = torch.randn(shape, device=device).to(dtype)
-                once = ops.reduce(grad, leaf)
-                found = runtime.squares_of(index, once)
-                assert (found is not None) == keeps
-                if keeps:
-                    torch.testing.assert_close(found.sum(), once.double().square().sum(), rtol=1e-12, atol=0)
-                    repeats = [found.clone()]
-                    for _ in range(3):
-                        runtime.clear_squares()
-                        once = ops.reduce(grad, leaf)
-                        repeats.append(runtime.squares_of(index, once).clone())
-                    assert all(torch.equal(repeats[0], repeat) for repeat in repeats), shape
-                assert runtime.squares_of(index, once.clone()) is None or once.numel() == 0
-                twice = ops.reduce(grad, leaf)
-                assert runtime.squares_of(index, once) is None and runtime.squares_of(index, twice) is None
-                runtime.clear_squares()
-                assert runtime.squares_of(index, twice) is None
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_squares_of_reduces(ranks, world):
-    ranks(world).run(squares_of_reduces)
-
-
-def gathers(rank, world):
+def rank_gathers(rank, world):
     torch.manual_seed(0)
     shapes = [(7, 3), (8,), (1, 5), (), (0, 4)]
     values = [torch.randn(shape) for shape in shapes]
     module = nn.Module()
-    for at, value in enumerate(values):
-        module.register_parameter(f"p{at}", nn.Parameter(value.clone()))
+    for i, value in enumerate(values):
+        module.register_parameter(f"p{i}", nn.Parameter(value.clone()))
     zcompile.shard(module)
-    for at, value in enumerate(values):
-        assert torch.equal(getattr(module, f"p{at}"), value)
-        leaf = module.__dict__[f"_zcompile_leaf_p{at}"]
+    for i, value in enumerate(values):
+        assert torch.equal(getattr(module, f"p{i}"), value)
+        leaf = module.__dict__[f"_zcompile_leaf_p{i}"]
         assert torch.equal(ops.gather(leaf, list(value.shape), torch.bfloat16), value.bfloat16())
     # Two in flight at once, waited for in the other order.
-    leaves = [module.__dict__[f"_zcompile_leaf_p{at}"] for at in (0, 1)]
+    leaves = [module.__dict__[f"_zcompile_leaf_p{i}"] for i in (0, 1)]
     starts = [ops.gather_start(leaf, list(value.shape), torch.float32) for leaf, value in zip(leaves, values)]
     for start, value in reversed(list(zip(starts, values))):
         assert torch.equal(ops.gather_wait(start), value)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
 def test_gather_is_the_whole_parameter(ranks, world):
-    ranks(world).run(gathers)
+    ranks(world).run(rank_gathers)

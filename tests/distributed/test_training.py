@@ -10,42 +10,59 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
-from tests.support.models import HUGGING_FACE, Block, Transformer, batch, hugging_face, hugging_face_loss, loss_of
-from tests.support.reference import close, compiled, full, lm_loss, same_grads, same_parameters, train_beside
+from tests.support.models import (
+    HUGGING_FACE,
+    Block,
+    Sometimes,
+    Transformer,
+    batch,
+    hugging_face,
+    hugging_face_loss,
+    loss_of,
+    sometimes_loss,
+)
+from tests.support.reference import (
+    BF16,
+    autocast_loss,
+    close,
+    compiled,
+    full,
+    lm_loss,
+    same_grads,
+    same_parameters,
+    train_beside,
+)
 
-BF16 = 3e-2  # relative error of a gradient: two bf16 runs that sum in another order
+matrix = pytest.mark.matrix
 
 
 def eager(model):
     return zcompile.shard(model)
 
 
-def fp32(rank, world, prepare):
+eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), compiled])
+
+
+def rank_trains_fp32(rank, world, prepare):
     train_beside(rank, world, prepare)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
 @pytest.mark.parametrize("prepare", [eager, compiled])
-def test_fp32(ranks, world, prepare):
-    ranks(world).run(fp32, prepare)
+def test_fp32_trains_as_unsharded(ranks, world, prepare):
+    ranks(world).run(rank_trains_fp32, prepare)
 
 
-def autocast_loss(model, step, rank):
-    with torch.autocast("cpu", torch.bfloat16):
-        return lm_loss(model, step, rank)
-
-
-def autocast(rank, world):
+def rank_trains_under_autocast(rank, world):
     model = train_beside(rank, world, loss=autocast_loss, tolerance=BF16)
-    seen = zcompile.stats(model)["gathered_bytes"]
-    # Linear weights and biases are read in bf16, once in forward and, for weights, once in backward. Autocast runs norms,
-    # the embedding and the scalars in fp32; the tied embedding is read both ways, so forward gathers it in fp32.
-    linears = [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
-    narrow = (
-        sum(2 * m.weight_numel * 2 + 2 * m.bias_numel for m in map(Sizes, linears))
-        + 2 * model.embed.num_embeddings * 18
-    )
-    assert seen["bfloat16"] == 4 * narrow, (seen, narrow)
+    gathered_bytes = zcompile.stats(model)["gathered_bytes"]
+    # Linear weights and biases are read in bf16: once in forward and, weights alone, once in backward. Autocast runs
+    # norms, the embedding and the scalars in fp32. The tied embedding is read in both dtypes, so forward gathers it in
+    # fp32.
+    linears = [Sizes(module) for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)]
+    narrow = sum(2 * sizes.weight_numel * 2 + 2 * sizes.bias_numel for sizes in linears)
+    narrow += 2 * model.embed.num_embeddings * 18
+    assert gathered_bytes["bfloat16"] == 4 * narrow, (gathered_bytes, narrow)
 
 
 class Sizes:
@@ -55,14 +72,14 @@ class Sizes:
 
 
 def test_autocast_gathers_two_bytes_per_element_and_use(ranks):
-    ranks(2).run(autocast)
+    ranks(2).run(rank_trains_under_autocast)
 
 
 def to_bf16(model):
     return compiled(model, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def param_dtype(rank, world):
+def rank_trains_with_param_dtype(rank, world):
     torch.manual_seed(0)
     reference = Transformer()
     model = to_bf16(copy.deepcopy(reference))
@@ -79,8 +96,8 @@ def param_dtype(rank, world):
     assert set(counted["gathered_bytes"]) == set(counted["reduced_bytes"]) == {"bfloat16"}
 
 
-def test_param_dtype(ranks):
-    ranks(2).run(param_dtype)
+def test_a_param_dtype_travels_and_gradients_are_fp32(ranks):
+    ranks(2).run(rank_trains_with_param_dtype)
 
 
 class Checkpointed(Transformer):
@@ -105,23 +122,23 @@ class SelectivelyCheckpointed(Checkpointed):
     context_fn = staticmethod(functools.partial(create_selective_checkpoint_contexts, save_products))
 
 
-def checkpointed(rank, world, make, prepare):
+def rank_trains_checkpointed(rank, world, make, prepare):
     train_beside(rank, world, prepare, make=make)
 
 
-@pytest.mark.parametrize("make", [Checkpointed, SelectivelyCheckpointed])
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_activation_checkpointing(ranks, make, prepare):
-    ranks(2).run(checkpointed, make, prepare)
+@pytest.mark.parametrize("make", [pytest.param(Checkpointed, marks=matrix), SelectivelyCheckpointed])
+@eager_and_compiled
+def test_activation_checkpointing_trains_as_unsharded(ranks, make, prepare):
+    ranks(2).run(rank_trains_checkpointed, make, prepare)
 
 
-def accumulation(rank, world, prepare):
-    train_beside(rank, world, prepare, micro_steps=3, steps=3)
+def rank_accumulates(rank, world, prepare):
+    train_beside(rank, world, prepare, microbatches=3, steps=3)
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_gradient_accumulation(ranks, prepare):
-    ranks(2).run(accumulation, prepare)
+@eager_and_compiled
+def test_gradient_accumulation_trains_as_unsharded(ranks, prepare):
+    ranks(2).run(rank_accumulates, prepare)
 
 
 def evaluate_between(model, reference, step):
@@ -133,13 +150,13 @@ def evaluate_between(model, reference, step):
     model.train(), reference.train()
 
 
-def evaluation(rank, world, prepare):
+def rank_evaluates_between(rank, world, prepare):
     train_beside(rank, world, prepare, after_step=evaluate_between)
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_evaluation_between_steps(ranks, prepare):
-    ranks(2).run(evaluation, prepare)
+@eager_and_compiled
+def test_evaluation_between_steps_changes_nothing(ranks, prepare):
+    ranks(2).run(rank_evaluates_between, prepare)
 
 
 class LowRank(nn.Module):
@@ -163,67 +180,46 @@ def low_rank_model():
     return model
 
 
-def frozen(rank, world, prepare):
+def rank_trains_low_rank(rank, world, prepare):
     model = train_beside(rank, world, prepare, make=low_rank_model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 8 and all(name.endswith((".a", ".b")) for name in trained)
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_frozen_and_low_rank(ranks, prepare):
-    ranks(2).run(frozen, prepare)
+@eager_and_compiled
+def test_frozen_weights_with_low_rank_changes_train_as_unsharded(ranks, prepare):
+    ranks(2).run(rank_trains_low_rank, prepare)
 
 
 def thaw_after_first(model, reference, step):
-    for one in (model, reference):
-        one.blocks.requires_grad_(step % 2 == 1)
+    for each in (model, reference):
+        each.blocks.requires_grad_(step % 2 == 1)
 
 
-def thawed(rank, world, prepare):
+def rank_thaws(rank, world, prepare):
     train_beside(rank, world, prepare, after_step=thaw_after_first)
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_requires_grad_changed_between_steps(ranks, prepare):
-    ranks(2).run(thawed, prepare)
+@eager_and_compiled
+def test_requires_grad_may_change_between_steps(ranks, prepare):
+    ranks(2).run(rank_thaws, prepare)
 
 
-class Sometimes(nn.Module):
-    """Uses `extra` only if told to, and `deaf` without any effect on the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.extra, self.b = nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, 5)
-        self.deaf, self.never = nn.Linear(9, 3), nn.Linear(3, 3)
-
-    def forward(self, x, use: bool):
-        h = self.a(x).relu()
-        if use:
-            h = h + self.extra(h)
-            self.deaf(h)
-        return self.b(h)
-
-
-def sometimes_loss(model, step, rank):
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x, (step + rank) % 2 == 0).square().mean()
-
-
-def unused(rank, world, prepare):
+def rank_skips_a_parameter(rank, world, prepare):
     train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_parameter_unused_on_some_ranks(ranks, world, prepare):
-    ranks(world).run(unused, prepare)
+@pytest.mark.parametrize("world", [pytest.param(2, marks=matrix), 4])
+@eager_and_compiled
+def test_a_parameter_may_be_unused_on_some_ranks(ranks, world, prepare):
+    ranks(world).run(rank_skips_a_parameter, prepare)
 
 
 def lengths_loss(model, step, rank):
     return loss_of(model, batch(step, rank, length=6 + (5 * step + 3 * rank) % 11))
 
 
-def lengths(rank, world, dynamic):
+def rank_sees_other_lengths(rank, world, dynamic):
     def prepare(model):
         zcompile.shard(model)
         model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True, dynamic=dynamic)
@@ -232,9 +228,9 @@ def lengths(rank, world, dynamic):
     train_beside(rank, world, prepare, loss=lengths_loss, steps=5)
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
-def test_ranks_see_different_lengths(ranks, dynamic):
-    ranks(2).run(lengths, dynamic)
+@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=matrix), None])
+def test_ranks_may_see_different_lengths(ranks, dynamic):
+    ranks(2).run(rank_sees_other_lengths, dynamic)
 
 
 class Broken(Transformer):
@@ -248,12 +244,12 @@ class Broken(Transformer):
         return self.head(self.norm(x)) * self.scale * self.mix.sum()
 
 
-def broken(rank, world):
+def rank_breaks_graphs(rank, world):
     train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Broken)
 
 
-def test_graph_breaks_and_skipped_frames(ranks):
-    ranks(2).run(broken)
+def test_graphs_may_break_and_frames_be_skipped(ranks):
+    ranks(2).run(rank_breaks_graphs)
 
 
 class Rambling(nn.Module):
@@ -275,12 +271,12 @@ def rambling_loss(model, step, rank):
     return model(x, torch.tensor(1 + (step + rank) % 3)).square().mean()
 
 
-def rambling(rank, world):
+def rank_rambles(rank, world):
     train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Rambling, loss=rambling_loss, steps=3)
 
 
-def test_fragment_runs_a_different_number_of_times(ranks):
-    ranks(2).run(rambling)
+def test_a_fragment_may_run_a_different_number_of_times(ranks):
+    ranks(2).run(rank_rambles)
 
 
 def per_block(model):
@@ -290,14 +286,14 @@ def per_block(model):
     return model
 
 
-def blocks(rank, world):
+def rank_compiles_blocks(rank, world):
     torch._dynamo.utils.counters.clear()
     train_beside(rank, world, per_block, make=functools.partial(Transformer, blocks=4))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "equal blocks must share one compilation"
 
 
 def test_blocks_compiled_one_by_one_share_a_compilation(ranks):
-    ranks(2).run(blocks)
+    ranks(2).run(rank_compiles_blocks)
 
 
 def recompiled_loss(model, step, rank):
@@ -305,24 +301,24 @@ def recompiled_loss(model, step, rank):
     return loss_of(model, batch(step, rank, length=8 + step % 3)[: 1 + step % 2])
 
 
-def recompiles(rank, world):
+def rank_recompiles(rank, world):
     train_beside(rank, world, loss=recompiled_loss, steps=6)
 
 
-def test_recompiles(ranks):
-    ranks(2).run(recompiles)
+def test_recompiled_graphs_train_as_unsharded(ranks):
+    ranks(2).run(rank_recompiles)
 
 
-def two_models(rank, world):
+def rank_trains_two_models(rank, world):
     torch.manual_seed(0)
     references = [Transformer(), Transformer()]
     models = [compiled(copy.deepcopy(reference)) for reference in references]
     for step in range(3):
-        losses = [lm_loss(model, step + at, rank) for at, model in enumerate(models)]
+        losses = [lm_loss(model, step + i, rank) for i, model in enumerate(models)]
         for loss in reversed(losses):
             loss.backward()
-        for at, reference in enumerate(references):
-            (sum(lm_loss(reference, step + at, other) for other in range(world)) / world).backward()
+        for i, reference in enumerate(references):
+            (sum(lm_loss(reference, step + i, other) for other in range(world)) / world).backward()
     for model, reference in zip(models, references):
         same_grads(model, reference)
     counts = [zcompile.stats(model) for model in models]
@@ -331,11 +327,11 @@ def two_models(rank, world):
     assert counts[0] == counts[1]
 
 
-def test_two_models_in_one_process(ranks):
-    ranks(2).run(two_models)
+def test_two_models_in_one_process_do_not_disturb_each_other(ranks):
+    ranks(2).run(rank_trains_two_models)
 
 
-def clipping(rank, world):
+def rank_clips(rank, world):
     torch.manual_seed(0)
     reference = Transformer()
     model = compiled(copy.deepcopy(reference))
@@ -351,12 +347,12 @@ def clipping(rank, world):
     same_parameters(model, reference, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_clipping_and_fused_adamw(ranks, world):
-    ranks(world).run(clipping)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+def test_clipping_and_fused_adamw_step_as_unsharded(ranks, world):
+    ranks(world).run(rank_clips)
 
 
-def replicated(rank, world):
+def rank_trains_replicated(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = train_beside(rank, world, functools.partial(compiled, mesh=mesh))
     shard = model.embed._parameters["weight"].to_local()
@@ -365,22 +361,22 @@ def replicated(rank, world):
     assert torch.equal(rows[0], rows[1]), "replicas must stay bitwise equal"
 
 
-def test_replicated_shards(ranks):
-    ranks(4).run(replicated)
+def test_replicas_stay_bitwise_equal(ranks):
+    ranks(4).run(rank_trains_replicated)
 
 
-def hf(rank, world, name):
+def rank_trains_hugging_face(rank, world, name):
     make = functools.partial(hugging_face, name)
     train_beside(rank, world, make=make, loss=functools.partial(hugging_face_loss, name), steps=2, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_whole_graph(ranks, name):
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=matrix) for name in HUGGING_FACE[1:])])
+def test_hugging_face_models_train_in_one_graph(ranks, name):
     pytest.importorskip("transformers")
-    ranks(2).run(hf, name)
+    ranks(2).run(rank_trains_hugging_face, name)
 
 
-def save(rank, world, path):
+def rank_saves(rank, world, path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -396,7 +392,7 @@ def save(rank, world, path):
     return [lm_loss(model, step, 0).item() for step in range(3, 5)]
 
 
-def resume(rank, world, path):
+def rank_resumes(rank, world, path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -413,6 +409,6 @@ def resume(rank, world, path):
 
 
 def test_checkpoint_saved_on_four_ranks_resumes_on_two(ranks, tmp_path):
-    before = ranks(4).run(save, str(tmp_path))[0]
-    after = ranks(2).run(resume, str(tmp_path))[0]
+    before = ranks(4).run(rank_saves, str(tmp_path))[0]
+    after = ranks(2).run(rank_resumes, str(tmp_path))[0]
     assert after == pytest.approx(before, rel=1e-5)

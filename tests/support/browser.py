@@ -17,7 +17,9 @@ class NoBrowser(Exception):
 
 
 def look(page: Path, screenshot: Path) -> tuple[str, str]:
-    """What the console of `page` was told, and its DOM when its scripts had run; `screenshot`, a PNG, is of its upper `SIZE` pixels.
+    """What the console of `page` was told, and its DOM when its scripts had run.
+
+    `screenshot` is written: a PNG of the upper `SIZE` pixels.
 
     Raises:
         NoBrowser: there is nothing to look with.

@@ -2,10 +2,13 @@
 
 import random
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from zcompile.options import OPTIONAL_PASSES
 
 WIDTH, ROWS = 6, 5
 
@@ -26,8 +29,8 @@ class Program(nn.Module):
             self.parameter(3)  # of which nothing is read
 
     def parameter(self, *shape: int, alone: bool = False) -> int:
-        """The place in `parts` of a parameter of this shape: a new one, or an earlier one, if it need not be `alone`."""
-        alike = [at for at, part in enumerate(self.parts) if tuple(part.shape) == shape]
+        """The index in `parts` of a parameter of this shape: a new one, or an earlier one if it need not be `alone`."""
+        alike = [i for i, part in enumerate(self.parts) if tuple(part.shape) == shape]
         if alike and not alone and self.random.random() < 0.3:
             return self.random.choice(alike)
         generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
@@ -51,11 +54,13 @@ class Program(nn.Module):
 
 
 class Nested:
-    def __init__(self, at: int):
-        self.at = at
+    """A program inside of a program."""
+
+    def __init__(self, i: int):
+        self.i = i
 
     def __call__(self, module, x):
-        return x + module.inner[self.at](x)
+        return x + module.inner[self.i](x)
 
 
 class Linear:
@@ -90,9 +95,9 @@ class Bottleneck:
 
 
 class Halves:
-    """Views of one parameter: both halves, a slice, a diagonal beside the whole, one of several stacked matrices, or a copy of one."""
+    """Views of one parameter: both halves, a slice, a diagonal beside the whole, a stacked matrix, or a copy of one."""
 
-    SHAPES = {
+    SHAPES: ClassVar = {
         "chunk": (2 * WIDTH,),
         "slice": (WIDTH + 3,),
         "stack": (3, WIDTH, WIDTH),
@@ -119,8 +124,8 @@ class Halves:
             diagonal = part[:WIDTH].diagonal()
             return torch.relu(x @ part[:WIDTH]) * diagonal
         if self.how == "picked":
-            one = (x.detach().sum().abs() * 7).long().view(1) % len(part)
-            return torch.baddbmm(module.parts[self.bias], x[None], part[one])[0]
+            chosen = (x.detach().sum().abs() * 7).long().view(1) % len(part)
+            return torch.baddbmm(module.parts[self.bias], x[None], part[chosen])[0]
         first, second = part.unbind(0)
         return (x * first).add_(second)
 
@@ -170,10 +175,8 @@ class Model(nn.Module):
 
 def options_of(seed: int) -> dict:
     """Random options of the backend."""
-    from zcompile.options import OPTIONAL_PASSES
-
     drawn = random.Random(seed)
-    disabled = [name for name in OPTIONAL_PASSES if drawn.random() < 0.15]
+    skipped = [name for name in OPTIONAL_PASSES if drawn.random() < 0.15]
     budgets = (
         "gather_budget_bytes",
         "reduce_budget_bytes",
@@ -182,4 +185,4 @@ def options_of(seed: int) -> dict:
         "microbatch_cache_bytes",
     )
     options = {name: drawn.choice([0, 40, 200, 800, 1 << 20]) for name in budgets}
-    return options | {"skip_passes": disabled, "rematerialize": drawn.random() < 0.7}
+    return options | {"skip_passes": skipped, "rematerialize": drawn.random() < 0.7}

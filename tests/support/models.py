@@ -69,64 +69,122 @@ def batch(step: int, rank: int, length: int = TOKENS) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, length), generator=generator)
 
 
+class Sometimes(nn.Module):
+    """Uses `extra` only if told to, and `deaf` without any effect on the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.extra, self.b = nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, 5)
+        self.deaf, self.never = nn.Linear(9, 3), nn.Linear(3, 3)
+
+    def forward(self, x, use: bool):
+        h = self.a(x).relu()
+        if use:
+            h = h + self.extra(h)
+            self.deaf(h)
+        return self.b(h)
+
+
+def sometimes_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The loss of a `Sometimes` that uses `extra` on every other rank, and in every other step."""
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x, (step + rank) % 2 == 0).square().mean()
+
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
+}
+HEADS = {"num_key_value_heads": 1, "head_dim": 12, "max_position_embeddings": 64}
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 24,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 24,
+    "d_kv": 12,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+VIT = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_labels": VOCABULARY,
+}
+MIXTRAL = SIZES | HEADS | SPECIAL_TOKENS | {"num_local_experts": 3, "num_experts_per_tok": 2}
+DEEPSEEK_V3 = {
+    **(SIZES | SPECIAL_TOKENS),
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "max_position_embeddings": 64,
+}
+LLAMA4 = {
+    **(SIZES | HEADS | SPECIAL_TOKENS),
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 32,
+}
+
+
 def hugging_face(name: str) -> nn.Module:
-    """A small `name` from transformers."""
+    """A small `name` from transformers.
+
+    Raises:
+        KeyError: no such model is known here.
+    """
     import transformers as hf
 
-    sizes = dict(
-        vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40
-    )
-    heads = dict(num_key_value_heads=1, head_dim=12, max_position_embeddings=64)
-    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    if name == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads, **special))
-    if name == "qwen3":
-        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, **heads, **special))
+    model_class, config_class, sizes = {
+        "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, SIZES | HEADS | SPECIAL_TOKENS),
+        "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, SIZES | HEADS | SPECIAL_TOKENS),
+        "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, GPT2),
+        "t5": (hf.T5ForConditionalGeneration, hf.T5Config, T5),
+        "vit": (hf.ViTForImageClassification, hf.ViTConfig, VIT),
+        "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, MIXTRAL),
+        "deepseek_v3": (hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config, DEEPSEEK_V3),
+        "llama4": (hf.Llama4ForCausalLM, hf.Llama4TextConfig, LLAMA4),
+    }[name]
+    config = config_class(**sizes)
+    if name in ("mixtral", "deepseek_v3", "llama4"):
+        config._experts_implementation = "batched_mm"
+    model = model_class(config)
     if name == "gpt2":
-        model = hf.GPT2LMHeadModel(
-            hf.GPT2Config(
-                vocab_size=VOCABULARY,
-                n_embd=24,
-                n_layer=2,
-                n_head=2,
-                n_positions=64,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=1,
-                eos_token_id=2,
-            )  # fmt: skip
-        )
         model.loss_type = "ForCausalLM"  # else it logs a warning in forward, which breaks any full graph
-        return model
-    if name == "t5":
-        config = hf.T5Config(vocab_size=VOCABULARY, d_model=24, d_kv=12, d_ff=40, num_layers=2, num_heads=2, dropout_rate=0.0,
-                             decoder_start_token_id=0, pad_token_id=0, eos_token_id=2)  # fmt: skip
-        return hf.T5ForConditionalGeneration(config)
-    if name == "vit":
-        config = hf.ViTConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40, image_size=16,
-                              patch_size=8, num_labels=VOCABULARY)  # fmt: skip
-        return hf.ViTForImageClassification(config)
-    if name == "mixtral":
-        config = hf.MixtralConfig(**sizes, **heads, **special, num_local_experts=3, num_experts_per_tok=2)
-        config._experts_implementation = "batched_mm"
-        return hf.MixtralForCausalLM(config)
-    if name == "deepseek_v3":
-        config = hf.DeepseekV3Config(
-            **sizes, **special, moe_intermediate_size=16, num_key_value_heads=2, n_routed_experts=4, n_shared_experts=1,
-            num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=12,
-            qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=64,
-        )  # fmt: skip
-        config._experts_implementation = "batched_mm"
-        return hf.DeepseekV3ForCausalLM(config)
-    if name == "llama4":
-        config = hf.Llama4TextConfig(
-            **sizes, **heads, **special, intermediate_size_mlp=40, num_local_experts=3, num_experts_per_tok=1,
-            attention_chunk_size=32,
-        )  # fmt: skip
-        config._experts_implementation = "batched_mm"
-        return hf.Llama4ForCausalLM(config)
-    raise ValueError(name)
+    return model
 
 
 HUGGING_FACE = ("llama", "qwen3", "gpt2", "t5", "vit", "mixtral", "deepseek_v3", "llama4")

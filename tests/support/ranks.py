@@ -1,4 +1,4 @@
-"""Rank processes that live for the whole test session, so that a test pays for what it runs and not for importing torch."""
+"""Rank processes that live for the whole test session: a test pays for what it runs, not for importing torch."""
 
 import datetime
 import faulthandler
@@ -18,11 +18,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 TIMEOUT_SECONDS = 180
-LINEAR = torch.nn.functional.linear  # which DeepSpeed's zero.Init exchanges for good
+LINEAR = torch.nn.functional.linear  # DeepSpeed's zero.Init replaces it for good
 
 
 class Ranks:
-    """`world` processes in one process group, gloo on CPU or NCCL on GPUs. `run(function, ...)` calls a test module's function on all of them."""
+    """`world` processes in one process group, gloo on CPU or NCCL on GPUs.
+
+    `run(function, ...)` calls a function of a test module on all of them.
+    """
 
     def __init__(self, world: int, backend: str = "gloo"):
         self.world = world
@@ -104,7 +107,9 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
         try:
             function = importlib.import_module(module)
             gc.collect()
-            gc.freeze()  # torch's and other modules' objects, of which each collection would take a third of a second; DeepSpeed asks for many
+            # Else each collection would look at torch's and other modules' objects for a third of a second. DeepSpeed
+            # asks for many collections.
+            gc.freeze()
             for part in name.split("."):
                 function = getattr(function, part)
             answer = True, function(rank, world, *args)
@@ -114,8 +119,10 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
 
 
 def _take_gpu(rank: int, world: int) -> None:
-    """One for each rank; where there are fewer, several share one, which NCCL and symmetric memory allow if told so: slowly, and
-    NCCL over sockets, as between hosts."""
+    """Each rank takes a GPU of its own. Where there are fewer GPUs than ranks, several ranks share one.
+
+    NCCL and symmetric memory allow that if they are told so. It is slow, and NCCL works over sockets, as between hosts.
+    """
     gpus = torch.cuda.device_count()
     if gpus < world:
         os.environ.update(
@@ -128,15 +135,15 @@ def _take_gpu(rank: int, world: int) -> None:
 
 
 def _close_groups(store) -> None:
-    """Close the groups that the tests before opened: gloo's threads for each wake a hundred times a second, used or not.
+    """Close the groups that earlier tests opened. Gloo's threads for each wake a hundred times a second, used or not.
 
-    Their names come again, and gloo would find the old addresses under them: groups to come look in `store`. DTensor remembers
-    results of ops by what their meshes look like, and would give those of a closed one.
+    The names of closed groups come again, and gloo would find the old addresses under them. So groups to come look in
+    `store`. DTensor remembers results of ops by what their meshes look like, and would give those of a closed mesh.
     """
     _clear_sharding_prop_cache()
     theirs = vars(sys.modules.get("deepspeed.utils.groups", object)).values()  # of the process, not of an engine
     groups, world = distributed_c10d._world.pg_map, dist.group.WORLD
     for group in list(groups):
-        if group is not world and not any(group is one for one in theirs):
+        if group is not world and not any(group is other for other in theirs):
             dist.destroy_process_group(group)
     groups[world] = groups[world][0], store

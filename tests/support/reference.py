@@ -10,6 +10,7 @@ import zcompile
 from tests.support.models import Transformer, batch, loss_of
 
 FP32 = 2e-5  # relative error of a gradient's norm: fp32 sums in another order, over a few steps
+BF16 = 3e-2  # the same of two bf16 runs that sum in another order
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]  # (model, step, rank) -> loss of that rank at that step
 
@@ -17,6 +18,12 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]  # (model, step, rank) -> l
 def lm_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """Language-model loss on the batch of `rank`."""
     return loss_of(model, batch(step, rank).to(next(model.parameters()).device))
+
+
+def autocast_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """`lm_loss` under autocast to bf16 on the CPU."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return lm_loss(model, step, rank)
 
 
 def compiled(
@@ -62,7 +69,7 @@ def train_beside(
     make: Callable[[], nn.Module] = Transformer,
     loss: Loss = lm_loss,
     steps: int = 4,
-    micro_steps: int = 1,
+    microbatches: int = 1,
     tolerance: float = FP32,
     after_step: Callable[[nn.Module, nn.Module, int], None] = lambda model, reference, step: None,
 ) -> nn.Module:
@@ -75,10 +82,10 @@ def train_beside(
     model = prepare(copy.deepcopy(reference))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (model, reference)]
     for step in range(steps):
-        for micro in range(step * micro_steps, (step + 1) * micro_steps):
-            ours = loss(model, micro, rank)
+        for microbatch in range(step * microbatches, (step + 1) * microbatches):
+            ours = loss(model, microbatch, rank)
             ours.backward()
-            theirs = [loss(reference, micro, other) for other in range(world)]
+            theirs = [loss(reference, microbatch, other) for other in range(world)]
             (sum(theirs) / world).backward()
             close(ours, theirs[rank], tolerance, "loss")
         same_grads(model, reference, tolerance)

@@ -1,4 +1,4 @@
-"""Parts and rounds of a step that writes copies where gradients lie, run on a memory of bytes in the worst order."""
+"""Parts and rounds of an Adam step that writes copies where gradients lie, carried out on bytes, the worst way."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -45,14 +45,13 @@ def carried_out(items, others):
             reads = gradient(item, begin, end)
             if reads.start < reads.stop:
                 assert (memory[reads] == values(item, begin, end)).all(), "a gradient is gone"
-                assert not any(one.start < reads.stop and reads.start < one.stop for one in writes), (
-                    "one is overwritten meanwhile"
-                )
+                overlaps = [write for write in writes if write.start < reads.stop and reads.start < write.stop]
+                assert not overlaps, "a gradient is overwritten meanwhile"
         for item, begin, end, also_copies in parts:
             if also_copies:
                 memory[copy(item, begin, end)] = -2 - item
                 written += end - begin
-    assert all((one == 1).all() for one in steps)
+    assert all((count == 1).all() for count in steps)
     for item, begin, end, also_copies in casts:
         assert not also_copies
         memory[copy(item, begin, end)] = -2 - item
@@ -82,13 +81,13 @@ def layouts(draw):
         free.extend([(begin, first), (first + units, end)])
         return (first, first + units)
 
-    for size in draw(st.permutations(range(len(sizes)))):
-        gradients.append((size, place(sizes[size] * 4)))
+    for item in draw(st.permutations(range(len(sizes)))):
+        gradients.append((item, place(sizes[item] * 4)))
     if draw(st.booleans()):
         others.append(place(1))
     spans = dict(gradients)
     scaled = lambda span: (span[0] * UNIT, span[1] * UNIT)
-    items = [(size * UNIT, scaled(spans[at]), scaled(copies[at])) for at, size in enumerate(sizes)]
+    items = [(size * UNIT, scaled(spans[i]), scaled(copies[i])) for i, size in enumerate(sizes)]
     return items, [scaled(span) for span in others if span[0] < span[1]]
 
 
@@ -107,7 +106,7 @@ def test_a_gradient_over_its_own_place_is_stepped_in_growing_parts():
 
 def test_gradients_over_the_places_of_others_step_in_turn():
     numel = 1 << 18
-    place = lambda at: (at * 2 * numel, (at + 1) * 2 * numel)
+    place = lambda i: (i * 2 * numel, (i + 1) * 2 * numel)
     elsewhere, over_first_two, over_last_two = (0, 0), (0, 4 * numel), (4 * numel, 8 * numel)
     items = [
         (numel, elsewhere, place(0)),
@@ -137,6 +136,6 @@ def test_a_ring_is_cast_afterwards():
     assert len(rounds) == 2 and [part[0] for part in casts] == [0] and is_copied == [True, True]
 
 
-def test_nothing():
+def test_a_step_of_nothing_has_no_rounds():
     assert _C.adam_schedule([], []) == ([], [], [])
     assert carried_out([(0, (0, 0), (0, 0))], []) == ([False], 0)

@@ -17,7 +17,7 @@ class Rank:
     """One rank's memory: which bytes must stay as they are, and what gradients were put there."""
 
     placement: _C.GradPlacement
-    used: set[int] = field(default_factory=set)  # shards that its own unsharded parameters alias
+    used: set[int] = field(default_factory=set)  # shards that its own unsharded parameters are composed of
     gradients: list[tuple[int, int]] = field(default_factory=list)  # since the refresh
 
     def holds(self, begin: int, end: int) -> bool:
@@ -33,14 +33,14 @@ class Program:
         ends = list(itertools.accumulate(sizes))
         self.shards = list(zip([0, *ends], ends))
         self.ranks = [Rank(_C.GradPlacement(self.shards, ends[-1])) for _ in range(RANKS)]
-        order = sorted(range(len(sizes)), key=lambda one: -one + generator.uniform(0, 3))  # about from the end
+        order = sorted(range(len(sizes)), key=lambda shard: -shard + generator.uniform(0, 3))  # about from the end
         self.actions = []
-        for at, shard in enumerate(order):
+        for time, shard in enumerate(order):
             gathered = generator.random() < 0.8  # others stay unsharded from forward
-            self.actions += [(at, "gather", shard), (at + generator.uniform(0, 2), "wait", shard)] * gathered
-            self.actions.append((at + generator.uniform(1, 4), "reduce", shard))
-        self.actions.sort(key=lambda one: one[0])
-        self.placed: list[int] = []  # bytes, of rank 0, in each step
+            self.actions += [(time, "gather", shard), (time + generator.uniform(0, 2), "wait", shard)] * gathered
+            self.actions.append((time + generator.uniform(1, 4), "reduce", shard))
+        self.actions.sort(key=lambda action: action[0])
+        self.placed_bytes: list[int] = []  # of rank 0, in each step
 
     def step(self, surprises: bool) -> None:
         for rank in self.ranks:
@@ -51,7 +51,7 @@ class Program:
         unexpected: list[tuple[int, bool]] = []
         readers: list[tuple[float, Rank, int]] = []  # until when a rank reads a shard where it is
         for time, what, shard in self.actions:
-            readers = [(until, rank, one) for until, rank, one in readers if until > time or rank.used.discard(one)]
+            readers = [each for each in readers if each[0] > time or each[1].used.discard(each[2])]
             if what == "gather":
                 in_flight[shard] = self.gather(shard)
                 for rank in self.ranks if in_flight[shard] else ():
@@ -68,15 +68,15 @@ class Program:
             if unexpected and self.generator.random() < 0.7:
                 self.finish(*unexpected.pop())
             if surprises and self.generator.random() < 0.3:
-                one = self.generator.randrange(len(self.shards))
-                unexpected.append((one, self.gather(one)))
-        for one in unexpected:
-            self.finish(*one)
+                surprise = self.generator.randrange(len(self.shards))
+                unexpected.append((surprise, self.gather(surprise)))
+        for gathered in unexpected:
+            self.finish(*gathered)
         for rank in self.ranks:
             rank.placement.finish_backward(is_caching=False)
             rank.used.clear()
         assert len({rank.placement.learned() for rank in self.ranks}) == 1
-        self.placed.append(sum(end - begin for begin, end in self.ranks[0].gradients))
+        self.placed_bytes.append(sum(end - begin for begin, end in self.ranks[0].gradients))
 
     def gather(self, shard: int) -> bool:
         dead = {rank.placement.is_dead(shard) for rank in self.ranks}
@@ -97,8 +97,8 @@ class Program:
             if offset is not None:
                 place = offset, offset + 2 * (end - begin)
                 assert offset >= 0 and place[1] <= self.shards[-1][1] and rank.holds(*place)
-                for one in rank.used:
-                    low, high = self.shards[one]
+                for used in rank.used:
+                    low, high = self.shards[used]
                     assert high <= place[0] or place[1] <= low, "a gradient lies where its own rank reads a shard"
                 rank.gradients.append(place)
             rank.placement.count_reduces(1)
@@ -112,8 +112,8 @@ def test_gradients_lie_where_nobody_reads(surprises):
         program = Program(generator)
         for step in range(STEPS):
             program.step(surprises and step % 3 == 2)
-        assert program.placed[0] == 0  # nothing is known of the first backward
-        shares.append(program.placed[-1] / program.shards[-1][1])
+        assert program.placed_bytes[0] == 0  # nothing is known of the first backward
+        shares.append(program.placed_bytes[-1] / program.shards[-1][1])
     assert sum(shares) / len(shares) > (0.1 if surprises else 0.3)
 
 
@@ -121,7 +121,7 @@ COUNT = 32
 
 
 def many_shards():
-    return _C.GradPlacement([(512 * at, 512 * (at + 1)) for at in range(COUNT)], 512 * COUNT)
+    return _C.GradPlacement([(512 * i, 512 * (i + 1)) for i in range(COUNT)], 512 * COUNT)
 
 
 def backward_from_the_end(placement, until=0):
@@ -131,7 +131,7 @@ def backward_from_the_end(placement, until=0):
         assert not placement.is_dead(shard)
         placement.start_gather(shard)
         placement.finish_gather(shard, in_backward=True)
-        placed += placement.place(1024, lambda one: False) is not None
+        placed += placement.place(1024, lambda shard: False) is not None
         placement.count_reduces(1)
     return placed
 
@@ -151,10 +151,10 @@ def test_a_backward_that_raised_is_forgotten():
     ranks = [many_shards() for _ in range(3)]
     for step in range(4):
         for rank, until in zip(ranks, (COUNT // 2, COUNT // 3, COUNT), strict=True):
-            rank.refresh()
+            rank.renew()
             if step == 2:
                 backward_from_the_end(rank, until)
-                rank.refresh()
+                rank.renew()
             assert backward_from_the_end(rank) == (0 if step == 0 else COUNT // 2)
             rank.finish_backward(is_caching=False)
         assert len({rank.learned() for rank in ranks}) == 1

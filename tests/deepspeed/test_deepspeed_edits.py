@@ -1,0 +1,97 @@
+"""What users do to parameters, gradients and states between a backward and a step."""
+
+import copy
+
+import torch
+from torch import nn
+
+from tests.support.deepspeed import deepspeed, is_taken_over, make_engine, train
+
+
+class SecondLayerSometimes(nn.Module):
+    """Uses its second layer only when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.uses_both = nn.Linear(3, 3), nn.Linear(3, 3), True
+
+    def forward(self, x):
+        x = self.always(x)
+        return (self.sometimes(x) if self.uses_both else x).square().sum()
+
+
+def sgd(lr):
+    """What DeepSpeed's config says of SGD without momentum."""
+    return {"optimizer": {"type": "SGD", "params": {"lr": lr}}, "zero_allow_untested_optimizer": True}
+
+
+def rank_edits_a_parameter(rank, world):
+    """Eager ZeRO-3 goes back to its main parameters instead."""
+    engine = make_engine({}, **sgd(lr=0.0))
+    weight = engine.module.head.weight
+    for edited in (False, True):
+        if edited:
+            with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+                weight.data.fill_(3.0 if rank == 0 else 0.0)
+        train(engine, rank, end=1)
+    with deepspeed.zero.GatheredParameters(weight):
+        assert torch.equal(weight, torch.full_like(weight, 3.0))
+    engine.destroy()
+
+
+def test_edits_of_parameters_outlive_steps(ranks):
+    ranks(2).run(rank_edits_a_parameter)
+
+
+def rank_leaves_a_layer_out(rank, world):
+    """Eager ZeRO-3 steps with a stale gradient instead."""
+    engine = make_engine({}, model=SecondLayerSometimes(), gradient_accumulation_steps=1, **sgd(lr=0.1))
+    weights = []
+    for uses_both in (True, False):
+        engine.module.uses_both = uses_both
+        engine.backward(engine(torch.ones(2, 3)))
+        engine.step()
+        layers = (engine.module.always, engine.module.sometimes)
+        weights.append([deepspeed.utils.safe_get_full_fp32_param(layer.weight) for layer in layers])
+    (always, sometimes), (always_later, sometimes_later) = weights
+    assert torch.equal(sometimes, sometimes_later) and not torch.equal(always, always_later)
+    engine.destroy()
+
+
+def test_unused_parameters_do_not_step(ranks):
+    ranks(2).run(rank_leaves_a_layer_out)
+
+
+class Uneven(nn.Module):
+    """Runs its layer more often on some ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = torch.tanh(self.layer(x))
+        return x.square().sum()
+
+
+def rank_runs_a_region_unequally_often(rank, world):
+    torch.manual_seed(0)
+    model = Uneven()
+    reference = copy.deepcopy(model)
+    sum(reference(torch.ones(2, 4), 1 + other) / world for other in range(world)).backward()
+    model.layer.compile()
+    engine = make_engine({}, model=model, gradient_accumulation_steps=1, **sgd(lr=0.0))
+    engine.compile()
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4), 1 + rank))
+        for name, parameter in engine.module.named_parameters():
+            expected = dict(reference.named_parameters())[name].grad
+            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(parameter), expected, rtol=1e-5, atol=1e-6)
+        engine.step()
+    assert is_taken_over(engine), engine.zcompile.given_back
+    engine.destroy()
+
+
+def test_gradients_that_only_other_ranks_asked_for_are_added(ranks):
+    ranks(2).run(rank_runs_a_region_unequally_often)

@@ -1,0 +1,131 @@
+"""Engines that zcompile gives back to eager ZeRO-3, and engines that it never takes."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.deepspeed import LanguageModel, deepspeed, is_taken_over, make_engine, train
+from tests.support.deepspeed_config import MICROBATCHES, config_of
+from tests.support.models import batch
+
+
+def rank_injects_a_failure(rank, world, stage):
+    expected_engine = make_engine(None)
+    expected = train(expected_engine, rank, end=4)
+    expected_engine.destroy()
+    engine = make_engine({})
+    takeover = engine.zcompile
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    patched = {
+        "take over": "add",
+        "hooks": "remove_hooks",
+        "compile": "compile_modules",
+        "forward": "compiled_forward",
+        "backward": "accept",
+    }
+    curve = []
+    if stage in patched:
+        setattr(takeover, patched[stage], fail)
+    else:
+        curve = train(engine, rank, end=2)
+        setattr(takeover.lean_step, {"norm": "square", "step": "cut"}[stage], fail)
+    curve += train(engine, rank, begin=len(curve) // MICROBATCHES, end=4)
+    assert not is_taken_over(engine) and "injected" in takeover.given_back
+    assert curve == expected, (curve, expected)
+    assert len(engine.optimizer._grad_acc_hooks) > 0 and len(engine.optimizer.parameter_offload.forward_hooks) > 0
+    assert type(engine.module.blocks[0].up) is nn.Linear and engine.tput_timer.config.synchronized
+    persistent = engine.optimizer.persistent_parameters
+    assert persistent and all(parameter.ds_persist for parameter in persistent)
+    engine.destroy()
+
+
+OTHER_STAGES = ("take over", "hooks", "compile", "forward", "norm", "step")
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "backward",
+        *(pytest.param(stage, marks=pytest.mark.matrix) for stage in OTHER_STAGES),
+    ],
+)
+def test_a_failure_gives_the_engine_back(ranks, stage):
+    ranks(2).run(rank_injects_a_failure, stage)
+
+
+def step_coalesced(engine, rank):
+    with engine.coalesce_grad_reduction():
+        for microbatch in range(MICROBATCHES):
+            engine.backward(engine(batch(microbatch, rank)))
+    engine.step()
+    return train(engine, rank, end=1)
+
+
+def rank_coalesces(rank, world):
+    eager, fresh, later = make_engine(None), make_engine({}), make_engine({})
+    assert step_coalesced(fresh, rank) == step_coalesced(eager, rank)
+    assert "coalesce_grad_reduction" in fresh.zcompile.given_back
+    train(later, rank, end=1)
+    with pytest.raises(RuntimeError, match="coalesce_grad_reduction"):
+        step_coalesced(later, rank)
+    for engine in (eager, fresh, later):
+        engine.destroy()
+
+
+def test_coalesced_reduction_is_refused(ranks):
+    if not hasattr(deepspeed.DeepSpeedEngine, "coalesce_grad_reduction"):
+        pytest.skip("this DeepSpeed has none")
+    ranks(2).run(rank_coalesces)
+
+
+def rank_has_no_optimizer(rank, world):
+    losses = []
+    for flag in (None, {}):
+        config = config_of(flag)
+        del config["optimizer"]
+        torch.manual_seed(0)
+        engine = deepspeed.initialize(model=LanguageModel(), config=config)[0]
+        with torch.no_grad():
+            losses.append(engine(batch(0, rank)).item())
+    assert losses[0] == losses[1] and "DeepSpeedZeRoOffload" in engine.zcompile.given_back
+
+
+def test_an_engine_without_optimizer_stays_eager(ranks):
+    ranks(2).run(rank_has_no_optimizer)
+
+
+def rank_has_leaf_modules(rank, world):
+    model = LanguageModel()
+    deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
+    engine = make_engine({}, model=model)
+    assert train(engine, rank, end=2)[-1][0] > 0
+    assert not is_taken_over(engine) and "leaf modules" in engine.zcompile.given_back
+    engine.destroy()
+
+
+def test_leaf_modules_stay_eager(ranks):
+    ranks(2).run(rank_has_leaf_modules)
+
+
+def rank_gives_back_between_microbatches(rank, world):
+    curves = []
+    for flag in (None, {}):
+        engine = make_engine(flag)
+        curve = train(engine, rank, end=2)
+        engine.backward(engine(batch(50, rank)))
+        engine.step()
+        if flag is not None:
+            assert is_taken_over(engine)
+            engine.zcompile.give_back("asked for")
+        engine.backward(engine(batch(51, rank)))
+        engine.step()
+        curves.append(curve + train(engine, rank, begin=2, end=4))
+        engine.destroy()
+    assert curves[0] == curves[1]
+
+
+def test_an_engine_given_back_between_microbatches_equals_eager(ranks):
+    ranks(2).run(rank_gives_back_between_microbatches)

@@ -1,0 +1,130 @@
+"""Programs that know DeepSpeed and not zcompile: Hugging Face's Trainer, accelerate, and a bare script."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import zcompile
+from tests.support.deepspeed import is_taken_over
+from tests.support.deepspeed_config import config_of
+from tests.support.models import batch
+
+
+def tiny_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=36, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        tokens = batch(i, 0)[0]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def rank_runs_trainer(rank, world, folder):
+    from transformers import Trainer, TrainingArguments
+
+    curves = []
+    for flag in (None, {}):
+        config = config_of(flag, gradient_clipping="auto")
+        config.update(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto")
+        torch._dynamo.reset()
+        arguments = TrainingArguments(
+            f"{folder}/{flag}", deepspeed=config, torch_compile=flag is not None, learning_rate=3e-3, max_steps=6,
+            logging_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
+            save_strategy="no", disable_tqdm=True, seed=1,
+        )  # fmt: skip
+        trainer = Trainer(tiny_llama(), arguments, train_dataset=Sentences())
+        trainer.train()
+        curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        if flag is not None:
+            assert is_taken_over(trainer.model_wrapped), trainer.model_wrapped.zcompile.given_back
+            assert trainer.model_wrapped.is_compiled
+        trainer.model_wrapped.destroy()
+        trainer.accelerator.free_memory()
+    assert len(curves[0]) == 6 and curves[0] == curves[1], curves
+
+
+def test_hugging_face_trainer_equals_eager(ranks, tmp_path):
+    ranks(2).run(rank_runs_trainer, str(tmp_path))
+
+
+def rank_runs_accelerate(rank, world, regions):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim, TorchDynamoPlugin
+
+    curves = []
+    for flag in (None, {}):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        backend = "inductor" if flag is not None else "no"
+        dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=regions)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config_of(flag)), dynamo_plugin=dynamo)
+        torch._dynamo.reset()
+        loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+        model = tiny_llama()
+        optimizer = DummyOptim(model.parameters(), lr=3e-3)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        curve = []
+        for inputs in loader:
+            with accelerator.accumulate(model):
+                loss = model(**inputs).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(curve)
+        if flag is not None:
+            assert is_taken_over(model), model.zcompile.given_back
+            compiled = [module for module in model.module.modules() if module._compiled_call_impl is not None]
+            assert (len(compiled) > 1) == regions
+            assert zcompile.stats(model.module)["gathers"] > 0
+        model.destroy()
+    pairs = list(zip(*curves, strict=True))
+    assert len(pairs) > 10 and max(abs(eager - ours) / eager for eager, ours in pairs) < 1e-6, curves
+
+
+@pytest.mark.parametrize(
+    "regions", [pytest.param(False, id="whole"), pytest.param(True, id="regions", marks=pytest.mark.matrix)]
+)
+def test_accelerate_is_close_to_eager(ranks, regions):
+    ranks(2).run(rank_runs_accelerate, regions)
+
+
+FORGOTTEN = """
+import deepspeed, sys, torch
+assert "zcompile" not in sys.modules
+config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "zcompile": {"enabled": True, "inner": "aot_eager"},
+          "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+engine = deepspeed.initialize(model=torch.nn.Linear(3, 3), config=config)[0]
+engine.backward(engine(torch.ones(1, 3)).sum())
+engine.step()
+assert engine.zcompile.state is not None, engine.zcompile.given_back
+"""
+
+
+def test_a_program_that_does_not_import_zcompile_is_told():
+    environment = os.environ | {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "does not import it" in done.stderr

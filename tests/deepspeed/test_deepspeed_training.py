@@ -1,0 +1,193 @@
+"""Losses and gradient norms of engines with the flag, against eager ZeRO-3."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.deepspeed import (
+    LanguageModel,
+    deepspeed,
+    is_taken_over,
+    make_engine,
+    rank_trains_beside_eager,
+    stage3,
+    train,
+)
+from tests.support.deepspeed_config import BF16, MICROBATCHES, config_of
+from tests.support.models import VOCABULARY, batch
+
+
+@pytest.mark.parametrize(
+    "flag, tolerance",
+    [
+        pytest.param({}, 0, id="aot_eager"),
+        pytest.param({"inner": "inductor"}, 1e-6, id="inductor", marks=pytest.mark.matrix),
+    ],
+)
+def test_fp32_equals_eager(ranks, flag, tolerance):
+    """On two ranks. Of four, gloo's reduce-scatter sums in an order of its own."""
+    ranks(2).run(rank_trains_beside_eager, flag, (tolerance, tolerance), {})
+
+
+def reduce_scatter_in_rank_order(tensors, group=None):
+    """Stands in for DeepSpeed's `reduce_scatter_coalesced`: this rank's part of each mean, summed from rank 0 on."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    parts = []
+    for tensor in tensors:
+        gathered = [torch.empty_like(tensor) for _ in range(world)]
+        torch.distributed.all_gather(gathered, tensor.contiguous(), group=group)
+        length = -(-tensor.numel() // world)
+        mean = sum(gathered[1:], gathered[0]) / world
+        parts.append(mean.flatten()[rank * length : (rank + 1) * length])
+    return parts
+
+
+def rank_trains_beside_eager_in_rank_order(rank, world):
+    theirs, stage3.reduce_scatter_coalesced = stage3.reduce_scatter_coalesced, reduce_scatter_in_rank_order
+    try:
+        rank_trains_beside_eager(rank, world, {}, (0, 0), {})
+    finally:
+        stage3.reduce_scatter_coalesced = theirs
+
+
+def test_four_ranks_equal_eager_bitwise_in_one_order(ranks):
+    """On four ranks, the order of a sum is the only difference."""
+    ranks(4).run(rank_trains_beside_eager_in_rank_order)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_bf16_is_close_to_eager(ranks, world):
+    ranks(world).run(rank_trains_beside_eager, {}, (2e-3, 1e-2), BF16, 200)
+
+
+class Checkpointed(LanguageModel):
+    """Recomputes its blocks in backward."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        logits = self.head(self.norm(x)) * self.scale * self.mix.sum()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_sharded():
+    with deepspeed.zero.Init(config_dict_or_path=config_of(None)):
+        return LanguageModel()
+
+
+def rank_makes_engines(rank, world, how):
+    curves = []
+    # DeepSpeed wants AMX for fp16, torch does not.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    for flag in (None, {}):
+        torch.manual_seed(0)
+        config = {"fp16": {"enabled": True, "initial_scale_power": 40}} if how == "fp16" else {}
+        model = {"zero.Init": make_sharded, "checkpointed": Checkpointed}.get(how, LanguageModel)()
+        engine = make_engine(flag, model=model, **config)
+        curve = []
+        for microbatch in range(8 * MICROBATCHES):
+            loss = engine(batch(microbatch, rank))
+            loss.backward() if how == "loss.backward" else engine.backward(loss)
+            engine.step()
+            curve.append(loss.item())
+        assert flag is None or is_taken_over(engine), engine.zcompile.given_back
+        if how == "fp16":
+            curve.append(engine.optimizer.cur_scale)
+            assert engine.optimizer.cur_scale < 2**40  # steps were skipped
+        curves.append(curve)
+        engine.destroy()
+    if how == "fp16":
+        assert max(abs(eager - ours) / eager for eager, ours in zip(*curves, strict=True)) < 2e-3, curves
+    else:
+        assert curves[0] == curves[1], curves
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "zero.Init",
+        "loss.backward",
+        pytest.param("checkpointed", marks=pytest.mark.matrix),
+        pytest.param("fp16", marks=pytest.mark.matrix),
+    ],
+)
+def test_engines_made_and_used_otherwise_equal_eager(ranks, how):
+    if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
+        pytest.skip("this DeepSpeed wants engine.backward()")
+    ranks(2).run(rank_makes_engines, how)
+
+
+class Lora(nn.Module):
+    """A frozen model with a trained low-rank addition to its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = LanguageModel().requires_grad_(False)
+        self.a = nn.Linear(18, 3, bias=False)
+        self.b = nn.Linear(3, 18, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.base.embed(tokens[:, :-1])
+        hidden = hidden + self.b(self.a(hidden))
+        for block in self.base.blocks:
+            hidden = block(hidden)
+        logits = self.base.head(self.base.norm(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class WithCodes(LanguageModel):
+    """Has a frozen parameter of integers, as quantized models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(VOCABULARY), requires_grad=False)
+
+    def forward(self, tokens):
+        return super().forward(self.codes[tokens])
+
+
+def rank_trains_with_frozen_parameters(rank, world, make):
+    curves = []
+    for flag in (None, {}):
+        torch.manual_seed(0)
+        engine = make_engine(flag, model=make())
+        curves.append(train(engine, rank, end=6))
+        assert flag is None or is_taken_over(engine), engine.zcompile.given_back
+        engine.destroy()
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("make", [Lora, pytest.param(WithCodes, marks=pytest.mark.matrix)])
+def test_frozen_parameters_equal_eager(ranks, make):
+    ranks(2).run(rank_trains_with_frozen_parameters, make)
+
+
+def rank_evaluates_and_edits_between_steps(rank, world):
+    """Two engines with the flag and one without take turns. Between steps they evaluate, and parameters are edited."""
+    flags = [None, {}, {}]
+    engines = [make_engine(flag) for flag in flags]
+    curves = [[], [], []]
+    for step in range(4):
+        for flag, engine, curve in zip(flags, engines, curves, strict=True):
+            curve += train(engine, rank, begin=step, end=step + 1)
+            engine.eval()
+            with torch.no_grad():
+                curve.append(engine(batch(100, rank, 9)).item())
+            engine.train()
+            weight = engine.module.blocks[0].down.weight
+            with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+                if rank == 0:
+                    weight.data.mul_(0.9)
+            # Eager ZeRO-3 copies its partitions from the main parameter, which is edited too.
+            main = deepspeed.utils.safe_get_full_fp32_param(weight)
+            deepspeed.utils.safe_set_full_fp32_param(weight, main if flag is not None else main * 0.9)
+            engine.module.blocks[1].up.weight.requires_grad = step != 1  # by attribute
+    assert is_taken_over(engines[1]) and is_taken_over(engines[2])
+    assert curves[0] == curves[1] == curves[2]
+    for engine in engines:
+        engine.destroy()
+
+
+def test_several_engines_that_evaluate_and_edit_equal_eager(ranks):
+    ranks(2).run(rank_evaluates_and_edits_between_steps)

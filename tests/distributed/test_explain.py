@@ -1,0 +1,162 @@
+"""`zcompile.explain` of a sharded model, against counts of a run; and what passes tell of themselves."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support.models import Transformer, batch, loss_of
+
+matrix = pytest.mark.matrix
+
+
+class WithLoss(nn.Module):
+    """A language model that returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Transformer()
+
+    def forward(self, tokens):
+        return loss_of(self.model, tokens)
+
+
+def explain_and_compile(rank, options):
+    """A sharded model, compiled and not yet run; its explanation, and how many gathers that explanation made."""
+    model = zcompile.shard(WithLoss())
+    plan = zcompile.explain(model, batch(0, rank), options=options)
+    gathers = zcompile.stats(model)["gathers"]
+    zcompile.reset_stats(model)
+    torch._dynamo.reset()
+    model.compile(backend="zcompile", options=options, fullgraph=True)
+    return model, plan, gathers
+
+
+def rank_explain_and_run_microbatches(rank, world, microbatch_cache_bytes):
+    """The explanation; bytes that three microbatches gather, each in forward and in backward."""
+    options = {"inner": "aot_eager", "bucket_bytes": 0, "save_for_backward_bytes": 0}
+    model, plan, _ = explain_and_compile(rank, options | {"microbatch_cache_bytes": microbatch_cache_bytes})
+    gathered_bytes = []
+
+    def note():
+        gathered_bytes.append(sum(zcompile.stats(model)["gathered_bytes"].values()))
+        zcompile.reset_stats(model)
+
+    with zcompile.accumulate(model):
+        for microbatch in range(3):
+            loss = model(batch(microbatch, rank))
+            note()
+            loss.backward()
+            note()
+    return plan, gathered_bytes
+
+
+@pytest.mark.parametrize(
+    "microbatch_cache_bytes", [pytest.param(None, marks=matrix), 3000, pytest.param(0, marks=matrix)]
+)
+def test_explain_says_what_microbatches_share(ranks, microbatch_cache_bytes):
+    plan, gathered_bytes = ranks(2).run(rank_explain_and_run_microbatches, microbatch_cache_bytes)[0]
+    first, (forward, backward) = plan.graphs, plan.again or plan.graphs
+    later = [forward.gathered_bytes, backward.gathered_bytes]
+    assert gathered_bytes == [first[0].gathered_bytes, backward.gathered_bytes, *later, *later]
+    assert bool(plan.again) == (microbatch_cache_bytes != 0) == bool(plan.shared_bytes)
+    assert plan.shared_bytes <= (microbatch_cache_bytes or 1 << 30)
+    assert forward.gathered_bytes < first[0].gathered_bytes or microbatch_cache_bytes == 0
+
+
+def rank_explain_and_run(rank, world, save_for_backward_bytes):
+    """The explanation; gathers that it made; counts of a forward and of a backward; sizes of parameters."""
+    options = {"inner": "aot_eager", "save_for_backward_bytes": save_for_backward_bytes}
+    model, plan, gathers = explain_and_compile(rank, options)
+    loss = model(batch(0, rank))
+    forward = zcompile.stats(model)
+    zcompile.reset_stats(model)
+    loss.backward()
+    return plan, gathers, forward, zcompile.stats(model), {name: p.numel() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("save_for_backward_bytes", [None, pytest.param(0, marks=matrix)])
+def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
+    results = ranks(2).run(rank_explain_and_run, save_for_backward_bytes)
+    mine, others = (
+        replace(result[0], graphs=tuple(replace(graph, memory=()) for graph in result[0].graphs)) for result in results
+    )
+    assert mine == others  # ranks plan alike; their shares of gradients differ by a row
+    plan, gathers_explaining, forward, backward, sizes = results[0]
+    planned_forward, planned_backward = plan.graphs
+    assert (planned_forward.kind, planned_backward.kind) == ("forward", "backward")
+    assert gathers_explaining == len(planned_forward.gathers) == forward["gathers"]
+    assert len(planned_backward.gathers) == backward["gathers"]
+    assert planned_forward.gathered_bytes == sum(forward["gathered_bytes"].values())
+    assert planned_backward.reduced_bytes == sum(backward["reduced_bytes"].values())
+    names = {f"model.{name.removeprefix('model.')}" for name in sizes}
+    assert {gather.parameter for gather in planned_forward.gathers} == names
+    saved = [gather for gather in planned_forward.gathers if gather.kept]
+    if save_for_backward_bytes is None:  # the tied embedding, which the head reads last
+        largest = 4 * max(sizes.values())
+        assert saved[0].nbytes == largest < sum(gather.nbytes for gather in saved) <= largest * 9 // 8
+        assert not {gather.parameter for gather in saved} & {gather.parameter for gather in planned_backward.gathers}
+    else:
+        assert not saved
+    assert json.loads(plan.to_json())["world"] == 2
+    assert "embed" in str(plan)
+
+
+class Broken(nn.Linear):
+    """A forward in two graphs."""
+
+    def forward(self, x):
+        x = torch.relu(super().forward(x))
+        torch._dynamo.graph_break()
+        return (x * self.weight.sum()).sum()
+
+
+def rank_explain_often(rank, world):
+    torch._dynamo.reset()
+    model = zcompile.shard(Broken(4, 4))
+    plans = [zcompile.explain(model, torch.ones(2, 4)) for _ in range(10)]
+    assert all(plan == plans[0] for plan in plans)
+    return [graph.kind for graph in plans[0].graphs]
+
+
+def test_explain_says_the_same_again_and_again(ranks):
+    assert ranks(2).run(rank_explain_often) == 2 * [["forward", "backward"] * 2]
+
+
+def rank_explain_without_a_graph(rank, world):
+    model = zcompile.shard(nn.Linear(4, 4))
+    model.forward = torch._dynamo.disable(model.forward)
+    with pytest.raises(RuntimeError, match="no graph was captured"):
+        zcompile.explain(model, torch.ones(2, 4))
+
+
+def test_explain_says_when_no_graph_was_captured(ranks):
+    ranks(2).run(rank_explain_without_a_graph)
+
+
+def rank_explain_p2p(rank, world):
+    model = zcompile.shard(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="'p2p' is not possible here"):
+        zcompile.explain(model, torch.ones(2, 4), options={"transport": "p2p"})
+
+
+def test_explain_refuses_a_transport_that_is_not_possible(ranks):
+    ranks(2).run(rank_explain_p2p)
+
+
+def test_what_passes_change_is_logged_and_traced(tmp_path):
+    command = [sys.executable, "-m", "zcompile.explain", "--model", "tiny", "--tokens", "16", "--ranks", "2"]
+    environment = os.environ | {"TORCH_LOGS": "+zcompile", "TORCH_TRACE": str(tmp_path)}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0 and "a step of" in told.stdout
+    counts = r"-(\d+) zcompile.gather.default, \+\1 zcompile.gather_start.default, \+\1 zcompile.gather_wait.default"
+    assert re.search(f"zcompile: split_collectives: {counts}", told.stderr)
+    (trace,) = tmp_path.iterdir()
+    assert "zcompile_before" in trace.read_text() and "zcompile_prefetch" in trace.read_text()

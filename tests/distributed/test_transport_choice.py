@@ -1,0 +1,139 @@
+"""Which transport a model takes, and why not another."""
+
+import functools
+import os
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcompile
+import zcompile.sharding.select_transport
+from tests.support.models import Transformer
+from tests.support.reference import compiled, lm_loss
+from zcompile.sharding.model_state import state_of
+from zcompile.sharding.select_transport import Choice
+
+
+def rank_gloo_is_asked_for(rank, world):
+    model = compiled(Transformer(), options={"transport": "gloo"})
+    assert "the model is on cpu" in zcompile.stats(model)["transport_reason"]
+    lm_loss(model, 0, rank).backward()
+    stats = zcompile.stats(model)
+    assert (stats["transport"], stats["transport_reason"], stats["transport_bytes"]) == ("gloo", "asked for", 0)
+
+
+def test_stats_say_which_transport_was_taken_and_why(ranks):
+    ranks(2).run(rank_gloo_is_asked_for)
+
+
+def rank_gpu_transport_is_asked_for(rank, world, transport):
+    model = compiled(Transformer(), options={"transport": transport})
+    message = f"'{transport}' is not possible here: the model is on cpu. Use 'auto' or 'gloo'"
+    with pytest.raises(ValueError, match=message):
+        lm_loss(model, 0, rank)
+
+
+@pytest.mark.parametrize("transport", ["p2p", "nccl"])
+def test_a_transport_of_gpus_is_refused_on_the_cpu(ranks, transport):
+    ranks(2).run(rank_gpu_transport_is_asked_for, transport)
+
+
+class HostEvent:
+    """In the place of a CUDA event."""
+
+    def __init__(self, enable_timing):
+        self.time = 0.0
+
+    def record(self):
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.time - self.time)
+
+
+class WithoutPeers:
+    """A runtime on which peer to peer fails on the ranks `failing`. On the others it moves nothing."""
+
+    def __init__(self, runtime, failing):
+        self.runtime, self.failing = runtime, failing
+
+    def __getattr__(self, name):
+        return getattr(self.runtime, name)
+
+    def use_transport(self, name):
+        if name == "p2p" and dist.get_rank() in self.failing:
+            raise RuntimeError("rank 0 does not share its memory\nand where that was found")
+        self.runtime.use_transport("loopback" if name == "p2p" else name)
+
+
+def without_peers(state, failing):
+    return WithoutPeers(state.new_runtime(), failing)
+
+
+def rank_auto_falls_back(rank, world, folder):
+    select_transport = zcompile.sharding.select_transport
+    state = state_of(zcompile.shard(nn.Linear(4, 4)))
+    on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
+    small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
+    no_products = mock.patch.object(torch, "mm", lambda a, b: None)
+    with on_gpu, small, no_products, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
+        choose = functools.partial(select_transport._faster, state.mesh, nccl_max_ctas=None)
+        for failing in ({1}, {0, 1}):
+            expected = f"peer to peer failed on rank {min(failing)}: rank 0 does not share its memory"
+            make_runtime = functools.partial(without_peers, state, failing)
+            assert choose(make_runtime) == Choice("nccl", expected)
+            assert not select_transport._cache_file().exists()  # it may not fail the next time
+        for when in ("now", "earlier"):
+            assert f"measured {when}" in choose(functools.partial(without_peers, state, ())).reason
+            dist.barrier()
+
+
+def test_auto_takes_nccl_where_ranks_cannot_share_memory_and_does_not_remember_it(ranks, tmp_path):
+    ranks(2).run(rank_auto_falls_back, str(tmp_path))
+
+
+class OnGpu:
+    """A mesh that says that it is of GPUs."""
+
+    device_type = "cuda"
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+
+    def __getattr__(self, name):
+        return getattr(self.mesh, name)
+
+
+def rank_obstacles_to_p2p(rank, world):
+    select_transport = zcompile.sharding.select_transport
+    mesh = OnGpu(state_of(zcompile.shard(nn.Linear(4, 4))).mesh)
+
+    def obstacle(uuid=rank, reachable=True, namespaces="net:[1]", host="one", visible=world):
+        gpus = mock.patch.multiple(
+            torch.cuda,
+            current_device=lambda: rank % visible,
+            device_count=lambda: visible,
+            get_device_properties=lambda device: SimpleNamespace(uuid=uuid),
+            can_device_access_peer=lambda device, other: reachable,
+        )
+        here = mock.patch.multiple(
+            select_transport, _namespaces=lambda: (namespaces,), _C=SimpleNamespace(built_with_cuda=True)
+        )
+        with gpus, here, mock.patch("socket.gethostname", lambda: host):
+            return select_transport._obstacle_to_p2p(mesh)
+
+    assert obstacle() == obstacle(visible=1) == ""  # each may see its own GPU alone
+    assert obstacle(host=str(rank)) == "the ranks are on several hosts"
+    assert obstacle(uuid=0) == "ranks share a GPU"
+    assert obstacle(reachable=rank == 0) == "the GPU of rank 1 cannot access GPU 0"
+    assert "containers that do not share a network" in obstacle(namespaces=f"net:[{rank}]")
+    assert [namespace.partition(":")[0] for namespace in select_transport._namespaces()] == ["net", "pid"]
+
+
+def test_obstacles_to_peer_to_peer_are_named(ranks):
+    ranks(2).run(rank_obstacles_to_p2p)

@@ -1,0 +1,152 @@
+"""Unsharded parameters whose memory is mapped from the ranks' cached shards instead of copied."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support.gpu import Wide, compiled_over
+from zcompile.sharding.model_state import state_of
+
+ops = torch.ops.zcompile
+
+
+def in_allocator(address):
+    """Whether torch's allocator owns `address`. It does not own memory that the transport mapped."""
+    segments = torch.cuda.memory_snapshot()
+    return any(part["address"] <= address < part["address"] + part["total_size"] for part in segments)
+
+
+def train_wide(rank, transport, microbatches, **options):
+    """Losses, parameters, and the peak of allocated bytes in the last steps. Main parameters are edited in between."""
+    torch.manual_seed(0)
+    model = compiled_over(transport, nn.Sequential(*(Wide() for _ in range(3))).cuda(), options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    losses = []
+    for step in range(7):
+        if step == 5:
+            torch.cuda.reset_peak_memory_stats()
+        with contextlib.ExitStack() as stack:
+            if microbatches > 1:
+                stack.enter_context(zcompile.accumulate(model))
+            for _ in range(microbatches):
+                generator = torch.Generator("cuda").manual_seed(10 * step + rank)
+                x = torch.randn(256, 2048, device="cuda", generator=generator)
+                with torch.autocast("cuda", torch.bfloat16):
+                    losses.append(model(x).float().square().mean())
+                losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            next(model.parameters()).to_local().mul_(1.01)
+    peak = torch.cuda.max_memory_allocated() + zcompile.stats(model)["transport_bytes"]
+    parameters = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+    return torch.stack(losses).detach(), parameters, peak
+
+
+def rank_aliased_params_train_as_copies(rank, world, transport, microbatches, save_for_backward_bytes=0):
+    """Compared with c10d, which copies. Returns the bytes that training took, and those of the main parameters."""
+    before = torch.cuda.memory_allocated()
+    (losses, parameters, peak), (c10d_losses, c10d_parameters, _) = (
+        train_wide(rank, name, microbatches, save_for_backward_bytes=save_for_backward_bytes)
+        for name in (transport, "c10d")
+    )
+    assert torch.equal(losses, c10d_losses)
+    for parameter, c10d_parameter in zip(parameters, c10d_parameters, strict=True):
+        assert torch.equal(parameter, c10d_parameter)
+    return peak - before, sum(parameter.nbytes for parameter in parameters)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("transport", ["p2p", "delayed p2p"])
+def test_aliased_params_train_as_copies(gpus, transport, microbatches):
+    for peak_bytes, main_bytes in gpus(2).run(rank_aliased_params_train_as_copies, transport, microbatches):
+        if microbatches == 1:
+            # Main parameters, two states, gradients; a gradient or two before there is room in the place of shards.
+            assert peak_bytes < 4.8 * main_bytes + 200 * 2**20, (peak_bytes, main_bytes)
+
+
+@pytest.mark.parametrize("transport, microbatches", [("p2p", 1), ("delayed p2p", 3)])
+@pytest.mark.parametrize("world", [4, 8])
+def test_aliased_params_of_more_ranks_train_as_copies(gpus, world, transport, microbatches):
+    gpus(world).run(rank_aliased_params_train_as_copies, transport, microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("transport", ["p2p", "delayed p2p"])
+@pytest.mark.parametrize("save_for_backward_bytes", [40 << 20, 1 << 30])  # some; all
+def test_aliased_params_saved_for_backward_train_as_copies(gpus, transport, microbatches, save_for_backward_bytes):
+    gpus(2).run(rank_aliased_params_train_as_copies, transport, microbatches, save_for_backward_bytes)
+
+
+def rank_saves_aliased_params(rank, world):
+    """Also where two forwards come before their backwards, and one forward has no backward. Compared with c10d."""
+    parameters_by_transport = []
+    for transport in ("p2p", "c10d"):
+        torch.manual_seed(0)
+        model = compiled_over(
+            transport, nn.Sequential(*(Wide() for _ in range(2))).cuda(), options={"save_for_backward_bytes": 1 << 30}
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        saved: list[int] = []
+
+        def note(tensor, saved=saved):
+            saved.append(tensor.data_ptr() if tensor.shape == (4101, 2048) else 0)
+            return tensor
+
+        for step in range(5):
+            generator = torch.Generator("cuda").manual_seed(10 * step + rank)
+            xs = torch.randn(3, 64, 2048, device="cuda", generator=generator).requires_grad_()
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                first, second, _ = (model(x).square().mean() for x in xs)
+            second.backward()
+            first.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mapped = [address for address in saved if address and not in_allocator(address)]
+        assert len(mapped) == (6 if transport == "p2p" else 0)  # two matrices in each of three forwards
+        parameters_by_transport.append([parameter.to_local().detach().clone() for parameter in model.parameters()])
+    for over_p2p, over_c10d in zip(*parameters_by_transport, strict=True):
+        assert torch.equal(over_p2p, over_c10d)
+
+
+def test_what_is_saved_for_backward_is_aliased(gpus):
+    gpus(2).run(rank_saves_aliased_params)
+
+
+def gather_cached(shard, shape):
+    return ops.gather_wait(ops.gather_cached_start(shard, shape, torch.bfloat16))
+
+
+def rank_maps_aliased_params_once(rank, world):
+    """A mapping is a second address of one memory: a gather moves no shard of this rank, and the next sees edits."""
+    module = nn.Linear(2048, 4101, bias=False).cuda()
+    expected = module.weight.detach().clone()
+    zcompile.shard(module)
+    state_of(module).runtime.use_transport("p2p")
+    leaf, shape = module.__dict__["_zcompile_leaf_weight"].detach(), [4101, 2048]
+    addresses = set()
+    for step in range(6):
+        unsharded = gather_cached(leaf, shape)
+        assert torch.equal(unsharded, expected.bfloat16()), step
+        if not in_allocator(unsharded.data_ptr()):
+            addresses.add(unsharded.data_ptr())
+        with torch.no_grad():
+            leaf.add_(step)
+            expected.add_(step)
+        del unsharded
+    assert len(addresses) == 1
+    first, second = gather_cached(leaf, shape), gather_cached(leaf, shape)  # two at once
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+    held = zcompile.stats(module)["transport_bytes"]
+    del first, second
+    for _ in range(3):
+        gather_cached(leaf, shape), gather_cached(leaf, shape)
+    assert zcompile.stats(module)["transport_bytes"] == held
+
+
+def test_aliased_params_are_mapped_once(gpus):
+    gpus(2).run(rank_maps_aliased_params_once)

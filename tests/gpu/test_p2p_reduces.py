@@ -1,0 +1,87 @@
+"""Reduces: their sums, the squares of what they reduce, and what they still read after a wait."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcompile
+from tests.support.gpu import DTYPES, SHAPES, Parameters
+from tests.support.reduce_checks import check_means, rank_squares_of_reduces
+from zcompile.sharding.model_state import state_of
+
+ops = torch.ops.zcompile
+
+
+def rank_reduces_are_sums_in_rank_order(rank, world):
+    module = zcompile.shard(Parameters())
+    for transport in ("p2p", "p2p in step", "c10d"):
+        state_of(module).runtime.use_transport(transport)
+        for dtype in DTYPES:
+            for leaf, shape in zip(module.leaves(), SHAPES, strict=True):
+                grad = torch.randn(shape, device="cuda").to(dtype)
+                everyones = [torch.empty_like(grad) for _ in range(world)]
+                dist.all_gather(everyones, grad)
+                expected = everyones[0].float()
+                for other in everyones[1:]:
+                    expected = expected + other.float()
+                expected = expected / torch.full((), world, device="cuda")
+                if shape:
+                    rows = -(-shape[0] // world)
+                    expected = expected[rank * rows : (rank + 1) * rows]
+                for _ in range(3):
+                    assert torch.equal(ops.reduce(grad, leaf), expected), (transport, shape, dtype)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_reduces_are_sums_in_rank_order(gpus, world):
+    gpus(world).run(rank_reduces_are_sums_in_rank_order)
+
+
+def test_mean_kernel_equals_ops():
+    check_means("cuda")
+
+
+@pytest.mark.parametrize("transport", ["p2p", "c10d"])
+def test_squares_of_reduces(gpus, transport):
+    """One gradient travels in pieces and has more elements than its blocks read at once. One fills no block."""
+    gpus(2).run(rank_squares_of_reduces, "cuda", transport, ((4096, 20_003), (13, 7), (), (0, 4)))
+
+
+def reduce_and_overwrite(rank, module):
+    """Reduce four gradients of step + rank peer to peer, and overwrite each directly after its wait.
+
+    Returns pairs of a step and what it reduced.
+    """
+    zcompile.shard(module)
+    state_of(module).runtime.use_transport("p2p")
+    leaf, shape = module.__dict__["_zcompile_leaf_weight"].detach(), (module.out_features, module.in_features)
+    results = []
+    for step in range(4):
+        grad = torch.full(shape, float(step + rank), device="cuda", dtype=torch.bfloat16)
+        results.append((step, ops.reduce_wait(ops.reduce_start(grad, leaf), grad)))
+        grad.fill_(float("nan"))
+    return results
+
+
+def rank_overwrites_a_row(rank, world):
+    """The weight has one row, so rank 1 has nothing to sum: it is done while rank 0 receives what rank 1 pushes."""
+    module = nn.Linear(64 << 20, 1, bias=False, device="cuda", dtype=torch.bfloat16)
+    for step, reduced in reduce_and_overwrite(rank, module):
+        assert bool((reduced == step + 0.5).all())
+
+
+def test_a_gradient_is_free_after_its_wait(gpus):
+    gpus(2).run(rank_overwrites_a_row)
+
+
+def rank_overwrites_a_matrix(rank, world):
+    """A matrix that travels in pieces."""
+    module = nn.Linear(16384, 16384, bias=False, device="cuda", dtype=torch.bfloat16)
+    for step, reduced in reduce_and_overwrite(rank, module):
+        assert bool((reduced == step + (world - 1) / 2).all())
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_gradient_in_pieces_is_free_after_its_wait(gpus, world):
+    gpus(world).run(rank_overwrites_a_matrix)

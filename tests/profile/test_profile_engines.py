@@ -1,0 +1,59 @@
+"""The profiler's engines train as they should, and a model of one's own is profiled like the built-in ones."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import Transformer, batch, loss_of
+from tests.support.profiling import SHORT, results_in
+from zcompile.profile.engines import RATE_STEPS, Training, find
+from zcompile.profile.models import WithLoss
+
+
+def rank_losses(rank, world, engine):
+    """Losses of four steps of a model with tied weights and a scalar, not compiled.
+
+    Returns those of `engine`, and those of the same model on one rank with the batches of all ranks.
+    """
+    torch.manual_seed(0)
+    with torch.compiler.set_stance("force_eager"):
+        trained = find(engine)[0].make(WithLoss(Transformer(), loss_of), Training("fp32", 1e-2, 1), {})
+        ours = [trained.step([batch(step, rank)]) for step in range(4)]
+    torch.manual_seed(0)
+    model = WithLoss(Transformer(), loss_of)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    expected = []
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / RATE_STEPS
+        losses = [model(batch(step, other)) for other in range(world)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(losses[rank].detach())
+    return [[loss.item() for loss in losses] for losses in (ours, expected)]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "simplefsdp",
+        pytest.param("ddp", marks=pytest.mark.matrix),
+        pytest.param("eager", marks=pytest.mark.matrix),
+    ],
+)
+def test_engines_train_as_one_rank_does(ranks, engine):
+    for losses, expected in ranks(2).run(rank_losses, engine):
+        assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
+
+
+def test_the_example_profiles_a_model_of_ones_own(tmp_path):
+    example = Path(__file__).resolve().parents[2] / "examples/profile.py"
+    run = subprocess.run(
+        [sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    losses = results_in(tmp_path)["engines"]["eager"]["losses"]
+    assert len(losses) == 5 and all(2.0 < loss < 4.0 for loss in losses)  # ten classes: log(10) and noise

@@ -1,0 +1,195 @@
+"""One run of the profiler over all kinds of engines: its results, its traces, and its report."""
+
+import gzip
+import html
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.browser import NoBrowser, look
+from tests.support.profiling import SHORT, results_in
+from zcompile.profile import report
+from zcompile.profile.__main__ import main
+from zcompile.profile.engines import file_name
+from zcompile.profile.models import load
+from zcompile.profile.wire import wire_bytes
+
+ZERO3 = ["zero3"] if importlib.util.find_spec("deepspeed") else []
+OURS = "zcompile:inner=aot_eager"  # Inductor would take most of this module's time
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """A folder with the report on all engines of these tests."""
+    folder = tmp_path_factory.mktemp("profile")
+    if ZERO3:  # it compiles an op for most of a minute: once, while other tests may want it too
+        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+        accelerator.create_op_builder("ShareMemCommBuilder").load()
+        built = Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm")
+        shutil.copytree(built, folder / "runs/extensions" / built.name, ignore=shutil.ignore_patterns("lock"))
+    engines = ",".join([OURS, "limit", "fsdp2", "deepcompile", *ZERO3])
+    batches = ["--tokens", "32", "--batch", "2", "--accumulation", "2"]
+    assert main([*SHORT, "--engines", engines, *batches, "--trace", "--output", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def results(profiled):
+    return results_in(profiled)
+
+
+def events_of(folder, engine):
+    """The events of an engine's trace."""
+    return json.loads(gzip.decompress((folder / f"{file_name(engine)}.trace.json.gz").read_bytes()))["traceEvents"]
+
+
+def test_results(results):
+    engines = results["engines"]
+    assert list(engines) == [OURS, "limit", "fsdp2", "deepcompile", *ZERO3]
+    assert "needs CUDA" in engines["deepcompile"]["skipped"]
+    for name in (OURS, "limit", "fsdp2"):
+        engine = engines[name]
+        low, high = engine["step_ms"]["quartiles"]
+        assert 0 < low <= engine["step_ms"]["median"] <= high and engine["peak_bytes"] > 0
+        parts = engine["parts"]
+        assert parts["compute_ms"] > 0.05 * parts["step_ms"]
+        assert (parts["communication_ms"] > 0) == (name != "limit")
+    assert len(engines[OURS]["losses"]) == 5
+    assert engines[OURS]["losses"] == pytest.approx(engines["fsdp2"]["losses"], rel=1e-5)
+    assert not engines[OURS]["strays"] and "strays" not in engines["limit"]
+    assert engines["limit"]["x_limit"] == 1.0
+    parameters = results["workload"]["parameters"]
+    # For each of two microbatches, forward gathers all parameters. Backward gathers all but the embedding, which it
+    # does not read, and the head and the norm before it, which are saved for it. All gradients are reduced.
+    embedding, saved = 2048 * 192, 2048 * 192 + 192
+    assert engines[OURS]["wire_bytes"] == 2 * 4 * (3 * parameters - embedding - saved)
+    assert engines[OURS]["tokens"] == 2 * 2 * 2 * 32
+    # Twice three for each token and weight, and attention.
+    assert results["workload"]["flops"] > 6 * 2 * 64 * (parameters - embedding)
+
+
+def test_memory_by_kind(results):
+    shard = 4 * results["workload"]["parameters"] // 2  # fp32, two ranks
+    embedding = 4 * 2048 * 192
+    for name in (OURS, "limit", "fsdp2", *ZERO3):
+        memory = results["engines"][name]["memory"]
+        sums = [sum(nbytes) for nbytes in zip(*memory["kinds"].values())]
+        assert sum(memory["at_peak"].values()) == max(sums) and memory["allocator_bytes"] is None
+        assert memory["ms"] == sorted(memory["ms"]) and len(memory["ms"]) <= 402
+        assert memory["ms"][sums.index(max(sums))] == memory["peak_ms"]
+        # "limit" has all parameters and a shard for Adam's state. "zero3" has partitions and main parameters.
+        shard_bytes = {"limit": 3 * shard, "zero3": 2 * shard}
+        assert set(memory["kinds"]["shards"]) == {shard_bytes.get(name, shard)}
+        (state,) = set(memory["kinds"]["optimizer"])
+        assert state == pytest.approx(2 * shard, abs=4 * 39)  # and the number of steps
+        assert (max(memory["kinds"]["full"]) > 0) == (name != "limit")
+        assert max(memory["kinds"]["activations"]) > 4 * 2 * 32 * 2048  # logits
+        gradients = memory["kinds"]["gradients"]
+        held = shard if name in ("limit", "zero3") else 0  # between steps: a shard's gradient, and DeepSpeed's buffer
+        assert gradients[-1] == held and max(gradients) >= shard + held
+    zcompile = results["engines"][OURS]
+    full = zcompile["memory"]["kinds"]["full"]
+    static = zcompile["memory"]["kinds"]["shards"][0] + zcompile["memory"]["kinds"]["optimizer"][0]
+    # All but the head, which is as large as the embedding and is gathered when others have gone.
+    assert max(full) == 2 * shard - embedding
+    plan = zcompile["plan"]
+    assert max(nbytes for _, _, nbytes in plan["memory"]) - static == pytest.approx(max(full), rel=1e-3)
+    assert plan["peak_bytes"] == max(nbytes for _, nbytes, _ in plan["memory"])
+    assert plan["step_ms"] == pytest.approx(plan["memory"][-1][0])
+
+
+def test_lifetimes_of_unsharded_parameters(results):
+    assert [name for name, engine in results["engines"].items() if engine.get("windows")] == [OURS]
+    recorded = results["engines"][OURS]["windows"]
+    lifetimes = recorded["windows"]
+    assert len({lifetime["parameter"] for lifetime in lifetimes}) == 20 and len(recorded["streams"]) >= 2
+    assert all(0 <= lifetime["begin_ms"] < lifetime["end_ms"] <= recorded["step_ms"] for lifetime in lifetimes)
+    names = ("embedding.weight", "head.weight", "blocks.0.gate.weight")
+    counts = Counter(
+        (lifetime["parameter"], lifetime["nbytes"]) for lifetime in lifetimes if lifetime["parameter"] in names
+    )
+    assert counts == {  # of two microbatches
+        ("embedding.weight", 4 * 2048 * 192): 2,  # backward does not read it
+        ("head.weight", 4 * 2048 * 192): 2,  # it is saved for backward
+        ("blocks.0.gate.weight", 4 * 512 * 192): 4,
+    }
+
+
+def test_traces_are_of_two_steps(profiled):
+    for name in (OURS, "limit", "fsdp2"):
+        events = events_of(profiled, name)
+        assert sum(event.get("name") == "zcompile.profile::step" for event in events) == 2
+
+
+def test_bytes_on_the_wire_by_trace_and_by_arithmetic(profiled, results):
+    """FSDP2 gathers blocks twice a microbatch, and other parameters once. zcompile's own count is that of the trace."""
+    model = load("tiny", None, 2, 32, False).model
+    sizes = {name: padded(parameter) for name, parameter in model.named_parameters()}
+    blocks = sum(size for name, size in sizes.items() if name.startswith("blocks."))
+    assert results["engines"]["fsdp2"]["wire_bytes"] == 2 * 4 * (2 * sum(sizes.values()) + blocks)
+    traced_bytes = wire_bytes({"traceEvents": events_of(profiled, OURS)}, 2) / 2
+    # Ranks also agree on what to gather.
+    assert traced_bytes == pytest.approx(results["engines"][OURS]["wire_bytes"], rel=1e-3)
+    assert results["engines"]["limit"]["wire_bytes"] == 0
+
+
+def padded(parameter):
+    """Its elements, with the rows that two equal shards need."""
+    rows = parameter.shape[0]
+    return parameter.numel() // rows * (rows + rows % 2)
+
+
+def test_predictions_stand_in_the_report(profiled, results):
+    (prediction,) = report.predictions(results)
+    plan = results["engines"][OURS]["plan"]
+    assert f"predicted a step of {plan['step_ms']:.1f} ms" in prediction and plan["rests_on"] in prediction
+    assert prediction in html.unescape((profiled / "report.html").read_text())
+
+
+def test_a_picture_of_nothing_is_left_out(results, tmp_path):
+    results["engines"] = {"limit": results["engines"]["limit"] | {"memory": None}}
+    names = {path.stem for path in report.write(results, tmp_path) if path.suffix == ".png"}
+    assert set(report.PICTURES) - names == {"kinds", "windows"}
+
+
+def look_at_page(page, folder):
+    """What `page` tells a browser's console; and each picture's width, height, and number of colored pixels."""
+    places = (
+        "[...document.querySelectorAll('figure svg')].map(picture => "
+        "{const r = picture.getBoundingClientRect(); return [r.x, r.y, r.right, r.bottom]})"
+    )
+    script = f"<script>document.body.dataset.places = JSON.stringify({places})</script></body>"
+    (folder / "page.html").write_text(page.replace("</body>", script))
+    try:
+        console, dom = look(folder / "page.html", folder / "page.png")
+    except NoBrowser as reason:
+        pytest.skip(f"no browser: {reason}")
+    shown = Image.open(folder / "page.png").convert("RGB")
+    pictures = []
+    for place in json.loads(re.search(r'data-places="([^"]*)"', dom)[1]):
+        seen = shown.crop(tuple(round(edge) for edge in place))
+        colors = seen.getcolors(maxcolors=1 << 20)
+        colored = sum(count for count, channels in colors if max(channels) - min(channels) > 40)
+        pictures.append((seen.width, seen.height, colored))
+    return console, pictures
+
+
+def test_report_in_a_browser(profiled, tmp_path):
+    """Every picture has something in it, and the page reports no error. This test would see both if it were not so."""
+    page = (profiled / "report.html").read_text()
+    console, pictures = look_at_page(page, tmp_path)
+    assert not console and len(pictures) == len(report.PICTURES)
+    for width, height, colored in pictures:
+        assert width > 400 and height > 50 and colored > 200, pictures
+    broken = re.sub(r"(<figure id=\"memory\"><svg[^>]*>).*?(?=</svg>)", r"\1", page, flags=re.DOTALL)
+    console, emptied = look_at_page(broken.replace("</body>", "<script>absent()</script></body>"), tmp_path)
+    assert "absent is not defined" in console
+    assert [colored > 200 for *_, colored in emptied] == [name != "memory" for name in report.PICTURES]

@@ -1,0 +1,26 @@
+"""A small decoder traced without ranks: its unplanned forward and backward graphs, for tests of passes and plans."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zcompile.analysis.hardware import H200
+from zcompile.options import Settings
+from zcompile.planning.command import install_trace_readers
+from zcompile.planning.explain import trace
+from zcompile.profile.models import Llama, Size, load
+
+SIZE = Size(layers=3, width=32, hidden=96, heads=4, kv_heads=2, vocabulary=64, tokens=24, sequences=2)
+LINK = H200.over("p2p", 8)  # for which the decoder is traced
+FREE_BYTES = 1 << 30
+
+
+def trace_decoder():
+    """Forward and backward of a small decoder, not yet scheduled."""
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Llama(SIZE)
+        workload = load("tiny", None, 2, 24, False)
+        workload.model = model
+        names = install_trace_readers(workload, torch.bfloat16)
+        tokens = torch.zeros(2, 25, dtype=torch.int64)
+        return trace(lambda: model(tokens), Settings().plan(LINK, FREE_BYTES), lambda leaf: names.get(id(leaf)))

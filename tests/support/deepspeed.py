@@ -1,0 +1,75 @@
+"""DeepSpeed ZeRO-3 engines with and without the flag, side by side. Skips the importing test without DeepSpeed."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile  # noqa: F401  DeepSpeed's flag needs no more
+from tests.support.deepspeed_config import MICROBATCHES, config_of
+from tests.support.models import Transformer, batch, loss_of
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+deepspeed = pytest.importorskip("deepspeed")
+stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
+
+
+class LanguageModel(Transformer):
+    """The test transformer, whose forward computes the loss. DeepSpeed cannot broadcast a scalar parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, tokens):
+        return loss_of(super().forward, tokens)
+
+
+def make_engine(flag, model=None, **config):
+    """An engine of the config that `flag` and `config` make, see `config_of`."""
+    torch.manual_seed(0)
+    model = LanguageModel() if model is None else model
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=config_of(flag, **config))[0]
+
+
+def train(engine, rank, begin=0, end=20, length=12):
+    """For each microbatch of steps `begin` to `end`: its loss, and the gradient's norm if it ends a step, else 1."""
+    curve = []
+    for microbatch in range(begin * MICROBATCHES, end * MICROBATCHES):
+        loss = engine(batch(microbatch, rank, length))
+        engine.backward(loss)
+        engine.step()
+        ends_step = microbatch % MICROBATCHES == MICROBATCHES - 1
+        curve.append((loss.item(), float(engine.get_global_grad_norm()) if ends_step else 1.0))
+    return curve
+
+
+def largest_differences(curve, expected):
+    """The largest relative differences of two curves of `train`: of losses, and of norms."""
+    pairs = list(zip(curve, expected, strict=True))
+    return [max(abs(ours[i] - theirs[i]) / theirs[i] for ours, theirs in pairs) for i in (0, 1)]
+
+
+def is_taken_over(engine):
+    """Whether zcompile runs `engine` now."""
+    return engine.zcompile.state is not None
+
+
+def rank_trains_beside_eager(rank, world, flag, tolerances, config, length=12, end=20):
+    """Losses and norms differ from those of eager ZeRO-3 by at most `tolerances`, relatively."""
+    eager = make_engine(None, **config)
+    expected = train(eager, rank, end=end, length=length)
+    eager.destroy()
+    engine = make_engine(flag, **config)
+    curve = train(engine, rank, end=end, length=length)
+    assert is_taken_over(engine), engine.zcompile.given_back
+    assert not engine.tput_timer.config.synchronized
+    differences = largest_differences(curve, expected)
+    for difference, tolerance in zip(differences, tolerances, strict=True):
+        assert difference <= tolerance, (differences, curve, expected)
+    assert curve[0][0] > 1.1 * curve[-1][0]
+    assert engine.zcompile.lean_step.cut(0) is not None
+    engine.destroy()

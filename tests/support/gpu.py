@@ -1,0 +1,98 @@
+"""What tests on GPUs share: models, a way to pin the transport, and a comparison with NCCL."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.models import Transformer
+from tests.support.reference import compiled, lm_loss
+from zcompile.sharding.model_state import state_of
+
+# For tests of speed, or of the links between two GPUs. All others run with ranks that share GPUs, too.
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+SHAPES = [
+    (5, 3),  # odd
+    (2, 7),
+    (1, 5),  # fewer rows than ranks
+    (333, 77),
+    (),  # a scalar
+    (0, 4),  # empty
+    (3000, 4097),  # large
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Parameters(nn.Module):
+    """One parameter on the GPU for each of `SHAPES`."""
+
+    def __init__(self):
+        super().__init__()
+        for i, shape in enumerate(SHAPES):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape, device="cuda")))
+
+    def leaves(self):
+        """This rank's shards, once the module is sharded."""
+        return [self.__dict__[f"_zcompile_leaf_p{i}"].detach() for i in range(len(SHAPES))]
+
+
+class Wide(nn.Module):
+    """Two matrices of 4101 rows or columns.
+
+    A shard of either is larger than a memory page and ends inside one. Two equal shards have one row more than 4101.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(2048, 4101, bias=False), nn.Linear(4101, 2048, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+
+def make_transformer():
+    """The test transformer on this rank's GPU."""
+    return Transformer().cuda()
+
+
+def autocast_loss(model, step, rank):
+    """`lm_loss` under autocast to bf16."""
+    with torch.autocast("cuda", torch.bfloat16):
+        return lm_loss(model, step, rank)
+
+
+def compiled_over(transport, model, **options):
+    """Shard and compile `model` for `transport`, one of the runtime's names."""
+    compiled(model, **options)
+    state_of(model).runtime.use_transport(transport)
+    return model
+
+
+def losses_and_parameters(transport, loss, **options):
+    """Losses and final parameters of five steps of a model that was sharded with `options`."""
+    torch.manual_seed(0)
+    model = compiled_over(transport, make_transformer(), inner="aot_eager", **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    losses = []
+    for step in range(5):
+        value = loss(model, step, dist.get_rank())
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach())
+    return torch.stack(losses), [parameter.to_local().detach() for parameter in model.parameters()]
+
+
+def rank_trains_as_over_nccl(rank, world, loss, transport, options):
+    """Training over NCCL equals, bitwise, training over `transport` of a model that was sharded with `options`."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        nccl_losses, nccl_parameters = losses_and_parameters("c10d", loss)
+        losses, parameters = losses_and_parameters(transport, loss, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(nccl_losses, losses)
+    for over_nccl, parameter in zip(nccl_parameters, parameters, strict=True):
+        assert torch.equal(over_nccl, parameter)

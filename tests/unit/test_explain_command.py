@@ -1,0 +1,63 @@
+"""`python -m zcompile.explain`, without ranks."""
+
+import json
+
+import pytest
+
+from zcompile.planning.command import main
+from zcompile.profile.models import load
+
+
+def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
+    arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1", "--json"]
+    assert main([*arguments, str(tmp_path / "plan.json")]) == 0
+    told = capsys.readouterr().out
+    assert "embedding.weight" in told and "4096" in told
+    written = json.loads((tmp_path / "plan.json").read_text())
+    two, many = written["ranks"]
+    assert two["peak_bytes"] > many["peak_bytes"] and two["step_ms"] < many["step_ms"]
+    parameters = sum(parameter.numel() for parameter in load("tiny", None, None, None, False).model.parameters())
+    assert two["parameters"] == many["parameters"] == parameters
+    forward = two["graphs"][0]
+    (embedding,) = forward["rows"]
+    table = load("tiny", None, None, None, False).model.embedding.weight
+    assert embedding == {"parameter": "embedding.weight", "dtype": "bfloat16", "nbytes": 2 * 8 * 32 * table.shape[1]}
+    assert sum(gather["nbytes"] for gather in forward["gathers"]) == 2 * (parameters - table.numel())
+    assert forward["gathered_bytes"] == sum(gather["nbytes"] for gather in forward["gathers"] + forward["rows"])
+    assert all(graph["full_bytes"] <= graph["bound_bytes"] for plan in written["budgets"] for graph in plan["graphs"])
+    for graph in two["graphs"]:
+        times, live, unsharded = zip(*graph["memory"])
+        total_ms = graph["compute_ms"] + graph["exposed_ms"] + graph["slowed_ms"]
+        assert times[0] == 0 and list(times) == sorted(times) and times[-1] == pytest.approx(total_ms, abs=2e-3)
+        assert max(live) == graph["live_bytes"] and 0 < max(unsharded) <= graph["gathered_bytes"]
+        assert all(begin <= end <= total_ms + 2e-3 for begin, end in graph["transfers"])
+        gathers = enumerate(graph["gathers"])
+        starts = {i if gather["bucket"] is None else f"bucket {gather['bucket']}" for i, gather in gathers}
+        reduces = len(graph["transfers"]) - len(starts)
+        assert reduces > 0 if graph["kind"] == "backward" else reduces == 0
+
+
+def pair():
+    """No module and batch, although two things."""
+    return 1, 2
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--ranks", "0"], "--ranks takes whole numbers"),
+        (["--ranks", "2,many"], "--ranks takes whole numbers"),
+        (["--model", "no/such model"], "no model 'no/such model'"),
+        (["--hardware", "abacus"], "invalid choice"),
+        (["--budgets", "-1"], "--budgets takes"),
+        (["--persist", "-1"], "--persist takes"),
+        (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
+        (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
+        (["--module", f"{__file__}:pair"], "must return a module, batch"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and says in told and told.count("\n") == 1

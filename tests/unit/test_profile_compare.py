@@ -1,0 +1,38 @@
+"""How the profiler compares engines: losses that stray, and runs that are interrupted."""
+
+from zcompile.profile import compare
+from zcompile.profile.__main__ import job_of, parser
+
+
+def test_a_loss_that_strays_is_marked():
+    engines = {
+        "one": {"losses": [3.0, 2.0]},
+        "two": {"losses": [3.0, 2.0]},
+        "other": {"losses": [3.0, 2.1]},
+        "limit": {"losses": [3.0, 3.0]},
+    }
+    engines["none"] = {"losses": [3.0, float("nan")]}
+    # Engines that differ in options alone count as one.
+    engines |= {f"other:fit={i}": {"losses": [3.0, 2.1]} for i in range(3)}
+    compare.mark_strays(engines, 1e-3)
+    assert {name: engine.get("strays") for name, engine in engines.items() if ":" not in name} == {
+        "one": False,
+        "two": False,
+        "other": True,
+        "limit": None,
+        "none": True,
+    }
+
+
+def test_an_interruption_keeps_what_there_is(tmp_path, monkeypatch):
+    def run(job):
+        if job.engine == "ddp":
+            raise KeyboardInterrupt
+        counts = dict.fromkeys(("peak_bytes", "reserved_bytes", "retries", "held_bytes"), 1)
+        return {"step_ms": [1.0, 3.0, 2.0], "losses": [2.0, 1.0], "tokens": 8, "about": "2 x CPU", **counts}
+
+    monkeypatch.setattr(compare.launch, "run", run)
+    job, engines = job_of(parser().parse_args(["--engines", "eager,ddp,fsdp2"]))
+    results = compare.compare(job, None, engines, 2, tmp_path)["engines"]
+    assert results["eager"]["step_ms"]["median"] == 2.0 and results["eager"]["step_ms"]["repeats"] == [2.0]
+    assert results["ddp"] == results["fsdp2"] == {"failed": "interrupted"}

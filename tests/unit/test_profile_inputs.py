@@ -1,0 +1,95 @@
+"""What the profiler is given: engines with options, models, and arguments that it refuses in one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zcompile.profile.__main__ import main
+from zcompile.profile.engines import file_name, find, names_of
+from zcompile.profile.models import blocks_of, load
+
+
+def test_options_in_the_names_of_engines():
+    text = (
+        'fsdp2,zcompile:skip_passes=["regather","bucket"]:inductor={"max_autotune":true,"epilogue_fusion":false}'
+        ":transport=nccl,ddp"
+    )
+    names = names_of(text)
+    assert [name.partition(":")[0] for name in names] == ["fsdp2", "zcompile", "ddp"]
+    inductor = {"max_autotune": True, "epilogue_fusion": False}
+    assert find(names[1])[1] == {"skip_passes": ["regather", "bucket"], "inductor": inductor, "transport": "nccl"}
+    assert re.fullmatch(r"[\w.=+-]+", file_name(names[1]))
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """A folder of configs as in a Hugging Face model's folder, which says in which dtype its weights are."""
+    folder = tmp_path_factory.mktemp("configs")
+    for name, more in (("llama", {"hidden_size": 32, "intermediate_size": 64, "attention_dropout": 0.1}), ("t5", {})):
+        sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+        (folder / name).mkdir()
+        config = {"model_type": name, "torch_dtype": "bfloat16", **sizes, **more}
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_hugging_face_models_are_fp32_and_without_dropout(configs):
+    workload = load(f"{configs}/llama", None, 2, 16, False)
+    assert {parameter.dtype for parameter in workload.model.parameters()} == {torch.float32}
+    batch = workload.batch(0, 0)
+    assert batch.shape == (2, 17) and torch.equal(workload.model(batch), workload.model(batch))
+    assert not torch.equal(batch, workload.batch(0, 1)) and not torch.equal(batch, workload.batch(1, 0))
+
+
+def test_blocks_are_of_the_outermost_lists():
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+    model = nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
+    assert blocks_of(model) == [*layers, model["head"][0]]
+    assert blocks_of(model["head"][0]) == [model["head"][0]]
+
+
+def build():
+    """What `--module` names below. Its arguments are refused before it is called."""
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, limit"),
+        (["--engines", "zcompile:fast=1"], "unknown option 'fast'"),
+        (["--engines", "zcompile:transport"], "reads key=value, not 'transport'"),
+        (["--engines", "zcompile:inductor=3"], "option 'inductor' must be a mapping"),
+        (["--engines", "zcompile:skip_passes=[[1]]"], "option 'skip_passes' must be a list"),
+        (["--engines", "zcompile:gather_budget_bytes=true"], "must be a whole number of bytes, at least 0, not True"),
+        (["--engines", "fsdp2:transport=nccl"], "engine 'fsdp2' takes no options"),
+        (["--model", "no/such model"], "no model 'no/such model': built in are tiny"),
+        (["--model", "3B"], "no model of size '3B': built in are tiny"),
+        (["--module", "missing.py:build"], "there is no file 'missing.py'"),
+        (["--module", f"{__file__}:absent"], "has no function 'absent'"),
+        (["--ranks", "0"], "must be at least 1"),
+        (["--steps", "many"], "invalid"),
+        pytest.param(
+            ["--snapshot"],
+            "--snapshot needs a GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+        (["--model", "7b", "--ranks", "1"], "take more ranks or a smaller model"),
+        (["--module", f"{__file__}:build", "--checkpointing"], "--checkpointing has no meaning"),
+        (["--module", f"{__file__}:build", "--batch", "4"], "--batch and --tokens have no meaning"),
+        (["--module", "Makefile:build"], "is none"),
+        (["--model", "FOLDER/t5"], "is no causal language model"),
+        (["--model", "FOLDER/llama", "--tokens", "65"], "--tokens 65 is more than the 64 positions"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says, capsys, tmp_path, configs):
+    arguments = [argument.replace("FOLDER", str(configs)) for argument in arguments]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--output", str(tmp_path)])
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and says in printed and printed.count("\n") == 1
+    assert not list(Path(tmp_path).iterdir())

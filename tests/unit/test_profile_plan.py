@@ -1,0 +1,84 @@
+"""The course that a plan predicts for a step: its length, its memory and its transfers."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zcompile.analysis.hardware import H200
+from zcompile.options import Settings
+from zcompile.planning.command import install_trace_readers
+from zcompile.planning.curve import thinned
+from zcompile.planning.explain import Explanation, PlannedGraph, explanation, in_order, trace
+from zcompile.profile.models import Workload
+from zcompile.profile.plan import planned
+
+
+def graph(kind, live, full, saved=0, ms=10.0):
+    """A graph with `live` and `full` bytes in its first half, half of both in its second, and one transfer."""
+    memory = ((0.0, live, full), (ms / 2, live // 2, full // 2))
+    return PlannedGraph(kind, 2, (), (), 0, 0, ms - 0.25, 0.25, 0.0, full, full, live, saved, memory, ((1.0, 3.0),))
+
+
+def test_a_plan_as_a_course():
+    """Forwards, then backwards in reverse. What others saved, and the first microbatch's gradients, lie beside each."""
+    first = graph("forward", 100, 40), graph("backward", 80, 40, saved=16)
+    graphs = (*first, graph("forward", 60, 20), graph("backward", 50, 20, saved=8))
+    live_and_saved = [(ordered.live_bytes, saved) for ordered, saved in in_order(graphs)]
+    assert live_and_saved == [(100, 0), (60, 16), (50, 16), (80, 0)]
+    explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 45.0, 1.0, 1100, 1000, 20, 0.0, "guesses", (), 0)
+    course = planned(explained, micro_steps=2)
+    assert (course.step_ms, course.exposed_ms, course.rests_on) == (85.0, 2.0, "guesses")
+    assert planned(replace(explained, adding_ms=3.0), micro_steps=3).step_ms == 3 * 40 + 2 * 3 + 5
+    forwards = [(0, 1100, 1040), (5, 1050, 1020), (10, 1076, 1020), (15, 1046, 1010)]
+    once = forwards + [(20, 1066, 1020), (25, 1041, 1010), (30, 1080, 1040), (35, 1040, 1020)]
+    gradients = 4 * 10 // 2
+    again = [(40 + ms, nbytes + gradients, full) for ms, nbytes, full in once]
+    assert course.memory == [*once, *again, (80, 1000 + gradients, 1000), (85, 1000 + gradients, 1000)]
+    assert course.peak_bytes == 1120 and course.transfers == [(10 * i + 1, 10 * i + 3) for i in range(8)]
+
+
+def test_a_plan_of_microbatches_that_share_gathers():
+    """All forwards but the first find parameters unsharded, which lie beside them then."""
+    graphs = graph("forward", 100, 40), graph("backward", 80, 40, saved=16)
+    again = graph("forward", 70, 10, ms=8.0), graph("backward", 60, 10, saved=16, ms=6.0)
+    explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 25.0, 0.5, 1100, 1000, 20, 3.0, "guesses", again, 30)
+    assert planned(explained, micro_steps=1).step_ms == 25.0
+    course = planned(explained, micro_steps=2)
+    assert course.step_ms == 10 + 6 + 8 + 6 + 5
+    # ms, bytes of the cache and of gradients, unsharded bytes
+    held = [(0, 0, 40), (10, 30, 10), (16, 30 + 20, 10), (24, 30 + 20, 10)]
+    live = (100, 60, 70, 60)
+    assert course.memory[:8:2] == [
+        (ms, 1000 + more + nbytes, 1000 + min(more, 30) + full)
+        for (ms, more, full), nbytes in zip(held, live, strict=True)
+    ]
+    assert course.memory[-1] == (35.0, 1020, 1000)
+
+
+@pytest.mark.parametrize("transport", ["p2p", "nccl"])
+def test_a_plan_as_a_course_ends_with_the_gradients_that_backward_left(transport):
+    """On two ranks, peer to peer, half of a shard's gradients lie in the place of cached shards."""
+    linear = nn.Linear(1024, 1024, bias=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        names = install_trace_readers(Workload(linear, lambda step, rank: None, None), torch.bfloat16)
+        plan = Settings().plan(H200.over(transport, 2), 1 << 34)
+        x = torch.zeros(8, 1024, dtype=torch.bfloat16)
+        traced = trace(lambda: linear(x).sum(), plan, lambda leaf: names.get(id(leaf)))
+    explained = explanation(traced, plan, 1024 * 1024, 1)
+    assert explained.gradient_bytes == 1024 * 1024 * 4 // 2 // (2 if transport == "p2p" else 1)
+    course = planned(explained, 1)
+    assert course.memory[-1][1] == explained.static_bytes + explained.gradient_bytes
+    assert course.memory[-1][1] <= course.peak_bytes == explained.peak_bytes
+
+
+def test_a_thinned_curve_keeps_its_peak():
+    generator = random.Random(1)
+    points = sorted((generator.random(), generator.randrange(1 << 30)) for _ in range(5000))
+    few = thinned(points, 100, lambda point: point[1])
+    assert 50 < len(few) <= 102 and set(few) <= set(points) and few == sorted(few)
+    assert max(few, key=lambda point: point[1]) == max(points, key=lambda point: point[1])
+    assert thinned(points[:7], 100, lambda point: point[1]) == points[:7]
