@@ -1,11 +1,12 @@
-"""What the table of a CPU in zcompile/hardware.py holds, measured on this machine, one thread a rank.
+"""What the table of a CPU in zcompile/analysis/hardware.py holds, measured on this machine, one thread a rank.
 
-OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/cpu_table.py
+Run: OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/cpu_table.py
 """
 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,15 @@ def seconds(run: Callable[[], object], count: int = 20) -> float:
 
 
 def compute(tell: Callable[[str], None]) -> None:
-    """Both ranks at once, which share the memory."""
+    """Rates of both ranks at once, which share the memory."""
+    attention = partial(nn.functional.scaled_dot_product_attention, is_causal=True)
     for dtype in (torch.float32, torch.bfloat16):
         rows, weight = torch.randn(1024, 512, dtype=dtype), torch.randn(512, 512, dtype=dtype)
-        tell(f"{dtype} product: {2 * 1024 * 512**2 / seconds(lambda: rows @ weight) / 1e9:.0f} G operations a second")
+        matmul_s = seconds(partial(torch.matmul, rows, weight))
+        tell(f"{dtype} matmul: {2 * 1024 * 512**2 / matmul_s / 1e9:.0f} G operations a second")
         query = torch.randn(8, 6, 128, 32, dtype=dtype)
-        attention = seconds(lambda: nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True))
-        tell(f"{dtype} attention: {2 * 8 * 6 * 128**2 * 32 / attention / 1e9:.0f} G operations a second")
+        attention_s = seconds(partial(attention, query, query, query))
+        tell(f"{dtype} attention: {2 * 8 * 6 * 128**2 * 32 / attention_s / 1e9:.0f} G operations a second")
     source, result = torch.randn(1 << 24), torch.empty(1 << 24)
     tell(f"pointwise: {2 * source.nbytes / seconds(lambda: torch.add(source, 1.0, out=result)) / 1e9:.0f} GB a second")
     few = torch.randn(8)
@@ -40,7 +43,7 @@ def compute(tell: Callable[[str], None]) -> None:
 
 
 def transfer(nbytes: int, tell: Callable[[str], None]) -> None:
-    """A full parameter of `nbytes`, of which each of two ranks receives half."""
+    """Times of an unsharded parameter of `nbytes`, of which each of two ranks receives half."""
     model = zcompile.shard(nn.Linear(nbytes // 256, 64, bias=False))
     ((_, sharded),) = state_of(model).parameters.items()
     grad = torch.randn(64, nbytes // 256)
@@ -51,9 +54,10 @@ def transfer(nbytes: int, tell: Callable[[str], None]) -> None:
 
 
 def main() -> None:
+    """Measure on all ranks, and print on the first."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    tell = print if dist.get_rank() == 0 else lambda text: None
+    tell: Callable[[str], None] = print if dist.get_rank() == 0 else lambda text: None
     compute(tell)
     for nbytes in (1 << 16, 1 << 20, 1 << 24):
         transfer(nbytes, tell)

@@ -1,12 +1,13 @@
-"""Gathers and reduces by transport and size, alone and beside matrix products.
+"""Gathers and reduces by transport and size, alone and beside matmuls.
 
 Run: torchrun --standalone --nproc-per-node 2 benchmarks/transport.py --output transport.json
 
-A gather takes fp32 shards to whole bf16 parameters, the downcast included; a reduce takes whole bf16 gradients to fp32
-shards of their mean. "alone" is the time of all of them; "beside" is that of a run of matrix products while they travel,
-relative to the products alone; "done" is when products and transfers are both through. The yardsticks are torch's own
-collectives, called as one would by hand. `--max-ctas` adds rows of NCCL held to so many SMs. On GPUs over NCCL, and times are the device's; on CPUs over gloo, with one thread
-for products beside gloo's own.
+A gather makes unsharded bf16 parameters from fp32 shards, the cast included. A reduce makes fp32 shards of the mean
+from unsharded bf16 gradients. "alone" is the time of all transfers. "products" is the time of a run of matmuls by
+itself, "beside" its time while transfers are under way, and "slowed" how much more that is. "done" is when matmuls
+and transfers are both done. The yardsticks are torch's own collectives, called as one would by hand. `--max-ctas`
+adds rows of NCCL limited to so many SMs. On GPUs transfers go over NCCL, and times are the device's; on CPUs over
+gloo, with one thread for matmuls beside gloo's own.
 """
 
 import argparse
@@ -66,7 +67,7 @@ class Zcompile:
         """What the backend's bucket pass would send together."""
         bytes_each = 2 * self.chunk * self.world
         size = max(1, BUCKET_BYTES // bytes_each)
-        return [slice(at, at + size) for at in range(0, len(self.shards), size)]
+        return [slice(first, first + size) for first in range(0, len(self.shards), size)]
 
     def start_gathers(self) -> list:
         started, shape = [], [self.world, self.chunk]
@@ -79,7 +80,7 @@ class Zcompile:
         return started
 
     def wait_gathers(self, started: list) -> list:
-        return [ops.gather_wait(full) for full in started]
+        return [ops.gather_wait(pending) for pending in started]
 
     def start_reduces(self) -> list:
         started = []
@@ -104,9 +105,9 @@ class Torch:
     def start_gathers(self) -> list:
         started = []
         for shard in self.shards:
-            full = torch.empty(shard.numel() * self.world, device=DEVICE, dtype=torch.bfloat16)
-            slot = full.view(self.world, -1)[self.rank].copy_(shard)
-            started.append((dist.all_gather_into_tensor(full, slot, async_op=True), full))
+            unsharded = torch.empty(shard.numel() * self.world, device=DEVICE, dtype=torch.bfloat16)
+            slot = unsharded.view(self.world, -1)[self.rank].copy_(shard)
+            started.append((dist.all_gather_into_tensor(unsharded, slot, async_op=True), unsharded))
         return started
 
     def start_reduces(self) -> list:
@@ -120,7 +121,7 @@ class Torch:
     def wait_gathers(self, started: list) -> list:
         for work, _ in started:
             work.wait()
-        return [full for _, full in started]
+        return [unsharded for _, unsharded in started]
 
     def wait_reduces(self, started: list) -> list:
         for work, _ in started:
@@ -129,7 +130,7 @@ class Torch:
 
 
 class Products:
-    """A run of matrix products of a transformer's sizes; of sizes for one core on CPU."""
+    """A run of matmuls of a transformer's sizes; of sizes for one core on CPU."""
 
     def __init__(self, count: int):
         self.count = count
@@ -173,11 +174,11 @@ class HostClock:
         self.times_s.append(time.perf_counter())
 
     def since_first_ms(self) -> list[float]:
-        return [1e3 * (one - self.times_s[0]) for one in self.times_s[1:]]
+        return [1e3 * (time_s - self.times_s[0]) for time_s in self.times_s[1:]]
 
 
 def measure(start: Callable, wait: Callable, products: Callable, rounds: int) -> tuple[float, float, list[float]]:
-    """Median milliseconds until the products are done, and until the transfers are as well, with its quartiles."""
+    """Median milliseconds until the matmuls are done, and until the transfers are too, with the latter's quartiles."""
     warmup, marks = 3, []
     for _ in range(rounds + warmup):
         clock = DeviceClock() if DEVICE == "cuda" else HostClock()
@@ -201,7 +202,7 @@ def rows(engines: dict[str, Callable], direction: str, products: Products, round
         engine = make()
         start, wait = getattr(engine, f"start_{direction}s"), getattr(engine, f"wait_{direction}s")
         _, alone, alone_quartiles = measure(start, wait, lambda: None, rounds)
-        quiet, _, _ = measure(lambda: [], lambda started: None, products, rounds)
+        quiet, _, _ = measure(list, lambda started: None, products, rounds)
         beside, until_done, _ = measure(start, wait, products, rounds)
         result[name] = {
             "alone_ms": alone,
@@ -218,62 +219,79 @@ def rows(engines: dict[str, Callable], direction: str, products: Products, round
 
 
 def show(title: str, figures: dict[str, dict], inbound_bytes: float) -> None:
+    """A table of what `rows` returned; `inbound_bytes` are those that a rank receives."""
     print(
-        f"\n{title}\n{'':34s}{'alone ms':>9s}{'(quartiles)':>18s}{'GB/s':>7s}{'products':>10s}{'beside':>8s}{'slowed':>8s}{'done':>8s}"
+        f"\n{title}\n{'':34s}{'alone ms':>9s}{'(quartiles)':>18s}{'GB/s':>7s}"
+        f"{'products':>10s}{'beside':>8s}{'slowed':>8s}{'done':>8s}"
     )
-    for name, one in figures.items():
-        low, high = one["alone_quartiles_ms"]
+    for name, row in figures.items():
+        low, high = row["alone_quartiles_ms"]
+        gb_per_s = inbound_bytes / row["alone_ms"] / 1e6
         print(
-            f"{name:34s}{one['alone_ms']:9.3f}{f'{low:.3f} to {high:.3f}':>18s}{inbound_bytes / one['alone_ms'] / 1e6:7.0f}{one['products_alone_ms']:10.3f}"
-            f"{one['products_beside_ms']:8.3f}{100 * one['slowed_by']:7.1f}%{one['until_done_ms']:8.3f}",
+            f"{name:34s}{row['alone_ms']:9.3f}{f'{low:.3f} to {high:.3f}':>18s}{gb_per_s:7.0f}"
+            f"{row['products_alone_ms']:10.3f}{row['products_beside_ms']:8.3f}{100 * row['slowed_by']:7.1f}%"
+            f"{row['until_done_ms']:8.3f}",
             flush=True,
         )
 
 
-def main() -> None:
+def zcompile_engines(
+    groups: list[str], limited: dict[int, list[str]], streams: list[int], numel: int, count: int
+) -> dict[str, Callable]:
+    """zcompile on each transport of this machine; `limited`: groups by the number of SMs that NCCL has there."""
+    over = f"zcompile {dist.get_backend()}"
+    p2p = {
+        f"zcompile p2p, {n} streams": partial(Zcompile, groups, "p2p", numel, count, gather_streams=n, reduce_streams=n)
+        for n in streams
+        if DEVICE == "cuda"
+    }
+    held = {f"{over}, {limit} CTAs": partial(Zcompile, names, "c10d", numel, count) for limit, names in limited.items()}
+    return {**p2p, over: partial(Zcompile, groups, "c10d", numel, count), **held}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sizes-mib", default="1x16,8x8,64x7,256x2,1024x1", help="MIBxCOUNT of bf16 parameters, with commas between"
-    )
-    parser.add_argument("--streams", default="1", help="copy streams of p2p, separated by commas; zcompile uses one")
-    parser.add_argument("--max-ctas", default="", help="limits on NCCL's SMs, separated by commas")
-    parser.add_argument("--products", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    add("--sizes-mib", default="1x16,8x8,64x7,256x2,1024x1", help="MIBxCOUNT of bf16 parameters, with commas between")
+    add("--streams", default="1", help="copy streams of p2p, separated by commas; zcompile uses one")
+    add("--max-ctas", default="", help="limits on NCCL's SMs, separated by commas")
+    add("--products", type=int, default=10, help="matmuls in a run")
+    add("--rounds", type=int, default=15)
+    add("--output", type=Path)
+    return parser.parse_args()
+
+
+def start_process_group() -> None:
+    """NCCL with one GPU a rank, or gloo with one thread a rank."""
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-    names = [dist.group.WORLD.group_name, dist.new_group().group_name]
+
+
+def main() -> None:
+    """Measure each size in both directions, print tables on the first rank and write all figures as JSON."""
+    arguments = parse_arguments()
+    start_process_group()
+    groups = [dist.group.WORLD.group_name, dist.new_group().group_name]
     limits = [int(limit) for limit in arguments.max_ctas.split(",") if limit and DEVICE == "cuda"]
-    limited = {limit: [new_group(dist.group.WORLD, limit).group_name for _ in names] for limit in limits}
+    limited = {limit: [new_group(dist.group.WORLD, limit).group_name for _ in groups] for limit in limits}
+    streams = [int(n) for n in arguments.streams.split(",")]
     world, products = dist.get_world_size(), Products(arguments.products)
     results = {}
     for size in arguments.sizes_mib.split(","):
         mib, count = (int(part) for part in size.split("x"))
         numel = mib * MIB // 2
-        p2p = {
-            f"zcompile p2p, {streams} streams": partial(
-                Zcompile, names, "p2p", numel, count, gather_streams=int(streams), reduce_streams=int(streams)
-            )
-            for streams in arguments.streams.split(",")
-            if DEVICE == "cuda"
-        }
-        over = f"zcompile {dist.get_backend()}"
-        held = {
-            f"{over}, {limit} CTAs": partial(Zcompile, groups, "c10d", numel, count)
-            for limit, groups in limited.items()
-        }
-        ours = {**p2p, over: partial(Zcompile, names, "c10d", numel, count), **held}
-        native = {f"{over}, native reduce": partial(Zcompile, names, "c10d", numel, count, native_reduce=True)}
+        ours = zcompile_engines(groups, limited, streams, numel, count)
+        native = f"zcompile {dist.get_backend()}, native reduce"
         torch_bf16, torch_fp32 = (partial(Torch, numel, count, dtype) for dtype in (torch.bfloat16, torch.float32))
         gathers = {**ours, "torch: cast, all-gather": torch_bf16}
         reduces = {
             **ours,
-            **native,
+            native: partial(Zcompile, groups, "c10d", numel, count, native_reduce=True),
             "torch: reduce-scatter bf16": torch_bf16,
             "torch: cast, reduce-scatter fp32": torch_fp32,
         }

@@ -13,13 +13,13 @@ import time
 
 
 def rank_main(blocks: int) -> None:
-    """One rank: compile, run three steps, report seconds of the first and the losses."""
+    """One rank: compile, run three steps, and report the seconds of the first and the losses."""
     import torch
     import torch.distributed as dist
 
-    sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "tests"))
-    from models import Transformer
-    from reference import compiled, lm_loss
+    sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+    from tests.support.models import Transformer
+    from tests.support.reference import compiled, lm_loss
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -47,6 +47,7 @@ def run(cache: str, blocks: int) -> dict:
 
 
 def main() -> None:
+    """Run twice with one cache, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -56,9 +57,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = (run(cache, arguments.blocks) for _ in range(2))
-    print(
-        f"first step: cold {cold['seconds']:.1f} s, warm {warm['seconds']:.1f} s: {cold['seconds'] / warm['seconds']:.1f} x"
-    )
+    ratio = cold["seconds"] / warm["seconds"]
+    print(f"first step: cold {cold['seconds']:.1f} s, warm {warm['seconds']:.1f} s: {ratio:.1f} x")
     print(f"losses equal: {cold['losses'] == warm['losses']}")
 
 

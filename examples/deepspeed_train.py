@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/deepspeed_train.py --engine zcompile
 
-`deepspeed examples/deepspeed_train.py` works too; on a machine without GPUs set DS_ACCELERATOR=cpu. What zcompile asks of a
-DeepSpeed program is in two places: `import zcompile` below, and the "zcompile" block of ds_config.json. Each run writes
+`deepspeed examples/deepspeed_train.py` works too; on a machine without GPUs set DS_ACCELERATOR=cpu. A DeepSpeed program
+needs two things for zcompile: `import zcompile` below, and the "zcompile" block of ds_config.json. Each run writes
 OUT/deepspeed-ENGINE.json and draws all of OUT/*.json into OUT/loss.png.
 """
 
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-# Behind Python's own modules: profile.py beside this has the name of one, which torch imports.
+# After Python's own modules: profile.py in this folder has the name of one, which torch imports.
 sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
 import deepspeed
@@ -82,9 +82,8 @@ def main() -> None:
         run = {"tokens_per_second": round(speed), "first_step_s": round(first - begin, 1), "records": records}
         (args.out / f"deepspeed-{args.engine}.json").write_text(json.dumps(run, indent=1))
         print(f"training loss    {records[0]['loss']:.4f} -> {records[-1]['loss']:.4f}")
-        print(
-            f"tokens/s         {speed:.0f} on {dist.get_world_size()} ranks, without the first step ({first - begin:.1f} s)"
-        )
+        world, first_s = dist.get_world_size(), first - begin
+        print(f"tokens/s         {speed:.0f} on {world} ranks, without the first step ({first_s:.1f} s)")
         if args.engine == "zcompile":
             for dtype, count in zcompile.stats(engine.module)["gathered_bytes"].items():
                 print(f"gathered         {count / 1e6:.1f} MB of {dtype}")

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train.py --engine zcompile
 
 Runs on CPUs (gloo) and on GPUs (NCCL). A run is decided by its seed and `--batch`, the sequences per step over all
-ranks, and not by the engine or the number of ranks, so that loss curves can be laid over one another: each run writes
+ranks, and not by the engine or the number of ranks. So loss curves can be laid over one another: each run writes
 OUT/ENGINE.json and draws all of OUT/*.json into OUT/loss.png.
 """
 
@@ -16,7 +16,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-# Behind Python's own modules: profile.py beside this has the name of one, which torch imports.
+# After Python's own modules: profile.py in this folder has the name of one, which torch imports.
 sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
 import torch
@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--engine", choices=["zcompile", "eager", "fsdp2"], default="zcompile", help="eager: sharded, uncompiled")
     add("--inner", choices=["inductor", "aot_eager"], default="inductor", help="what zcompile hands its graphs to")
-    add("--transport", choices=["auto", "p2p", "nccl", "gloo"], default="auto", help="zcompile's wire")
+    add("--transport", choices=["auto", "p2p", "nccl", "gloo"], default="auto", help="of zcompile")
     add("--steps", type=int, default=250)
     add("--batch", type=int, default=32, help="sequences per step over all ranks; a multiple of their number")
     add("--tokens", type=int, default=128, help="bytes per sequence")
@@ -197,9 +197,13 @@ class Training(Stateful):
     def state_dict(self) -> dict:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         scheduler = self.scheduler.state_dict()
-        return dict(
-            model=model, optimizer=optimizer, scheduler=scheduler, step=self.step, records=json.dumps(self.records)
-        )
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "step": self.step,
+            "records": json.dumps(self.records),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -21,13 +21,14 @@ def rank_injects_a_failure(rank, world, stage):
 
     patched = {
         "take over": "add",
-        "hooks": "remove_hooks",
         "compile": "compile_modules",
         "forward": "compiled_forward",
         "backward": "accept",
     }
     curve = []
-    if stage in patched:
+    if stage == "hooks":
+        takeover.hooks.remove = fail
+    elif stage in patched:
         setattr(takeover, patched[stage], fail)
     else:
         curve = train(engine, rank, end=2)

@@ -131,7 +131,7 @@ def rank_steps_as_eager(rank, world, config, by_parameter, cast_bytes):
         sizes = [len(optimizer.optimizer.state) for optimizer in optimizers]
         assert sizes[0] == sizes[1], "views left states behind"
         assert float(eager.optimizer._global_grad_norm) == float(engine.optimizer._global_grad_norm)
-        assert not lean.kept
+        assert not lean.gradients
     assert engine.optimizer.grad_partitions_flat_buffer.numel() == 0
     assert all(bucket.buffer is None for bucket in getattr(engine.optimizer, "ipg_buckets", {}).values())
     assert (lean.cut(0) is not None) == by_parameter

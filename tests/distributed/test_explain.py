@@ -63,11 +63,11 @@ def rank_explain_and_run_microbatches(rank, world, microbatch_cache_bytes):
 )
 def test_explain_says_what_microbatches_share(ranks, microbatch_cache_bytes):
     plan, gathered_bytes = ranks(2).run(rank_explain_and_run_microbatches, microbatch_cache_bytes)[0]
-    first, (forward, backward) = plan.graphs, plan.again or plan.graphs
+    first, (forward, backward) = plan.graphs, plan.cached_graphs or plan.graphs
     later = [forward.gathered_bytes, backward.gathered_bytes]
     assert gathered_bytes == [first[0].gathered_bytes, backward.gathered_bytes, *later, *later]
-    assert bool(plan.again) == (microbatch_cache_bytes != 0) == bool(plan.shared_bytes)
-    assert plan.shared_bytes <= (microbatch_cache_bytes or 1 << 30)
+    assert bool(plan.cached_graphs) == (microbatch_cache_bytes != 0) == bool(plan.cached_bytes)
+    assert plan.cached_bytes <= (microbatch_cache_bytes or 1 << 30)
     assert forward.gathered_bytes < first[0].gathered_bytes or microbatch_cache_bytes == 0
 
 
@@ -98,7 +98,7 @@ def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
     assert planned_backward.reduced_bytes == sum(backward["reduced_bytes"].values())
     names = {f"model.{name.removeprefix('model.')}" for name in sizes}
     assert {gather.parameter for gather in planned_forward.gathers} == names
-    saved = [gather for gather in planned_forward.gathers if gather.kept]
+    saved = [gather for gather in planned_forward.gathers if gather.saved]
     if save_for_backward_bytes is None:  # the tied embedding, which the head reads last
         largest = 4 * max(sizes.values())
         assert saved[0].nbytes == largest < sum(gather.nbytes for gather in saved) <= largest * 9 // 8

@@ -21,7 +21,7 @@ from zcompile.backend import compile_aot_eager
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_lifetimes
-from zcompile.planning.explain import copied
+from zcompile.planning.trace import copied
 from zcompile.sharding.model_state import state_of
 
 SECONDS = 60  # of each test in the matrix, unless a number of graphs is asked for

@@ -251,7 +251,7 @@ def fx_order(graph):
     starts = calls(graph, GATHER_CACHED_START, REDUCE_START)
     number = {start: sum(other.target is start.target for other in starts[:at]) for at, start in enumerate(starts)}
     short = {
-        op: op.name().removeprefix("zcompile::").replace("kept_", "")
+        op: op.name().removeprefix("zcompile::").replace("cached_", "")
         for op in (GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT)
     }
     order = []

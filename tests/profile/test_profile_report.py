@@ -16,10 +16,10 @@ from PIL import Image
 
 from tests.support.browser import NoBrowser, look
 from tests.support.profiling import SHORT, results_in
-from zcompile.profile import report
+from zcompile.profile import figures, report
 from zcompile.profile.__main__ import main
 from zcompile.profile.engines import file_name
-from zcompile.profile.models import load
+from zcompile.planning.workloads import load
 from zcompile.profile.wire import wire_bytes
 
 ZERO3 = ["zero3"] if importlib.util.find_spec("deepspeed") else []
@@ -90,13 +90,13 @@ def test_memory_by_kind(results):
         assert set(memory["kinds"]["shards"]) == {shard_bytes.get(name, shard)}
         (state,) = set(memory["kinds"]["optimizer"])
         assert state == pytest.approx(2 * shard, abs=4 * 39)  # and the number of steps
-        assert (max(memory["kinds"]["full"]) > 0) == (name != "limit")
+        assert (max(memory["kinds"]["unsharded"]) > 0) == (name != "limit")
         assert max(memory["kinds"]["activations"]) > 4 * 2 * 32 * 2048  # logits
         gradients = memory["kinds"]["gradients"]
         held = shard if name in ("limit", "zero3") else 0  # between steps: a shard's gradient, and DeepSpeed's buffer
         assert gradients[-1] == held and max(gradients) >= shard + held
     zcompile = results["engines"][OURS]
-    full = zcompile["memory"]["kinds"]["full"]
+    full = zcompile["memory"]["kinds"]["unsharded"]
     static = zcompile["memory"]["kinds"]["shards"][0] + zcompile["memory"]["kinds"]["optimizer"][0]
     # All but the head, which is as large as the embedding and is gathered when others have gone.
     assert max(full) == 2 * shard - embedding
@@ -107,9 +107,9 @@ def test_memory_by_kind(results):
 
 
 def test_lifetimes_of_unsharded_parameters(results):
-    assert [name for name, engine in results["engines"].items() if engine.get("windows")] == [OURS]
-    recorded = results["engines"][OURS]["windows"]
-    lifetimes = recorded["windows"]
+    assert [name for name, engine in results["engines"].items() if engine.get("lifetimes")] == [OURS]
+    recorded = results["engines"][OURS]["lifetimes"]
+    lifetimes = recorded["parameters"]
     assert len({lifetime["parameter"] for lifetime in lifetimes}) == 20 and len(recorded["streams"]) >= 2
     assert all(0 <= lifetime["begin_ms"] < lifetime["end_ms"] <= recorded["step_ms"] for lifetime in lifetimes)
     names = ("embedding.weight", "head.weight", "blocks.0.gate.weight")
@@ -157,7 +157,7 @@ def test_predictions_stand_in_the_report(profiled, results):
 def test_a_picture_of_nothing_is_left_out(results, tmp_path):
     results["engines"] = {"limit": results["engines"]["limit"] | {"memory": None}}
     names = {path.stem for path in report.write(results, tmp_path) if path.suffix == ".png"}
-    assert set(report.PICTURES) - names == {"kinds", "windows"}
+    assert set(figures.PICTURES) - names == {"kinds", "lifetimes"}
 
 
 def look_at_page(page, folder):
@@ -186,10 +186,10 @@ def test_report_in_a_browser(profiled, tmp_path):
     """Every picture has something in it, and the page reports no error. This test would see both if it were not so."""
     page = (profiled / "report.html").read_text()
     console, pictures = look_at_page(page, tmp_path)
-    assert not console and len(pictures) == len(report.PICTURES)
+    assert not console and len(pictures) == len(figures.PICTURES)
     for width, height, colored in pictures:
         assert width > 400 and height > 50 and colored > 200, pictures
     broken = re.sub(r"(<figure id=\"memory\"><svg[^>]*>).*?(?=</svg>)", r"\1", page, flags=re.DOTALL)
     console, emptied = look_at_page(broken.replace("</body>", "<script>absent()</script></body>"), tmp_path)
     assert "absent is not defined" in console
-    assert [colored > 200 for *_, colored in emptied] == [name != "memory" for name in report.PICTURES]
+    assert [colored > 200 for *_, colored in emptied] == [name != "memory" for name in figures.PICTURES]

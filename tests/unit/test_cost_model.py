@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.decoder import SIZE
 from zcompile.analysis.cost_model import flops
-from zcompile.profile.models import Llama
+from zcompile.planning.llama import Llama
 
 
 def test_operations_of_products_are_torchs(traced):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zcompile.planning.command import main
-from zcompile.profile.models import load
+from zcompile.planning.workloads import load
 
 
 def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
@@ -24,7 +24,7 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     assert embedding == {"parameter": "embedding.weight", "dtype": "bfloat16", "nbytes": 2 * 8 * 32 * table.shape[1]}
     assert sum(gather["nbytes"] for gather in forward["gathers"]) == 2 * (parameters - table.numel())
     assert forward["gathered_bytes"] == sum(gather["nbytes"] for gather in forward["gathers"] + forward["rows"])
-    assert all(graph["full_bytes"] <= graph["bound_bytes"] for plan in written["budgets"] for graph in plan["graphs"])
+    assert all(graph["unsharded_bytes"] <= graph["bound_bytes"] for plan in written["budgets"] for graph in plan["graphs"])
     for graph in two["graphs"]:
         times, live, unsharded = zip(*graph["memory"])
         total_ms = graph["compute_ms"] + graph["exposed_ms"] + graph["slowed_ms"]
@@ -50,7 +50,7 @@ def pair():
         (["--model", "no/such model"], "no model 'no/such model'"),
         (["--hardware", "abacus"], "invalid choice"),
         (["--budgets", "-1"], "--budgets takes"),
-        (["--persist", "-1"], "--persist takes"),
+        (["--persist", "-1"], "--save-for-backward takes"),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
         (["--module", f"{__file__}:pair"], "must return a module, batch"),

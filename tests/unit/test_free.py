@@ -16,8 +16,8 @@ from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.free import free
 from zcompile.planning.command import install_trace_readers
-from zcompile.planning.explain import copied, trace
-from zcompile.profile.models import Workload
+from zcompile.planning.trace import copied, trace
+from zcompile.planning.workloads import Workload
 
 
 def origin(node):

@@ -151,10 +151,10 @@ def test_a_backward_that_raised_is_forgotten():
     ranks = [many_shards() for _ in range(3)]
     for step in range(4):
         for rank, until in zip(ranks, (COUNT // 2, COUNT // 3, COUNT), strict=True):
-            rank.renew()
+            rank.refresh()
             if step == 2:
                 backward_from_the_end(rank, until)
-                rank.renew()
+                rank.refresh()
             assert backward_from_the_end(rank) == (0 if step == 0 else COUNT // 2)
             rank.finish_backward(is_caching=False)
         assert len({rank.learned() for rank in ranks}) == 1

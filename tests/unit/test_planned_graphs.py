@@ -11,7 +11,7 @@ from zcompile.analysis.fx_utils import GATHER, GATHER_GROUP_START, GATHER_START,
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.bucket import bucket
-from zcompile.planning.explain import copied
+from zcompile.planning.trace import copied
 
 
 def test_a_plan_gives_readers_no_new_storage(traced):

@@ -14,7 +14,7 @@ from zcompile.analysis.hardware import CPU, H200
 from zcompile.analysis.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
-from zcompile.planning.explain import copied
+from zcompile.planning.trace import copied
 
 LINKS = {"h200 p2p": H200.over("p2p", 8), "h200 nccl": H200.over("nccl", 2), "cpu": CPU.over("gloo", 2)}
 

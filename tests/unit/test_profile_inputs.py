@@ -10,7 +10,8 @@ from torch import nn
 
 from zcompile.profile.__main__ import main
 from zcompile.profile.engines import file_name, find, names_of
-from zcompile.profile.models import blocks_of, load
+from zcompile.planning.workloads import load
+from zcompile.profile.torch_engines import blocks_of
 
 
 def test_options_in_the_names_of_engines():

@@ -43,7 +43,7 @@ def test_lifetimes_by_name():
     other = [kernel("ncclDevKernel_AllGather", 10300, 10400, 20), copy]
     trace = {"traceEvents": GATHERS + launches + kernels + other}
     lifetimes = lifetimes_of_step(trace, allocations_of(trace, 0))
-    rows = [(entry.parameter, entry.nbytes, entry.begin_ms, entry.end_ms) for entry in lifetimes.lifetimes]
+    rows = [(entry.parameter, entry.nbytes, entry.begin_ms, entry.end_ms) for entry in lifetimes.parameters]
     assert rows == [
         ("a.weight", 512, 0.11, 0.4),
         ("b.weight", 100, 0.13, 0.9),
@@ -53,7 +53,7 @@ def test_lifetimes_by_name():
     assert lifetimes.streams["NCCL, stream 20"] == [pytest.approx((0.3, 0.4), abs=2e-3)]
     assert clock(trace)(205.0) == 10210.0 and clock({"traceEvents": GATHERS})(205.0) == 205.0
     largest = lifetimes_of_step(trace, allocations_of(trace, 0), count=1)
-    assert [entry.parameter for entry in largest.windows] == ["a.weight"]
+    assert [entry.parameter for entry in largest.parameters] == ["a.weight"]
 
 
 def test_without_gathers_there_are_no_lifetimes():

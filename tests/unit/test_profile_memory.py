@@ -10,29 +10,29 @@ import pytest
 from tests.support.trace_events import memory_report, ranged
 from zcompile.profile.allocations import KINDS, allocations_of
 from zcompile.profile.memory import memory_of_step
-from zcompile.profile.owned import WALK, Owned, Walks
+from zcompile.profile.owned_storages import OwnedStorage, WALK, Walks
 from zcompile.profile.timeline import STEP
 
 GAP = 100.0  # us between things that happen
 CALLS = [  # from the outermost to the innermost range around an allocation, and what it is for
     ([], "activations"),
     (["aten::mm", "aten::empty"], "activations"),
-    (["zcompile::gather_start", "aten::empty"], "full"),
-    (["zcompile::gather a.weight (bf16, 1.0 MiB)"], "full"),
+    (["zcompile::gather_start", "aten::empty"], "unsharded"),
+    (["zcompile::gather a.weight (bf16, 1.0 MiB)"], "unsharded"),
     (
         [
             "zcompile::gather a.weight and 2 more (bf16, 3.0 MiB)",
             "zcompile::gather a.weight (bf16, 1.0 MiB)",
             "aten::empty",
         ],
-        "full",
+        "unsharded",
     ),
     (
         ["zcompile::gather_group_start", "zcompile::gather a.weight and 2 more (bf16, 3.0 MiB)", "aten::empty"],
         "transport",
     ),
     (["FSDP::all_gather (0)", "c10d::_allgather_base_"], "transport"),
-    (["FSDP::pre_backward (1)", "FSDP::all_gather (0)", "fsdp::all_gather_copy_in"], "full"),
+    (["FSDP::pre_backward (1)", "FSDP::all_gather (0)", "fsdp::all_gather_copy_in"], "unsharded"),
     (["FSDP::all_gather (0)", "FSDP::post_backward_reduce (0)"], "gradients"),
 ]
 
@@ -106,7 +106,7 @@ class RandomTrace:
             self.events.append(ranged(gather, time - GAP / 16, time + GAP / 16, thread))
             self.events.append(memory_report(time, address, nbytes, 0, thread, self.device, reserved=0))
         self.events.append(memory_report(ends, address, -nbytes, 0, thread, self.device, reserved=0))
-        self.truth += [[begins, ends, nbytes, "full", address], [begins, ends, -nbytes, "transport", address]]
+        self.truth += [[begins, ends, nbytes, "unsharded", address], [begins, ends, -nbytes, "transport", address]]
 
     def walk(self):
         """Walk over owned memory at the end: what was there before, and some of what was made, is known by its address.
@@ -117,14 +117,14 @@ class RandomTrace:
         known = self.truth[:3] + [block for block in self.alive if generator.random() < 0.3]
         for block in known[3:]:
             block[3] = generator.choice(("gradients", "shards"))
-        owned = [Owned(block[4], block[2], block[3]) for block in known]
+        owned = [OwnedStorage(block[4], block[2], block[3]) for block in known]
         self.walks = Walks(None, on_gpu=False)
         self.walks.found = [owned]
         if self.device is not None:
             # A GPU's allocator gives out more than is asked for, and did not give out the transport's memory.
             self.walks.before = {block[4]: block[2] for block in known[:3]}
             asked = [replace(tensor, nbytes=tensor.nbytes - 500) for tensor in owned]
-            self.walks.found = [asked + [Owned(1 << 40, 1 << 30, "gradients")]]
+            self.walks.found = [asked + [OwnedStorage(1 << 40, 1 << 30, "gradients")]]
         self.events += [ranged(WALK, self.end - GAP / 4, self.end - GAP / 8), ranged(STEP, *self.step)]
 
     def held(self, time) -> dict[str, int]:
@@ -179,6 +179,6 @@ def test_frees_that_nobody_saw():
         (600, 800, True),
         (800, math.inf, True),
     ]
-    assert memory.kinds["full"] == [0, 0, 0, 30, 0, 0, 0, 0]
+    assert memory.kinds["unsharded"] == [0, 0, 0, 30, 0, 0, 0, 0]
     assert memory.kinds["activations"] == [0, 400, 50, 50, 50, 57, 7, 2]
     assert sum(memory.at_peak.values()) == 400 and memory.allocator_bytes is None

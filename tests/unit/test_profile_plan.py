@@ -12,9 +12,12 @@ from zcompile.analysis.hardware import H200
 from zcompile.options import Settings
 from zcompile.planning.command import install_trace_readers
 from zcompile.planning.curve import thinned
-from zcompile.planning.explain import Explanation, PlannedGraph, explanation, in_order, trace
-from zcompile.profile.models import Workload
-from zcompile.profile.plan import planned
+from zcompile.planning.explanation import Explanation
+from zcompile.planning.planned_graph import PlannedGraph, in_order
+from zcompile.planning.predict import predict_step
+from zcompile.planning.trace import trace
+from zcompile.planning.workloads import Workload
+from zcompile.profile.planned_step import step_of
 
 
 def graph(kind, live, full, saved=0, ms=10.0):
@@ -30,9 +33,9 @@ def test_a_plan_as_a_course():
     live_and_saved = [(ordered.live_bytes, saved) for ordered, saved in in_order(graphs)]
     assert live_and_saved == [(100, 0), (60, 16), (50, 16), (80, 0)]
     explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 45.0, 1.0, 1100, 1000, 20, 0.0, "guesses", (), 0)
-    course = planned(explained, micro_steps=2)
+    course = step_of(explained, microbatches=2)
     assert (course.step_ms, course.exposed_ms, course.rests_on) == (85.0, 2.0, "guesses")
-    assert planned(replace(explained, adding_ms=3.0), micro_steps=3).step_ms == 3 * 40 + 2 * 3 + 5
+    assert step_of(replace(explained, adding_ms=3.0), microbatches=3).step_ms == 3 * 40 + 2 * 3 + 5
     forwards = [(0, 1100, 1040), (5, 1050, 1020), (10, 1076, 1020), (15, 1046, 1010)]
     once = forwards + [(20, 1066, 1020), (25, 1041, 1010), (30, 1080, 1040), (35, 1040, 1020)]
     gradients = 4 * 10 // 2
@@ -46,8 +49,8 @@ def test_a_plan_of_microbatches_that_share_gathers():
     graphs = graph("forward", 100, 40), graph("backward", 80, 40, saved=16)
     again = graph("forward", 70, 10, ms=8.0), graph("backward", 60, 10, saved=16, ms=6.0)
     explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 25.0, 0.5, 1100, 1000, 20, 3.0, "guesses", again, 30)
-    assert planned(explained, micro_steps=1).step_ms == 25.0
-    course = planned(explained, micro_steps=2)
+    assert step_of(explained, microbatches=1).step_ms == 25.0
+    course = step_of(explained, microbatches=2)
     assert course.step_ms == 10 + 6 + 8 + 6 + 5
     # ms, bytes of the cache and of gradients, unsharded bytes
     held = [(0, 0, 40), (10, 30, 10), (16, 30 + 20, 10), (24, 30 + 20, 10)]
@@ -68,9 +71,9 @@ def test_a_plan_as_a_course_ends_with_the_gradients_that_backward_left(transport
         plan = Settings().plan(H200.over(transport, 2), 1 << 34)
         x = torch.zeros(8, 1024, dtype=torch.bfloat16)
         traced = trace(lambda: linear(x).sum(), plan, lambda leaf: names.get(id(leaf)))
-    explained = explanation(traced, plan, 1024 * 1024, 1)
+    explained = predict_step(traced, plan, 1024 * 1024, 1)
     assert explained.gradient_bytes == 1024 * 1024 * 4 // 2 // (2 if transport == "p2p" else 1)
-    course = planned(explained, 1)
+    course = step_of(explained, 1)
     assert course.memory[-1][1] == explained.static_bytes + explained.gradient_bytes
     assert course.memory[-1][1] <= course.peak_bytes == explained.peak_bytes
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.analysis.hardware import TABLES, Hardware, Link
+from zcompile.backend import parse_options
 from zcompile.options import Plan
 from zcompile.planning.argument_parser import Parser, positive
 from zcompile.planning.explanation import Explanation, comparison
