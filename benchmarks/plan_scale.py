@@ -14,8 +14,8 @@ from zcompile.analysis.hardware import H200
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.planning.command import install_trace_readers
-from zcompile.planning.trace import Traced, copied, trace
 from zcompile.planning.llama import Llama, Size
+from zcompile.planning.trace import Traced, copied, trace
 from zcompile.planning.workloads import Workload, draw_tokens
 
 

@@ -7,7 +7,7 @@ import torch
 
 from zcompile import _C
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if _C.built_for_torch != torch.__version__:
     raise ImportError(

@@ -9,9 +9,9 @@ import torch
 
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.profiling import SHORT, results_in
+from zcompile.planning.workloads import WithLoss
 from zcompile.profile.engine import RATE_STEPS, Training
 from zcompile.profile.engines import find
-from zcompile.planning.workloads import WithLoss
 
 
 def rank_losses(rank, world, engine):

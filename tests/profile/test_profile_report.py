@@ -16,10 +16,10 @@ from PIL import Image
 
 from tests.support.browser import NoBrowser, look
 from tests.support.profiling import SHORT, results_in
+from zcompile.planning.workloads import load
 from zcompile.profile import figures, report
 from zcompile.profile.__main__ import main
 from zcompile.profile.engines import file_name
-from zcompile.planning.workloads import load
 from zcompile.profile.wire import wire_bytes
 
 ZERO3 = ["zero3"] if importlib.util.find_spec("deepspeed") else []

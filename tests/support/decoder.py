@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zcompile.analysis.hardware import H200
 from zcompile.options import Settings
 from zcompile.planning.command import install_trace_readers
-from zcompile.planning.trace import trace
 from zcompile.planning.llama import Llama, Size
+from zcompile.planning.trace import trace
 from zcompile.planning.workloads import load
 
 SIZE = Size(layers=3, width=32, hidden=96, heads=4, kv_heads=2, vocabulary=64, tokens=24, sequences=2)

@@ -24,7 +24,9 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     assert embedding == {"parameter": "embedding.weight", "dtype": "bfloat16", "nbytes": 2 * 8 * 32 * table.shape[1]}
     assert sum(gather["nbytes"] for gather in forward["gathers"]) == 2 * (parameters - table.numel())
     assert forward["gathered_bytes"] == sum(gather["nbytes"] for gather in forward["gathers"] + forward["rows"])
-    assert all(graph["unsharded_bytes"] <= graph["bound_bytes"] for plan in written["budgets"] for graph in plan["graphs"])
+    assert all(
+        graph["unsharded_bytes"] <= graph["bound_bytes"] for plan in written["budgets"] for graph in plan["graphs"]
+    )
     for graph in two["graphs"]:
         times, live, unsharded = zip(*graph["memory"])
         total_ms = graph["compute_ms"] + graph["exposed_ms"] + graph["slowed_ms"]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from zcompile.options import Settings
+from zcompile.backend import parse_options
 
 
 def assert_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Settings.parse(options)
+        parse_options(options)
 
 
 def test_an_unknown_option_is_refused():
@@ -20,7 +20,7 @@ def test_an_unknown_inner_compiler_is_refused():
 
 def test_an_inductor_option_that_would_differ_between_ranks_is_refused():
     assert_refused({"inductor": {"shape_padding": True}}, "differs between ranks")
-    Settings.parse({"inductor": {"shape_padding": True, "force_shape_pad": True}})
+    parse_options({"inductor": {"shape_padding": True, "force_shape_pad": True}})
 
 
 def test_an_option_that_inductor_does_not_know_is_refused():

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from zcompile.planning.workloads import load
 from zcompile.profile.__main__ import main
 from zcompile.profile.engines import file_name, find, names_of
-from zcompile.planning.workloads import load
 from zcompile.profile.torch_engines import blocks_of
 
 

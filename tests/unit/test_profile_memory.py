@@ -10,7 +10,7 @@ import pytest
 from tests.support.trace_events import memory_report, ranged
 from zcompile.profile.allocations import KINDS, allocations_of
 from zcompile.profile.memory import memory_of_step
-from zcompile.profile.owned_storages import OwnedStorage, WALK, Walks
+from zcompile.profile.owned_storages import WALK, OwnedStorage, Walks
 from zcompile.profile.timeline import STEP
 
 GAP = 100.0  # us between things that happen
