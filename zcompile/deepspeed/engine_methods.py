@@ -137,10 +137,10 @@ class EngineMethods(abc.ABC):
         finally:
             self.set_eager_reads_sharded(True)
 
-    def set_eager_reads_sharded(self, eager_reads_sharded: bool) -> None:
-        """Set `ShardedModel.eager_reads_sharded`: whether an uncompiled read returns DeepSpeed's parameter and gathers nothing."""
+    def set_eager_reads_sharded(self, sharded: bool) -> None:
+        """Say whether an uncompiled read returns DeepSpeed's parameter and gathers nothing."""
         if self.state is not None:
-            self.state.eager_reads_sharded = eager_reads_sharded
+            self.state.eager_reads_sharded = sharded
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for `DeepSpeedEngine.step`. The optimizer's step makes what microbatches cached out of date."""
