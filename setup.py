@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import torch
-from setuptools import setup
+from setuptools import Extension, setup
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent
@@ -12,15 +12,16 @@ CSRC = ROOT / "csrc"
 CPU_FOLDERS = (".", "runtime", "transport", "kernels", "p2p/schedule")  # of csrc; a build with CUDA compiles all of it
 
 
-def sources(with_cuda):
+def sources(with_cuda: bool) -> list[str]:
     """Paths below the root, as setuptools wants them."""
-    found = (
-        CSRC.rglob("*.c*") if with_cuda else (path for folder in CPU_FOLDERS for path in (CSRC / folder).glob("*.cpp"))
-    )
-    return sorted(str(path.relative_to(ROOT)) for path in found if path.suffix in (".cpp", ".cu"))
+    if with_cuda:
+        paths = [*CSRC.rglob("*.cpp"), *CSRC.rglob("*.cu")]
+    else:
+        paths = [path for folder in CPU_FOLDERS for path in (CSRC / folder).glob("*.cpp")]
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
-def extension():
+def extension() -> Extension:
     """The compiled runtime; csrc/p2p and the kernels for GPUs join in when this torch has CUDA and nvcc is there."""
     with_cuda = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
     macros = [("ZCOMPILE_TORCH_VERSION", f'"{torch.__version__}"'), ("USE_DISTRIBUTED", None), ("USE_C10D_GLOO", None)]

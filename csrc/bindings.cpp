@@ -1,4 +1,5 @@
-// Python's view of the runtime: a model's table of shards, and what went over the wire.
+// Python's view of the runtime: a model's table of shards, what went over the wire, and, for tests, arithmetic without
+// tensors. zcompile/_C.pyi has the same with types.
 
 #include "kernels/numerics.h"
 #include "p2p/schedule/adam_schedule.h"
@@ -133,15 +134,20 @@ void bind_adam_schedule(py::module& module) {
       py::arg("items"), py::arg("others"), "For tests: in which order a step goes, for items (numel, gradient, copy).");
 }
 
-}  // namespace
+void bind_shard_layout(py::module& module) {
+  py::class_<ShardLayout>(module, "ShardLayout", "For tests: which flat elements of a parameter each rank owns.")
+      .def(
+          py::init([](int64_t numel, int64_t chunk, bool replicated) { return ShardLayout{numel, chunk, replicated}; }),
+          py::arg("numel"), py::arg("chunk"), py::arg("replicated") = false)
+      .def("offset_of", &ShardLayout::offset_of, py::arg("rank"))
+      .def("length_of", &ShardLayout::length_of, py::arg("rank"))
+      .def("padded_numel", &ShardLayout::padded_numel, py::arg("world"));
+  module.def(
+      "packed_bytes", &packed_bytes, py::arg("length"), py::arg("element_bytes"),
+      "For tests: the bytes of one piece where pieces of several parameters are packed.");
+}
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.attr("built_for_torch") = ZCOMPILE_TORCH_VERSION;
-#ifdef ZCOMPILE_CUDA
-  module.attr("built_with_cuda") = true;
-#else
-  module.attr("built_with_cuda") = false;
-#endif
+void bind_numerics(py::module& module) {
   module.def(
       "own_storage",
       [](const at::Tensor& tensor) {
@@ -158,18 +164,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       ReleaseGil(), py::arg("rows"), py::arg("divisor"), py::arg("out"), py::kw_only(), py::arg("base") = py::none(),
       py::arg("squares") = py::none());
   module.def("make_squares", &make_squares, py::arg("numel"), py::arg("device"));
-  bind_cache_schedule(module);
-  bind_adam_schedule(module);
-  py::class_<ShardLayout>(module, "ShardLayout", "For tests: which flat elements of a parameter each rank owns.")
-      .def(
-          py::init([](int64_t numel, int64_t chunk, bool replicated) { return ShardLayout{numel, chunk, replicated}; }),
-          py::arg("numel"), py::arg("chunk"), py::arg("replicated") = false)
-      .def("offset_of", &ShardLayout::offset_of, py::arg("rank"))
-      .def("length_of", &ShardLayout::length_of, py::arg("rank"))
-      .def("padded_numel", &ShardLayout::padded_numel, py::arg("world"));
-  module.def(
-      "packed_bytes", &packed_bytes, py::arg("length"), py::arg("element_bytes"),
-      "For tests: the bytes of one piece where pieces of several parameters are packed.");
+}
+
+void bind_model(py::module& module) {
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
@@ -225,6 +222,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("clear_squares", &Model::clear_squares)
       .def("stats", as_dict)
       .def("reset_stats", &Model::reset_stats);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.attr("built_for_torch") = ZCOMPILE_TORCH_VERSION;
+#ifdef ZCOMPILE_CUDA
+  module.attr("built_with_cuda") = true;
+#else
+  module.attr("built_with_cuda") = false;
+#endif
+  bind_numerics(module);
+  bind_shard_layout(module);
+  bind_cache_schedule(module);
+  bind_adam_schedule(module);
+  bind_model(module);
 }
 
 }  // namespace zcompile

@@ -1,4 +1,4 @@
-// What differs between torch 2.11 and 2.13: who owns an autograd node, and the names of three collectives.
+// What differs between torch 2.11 and 2.13: the pointer that owns an autograd node, and the names of three collectives.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>

@@ -1,4 +1,4 @@
-// What one step of Adam is told besides tensors; declared without torch, for kernels.
+// The numbers of one step of AdamW. Declared without torch, for kernels.
 #pragma once
 
 namespace zcompile {

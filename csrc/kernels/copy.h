@@ -1,4 +1,4 @@
-// Copies by SMs.
+// Copies by SMs: for what is small, and for drivers whose copy engines cannot be asked for.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,6 @@ struct Copy {
   size_t bytes;
 };
 
-// Copies by SMs: of what is small, and for drivers whose copy engines cannot be asked for.
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream);
 
 // See load_kernels() in loading.h.

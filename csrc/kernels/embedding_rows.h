@@ -15,28 +15,27 @@ struct Pieces {
   int64_t rows;  // of each
 };
 
-// Sums of gradients of some rows: the sum for row rows[i], which rises, is row i of `sums`, where that is the first i
-// of it.
+// Sums of gradients of some rows. `rows` rises. The sum for row rows[i] is row i of `sums`, at the first such i.
 struct RowSums {
   const int64_t* rows;
   const void* sums;
   int64_t count;
 };
 
-// to[i] = row indices[i] of the matrix, `row_bytes` each; one that is none of its `total` ends the context with a
-// message.
+// to[i] = row indices[i] of the matrix, which has `total` rows of `row_bytes` each. An index out of range ends the
+// context with a message.
 cudaError_t launch_read_rows(
     const Pieces& from, const int64_t* indices, int64_t count, int64_t total, int64_t row_bytes, void* to,
     cudaStream_t stream);
 
-// For each i at which a new row begins in `rows`, which rises: sums[i] = the values of that row, values[order[i]] and
-// so on, added up in fp32 in this order and rounded. Negative rows are left out.
+// `rows` rises. For each i at which a new row begins: sums[i] = the values of that row, values[order[i]] and so on,
+// added up in fp32 in this order and rounded. Negative rows are left out.
 cudaError_t launch_sum_rows(
     Type in, Type out, const void* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns,
     void* sums, cudaStream_t stream);
 
-// to[i] = the sum for row first + i, for `count` rows, with has[i] telling whether there is one; without `has`, zeros
-// if there is none.
+// to[i] = the sum for row first + i, for `count` rows. has[i] tells whether there is one. Without `has`, a row that has
+// no sum becomes zeros.
 cudaError_t launch_spread_rows(
     const RowSums& from, int64_t row_bytes, int64_t first, int64_t count, void* to, uint32_t* has, cudaStream_t stream);
 

@@ -16,8 +16,8 @@ struct AdamEntry {
   const float* gradient;
   float* exp_avg;
   float* exp_avg_sq;
-  const float* count;  // one, on the device: steps, this one too
-  void* copy;  // of the new main parameters; or none
+  const float* count;  // one number on the device: of steps, with this one
+  void* copy;  // of the new main parameters, or none
   int64_t numel;
 };
 

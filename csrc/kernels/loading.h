@@ -1,12 +1,12 @@
-// What concerns all kernels: they are loaded beforehand, and a context can be ended.
+// Loads all kernels beforehand, and ends a context that hangs.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace zcompile::cuda {
 
-// Loads all of these: loading one at its first launch waits for what the device is doing, and would make everything
-// wait while a stream hangs, the watchdog too.
+// Loads all kernels. Otherwise the first launch of a kernel loads it, which waits for what the device is doing. While a
+// stream hangs, that would make everything wait, the watchdog too.
 cudaError_t load_kernels();
 
 // Ends the context with an error, so that whatever waits on this device returns one.

@@ -9,14 +9,14 @@
 
 namespace zcompile::cuda {
 
-// result = base + (rows[0] + rows[1] + ...) / divisor, added up in fp32 in this order and rounded to Out before `base`,
-// of type Out too, is added, if there is one; `count` is at most max_ranks. Each block adds the squares of what it
-// wrote to its element of `squares`, if there are any.
+// result = base + (rows[0] + rows[1] + ...) / divisor, for `count` rows, at most max_ranks. The sum is fp32, in this
+// order. The mean is rounded to Out; then `base`, of type Out too, is added if there is one. With `squares`, each block
+// adds the squares of what it wrote to its element.
 cudaError_t launch_mean(
     Type in, Type out, const void* const* rows, int count, const void* base, void* result, int64_t numel, float divisor,
     double* squares, cudaStream_t stream);
 
-// Blocks of such a launch: no more than for a larger `numel`.
+// The number of blocks of such a launch. It does not fall as `numel` rises.
 int blocks_of_mean(int64_t numel);
 
 // See load_kernels() in loading.h.

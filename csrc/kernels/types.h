@@ -1,11 +1,11 @@
-// The types that kernels know, of torch's.
+// The kernels' types of torch's dtypes.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
 #include <optional>
 
-#include "kernels/kernels.h"
+#include "kernels/kernel_types.h"
 
 namespace zcompile::cuda {
 

@@ -25,7 +25,7 @@ class Model : public TransportContext {
 
   int64_t add(ParamState param);  // its index
   void replace(int64_t index, at::Tensor shard);
-  // The tensors besides the shard through which users may write to it.
+  // `main_params` are tensors other than the shard through which users may write to it.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
   // By a name that make_transport() knows. For "p2p", all ranks together.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
@@ -53,8 +53,8 @@ class Model : public TransportContext {
     return transport_->fused_adam_step(requests, settings);
   }
 
-  // Between the two, main parameters stay as they are: what gather_cached_start gathers stays unsharded from one
-  // microbatch to the next, as far as it fits into `bytes`. end_caching() drops it. All ranks call both, or none.
+  // From begin_caching() to end_caching() main parameters stay as they are. What gather_cached_start gathers stays
+  // unsharded from one microbatch to the next, as far as it fits into `bytes`. All ranks call both, or none.
   void begin_caching(int64_t bytes) { cache_.begin(bytes); }
   void limit_cache(int64_t bytes) { cache_.limit(bytes); }
   void end_caching();

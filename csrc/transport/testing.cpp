@@ -1,4 +1,4 @@
-// Transports for tests and benchmarks: one that is as late as it may be, and one that costs nothing.
+// Transports for tests and benchmarks: as late as a transfer may be, slow on one rank, and without any cost.
 
 #include "transport/transport.h"
 
@@ -19,7 +19,7 @@ class LateGather : public Transfer {
   LateGather(std::vector<at::Tensor> arrived, c10::ArrayRef<GatherRequest> requests)
       : arrived_(std::move(arrived)), requests_(requests.vec()) {}
   void wait() override {
-    for (size_t at = 0; at < arrived_.size(); ++at) requests_[at].padded.copy_(arrived_[at]);
+    for (size_t i = 0; i < arrived_.size(); ++i) requests_[i].padded.copy_(arrived_[i]);
   }
 
  private:
@@ -65,12 +65,12 @@ class LateTransport : public Transport {
 
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
     std::vector<at::Tensor> arrived;
-    std::vector<GatherRequest> elsewhere;
+    std::vector<GatherRequest> into_copies;
     for (const auto& request : requests) {
       arrived.push_back(at::empty_like(request.padded));
-      elsewhere.push_back({request.param, arrived.back()});
+      into_copies.push_back({request.param, arrived.back()});
     }
-    inner_->gather(elsewhere)->wait();
+    inner_->gather(into_copies)->wait();
     for (auto request : requests) request.padded.fill_(nan);
     return std::make_unique<LateGather>(std::move(arrived), requests);
   }
@@ -81,11 +81,11 @@ class LateTransport : public Transport {
   }
 
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
-    auto elsewhere = request;
-    elsewhere.rows = at::empty_like(request.rows);
-    inner_->gather_rows(elsewhere)->wait();
+    auto into_copies = request;
+    into_copies.rows = at::empty_like(request.rows);
+    inner_->gather_rows(into_copies)->wait();
     request.rows.fill_(nan);
-    return std::make_unique<LateGatherRows>(elsewhere.rows, request.rows);
+    return std::make_unique<LateGatherRows>(into_copies.rows, request.rows);
   }
 
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {

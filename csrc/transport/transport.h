@@ -1,4 +1,4 @@
-// The seam between the runtime and the wire: how bytes of full parameters and gradients move between ranks.
+// The seam between the runtime and the wire: how bytes of parameters and gradients move between ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,10 +24,9 @@ struct GatherRequest {
   at::Tensor padded;
 };
 
-// Fills `out` (shaped like the shard) with this rank's slice of the mean over ranks of `grad`: the fp32 sum, in rank
-// order, of the gradients at the width at which they arrive, divided by the number of ranks; added to what is there
-// besides. Only where the model asks for native reduces, collectives add up in their own order, at the width of the
-// wire.
+// Fills `out` (shaped like the shard) with this rank's slice of the mean of `grad` over ranks, and what `extras` add.
+// The mean is the fp32 sum of the gradients, in rank order and at the width at which they arrive, divided by the number
+// of ranks. Only with native reduces, collectives add up in their own order, at the width of the wire.
 struct ReduceRequest {
   const ShardedParam* param;
   at::Tensor grad;
@@ -35,10 +34,10 @@ struct ReduceRequest {
   ReduceExtras extras = {};
 };
 
-// Fills `rows` [count, columns] with these rows of a full matrix, downcast like a gather of all of it.
+// Fills `rows` [count, columns] with these rows of an unsharded matrix, downcast like a gather of all of it.
 struct GatherRowsRequest {
   const ShardedParam* param;
-  at::Tensor indices;  // int64 [count], each less than the matrix has rows
+  at::Tensor indices;  // int64 [count], each less than the number of rows of the matrix
   at::Tensor rows;
 };
 
@@ -47,7 +46,7 @@ struct GatherRowsRequest {
 struct ReduceRowsRequest {
   const ShardedParam* param;
   at::Tensor grad;
-  at::Tensor indices;  // int64 [count]; negative ones count for nothing
+  at::Tensor indices;  // int64 [count]; negative ones are left out
   at::ScalarType dtype;
   at::ScalarType wire;  // what wire_dtype() has for it
   at::Tensor out;
@@ -61,42 +60,42 @@ struct AdamRequest {
   at::Tensor gradient;
   at::Tensor exp_avg;
   at::Tensor exp_avg_sq;
-  at::Tensor count;  // [] steps, this one too
+  at::Tensor count;  // [], of steps, with this one
 };
 
-// A transport is told what to move together, and nothing of schedules. Every rank of a model uses the same one.
+// A transport knows what to move together, and nothing of schedules. Every rank of a model uses the same one.
 class Transport {
  public:
   explicit Transport(TransportContext& context) : context_(context) {}
   virtual ~Transport() = default;
   TransportContext& context() const { return context_; }
   virtual std::string name() const = 0;
-  // Device memory that it keeps for itself.
+  // Device memory that the transport has for itself.
   virtual int64_t bytes() const { return 0; }
-  // Uninitialised memory for a full parameter that nobody will write to but the next call of gather, flat and padded to
-  // equal pieces, where the transport has better than the allocator's; else undefined.
+  // Uninitialised memory for an unsharded parameter, flat and padded to equal pieces. Only the next call of gather may
+  // write to it. Undefined where the transport has none better than the allocator's.
   virtual at::Tensor make_unsharded(const ShardedParam&, at::ScalarType) { return {}; }
   // An uninitialised gradient, shaped like the shard, for the next call of reduce.
   virtual at::Tensor make_gradient(const ShardedParam& param);
-  // The dtype that reduce takes for a gradient of dtype `grad`: the narrower one of that and the parameter's
-  // reduce_dtype, unless the sum itself has the wire's width.
+  // The dtype that reduce takes for a gradient of dtype `grad`: the narrower one of `grad` and the parameter's
+  // reduce_dtype, unless the sum itself has the width of the wire.
   virtual at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const;
 
-  // One transfer for all requests, which are at least one.
+  // One transfer for all requests, of which there is at least one.
   virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;
   virtual std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) = 0;
 
-  // Of a matrix, a few rows. Where a transport knows nothing better, all are gathered, and zeros are reduced. They
-  // count what moves.
+  // A few rows of a matrix. A transport that knows nothing better gathers all rows, and reduces a dense gradient. These
+  // two count what moves themselves.
   virtual std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   virtual std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
 
   // All of this rank's reduces of one backward have been started.
   virtual void finish_backward() {}
-  // Masters may change from now on, after micro-steps between which they did not.
+  // Main parameters may change from now on; from one cached microbatch to the next they did not.
   virtual void finish_caching() {}
-  // Steps, and while it does so makes ready what the next gather would have to. Gradients may be overwritten but for
-  // those whose memory another tensor has. False, and nothing is stepped, where the transport has no better way than
+  // A step of AdamW, which also makes ready what the next gather would have to. It may overwrite gradients, but for
+  // those whose memory another tensor has. Returns false, and does nothing, where the transport has no better way than
   // torch.
   virtual bool fused_adam_step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
   // Makes ready what the next gather would have to. All ranks call it, or none.
@@ -109,13 +108,13 @@ class Transport {
 // Collectives of a c10d::ProcessGroup: gloo or NCCL.
 std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);
 
-// out = (the sum over the ranks that hold the same shard of `sum`, flat) / all ranks. Ends in the current stream's
-// order.
+// out = (`sum`, flat, added up over the ranks that hold the same shard) / (number of all ranks). Ends in the order of
+// the current stream.
 void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
 struct P2pSettings {
-  // Streams over which copies are spread. One engine fills the link to a single peer, and serves two streams one after
-  // the other, which only delays what is needed first.
+  // Copy streams. One engine fills the link to a single peer. It serves two streams one after the other, which only
+  // delays what is needed first.
   int64_t gather_streams = 1;
   int64_t reduce_streams = 1;
   std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
@@ -126,14 +125,15 @@ struct P2pSettings {
 // when the model has its parameters.
 std::unique_ptr<Transport> make_p2p_transport(TransportContext& context, const P2pSettings& settings);
 
-// Wraps `inner`: a full parameter holds NaN until it is waited for, and a gradient is read as late as its wait. Code
-// that reads too early or reuses a buffer too soon gives NaN instead of a number that happens to be right.
+// For tests. Wraps `inner`: an unsharded parameter holds NaN until somebody waits for it, and a gradient is read as
+// late as its wait. Code that reads too early, or reuses a buffer too soon, gives NaN instead of a number that happens
+// to be right.
 std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
 
-// Wraps `inner`: rank 1 is slow before and after everything it starts, which must not change a number.
+// For tests. Wraps `inner`: rank 1 is slow before and after everything it starts, which must not change a number.
 std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner);
 
-// Moves nothing: what is left is the host time of the runtime itself.
+// For benchmarks. Moves nothing: what is left is the host time of the runtime itself.
 std::unique_ptr<Transport> make_loopback_transport(TransportContext& context);
 
 }  // namespace zcompile

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 
 def compile_with(command):
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    finished = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-4000:]
 
 
 @pytest.mark.parametrize("source", sorted(SOURCES.rglob("*.cu")), ids=lambda path: path.name)
-def test_kernels(source, tmp_path):
+def test_kernels_compile_without_warnings(source, tmp_path):
     compile_with(
         [
             NVCC,
@@ -38,7 +38,7 @@ def test_kernels(source, tmp_path):
     )
 
 
-def test_runtime(tmp_path):
+def test_sources_have_no_errors_in_a_build_with_cuda(tmp_path):
     """Syntax and types. A CPU build of torch has the CUDA headers but for one that says how libraries are linked."""
     includes = [
         *cpp_extension.include_paths(),
@@ -58,6 +58,7 @@ def test_runtime(tmp_path):
         "-Wno-interference-size",
         "-DUSE_DISTRIBUTED",
         "-DZCOMPILE_CUDA",
+        '-DZCOMPILE_TORCH_VERSION="any"',
     ]
     flags += [part for path in includes for part in ("-isystem", path)]
     with ThreadPoolExecutor(2) as pool:

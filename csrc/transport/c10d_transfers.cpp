@@ -1,0 +1,41 @@
+#include "transport/c10d_transfers.h"
+
+#include <ATen/Functions.h>
+
+#include "compat.h"
+#include "kernels/numerics.h"
+
+namespace zcompile {
+
+void PackedGather::wait() {
+  C10dTransfer::wait();
+  int64_t offset = 0;
+  for (auto& place : places_) {
+    const auto world = packed_.size(0), chunk = place.numel() / world;
+    place.view({world, chunk}).copy_(unpacked(packed_, offset, chunk, place));
+    offset += packed_bytes(chunk, place);
+  }
+}
+
+void C10dReduce::wait() {
+  C10dTransfer::wait();
+  for (const auto& [received, out, extras, sent] : sums_) {
+    const auto rows = received.narrow(1, 0, out.numel()).unbind(0);
+    if (context_.groups().replicate.empty()) {
+      mean(rows, static_cast<double>(context_.world()), out, extras);
+      continue;
+    }
+    auto sum = at::empty({out.numel()}, received.options().dtype(sum_dtype(received.scalar_type())));
+    mean(rows, 1.0, sum);
+    mean_over_replicas(context_, sum, out, extras);
+  }
+}
+
+void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras) {
+  auto replicas = resolve_group(context.groups().replicate);
+  auto rows = at::empty({replicas->getSize(), sum.numel()}, sum.options());
+  all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
+  mean(rows.unbind(0), static_cast<double>(context.world() * replicas->getSize()), out, extras);
+}
+
+}  // namespace zcompile
