@@ -2,7 +2,7 @@
 
 #include "kernels/copy.h"
 
-#include "kernels/loading.cuh"
+#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
 
 namespace zcompile::cuda {

@@ -6,7 +6,7 @@
 #include <cstdio>
 
 #include "kernels/block_sum.cuh"
-#include "kernels/loading.cuh"
+#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
 #include "kernels/reduce.h"
 

@@ -4,7 +4,7 @@
 #include "kernels/copy.h"
 #include "kernels/embedding_rows.h"
 #include "kernels/fused_adam.h"
-#include "kernels/loading.cuh"
+#include "kernels/kernel_loader.cuh"
 #include "kernels/reduce.h"
 
 namespace zcompile::cuda {

@@ -3,7 +3,7 @@
 #include "kernels/reduce.h"
 
 #include "kernels/block_sum.cuh"
-#include "kernels/loading.cuh"
+#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
 
 namespace zcompile::cuda {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "p2p/page_size.h"
+#include "p2p/schedule/page_size.h"
 
 namespace zcompile::cuda {
 

@@ -5,9 +5,9 @@
 #include <optional>
 
 #include "compat.h"
+#include "runtime/cached_param.h"
 #include "runtime/grad_accumulation.h"
 #include "runtime/grad_squares.h"
-#include "runtime/microbatch_cache.h"
 #include "transport/param.h"
 
 namespace zcompile {

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <utility>
 
-#include "p2p/page_size.h"
+#include "p2p/schedule/page_size.h"
 
 namespace zcompile {
 
