@@ -103,7 +103,7 @@ class Writing:
     def __init__(self):
         self.steps = 0
 
-    def step(self, indices, tensors, lr, beta1, beta2, weight_decay, eps):
+    def fused_adam_step(self, indices, tensors, lr, beta1, beta2, weight_decay, eps):
         parameters, gradients, averages, squares, counts = tensors
         settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
         torch._fused_adamw_(

@@ -44,7 +44,7 @@ class Predicted(NamedTuple):
 def parser() -> Parser:
     """All options, each with its reason or default in its help."""
     options = Parser(
-        prog="python -m zcompile.explain",
+        prog="zcompile explain",
         description="Print the plan of a model and what a step would take on any number of ranks, without running it.",
     )
     add = options.add_argument

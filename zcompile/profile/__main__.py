@@ -25,7 +25,7 @@ from zcompile.profile.job import Job
 def parser() -> Parser:
     """All options, each with its reason or default in its help."""
     options = Parser(
-        prog="python -m zcompile.profile",
+        prog="zcompile profile",
         description="Train one model under several engines, each in processes of its own, and compare step time, "
         "peak memory and losses.",
         epilog="engines: " + "; ".join(f"{name}: {entry.about}" for name, entry in ENGINES.items()),
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
             results = compare(job, counted, engines, arguments.repeats, arguments.output, tell)
     except BadInput as error:
         options.error(str(error))
-    results["command"] = "python -m zcompile.profile " + shlex.join(argv if argv is not None else sys.argv[1:])
+    results["command"] = "zcompile profile " + shlex.join(argv if argv is not None else sys.argv[1:])
     written = report.write(results, arguments.output)
     console.print(report.table(results))
     for sentence in report.predictions(results):

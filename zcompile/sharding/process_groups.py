@@ -32,7 +32,7 @@ def control_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None) -> dict[str, Any]:
-    """Process groups of the runtime, by name; see `Groups` in csrc/runtime.h."""
+    """Process groups of the runtime, by name; see `Groups` in csrc/transport/context.h."""
     shard_group = shard_group_of(mesh)
     several = mesh.size() > 1
 
