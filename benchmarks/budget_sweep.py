@@ -1,6 +1,6 @@
 """Step time and peak memory as the budget for unsharded parameters falls, from all of them to one layer, in one figure.
 
-    python benchmarks/budget_sweep.py --budgets 4096,2048,1024,512,416 --figure docs/budget-2xH200.png \\
+    python benchmarks/budget_sweep.py --budgets 4096,2048,1024,512,416 --figure docs/lab/budget-2xH200.png \\
         -- --model 2b --steps 20
 
 A budget of B MiB is `gather_budget_bytes` and `save_for_backward_bytes` of B: what backward would gather again is saved

@@ -90,7 +90,7 @@ class Settings:
     rematerialize: bool = True
     """Compute again in backward what pointwise kernels make of tensors that are saved anyway, such as the result of a
     norm or an activation that a matmul reads, rather than save that too. It frees a third of what a Llama block
-    saves, and costs up to a hundredth of a step (docs/measurements.md). False: only where it costs no writing, as
+    saves, and costs up to a hundredth of a step (docs/lab/measurements.md). False: only where it costs no writing, as
     torch.compile does by default."""
 
     bucket_bytes: int = 8 << 20

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_sources_have_no_errors_in_a_build_with_cuda(tmp_path):
     """Syntax and types. A CPU build of torch has the CUDA headers but for one that says how libraries are linked."""
     includes = [
         *cpp_extension.include_paths(),
+        sysconfig.get_path("include"),
         Path(NVCC).resolve().parent.parent / "include",
         "/usr/local/cuda/include",
     ]

@@ -133,7 +133,7 @@ H200 = Hardware(
     network=Network(bytes_s=45e9, latency_s=15e-6),
     memory_bytes=140 << 30,
     source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 "
-    "(docs/measurements.md); attention and launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
+    "(docs/lab/measurements.md); attention and launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
 )
 
 KIB = 1 << 10
