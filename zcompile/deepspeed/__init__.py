@@ -1,4 +1,4 @@
-"""A DeepSpeed ZeRO-3 engine that trains through zcompile. Only this folder and `zcompile_flag` know DeepSpeed.
+"""A DeepSpeed ZeRO-3 engine that trains through zcompile. The profiler and `zcompile_flag` know DeepSpeed, too.
 
 `takeover.py` is where to begin. Its notes say what zcompile takes over from DeepSpeed, and what stays DeepSpeed's.
 
