@@ -5,7 +5,6 @@ Here it is a property too. A forward gathers all weights of its layer together, 
 end.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
