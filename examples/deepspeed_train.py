@@ -47,7 +47,8 @@ def arguments() -> argparse.Namespace:
 def config_for(args: argparse.Namespace) -> dict:
     """The DeepSpeed config, with one engine's switch on."""
     config = json.loads(args.config.read_text())
-    config["zcompile"] = config.get("zcompile", {}) | {"enabled": args.engine == "zcompile"}
+    zero = config["zero_optimization"]
+    zero["zcompile"] = zero.get("zcompile", {}) | {"enabled": args.engine == "zcompile"}
     if args.engine == "deepcompile":
         config["compile"] = {"deepcompile": True}
     if args.bf16:
