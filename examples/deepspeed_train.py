@@ -16,14 +16,17 @@ from pathlib import Path
 # After Python's own modules: profile.py in this folder has the name of one, which torch imports.
 sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from tqdm import tqdm
 from train import LanguageModel, draw_batch, draw_curves, mean_over_ranks, read_corpus
 
 import zcompile
+from zcompile.planning.extras import require
+
+require("examples/deepspeed_train.py", "deepspeed,train", "deepspeed", "matplotlib", "tqdm")
+import deepspeed  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
