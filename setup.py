@@ -15,12 +15,14 @@ import sysconfig
 from pathlib import Path
 from typing import Any, NoReturn
 
+import setuptools
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
 CSRC = ROOT / "csrc"
 CPU_FOLDERS = (".", "runtime", "transport", "kernels", "p2p/schedule")  # of csrc; a build with CUDA compiles all of it
 TORCH = ((2, 11), (2, 16))  # from, and before; as in pyproject.toml
+SETUPTOOLS = 77  # the first to take pyproject.toml's license
 INSTALL = "pip install --no-build-isolation ."
 CUDA_HEADERS = ("cuda.h", "cuda_runtime.h", "cuda_runtime_api.h", "cuda_bf16.h", "cuda_fp16.h")  # of csrc and nvcc
 # Commands that compile, and `dist_info`, which pip runs before it downloads what zcompile depends on.
@@ -42,7 +44,7 @@ def import_torch() -> Any:
     except (ImportError, OSError) as error:
         fail(
             f"the build needs the torch that zcompile will run with ({error}). "
-            f"Run: pip install 'torch{wanted}' setuptools ninja && {INSTALL}"
+            f"Run: pip install 'torch{wanted}' 'setuptools>={SETUPTOOLS}' ninja && {INSTALL}"
         )
     if not TORCH[0] <= tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2]) < TORCH[1]:
         fail(f"torch {torch.__version__} is installed. Run: pip install 'torch{wanted}' && {INSTALL}")
@@ -174,6 +176,9 @@ def extension() -> dict[str, Any]:
     build_ext = cpp_extension.BuildExtension.with_options(use_ninja=True)
     return {"ext_modules": [module], "cmdclass": {"build_ext": build_ext}}
 
+
+if int(setuptools.__version__.partition(".")[0]) < SETUPTOOLS:
+    fail(f"setuptools {setuptools.__version__} is too old. Run: pip install 'setuptools>={SETUPTOOLS}' && {INSTALL}")
 
 PACKAGES = ["zcompile", *(f"zcompile.{name}" for name in ("analysis", "deepspeed", "planning", "profile", "sharding"))]
 

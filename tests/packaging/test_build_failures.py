@@ -112,7 +112,7 @@ def sentence_of(done: subprocess.CompletedProcess) -> str:
 def test_without_torch_the_build_names_the_command(machine):
     write(machine.folder / "site" / "torch" / "__init__.py", "raise ModuleNotFoundError(\"No module named 'torch'\")")
     said = sentence_of(machine.build())
-    assert "pip install 'torch>=2.11,<2.16' setuptools ninja && pip install --no-build-isolation ." in said
+    assert "pip install 'torch>=2.11,<2.16' 'setuptools>=77' ninja && pip install --no-build-isolation ." in said
 
 
 def test_pip_learns_what_is_missing_before_it_downloads_anything(machine):
@@ -129,6 +129,12 @@ def test_another_torch_is_refused(machine, version):
 def test_torch_versions_are_those_of_pyproject():
     (said,) = re.findall(r'dependencies = \["torch(.*)"\]', (ROOT / "pyproject.toml").read_text())
     assert said == ">=2.11,<2.16" and "((2, 11), (2, 16))" in (ROOT / "setup.py").read_text()
+
+
+def test_an_old_setuptools_is_refused(machine):
+    write(machine.folder / "site" / "sitecustomize.py", "import setuptools\nsetuptools.__version__ = '65.5.0'\n")
+    assert "setuptools 65.5.0 is too old. Run: pip install 'setuptools>=77' &&" in sentence_of(machine.build())
+    assert 'requires = ["setuptools>=77"]' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_without_a_compiler_the_build_names_the_command(machine):
