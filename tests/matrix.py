@@ -48,6 +48,14 @@ SMOKE = (
 NOT_TESTED = r"torch|deepspeed|ruff|mypy|clang-format|PySide6"  # requirements that the tests here do without
 
 
+# DeepSpeed compiles these at their first use. In a test, that could take longer than ranks wait for one another.
+DEEPSPEED_OPS = """
+from deepspeed.accelerator import get_accelerator
+for name in ("FusedAdamBuilder", "ShareMemCommBuilder"):
+    get_accelerator().create_op_builder(name).load()
+"""
+
+
 def run(command: list[Any], **settings: Any) -> None:
     """Run a command; its output is shown."""
     print("+", *command, flush=True)
@@ -108,14 +116,21 @@ def copy_source(version: str) -> Path:
     return source
 
 
-def build(python: Path, source: Path) -> None:
-    """Build the extension in its place, and write what an install says of itself: the names of entry points."""
+def build(python: Path, source: Path, deepspeed: bool) -> None:
+    """Build the extension in its place, and write what an install says of itself: the names of entry points.
+
+    With `deepspeed`, also build what DeepSpeed would compile in the tests.
+    """
     settings = settings_of(python)
     code = "import torch; print(int(torch.cuda.is_available()))"
     gpu = subprocess.run([python, "-c", code], env=settings, check=True, capture_output=True, text=True).stdout.strip()
     settings.setdefault("ZCOMPILE_CUDA", gpu)
     run([python, "setup.py", "--quiet", "egg_info"], cwd=source, env=settings)
     run([python, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=source, env=settings)
+    if gpu == "0" and deepspeed:
+        folder = source / "build" / "torch_extensions"  # as in tests/conftest.py
+        settings |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+        run([python, "-c", DEEPSPEED_OPS], cwd=source, env=settings)
 
 
 def test(python: Path, source: Path, tests: tuple[str, ...], more: list[str]) -> dict[str, dict[str, float]]:
@@ -166,7 +181,7 @@ def run_torch(version: str, arguments: argparse.Namespace, more: list[str]) -> i
     (FOLDER / version).mkdir(parents=True, exist_ok=True)
     source = copy_source(version)
     python = environment_of(version, arguments.environments)
-    build(python, source)
+    build(python, source, deepspeed=not arguments.smoke)
     counts = test(python, source, SMOKE if arguments.smoke else TESTS, more)
     minutes = (time.monotonic() - began) / 60
     failed = int(sum(count["failed"] for count in counts.values()))
