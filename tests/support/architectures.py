@@ -356,8 +356,8 @@ def _pictures_and_text(model: Any, generator: torch.Generator) -> dict[str, torc
     pictures = torch.full((2, places), token)
     inputs["input_ids"] = torch.cat([text[:, :2], pictures, text[:, 2:]], 1)
     inputs["labels"] = torch.cat([text[:, :2], torch.full((2, places), -100), text[:, 2:]], 1)
-    if "token_type_ids" in _arguments(model):
-        inputs["token_type_ids"] = (inputs["input_ids"] == token).long()
+    for name in {"token_type_ids", "mm_token_type_ids"} & _arguments(model):
+        inputs[name] = (inputs["input_ids"] == token).long()
     return inputs
 
 
