@@ -23,6 +23,7 @@ from zcompile.sharding.model_state import state_of
 matrix = pytest.mark.matrix
 WIDTH = 33  # odd, so that shards are padded; Inductor on CPU makes smaller products pointwise
 MATRIX_BYTES = 4 * WIDTH**2
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class ThreeLayers(nn.Module):
@@ -161,7 +162,8 @@ def test_unsharded_parameters_are_freed_at_once_and_not_reused(ranks):
         for code, count in zip(codes, (3, 2), strict=True):
             assert len(names_of_unsharded(code)) == count
             for names in names_of_unsharded(code):
-                assert len(names) == 4  # the start and its wait, and what each is called afterwards
+                # The start and its wait; before torch 2.15 also what each is called afterwards.
+                assert len(names) == (4 if TORCH < (2, 15) else 2)
                 mentions = [place for name in names for place in re.finditer(rf"(del )?\b{name}\b", code)]
                 reads, deletions = (
                     [place.end() for place in mentions if bool(place[1]) == is_deletion]
@@ -216,6 +218,7 @@ def rank_infers_again(rank, world):
     return inferred
 
 
+@pytest.mark.skipif(TORCH >= (2, 14), reason="torch 2.14 infers again what reads a lowering: time of compiling alone")
 def test_nothing_is_inferred_again_after_the_passes(ranks):
     """One value set anew makes Inductor infer those of nearly all later nodes, which takes a tenth of its time."""
     for inferred in ranks(2).run(rank_infers_again):
