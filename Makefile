@@ -64,11 +64,13 @@ test: install
 	gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $$((gpus ? 0 : 2)) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Every language model of transformers in a small size, beside itself unsharded: about an hour on two cores.
-# The last table is in docs/lab/measurements.md.
+# Every model of transformers that can be made small, and some of diffusers', beside itself unsharded: two hours on two
+# cores. `make models TASKS=images` takes one task. The last table is in docs/lab/measurements.md.
+TASKS := causal masked seq2seq images segmentation ctc speech audio vision-language diffusion
+
 models: install
-	for kind in causal masked seq2seq; do \
-		ZCOMPILE_ARCHITECTURES=$$kind OMP_NUM_THREADS=1 \
+	for task in $(TASKS); do \
+		ZCOMPILE_ARCHITECTURES=$$task OMP_NUM_THREADS=1 \
 			$(PYTHON) -m pytest -q -n 2 tests/distributed/test_architectures.py $(ARGS) || exit; \
 	done
 
