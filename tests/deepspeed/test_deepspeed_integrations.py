@@ -71,7 +71,10 @@ def rank_runs_accelerate(rank, world, regions):
         AcceleratorState._reset_state(reset_partial_state=True)
         backend = "inductor" if flag is not None else "no"
         dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=regions)
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config_of(flag)), dynamo_plugin=dynamo)
+        config = config_of(flag)
+        if flag is not None:
+            config["zero_optimization"]["zcompile"] = config.pop("zcompile")
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), dynamo_plugin=dynamo)
         torch._dynamo.reset()
         loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
         model = tiny_llama()
