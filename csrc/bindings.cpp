@@ -44,18 +44,35 @@ py::dict as_dict(Model& model) {
   return result;
 }
 
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Ending a transport waits for what its streams still wait for, which other ranks may do only when other threads of
+// this process go on. The last reference to a model may go with the GIL, in Python, or without it, in autograd. When
+// the interpreter ends, other ranks may have ended before, so nothing is waited for: the process gives everything back.
+void delete_without_gil(Model* model) {
+  if (Py_IsInitialized() == 0 || is_finalizing()) return;
+  std::optional<py::gil_scoped_release> released;
+  if (PyGILState_Check() != 0) released.emplace();
+  delete model;
+}
+
 int64_t add_parameter(
-    Model& model, std::string name, at::Tensor shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
+    Model& model, std::string name, const at::Tensor& shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
     std::optional<at::ScalarType> reduce_dtype) {
   ParamState param;
   param.name = std::move(name);
-  param.shard = std::move(shard);
   param.shape = std::move(shape);
   param.numel = c10::multiply_integers(param.shape);
   param.chunk = chunk;
   param.replicated = replicated;
   param.reduce_dtype = reduce_dtype;
-  return model.add(std::move(param));
+  return model.add(std::move(param), shard);
 }
 
 // For tests alone: the schedule of the peer-to-peer transport, which needs no GPU.
@@ -167,13 +184,12 @@ void bind_numerics(py::module& module) {
 }
 
 void bind_model(py::module& module) {
-  py::class_<Model>(module, "Model")
+  py::class_<Model, std::shared_ptr<Model>>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
                       int64_t world, bool native_reduce) {
-            return std::make_unique<Model>(
-                Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)}, rank, world,
-                native_reduce);
+            auto groups = Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)};
+            return std::shared_ptr<Model>(new Model(std::move(groups), rank, world, native_reduce), delete_without_gil);
           }),
           py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"),
           py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false)

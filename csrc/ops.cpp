@@ -33,12 +33,12 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-ParamState* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
-  auto& param = find_param(shard);
+std::shared_ptr<ParamState> find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
+  auto param = find_param(shard);
   TORCH_CHECK(
-      shape == at::IntArrayRef(param.shape), "zcompile::", op, ": '", param.name, "' has shape ",
-      at::IntArrayRef(param.shape), ", asked for ", shape);
-  return &param;
+      shape == at::IntArrayRef(param->shape), "zcompile::", op, ": '", param->name, "' has shape ",
+      at::IntArrayRef(param->shape), ", asked for ", shape);
+  return param;
 }
 
 // [Note: writes to an unsharded parameter are lost]
@@ -53,10 +53,16 @@ void refuse_lost_writes(const ParamState& param) {
       "initialise before zcompile.shard().");
 }
 
-ParamState* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
-  auto* param = find_with_shape(shard, shape, "gather");
+std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
+  auto param = find_with_shape(shard, shape, "gather");
   refuse_lost_writes(*param);
   return param;
+}
+
+std::vector<ParamState*> pointers(const std::vector<std::shared_ptr<ParamState>>& params) {
+  std::vector<ParamState*> result;
+  for (const auto& param : params) result.push_back(param.get());
+  return result;
 }
 
 // Shapes of several tensors travel through a schema as one list: the sizes, and how many of them each tensor has.
@@ -72,21 +78,22 @@ std::vector<at::IntArrayRef> split_sizes(at::IntArrayRef sizes, at::IntArrayRef 
 
 at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return std::move(gather_start(find_to_gather(shard, shape), dtype).front());
+  const auto param = find_to_gather(shard, shape);
+  return std::move(gather_start(param.get(), dtype).front());
 }
 
 at::Tensor gather_cached_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return gather_cached_start(find_to_gather(shard, shape), dtype);
+  return gather_cached_start(find_to_gather(shard, shape).get(), dtype);
 }
 
 std::vector<at::Tensor> gather_group_start_kernel(
     at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto shapes = split_sizes(sizes, dims);
-  std::vector<ParamState*> params;
+  std::vector<std::shared_ptr<ParamState>> params;
   for (size_t i = 0; i < shards.size(); ++i) params.push_back(find_to_gather(shards[i], shapes[i]));
-  return gather_start(params, dtype);
+  return gather_start(pointers(params), dtype);
 }
 
 at::Tensor gather_wait_kernel(const at::Tensor& unsharded) {
@@ -103,14 +110,15 @@ at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::Sca
 
 at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return std::move(reduce_start(&find_param(shard), grad).front());
+  const auto param = find_param(shard);
+  return std::move(reduce_start(param.get(), grad).front());
 }
 
 std::vector<at::Tensor> reduce_group_start_kernel(at::TensorList grads, at::TensorList shards) {
   at::AutoDispatchBelowADInplaceOrView below;
-  std::vector<ParamState*> params;
-  for (const auto& shard : shards) params.push_back(&find_param(shard));
-  return reduce_start(params, grads);
+  std::vector<std::shared_ptr<ParamState>> params;
+  for (const auto& shard : shards) params.push_back(find_param(shard));
+  return reduce_start(pointers(params), grads);
 }
 
 at::Tensor reduce_wait_kernel(const at::Tensor& pending, const at::Tensor& /*grad*/) {
@@ -128,14 +136,14 @@ at::Tensor reduce_kernel(const at::Tensor& grad, const at::Tensor& shard) {
 at::Tensor gather_rows_kernel(
     const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return gather_rows(find_to_gather(shard, shape), dtype, indices);
+  return gather_rows(find_to_gather(shard, shape).get(), dtype, indices);
 }
 
 at::Tensor reduce_rows_start_kernel(
     const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
     const at::Tensor& indices) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return reduce_rows_start(find_with_shape(shard, shape, "reduce_rows"), grad, indices, dtype);
+  return reduce_rows_start(find_with_shape(shard, shape, "reduce_rows").get(), grad, indices, dtype);
 }
 
 at::Tensor reduce_rows_kernel(
@@ -190,7 +198,8 @@ at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*
 // --- autograd -------------------------------------------------------------------------------------------------------
 
 // The backward of gather. It remembers the shard only to name the param, so it saves no variable and checks no
-// version: an optimizer step between forward and backward does not matter to it.
+// version: an optimizer step between forward and backward does not matter to it. Of a real shard it has the memory and
+// not the leaf, which its next edge has: a node may outlive its graph, for as long as somebody refers to it weakly.
 struct ReduceBackward : public torch::autograd::Node {
   at::Tensor shard;
 
@@ -202,9 +211,10 @@ struct ReduceBackward : public torch::autograd::Node {
   }
 };
 
-NodePtr make_backward(const at::Tensor& shard) {
+// `memory`: the shard, or what has its memory.
+NodePtr make_backward(const at::Tensor& shard, const at::Tensor& memory) {
   auto node = NodeTraits<NodePtr>::make<ReduceBackward>();
-  node->shard = shard;
+  node->shard = memory;
   node->set_next_edges(torch::autograd::collect_next_edges(shard));
   return node;
 }
@@ -228,14 +238,14 @@ void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at
       return;
     }
   }
-  auto node = make_backward(shard);
+  auto node = make_backward(shard, param.shard);
   torch::autograd::set_history(unsharded, node);
   param.backward.insert_or_assign(unsharded.scalar_type(), NodeTraits<NodePtr>::weak(node));
 }
 
 at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
-  ParamState* param = is_real(shard) ? &find_param(shard) : nullptr;
+  const auto param = is_real(shard) ? find_param(shard) : nullptr;
   at::Tensor unsharded;
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -248,7 +258,7 @@ at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::S
   if (param) {
     attach_shared_backward(*param, shard, unsharded);
   } else {
-    torch::autograd::set_history(unsharded, make_backward(shard));
+    torch::autograd::set_history(unsharded, make_backward(shard, shard));
   }
   return unsharded;
 }
