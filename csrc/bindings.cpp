@@ -7,11 +7,15 @@
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/schedule/staleness.h"
 #include "runtime/model.h"
+#include "transport/descriptor_sockets.h"
+#include "transport/fail_together.h"
 #include "transport/shard_layout.h"
 
 #include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <unistd.h>
 
 namespace py = pybind11;
 
@@ -164,6 +168,49 @@ void bind_shard_layout(py::module& module) {
       "For tests: the bytes of one piece where pieces of several parameters are packed.");
 }
 
+// For tests alone: what the peer-to-peer transport does on the host to share memory, which needs no GPU.
+void bind_sharing(py::module& module) {
+  py::class_<DescriptorSockets>(
+      module, "DescriptorSockets", "For tests: sockets by which ranks of one host give each other file descriptors.")
+      .def(
+          py::init([](int64_t rank, int64_t world, int64_t timeout_ms) {
+            return std::make_unique<DescriptorSockets>(rank, world, std::chrono::milliseconds(timeout_ms));
+          }),
+          py::arg("rank"), py::arg("world"), py::arg("timeout_ms"))
+      .def_static(
+          "connect_all",
+          [](const std::string& group, int64_t rank, int64_t world, int64_t timeout_ms) {
+            return DescriptorSockets::connect_all(group, at::kCPU, rank, world, std::chrono::milliseconds(timeout_ms));
+          },
+          ReleaseGil(), py::arg("group"), py::arg("rank"), py::arg("world"), py::arg("timeout_ms"))
+      .def_property_readonly("name", &DescriptorSockets::name)
+      .def(
+          "connect",
+          [](DescriptorSockets& sockets, const std::vector<std::pair<std::string, int64_t>>& peers) {
+            std::vector<DescriptorSockets::Peer> all;
+            for (const auto& [name, process] : peers) all.push_back({name, process});
+            sockets.connect(std::move(all));
+          },
+          ReleaseGil(), py::arg("peers"))
+      .def("accept", &DescriptorSockets::accept, ReleaseGil())
+      .def(
+          "exchange",
+          [](DescriptorSockets& sockets, const std::vector<int>& descriptors) {
+            std::vector<Descriptor> sent;
+            for (const auto number : descriptors) sent.emplace_back(dup(number));
+            std::vector<std::pair<int64_t, int>> received;
+            sockets.exchange(sent, [&](int64_t rank, const Descriptor& descriptor) {
+              received.emplace_back(rank, dup(descriptor.get()));
+            });
+            return received;
+          },
+          ReleaseGil(), py::arg("descriptors"), "(rank, descriptor) of what others sent; the caller closes them.");
+  module.def(
+      "fail_together",
+      [](const std::string& group, const std::function<void()>& attempt) { fail_together(group, at::kCPU, attempt); },
+      ReleaseGil(), py::arg("group"), py::arg("attempt"), "For tests: raises on all ranks if `attempt` does on one.");
+}
+
 void bind_numerics(py::module& module) {
   module.def(
       "own_storage",
@@ -253,6 +300,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_shard_layout(module);
   bind_cache_schedule(module);
   bind_adam_schedule(module);
+  bind_sharing(module);
   bind_model(module);
 }
 
