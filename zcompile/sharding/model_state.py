@@ -17,7 +17,6 @@ holds nothing: torch's garbage collector does not see what a post-accumulate hoo
 
 import functools
 import math
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from zcompile import _C
 from zcompile.analysis.hardware import table_of
 from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, STATE
-from zcompile.sharding.process_groups import all_gather_over_mesh, groups_of
+from zcompile.sharding.memory import memory_bytes_of_a_rank
+from zcompile.sharding.process_groups import groups_of
 from zcompile.sharding.rank_agreement import Agreement
 from zcompile.sharding.select_transport import Choice, choose, log
 
@@ -163,7 +163,7 @@ class ShardedModel:
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))
-        self.free_bytes = 0  # see measure_memory
+        self.memory_bytes = 0  # of a rank; see measure_memory
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
@@ -200,16 +200,8 @@ class ShardedModel:
         return Agreement(f"zcompile/{self.groups['reduce']}", self.groups["rank"], self.groups["world"])
 
     def measure_memory(self) -> None:
-        """Note how much memory is free for training, on the rank that has least; all ranks together.
-
-        It is rounded down to a power of two. Else it would differ a little from run to run, and plans that differ miss
-        every cache.
-        """
-        if self.mesh.device_type == "cuda":
-            free = torch.cuda.mem_get_info()[0]
-        else:
-            free = _available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size()))
-        self.free_bytes = 1 << (max(1, min(all_gather_over_mesh(self.mesh, free))).bit_length() - 1)
+        """Note how much memory a rank may have, on the rank that has least; all ranks together."""
+        self.memory_bytes = memory_bytes_of_a_rank(self.mesh)
 
     def microbatch_cache_limit(self) -> int:
         """Most bytes that stay unsharded across microbatches; see
@@ -219,7 +211,7 @@ class ShardedModel:
         world, sharded = self.runtime.world, self.parameters.values()
         # Of any rank, not of this one: its own last shard may be shorter, and ranks must have one limit.
         shards_bytes = sum(-(-math.prod(each.shape) // world) * each.leaf.itemsize for each in sharded)
-        return max(0, self.free_bytes - 3 * shards_bytes) // 4
+        return max(0, self.memory_bytes - 4 * shards_bytes) // 4
 
     def begin_accumulating(self, microbatch_cache_bytes: int) -> None:
         """From here on, parameters do not change: what is gathered stays unsharded, up to `microbatch_cache_bytes`."""
@@ -310,12 +302,3 @@ def replaced_message(name: str) -> str:
         "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before "
         "zcompile.shard."
     )
-
-
-def _available_bytes() -> int:
-    """Memory that processes of this machine could still take."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
