@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <mutex>
 
 #include "runtime/gather_reduce.h"
@@ -43,14 +44,16 @@ std::shared_ptr<ParamState> find_with_shape(const at::Tensor& shard, at::IntArra
 
 // [Note: writes to an unsharded parameter are lost]
 // A gathered parameter is a copy. An in-place write to it raises its version counter, which outlives it, so the next
-// gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own.
-void refuse_lost_writes(const ParamState& param) {
+// gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own. It is
+// told once: the shard is as it was, so the gather after that is right.
+void refuse_lost_writes(ParamState& param) {
+  if (!param.unsharded_version || param.unsharded_version->current_version() == 0) return;
+  param.unsharded_version.reset();
   TORCH_CHECK(
-      !param.unsharded_version || param.unsharded_version->current_version() == 0, "zcompile: parameter '", param.name,
-      "' was modified in place through its owning module on rank ", param.model->rank(),
+      false, "zcompile: parameter '", param.name, "' was modified in place through its owning module on rank ",
+      param.model->rank(),
       ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), "
-      "or "
-      "initialise before zcompile.shard().");
+      "or initialise before zcompile.shard(). The parameter is as it was before.");
 }
 
 std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
@@ -203,6 +206,11 @@ at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*
 struct ReduceBackward : public torch::autograd::Node {
   at::Tensor shard;
 
+  // The highest number, as of the nodes that accumulate: the engine takes it as soon as its gradients are there. With
+  // the number of the first gather, it would wait for all that was recorded since, and a node may be shared by the
+  // graphs of several steps.
+  ReduceBackward() : Node(std::numeric_limits<uint64_t>::max()) {}
+
   std::string name() const override { return "ReduceBackward"; }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
@@ -227,7 +235,8 @@ bool is_real(const at::Tensor& tensor) {
 // [Note: one reduce per parameter]
 // A parameter that is read twice must be reduced once, after its gradients were summed: twice the bytes otherwise, and
 // another rounding than in the compiled graph. In eager, all gathers of a parameter that are alive share one backward
-// node; autograd sums what flows into it before it runs.
+// node; autograd sums what flows into it before it runs. Graphs of earlier steps that somebody holds take part in that,
+// and change nothing: what flows in is counted per backward.
 void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at::Tensor& unsharded) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
