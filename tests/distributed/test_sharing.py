@@ -137,7 +137,7 @@ def rank_has_no_descriptors_left(rank, world):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="Too many open files" if rank == 1 else "rank 1 .* Too many open files"):
         connect(rank, world)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 15  # of the 20 s that a rank would wait
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in spare:
@@ -166,7 +166,7 @@ def rank_fails_in_the_middle(rank, world):
     expected = "out of memory" if rank == 1 else "a rank ended, or failed, while"
     with pytest.raises(RuntimeError, match=expected):
         _C.fail_together(dist.group.WORLD.group_name, attempt)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 15  # of the 20 s that a rank would wait
 
 
 def test_ranks_do_not_wait_for_one_that_failed(ranks):

@@ -93,6 +93,9 @@ class ShardedParameter:
         owner, self.attribute = self.owners[0]
         self.owner_parameters = owner._parameters  # where the DTensor lies unless somebody replaced it
 
+    def __del__(self) -> None:
+        vars(self.parameter).pop("requires_grad_", None)  # an optimizer may hold it for longer
+
     def set_requires_grad(self, requires_grad: bool = True) -> nn.Parameter:
         """Stands in for the DTensor's `requires_grad_`: compiled graphs guard on the leaf."""
         self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
@@ -267,17 +270,18 @@ def _deliver(leaf: torch.Tensor) -> None:
 
 
 def _requires_grad_setter(sharded: ShardedParameter) -> Callable[..., nn.Parameter]:
-    """What stands in for the DTensor's `requires_grad_`: it holds neither the DTensor nor `sharded`."""
-    to_sharded, to_parameter = weakref.ref(sharded), weakref.ref(sharded.parameter)
+    """What stands in for the DTensor's `requires_grad_`. It holds nothing, and goes with `sharded`.
+
+    Nor does it refer weakly to the DTensor: torch exchanges no parameter that somebody refers to so.
+    """
+    reference = weakref.ref(sharded)
 
     @functools.wraps(nn.Parameter.requires_grad_)
     def requires_grad_(requires_grad: bool = True) -> nn.Parameter:
-        sharded, parameter = to_sharded(), to_parameter()
-        if sharded is not None:
-            return sharded.set_requires_grad(requires_grad)
-        assert parameter is not None, "a parameter that was freed"
-        parameter.requires_grad = requires_grad
-        return parameter
+        sharded = reference()
+        if sharded is None:
+            raise RuntimeError("zcompile: requires_grad_ of a parameter whose model was freed, or has another one now.")
+        return sharded.set_requires_grad(requires_grad)
 
     return requires_grad_
 
