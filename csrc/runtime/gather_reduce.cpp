@@ -28,11 +28,13 @@ Model& model_of(c10::ArrayRef<ParamState*> params) {
 }
 
 void wait_for(const at::Tensor& destination, const char* op) {
-  auto in_flight = InFlightTable::instance().finish(destination);
+  const auto found = InFlightTable::instance().finish(destination);
   TORCH_CHECK(
-      in_flight, "zcompile::", op, ": this tensor is not in flight; it was waited for already or never started");
-  if (in_flight->transfer) in_flight->transfer->wait();
-  if (in_flight->cache_for) in_flight->model->cache().add(*in_flight->cache_for, in_flight->destination);
+      found, "zcompile::", op,
+      ": this tensor is not in flight; it was waited for already or never started, or its model was freed");
+  const auto& [model, in_flight] = *found;
+  if (in_flight.transfer) in_flight.transfer->wait();
+  if (in_flight.cache_for) model->cache().add(*in_flight.cache_for, in_flight.destination);
 }
 
 struct Unsharded {
@@ -83,7 +85,7 @@ std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::Scal
   const auto transport = model.transport();
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->gather(requests));
   for (size_t i = 0; i < results.size(); ++i) {
-    InFlightTable::instance().start({&model, transfer, results[i], requests[i].padded});
+    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].padded});
   }
   return results;
 }
@@ -97,7 +99,7 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::Scal
 at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype) {
   auto& model = model_of(param);
   if (auto cached = model.cache().find(*param, dtype); cached.defined()) {
-    InFlightTable::instance().start({&model, nullptr, cached, {}});
+    InFlightTable::instance().start({model.weak_from_this(), nullptr, cached, {}});
     return cached;
   }
   auto unsharded = start_gather(param, dtype, /*only_read=*/true).front();
@@ -121,7 +123,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
   }
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->reduce(requests));
   for (size_t i = 0; i < results.size(); ++i) {
-    InFlightTable::instance().start({&model, transfer, results[i], requests[i].grad});
+    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].grad});
   }
   return results;
 }
@@ -166,7 +168,7 @@ at::Tensor reduce_rows_start(
   auto transfer = transport->reduce_rows({param, rows, flat, dtype, wire, result, make_extras(*param, result)});
   transfer = std::make_unique<OwningTransfer>(std::move(transfer), std::vector<at::Tensor>{flat});
   InFlightTable::instance().start(
-      {&model, std::make_shared<SharedTransfer>(transport, std::move(transfer)), result, rows});
+      {model.weak_from_this(), std::make_shared<SharedTransfer>(transport, std::move(transfer)), result, rows});
   return result;
 }
 

@@ -115,13 +115,16 @@ class Writing:
         return True
 
 
+class WritingState(SimpleNamespace):
+    """The state of a model on another transport. A step refers to it weakly; its transport holds it."""
+
+
 def writes(make_state, models, optimizer):
     """The stand-ins, in the place of the transports that `models` are on."""
     transports = [Writing() for _ in models]
     for model, writing in zip(models, transports, strict=True):
-        zcompile.sharding.fused_optimizer.state_of = lambda model, writing=writing: SimpleNamespace(
-            parameters=make_state(model).parameters, runtime=writing
-        )
+        writing.state = WritingState(parameters=make_state(model).parameters, runtime=writing)
+        zcompile.sharding.fused_optimizer.state_of = lambda model, writing=writing: writing.state
         zcompile.fuse_optimizer(model, optimizer)
     zcompile.sharding.fused_optimizer.state_of = make_state
     return transports
