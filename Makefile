@@ -74,3 +74,8 @@ models: install
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache *.egg-info zcompile/_C.*.so
+
+# A hundred runs in which a rank fails at a random place (tests/support/chaos.py): about ten minutes.
+.PHONY: chaos
+chaos: install
+	ZCOMPILE_CHAOS_SEEDS=100 OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q tests/distributed/test_chaos.py $(ARGS)

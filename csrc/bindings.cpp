@@ -170,13 +170,13 @@ void bind_model(py::module& module) {
   py::class_<Model>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
-                      int64_t world, bool native_reduce) {
+                      int64_t world, bool native_reduce, int64_t number) {
             return std::make_unique<Model>(
                 Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)}, rank, world,
-                native_reduce);
+                native_reduce, number);
           }),
           py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"),
-          py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false)
+          py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false, py::arg("number") = 0)
       .def(
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
           py::arg("replicated"), py::arg("reduce_dtype"))
@@ -194,6 +194,7 @@ void bind_model(py::module& module) {
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("refresh", &Model::refresh, ReleaseGil())
+      .def("count_step", &Model::count_step)
       .def(
           "fused_adam_step",
           [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,

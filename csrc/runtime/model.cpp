@@ -14,11 +14,14 @@
 
 namespace zcompile {
 
-Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce)
-    : TransportContext(std::move(groups), rank, world, native_reduce), transport_(make_c10d_transport(*this)) {}
+Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number)
+    : TransportContext(std::move(groups), rank, world, native_reduce, number),
+      agreement_(RankAgreement::of(this->groups().control)),
+      transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
   InFlightTable::instance().abandon(*this);
+  if (agreement_) agreement_->leave(number());
   for (auto& param : params_) Registry::instance().remove(param.get());
 }
 
@@ -62,6 +65,14 @@ void Model::add_unclaimed(int64_t index, at::Tensor gradient) {
   unclaimed = unclaimed.defined() ? unclaimed.add_(gradient) : std::move(gradient);
 }
 
+void Model::drop_unclaimed() {
+  for (auto& param : params_) param->unclaimed.reset();
+}
+
+void Model::count_step() {
+  if (agreement_) agreement_->count_step();
+}
+
 void Model::end_caching() {
   if (!cache_.end()) return;
   for (auto& param : params_) {
@@ -103,11 +114,10 @@ void Model::note_backward() {
   }
   InFlightTable::instance().abandon(*this);  // of a forward or backward that raised: a graph waits for all it starts
   if (id == -1) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_backward(); });
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { transport_->finish_backward(); });
 }
 
-void Model::finish_backward() {
-  transport_->finish_backward();
+void Model::deliver_unclaimed() {
   for (auto& param : params_) {
     if (!param->unclaimed.defined()) continue;
     auto gradient = std::exchange(param->unclaimed, at::Tensor());

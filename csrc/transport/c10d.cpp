@@ -23,7 +23,12 @@ namespace {
 class C10dTransport : public Transport {
  public:
   explicit C10dTransport(TransportContext& context)
-      : Transport(context), agreement_(context, [this](const Want& want) { serve(want); }) {}
+      : Transport(context), agreement_(RankAgreement::of(context.groups().control)) {
+    if (agreement_) agreement_->join(context.number(), {this, &context, [this](const Want& want) { serve(want); }});
+  }
+  ~C10dTransport() override {
+    if (agreement_) agreement_->leave(number_, this);
+  }
 
   std::string name() const override { return resolve_group(context_.groups().gather)->getBackendName(); }
 
@@ -43,8 +48,6 @@ class C10dTransport : public Transport {
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
     return agree_and<ReduceRequest>(requests, [this](auto agreed) { return start_reduce(agreed); });
   }
-
-  void finish_backward() override { agreement_.agree({}, /*name=*/""); }
 
   // A native reduce adds up at the width of the wire, which may therefore be wider than the gradient.
   at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const override {
@@ -167,12 +170,10 @@ class C10dTransport : public Transport {
   // Starts `requests` when all ranks are about to: together if all have the very same, else one by one.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> agree_and(c10::ArrayRef<Request> requests, Start start) {
-    if (!agreement_.is_needed() || agreement_.agree(want_of_all(requests), requests.front().param->name)) {
-      return start(requests);
-    }
+    if (!agreement_ || agreement_->agree(want_of_all(requests, number_))) return start(requests);
     auto transfers = std::make_unique<Transfers>();
     for (const auto& request : requests) {
-      agreement_.agree(want_of(request), request.param->name);
+      agreement_->agree(want_of(request, number_));
       transfers->add(start(c10::ArrayRef<Request>(request)));
     }
     return transfers;
@@ -192,7 +193,8 @@ class C10dTransport : public Transport {
     context_.add_unclaimed(param.index, std::move(out));
   }
 
-  RankAgreement agreement_;
+  std::shared_ptr<RankAgreement> agreement_;  // none: ranks agree by construction
+  int64_t number_ = context_.number();
 };
 
 }  // namespace

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from zcompile import _C
 from zcompile.analysis.hardware import table_of
 from zcompile.sharding.attributes import LEAF, MODEL, STATE
-from zcompile.sharding.process_groups import all_gather_over_mesh, groups_of
+from zcompile.sharding.process_groups import all_gather_over_mesh, groups_of, timeout_of
 from zcompile.sharding.rank_agreement import Agreement
 from zcompile.sharding.select_transport import Choice, choose, log
 
@@ -164,12 +164,14 @@ class ShardedModel:
 
     def new_runtime(self) -> _C.Model:
         """An empty runtime over the same process groups, to measure on."""
-        return _C.Model(**self.groups)
+        return _C.Model(**{**self.groups, "number": -1})
 
     def new_agreement(self) -> Agreement:
         """For the ranks that share the shards, over NCCL. Over gloo, ranks agree before each collective; peer to
         peer, by the signals for which they wait."""
-        return Agreement(f"zcompile/{self.groups['reduce']}", self.groups["rank"], self.groups["world"])
+        prefix = f"zcompile/{self.groups['reduce']}/{self.groups['number']}"
+        timeout_s = timeout_of(self.mesh).total_seconds()
+        return Agreement(prefix, self.groups["rank"], self.groups["world"], timeout_s)
 
     def measure_memory(self) -> None:
         """Note how much memory is free for training, on the rank that has least; all ranks together.
