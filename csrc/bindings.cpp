@@ -196,6 +196,20 @@ void bind_model(py::module& module) {
       .def("refresh", &Model::refresh, ReleaseGil())
       .def("count_step", &Model::count_step)
       .def(
+          "order",
+          [](const Model& model) {
+            std::vector<std::tuple<int64_t, int64_t, std::string>> marks;
+            if (!model.order()) return marks;
+            for (auto& [number, hash, text] : model.order()->marks()) marks.emplace_back(number, hash, text);
+            return marks;
+          })
+      .def(
+          "fail_order",
+          [](const Model& model, std::string message) {
+            if (model.order()) model.order()->fail(std::move(message));
+          },
+          py::arg("message"))
+      .def(
           "fused_adam_step",
           [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,
              float lr, float beta1, float beta2, float weight_decay, float eps) {

@@ -14,6 +14,7 @@
 #include "runtime/param_state.h"
 #include "runtime/stats.h"
 #include "transport/context.h"
+#include "transport/order_log.h"
 #include "transport/rank_agreement.h"
 #include "transport/transport.h"
 
@@ -76,6 +77,8 @@ class Model : public TransportContext {
 
   // An optimizer stepped with parameters of this model, outside of backward.
   void count_step();
+  // None if there is one rank, or ranks agree before each collective.
+  const std::shared_ptr<OrderLog>& order() const { return order_; }
 
   // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends. That, and
   // the first behind one, abandon what is still in flight.
@@ -83,7 +86,8 @@ class Model : public TransportContext {
 
  private:
   std::vector<std::unique_ptr<ParamState>> params_;
-  std::shared_ptr<RankAgreement> agreement_;  // none: ranks agree by construction
+  std::shared_ptr<RankAgreement> agreement_;  // none: ranks do not agree before each collective, and
+  std::shared_ptr<OrderLog> order_;  // are compared afterwards, if there are several
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
   StatsCounter stats_;
   MicrobatchCache cache_;

@@ -1,7 +1,8 @@
 // Gathers and reduces as collectives of a c10d::ProcessGroup.
 //
 // On CPU, ranks agree before each collective; see [Note: ranks that do different things] in rank_agreement.h. Without a
-// control group (NCCL) every rank must gather and reduce the same parameters in the same order.
+// control group (NCCL) every rank must gather and reduce the same parameters in the same order; see [Note: order of
+// collectives over NCCL] in order_log.h.
 
 #include <ATen/Functions.h>
 
@@ -12,6 +13,7 @@
 #include "compat.h"
 #include "kernels/numerics.h"
 #include "transport/c10d_transfers.h"
+#include "transport/order_log.h"
 #include "transport/process_groups.h"
 #include "transport/rank_agreement.h"
 #include "transport/transport.h"
@@ -24,6 +26,7 @@ class C10dTransport : public Transport {
  public:
   explicit C10dTransport(TransportContext& context)
       : Transport(context), agreement_(RankAgreement::of(context.groups().control)) {
+    if (!agreement_ && context.world() > 1) order_ = OrderLog::of(context.groups().gather);
     if (agreement_) agreement_->join(context.number(), {this, &context, [this](const Want& want) { serve(want); }});
   }
   ~C10dTransport() override {
@@ -170,7 +173,9 @@ class C10dTransport : public Transport {
   // Starts `requests` when all ranks are about to: together if all have the very same, else one by one.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> agree_and(c10::ArrayRef<Request> requests, Start start) {
-    if (!agreement_ || agreement_->agree(want_of_all(requests, number_))) return start(requests);
+    const auto want = want_of_all(requests, number_);
+    if (order_) order_->append(want, requests.front().param->name);
+    if (!agreement_ || agreement_->agree(want)) return start(requests);
     auto transfers = std::make_unique<Transfers>();
     for (const auto& request : requests) {
       agreement_->agree(want_of(request, number_));
@@ -193,7 +198,8 @@ class C10dTransport : public Transport {
     context_.add_unclaimed(param.index, std::move(out));
   }
 
-  std::shared_ptr<RankAgreement> agreement_;  // none: ranks agree by construction
+  std::shared_ptr<RankAgreement> agreement_;  // none: ranks agree by construction, and
+  std::shared_ptr<OrderLog> order_;  // are compared afterwards
   int64_t number_ = context_.number();
 };
 

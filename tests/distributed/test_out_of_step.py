@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import datetime
 import threading
 import time
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import zcompile
 from tests.support.models import Chain
+from tests.support.meshes import short_mesh
 from tests.support.raising import RAISES, MayRaise
 from tests.support.reference import FP32, close, same_grads
 from zcompile.sharding.model_state import state_of
@@ -52,11 +51,6 @@ def raises_in_backward(loss):
     with pytest.raises(RuntimeError, match="broken on purpose"):
         loss.backward()
     RAISES.clear()
-
-
-def short_mesh(seconds):
-    """All ranks, over a group whose collectives wait for so long."""
-    return DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=seconds)), "cpu")
 
 
 def rank_one_raises_in_backward(rank, world):

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
+from tests.support.ranks import take_gpu
+from zcompile.sharding.order_watch import PERIOD_S
 
 WORLD, STEPS, LAYERS = 2, 4, 4
 KINDS = ("raise", "raise and go on", "kill", "stop", "stop long", "skip")
@@ -48,9 +50,10 @@ class Fault:
     compiled: bool
     microbatches: int
     timeout_s: float
+    device: str
 
     @classmethod
-    def of(cls, seed: int, timeout_s: float) -> "Fault":
+    def of(cls, seed: int, timeout_s: float, device: str = "cpu") -> "Fault":
         """The run of a seed."""
         choose = random.Random(seed)
         kind, place = choose.choice(KINDS), choose.choice(PLACES)
@@ -66,7 +69,18 @@ class Fault:
             compiled=choose.random() < 0.5,
             microbatches=choose.choice((1, 2)),
             timeout_s=timeout_s,
+            device=device,
         )
+
+    @property
+    def compile_s(self) -> float:
+        """The longest that ranks may compile behind the fault."""
+        return START_S if self.compiled and (self.place == "shard" or self.step <= 1) else 0.0
+
+    @property
+    def branches(self) -> bool:
+        """Whether ranks read different parameters, which they may not over NCCL."""
+        return self.device == "cpu"
 
     @property
     def stopped_s(self) -> float:
@@ -160,11 +174,11 @@ class Layers(nn.Module):
         return x * self.scale
 
 
-def loss_of(model, number, rank):
+def loss_of(model, number, rank, branches):
     """The loss of `rank` on its batch of this number."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))
     device = next(model.parameters()).device
-    return model(x.to(device), (number + rank) % 2 == 0).square().mean()
+    return model(x.to(device), branches and (number + rank) % 2 == 0).square().mean()
 
 
 def make_optimizer(model):
@@ -188,7 +202,7 @@ def train(model, fault, rank):
             if skipped == "forward":
                 continue
             with contextlib.suppress(Injected):
-                loss = loss_of(model, number, rank)
+                loss = loss_of(model, number, rank, fault.branches)
                 if skipped != "backward":
                     loss.backward()
                     taken[-1].append(number)
@@ -202,12 +216,12 @@ def train(model, fault, rank):
     return taken
 
 
-def rank_main(rank, fault, device, store, errors, pipe):
+def rank_main(rank, fault, store, errors, pipe):
     """One process."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     Here.fault, Here.pipe = fault, pipe
     try:
-        pipe.send(("end", "ok", run_rank(rank, fault, device, store)))
+        pipe.send(("end", "ok", run_rank(rank, fault, store)))
         code = 0
     except BaseException as error:
         traceback.print_exc()
@@ -216,35 +230,41 @@ def rank_main(rank, fault, device, store, errors, pipe):
     os._exit(code)  # whatever still waits
 
 
-def run_rank(rank, fault, device, store):
+def run_rank(rank, fault, store):
     """Trains; the batches of each step and the parameters in the end."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=fault.timeout_s)
-    backend = "gloo" if device == "cpu" else "nccl"
+    backend = "gloo" if fault.device == "cpu" else "nccl"
+    if fault.device == "cuda":
+        take_gpu(rank, WORLD)
     dist.init_process_group(backend, store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=timeout)
     with torch.device("meta"):
         model = Layers()
     dist.barrier()  # from here on, ranks are as late as the fault makes them
     if (fault.place, fault.rank) == ("shard", rank):
         Here.place, Here.layer = "shard", fault.layer
-    zcompile.shard(model, dist.init_device_mesh(device, (WORLD,)))
+    zcompile.shard(model, dist.init_device_mesh(fault.device, (WORLD,)))
     if fault.compiled:
         model.compile(backend="zcompile", options={"inner": "aot_eager"})
     taken = train(model, fault, rank)
+    if fault.device == "cuda":
+        torch.cuda.synchronize()
+        time.sleep(4 * PERIOD_S)  # over NCCL, ranks are compared once in a period, and told at the next collective
+        loss_of(model, 0, rank, fault.branches)
     with torch.no_grad():
         final = [parameter.full_tensor().tolist() for parameter in model.parameters()]
     dist.barrier()
     return taken, final
 
 
-def expected(taken):
+def expected(taken, branches):
     """Parameters of the unsharded model after these batches, by rank and step."""
     model = Layers()
     optimizer = make_optimizer(model)
     for step in range(STEPS):
         for rank in range(WORLD):
             for number in taken[rank][step]:
-                (loss_of(model, number, rank) / WORLD).backward()
+                (loss_of(model, number, rank, branches) / WORLD).backward()
         optimizer.step()
         optimizer.zero_grad()
     return list(model.parameters())
@@ -257,7 +277,7 @@ def context():
     return context
 
 
-def run(fault, device="cpu"):
+def run(fault):
     """Start the ranks, and wait until they have ended.
 
     Returns:
@@ -265,16 +285,16 @@ def run(fault, device="cpu"):
         seconds from the fault to the end of the last rank, None if no rank came to the fault.
     """
     with tempfile.TemporaryDirectory() as folder:
-        return _run(fault, device, Path(folder))
+        return _run(fault, Path(folder))
 
 
-def _run(fault, device, folder):
+def _run(fault, folder):
     processes, pipes = [], []
     for rank in range(WORLD):
         (folder / f"errors{rank}").touch()
     for rank in range(WORLD):
         ours, theirs = context().Pipe()
-        args = (rank, fault, device, str(folder / "store"), str(folder / f"errors{rank}"), theirs)
+        args = (rank, fault, str(folder / "store"), str(folder / f"errors{rank}"), theirs)
         process = context().Process(target=rank_main, args=args)
         process.start()
         theirs.close()
@@ -295,7 +315,7 @@ def _run(fault, device, folder):
                 message = ("end", "killed", "")
             if message[0] == "at":
                 at = time.monotonic()
-                deadline = at + 3 * fault.timeout_s + SLACK_S
+                deadline = at + 3 * fault.timeout_s + SLACK_S + fault.compile_s
                 resume_at = at + fault.stopped_s if fault.stopped_s else None
             else:
                 answers[rank] = message[1:]
@@ -320,13 +340,13 @@ def check(fault, answers, seconds):
     if kinds == ["ok"] * WORLD:
         taken = [what[0] for _, what in answers]
         for _, (_, final) in answers:
-            for ours, theirs in zip(final, expected(taken), strict=True):
+            for ours, theirs in zip(final, expected(taken, fault.branches), strict=True):
                 assert torch.allclose(torch.tensor(ours), theirs, rtol=1e-4, atol=1e-6), (
                     f"{fault}: {ours}, not {theirs}"
                 )
         return "right"
     assert "ok" not in kinds, f"{fault}: {kinds}\n{texts}"
-    limit_s = 1.5 * fault.timeout_s + SLACK_S
+    limit_s = 1.5 * fault.timeout_s + SLACK_S + fault.compile_s
     assert seconds <= limit_s, f"{fault}: ended after {seconds:.1f} s, not {limit_s:.1f} s\n{texts}"
     assert re.search(r"[Rr]ank \d", texts), f"{fault}: no rank is named\n{texts}"
     assert fault.place == "shard" or re.search(PARAMETER, texts), f"{fault}: no parameter is named\n{texts}"

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from zcompile import _C
 from zcompile.analysis.hardware import table_of
 from zcompile.sharding.attributes import LEAF, MODEL, STATE
+from zcompile.sharding.order_watch import watch_order
 from zcompile.sharding.process_groups import all_gather_over_mesh, groups_of, timeout_of
 from zcompile.sharding.rank_agreement import Agreement
 from zcompile.sharding.select_transport import Choice, choose, log
@@ -132,6 +133,8 @@ class ShardedModel:
         self.nccl_max_ctas = nccl_max_ctas
         self.groups = groups_of(mesh, nccl_max_ctas)
         self.runtime = _C.Model(**self.groups, native_reduce=native_reduce)
+        if self.runtime.world > 1 and not self.groups["control"]:
+            watch_order(self.runtime, self.groups, timeout_of(mesh).total_seconds())
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))

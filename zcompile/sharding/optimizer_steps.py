@@ -1,6 +1,6 @@
 """Counts optimizer steps, which tell ranks at different places of training apart.
 
-See [Note: places of training] in csrc/transport/rank_agreement.h.
+See [Note: places of training] in csrc/transport/rank_agreement.h, and csrc/transport/order_log.h.
 """
 
 import functools
@@ -12,12 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zcompile.sharding.model_state import ShardedModel
 
-_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # that agree before each collective
+_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # of several ranks
 
 
 def count_steps(state: ShardedModel) -> None:
     """From now on, count the steps of optimizers that hold parameters of `state`."""
-    if state.groups["control"]:
+    if state.runtime.world > 1:
         _models.add(state)
         _install_hook()
 
@@ -32,9 +32,9 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    counted = set()  # ranks' counts are those of a control group
+    counted = set()  # models over the same ranks have one count
     for state in list(_models):
-        group = state.groups["control"]
+        group = state.groups["control"] or state.groups["gather"]
         if group not in counted and any(id(sharded.parameter) in held for sharded in state.parameters.values()):
             counted.add(group)
             state.runtime.count_step()
