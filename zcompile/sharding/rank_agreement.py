@@ -45,7 +45,8 @@ class Agreement:
             if self.store.check([f"{self.round}/failed"]):
                 self._fail(self.store.get(f"{self.round}/failed").decode())
             for rank in missing:
-                if (theirs := self._waiting_program(rank, key)) is not None:
+                theirs = self._waiting_program(rank, key)
+                if theirs is not None and not self._has_come(rank, key):  # it may have come, and gone on, meanwhile
                     self._fail(self._difference(lines, rank, theirs))
             if time.monotonic() > deadline:
                 self._fail(
