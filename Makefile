@@ -1,4 +1,4 @@
-# make install | train | profile | lint | quick | test | models | clean
+# make install | train | profile | lint | quick | test | models | matrix | smoke | clean
 #
 # Python comes from the active virtual environment, else from .venv, made here. Whatever torch is there already is kept:
 # `pip` gets it as a constraint, and fails rather than exchange it.
@@ -16,7 +16,7 @@ PIP := $(ALONE) $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # Further flags of what is run, as in `make train ARGS="--engine fsdp2 --steps 100"`.
 ARGS ?=
 
-.PHONY: install train profile lint quick test models clean
+.PHONY: install train profile lint quick test models matrix smoke clean
 
 install: $(STAMP)
 
@@ -64,13 +64,26 @@ test: install
 	gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $$((gpus ? 0 : 2)) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Every language model of transformers in a small size, beside itself unsharded: about an hour on two cores.
-# The last table is in docs/lab/measurements.md.
+# Every model of transformers that can be made small, and some of diffusers', beside itself unsharded: two hours on two
+# cores. `make models TASKS=images` takes one task. The last table is in docs/lab/measurements.md.
+TASKS := causal masked seq2seq images segmentation ctc speech audio vision-language diffusion
+
 models: install
-	for kind in causal masked seq2seq; do \
-		ZCOMPILE_ARCHITECTURES=$$kind OMP_NUM_THREADS=1 \
+	for task in $(TASKS); do \
+		ZCOMPILE_ARCHITECTURES=$$task OMP_NUM_THREADS=1 \
 			$(PYTHON) -m pytest -q -n 2 tests/distributed/test_architectures.py $(ARGS) || exit; \
 	done
+
+# What touches torch's internals, with each torch that is supported: `make matrix TORCH=2.15.0` takes one version.
+# MATRIX_ENVS is a folder with environments named after versions, whose torch is used. Results: build/matrix/table.md.
+MATRIX := python3 tests/matrix.py $(addprefix --torch ,$(TORCH)) $(addprefix --environments ,$(MATRIX_ENVS))
+
+matrix:
+	$(MATRIX) -m "not matrix" $(ARGS)
+
+# A handful of tests with one torch: `make smoke TORCH=2.15.0`.
+smoke:
+	$(MATRIX) --smoke -m "not matrix" $(ARGS)
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache *.egg-info zcompile/_C.*.so

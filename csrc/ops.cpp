@@ -31,6 +31,15 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
   return op.call(shard, shape, dtype);
 }
 
+std::vector<at::Tensor> call_gather_group(
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+  static auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("zcompile::gather_group", "")
+          .typed<std::vector<at::Tensor>(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::ScalarType)>();
+  return op.call(shards, sizes, dims, dtype);
+}
+
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
 ParamState* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
@@ -99,6 +108,13 @@ at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::Sca
   auto unsharded = gather_start_kernel(shard, shape, dtype);
   gather_wait(unsharded);
   return unsharded;
+}
+
+std::vector<at::Tensor> gather_group_kernel(
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+  auto results = gather_group_start_kernel(shards, sizes, dims, dtype);
+  for (const auto& unsharded : results) gather_wait(unsharded);
+  return results;
 }
 
 at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) {
@@ -233,24 +249,42 @@ void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at
   param.backward.insert_or_assign(unsharded.scalar_type(), NodeTraits<NodePtr>::weak(node));
 }
 
-at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
-  const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
+// Lets the gradient of `unsharded`, which was gathered from `shard`, be reduced, and writes to `unsharded` be seen.
+void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool differentiable) {
   ParamState* param = is_real(shard) ? &find_param(shard) : nullptr;
-  at::Tensor unsharded;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    unsharded = call_gather(shard, shape, dtype);
-  }
   if (param && !unsharded.is_inference()) {
     param->unsharded_version = unsharded.unsafeGetTensorImpl()->version_counter();
   }
-  if (!differentiable) return unsharded;
+  if (!differentiable) return;
   if (param) {
     attach_shared_backward(*param, shard, unsharded);
   } else {
     torch::autograd::set_history(unsharded, make_backward(shard));
   }
+}
+
+at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
+  at::Tensor unsharded;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    unsharded = call_gather(shard, shape, dtype);
+  }
+  attach(shard, unsharded, differentiable);
   return unsharded;
+}
+
+std::vector<at::Tensor> gather_group_autograd(
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+  std::vector<at::Tensor> results;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    results = call_gather_group(shards, sizes, dims, dtype);
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    attach(shards[i], results[i], at::GradMode::is_enabled() && shards[i].requires_grad());
+  }
+  return results;
 }
 
 at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard) {
@@ -266,6 +300,8 @@ at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard) {
 TORCH_LIBRARY(zcompile, library) {
   // The unsharded parameter, downcast on the way. A new tensor: aliases nothing.
   library.def("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  // Several at once, in one transfer. `sizes` are those of all, `dims` says how many each has.
+  library.def("gather_group(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype) -> Tensor[]");
   // This rank's slice of the mean gradient. A new tensor: aliases nothing.
   library.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   // A new tensor that is being filled: only gather_wait may read it.
@@ -296,6 +332,7 @@ TORCH_LIBRARY(zcompile, library) {
 #define ZCOMPILE_KERNELS(key)                                        \
   TORCH_LIBRARY_IMPL(zcompile, key, library) {                       \
     library.impl("gather", gather_kernel);                           \
+    library.impl("gather_group", gather_group_kernel);               \
     library.impl("reduce", reduce_kernel);                           \
     library.impl("gather_start", gather_start_kernel);               \
     library.impl("gather_cached_start", gather_cached_start_kernel); \
@@ -314,6 +351,7 @@ ZCOMPILE_KERNELS(CUDA)
 
 TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
   library.impl("gather", gather_meta);
+  library.impl("gather_group", gather_group_meta);
   library.impl("reduce", reduce_meta);
   library.impl("gather_start", gather_meta);
   library.impl("gather_cached_start", gather_meta);
@@ -329,6 +367,7 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
 
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
+  library.impl("gather_group", gather_group_autograd);
   library.impl("reduce", reduce_autograd);
   // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several
   // microseconds.

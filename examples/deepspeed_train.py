@@ -16,14 +16,17 @@ from pathlib import Path
 # After Python's own modules: profile.py in this folder has the name of one, which torch imports.
 sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from tqdm import tqdm
 from train import LanguageModel, draw_batch, draw_curves, mean_over_ranks, read_corpus
 
 import zcompile
+from zcompile.planning.extras import require
+
+require("examples/deepspeed_train.py", "deepspeed,train", "deepspeed", "matplotlib", "tqdm")
+import deepspeed  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -47,7 +50,8 @@ def arguments() -> argparse.Namespace:
 def config_for(args: argparse.Namespace) -> dict:
     """The DeepSpeed config, with one engine's switch on."""
     config = json.loads(args.config.read_text())
-    config["zcompile"] = config.get("zcompile", {}) | {"enabled": args.engine == "zcompile"}
+    zero = config["zero_optimization"]
+    zero["zcompile"] = zero.get("zcompile", {}) | {"enabled": args.engine == "zcompile"}
     if args.engine == "deepcompile":
         config["compile"] = {"deepcompile": True}
     if args.bf16:

@@ -27,9 +27,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
-from tqdm import tqdm
 
 import zcompile
+from zcompile.planning.extras import require
 
 VOCABULARY = 256  # bytes
 VALIDATION_BATCHES = 16
@@ -232,6 +232,8 @@ def train(training: Training, corpus: torch.Tensor, device: torch.device) -> flo
     """Run to the last step and return tokens per second over all ranks, leaving out the first step, which compiles."""
     args = training.args
     last = min(args.steps, args.stop_after or args.steps)
+    from tqdm import tqdm
+
     bar = tqdm(total=args.steps, initial=training.step, desc=args.engine, disable=dist.get_rank() > 0)
     first = training.step
     timed_from = logged_at = time.perf_counter()
@@ -309,6 +311,7 @@ def report(training: Training, speed: float, validation: float) -> None:
 
 
 def main() -> None:
+    require("examples/train.py", "train", "matplotlib", "tqdm")
     args = arguments()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor import config as inductor_config
@@ -11,7 +11,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import V
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from zcompile.analysis.fx_utils import (
     GATHER_CACHED_START,
@@ -24,6 +24,7 @@ from zcompile.analysis.fx_utils import (
     REDUCE_WAIT,
     SAVED_FOR_BACKWARD,
     calls,
+    nodes_in,
 )
 from zcompile.options import Plan
 from zcompile.passes import pipeline
@@ -118,14 +119,17 @@ class _Schedule(_Passes):
         super().__call__(graph)
         for start in calls(graph, GATHER_GROUP_START, REDUCE_GROUP_START):
             for item in start.users:
-                item.target = _item
+                item.target = _is_lowering(_take_item, item)
+        _leave_shards_alone(graph)
         for node in calls(graph, *LOWERED):
-            node.target = _lowering_of(node.target)
+            node.target = _lowering_of(node)
         placeholders = graph.find_nodes(op="placeholder")
         for saved in placeholders:
             if saved.meta.get(SAVED_FOR_BACKWARD):
                 with graph.inserting_after(placeholders[-1]):
-                    graph.call_function(_never_reuse, (saved,)).meta["val"] = saved.meta["val"]
+                    node = graph.call_function(_never_reuse, (saved,))
+                node.meta["val"] = saved.meta["val"]
+                node.target = _is_lowering(_never_reuse, node)
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -142,19 +146,43 @@ class _Partitioner(CustomPartitionerFn):
         return f"{self.plan} {cache_key()}"
 
 
-def _is_lowering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a call's target as its own lowering, so that Inductor runs it while it lowers.
+def _leave_shards_alone(graph: Graph) -> None:
+    """Have Inductor return the shards that forward saves for backward as they are, as if the user saw them.
 
-    Of such a target Inductor does not infer the fake value again. That would give the value another storage, and then
-    also the values of nearly all nodes behind it.
+    Why: the runtime knows a shard by its memory. Layout optimization would return a channels-last copy of a saved
+    tensor that leads to a convolution.
     """
-    function._inductor_lowering_function = True  # type: ignore[attr-defined]
-    return function
+    shards = {shard for start in calls(graph, *GATHER_STARTS, GATHER_ROWS) for shard in nodes_in(start.args[0])}
+    output = graph.output_node()
+    saved = [i for i, node in enumerate(cast(Sequence[Any], output.args[0])) if node in shards]
+    output.meta["user_visible_output_idxs"] = sorted({*output.meta.get("user_visible_output_idxs", ()), *saved})
+
+
+def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
+    """A target for `node` alone that is its own lowering: Inductor calls it while it lowers.
+
+    Of such a target torch before 2.14 does not infer the fake value again. Later versions do where an argument has
+    changed, and ask the target for the value: it is that of `node`. Another value would have another storage, and the
+    values of all nodes behind it would follow.
+    """
+
+    @functools.wraps(lower)
+    def lowering(*args: Any) -> Any:
+        return lower(*args)
+
+    lowering._inductor_lowering_function = True  # type: ignore[attr-defined]
+    lowering._inductor_lowering_output_metadata_fn = lambda *args: node.meta["val"]  # type: ignore[attr-defined]
+    return lowering
+
+
+def _lowering_of(node: Node) -> Callable[..., Any]:
+    """A target that lowers the op of `node`, in FX order: Inductor would order zcompile's ops by data flow alone."""
+    op = cast(torch._ops.OpOverload, node.target)
+    return _is_lowering(_lowering_of_op(op), node)
 
 
 @functools.cache
-def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A target that lowers `op` and keeps zcompile's ops in FX order: Inductor would order them by data flow alone."""
+def _lowering_of_op(op: torch._ops.OpOverload) -> Callable[..., Any]:
     lower = _lower_cached if op is GATHER_CACHED_START else _lower
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
@@ -162,7 +190,7 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
         return lower(fallback, *args)
 
     lowered.__name__ = lowered.__qualname__ = op.name().replace("::", "_").replace(".", "_")
-    return _is_lowering(lowered)
+    return lowered
 
 
 def _lower(fallback: Callable[..., Any], *args: Any) -> Any:
@@ -195,13 +223,11 @@ def _lower_cached(fallback: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-@_is_lowering
-def _item(results: Sequence[Any], i: int) -> Any:
+def _take_item(results: Sequence[Any], i: int) -> Any:
     """operator.getitem, but Inductor does not infer the item's fake value again."""
     return results[i]
 
 
-@_is_lowering
 def _never_reuse(saved: Any) -> Any:
     """Have Inductor leave alone an unsharded parameter that was saved for backward: it may write over other inputs."""
     graph: Any = V.graph

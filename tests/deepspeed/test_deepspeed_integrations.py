@@ -103,28 +103,68 @@ def test_accelerate_is_close_to_eager(ranks, regions):
     ranks(2).run(rank_runs_accelerate, regions)
 
 
-FORGOTTEN = """
+PROGRAM = """
 import deepspeed, sys, torch
 assert "zcompile" not in sys.modules
-config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "zcompile": {"enabled": True, "inner": "aot_eager"},
-          "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+{before}
+config = {config}
+config |= {{"train_batch_size": 1, "optimizer": {{"type": "AdamW", "params": {{"torch_adam": True}}}}}}
 engine = deepspeed.initialize(model=torch.nn.Linear(3, 3), config=config)[0]
+{after}
 engine.backward(engine(torch.ones(1, 3)).sum())
 engine.step()
-assert engine.zcompile.state is not None, engine.zcompile.given_back
+taken_over = getattr(engine, "zcompile", None)
+print("taken over", taken_over is not None and taken_over.state is not None)
 """
+BLOCK = {"enabled": True, "inner": "aot_eager"}
+INNER = {"zero_optimization": {"stage": 3, "zcompile": BLOCK}}
+TOP = {"zero_optimization": {"stage": 3}, "zcompile": BLOCK}
 
 
-def test_a_program_that_does_not_import_zcompile_is_told():
+def run_program(config, before="", after=""):
+    """One rank that trains a step. `before` and `after` stand around `deepspeed.initialize`."""
     environment = os.environ | {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # an older install of zcompile would be imported by torch
     }
-    done = subprocess.run(
-        [sys.executable, "-c", FORGOTTEN], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "does not import it" in done.stderr
+    program = PROGRAM.format(config=config, before=before, after=after)
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_deepspeed_refuses_a_block_in_zero_optimization_if_nothing_imports_zcompile():
+    done = run_program(INNER)
+    assert done.returncode != 0 and "Extra inputs are not permitted" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("config", [INNER, pytest.param(TOP, marks=pytest.mark.matrix)], ids=["inner", "top"])
+def test_an_import_after_that_of_deepspeed_is_early_enough(config):
+    done = run_program(config, before="import zcompile")
+    assert done.returncode == 0 and "taken over True" in done.stdout, done.stderr[-3000:]
+    assert "zcompile: a DeepSpeed engine" not in done.stderr
+
+
+def test_an_import_after_the_engine_was_made_warns():
+    done = run_program(TOP, after="import zcompile")
+    assert done.returncode == 0 and "taken over False" in done.stdout, done.stderr[-3000:]
+    assert done.stderr.count("was made before `import zcompile`") == 1
+
+
+def rank_inits_modules_by_a_config_with_the_block(rank, world):
+    import deepspeed
+
+    config = config_of(None)
+    config["zero_optimization"] |= {"zcompile": BLOCK}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = torch.nn.Linear(4, 4)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert is_taken_over(engine), engine.zcompile.given_back
+    engine.destroy()
+
+
+def test_zero_init_takes_a_config_with_the_block_in_zero_optimization(ranks):
+    ranks(2).run(rank_inits_modules_by_a_config_with_the_block)

@@ -28,7 +28,8 @@ def test_help_shows_an_example_of_each_command(arguments, capsys):
 @pytest.mark.parametrize("name", command_line.SUBCOMMANDS)
 def test_help_of_a_command_lists_its_options(name, capsys):
     if name == "profile":
-        pytest.importorskip("rich")
+        for package in ("jinja2", "matplotlib", "psutil", "rich"):
+            pytest.importorskip(package)
     with pytest.raises(SystemExit) as stopped:
         command_line.main([name, "--help"])
     assert stopped.value.code == 0 and "--model" in capsys.readouterr().out

@@ -1,10 +1,16 @@
-"""What an sdist and a wheel contain. Nothing is compiled here; `make test` runs on an editable install."""
+"""What an sdist and a wheel contain, and that it is enough. `make test` itself runs on an editable install."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+
+import pytest
+import torch
+
+from zcompile import _C
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,6 +21,48 @@ def setup(tmp_path: Path, *command: str) -> None:
     run = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path), *command]
     done = subprocess.run(run, cwd=ROOT, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+STEP = """
+import copy, os, sys
+sys.path[:0] = {folders!r}
+import torch, zcompile
+from torch import distributed, nn
+
+assert os.path.dirname(os.path.dirname(zcompile.__file__)) == {folders!r}[0], zcompile.__file__
+distributed.init_process_group("gloo", store=distributed.FileStore("ranks", 2), rank=int(sys.argv[1]), world_size=2)
+
+
+def train(model, run):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        losses.append(run(torch.ones(4, 8)).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+model = zcompile.shard(copy.deepcopy(plain))
+compiled = torch.compile(model, backend="zcompile", options=dict(inner="aot_eager"))
+losses, expected = train(model, compiled), train(plain, plain)
+assert losses == expected and zcompile.stats(model)["gathers"] > 0, (losses, expected)
+from zcompile import command_line, deepspeed, planning, profile
+print("trained")
+"""
+
+
+def train_from(folder: Path, elsewhere: Path) -> None:
+    """Two ranks that know no other zcompile train three steps, in a folder that has nothing of the source."""
+    code = STEP.format(folders=[str(folder), str(Path(torch.__file__).parents[1])])
+    run = [sys.executable, "-ISc", code]
+    pipes = {"cwd": elsewhere, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for rank in [subprocess.Popen([*run, str(i)], **pipes) for i in range(2)]:
+        out, err = rank.communicate(timeout=300)
+        assert rank.returncode == 0 and out.endswith("trained\n"), err[-3000:]
 
 
 def modules(folder: Path) -> set[str]:
@@ -31,6 +79,28 @@ def test_a_wheel_has_every_module_where_its_import_says(tmp_path):
         *(f"zcompile/{name}" for name in modules(ROOT / "zcompile") if not name.startswith("passes/")),
         *(f"zcompile/passes/{name}" for name in modules(ROOT / "passes")),
     }
+
+
+def test_what_a_wheel_contains_trains_without_the_source(tmp_path):
+    setup(tmp_path, "build_py", "--build-lib", str(tmp_path / "lib"))
+    shutil.copy(_C.__file__, tmp_path / "lib" / "zcompile")
+    (tmp_path / "elsewhere").mkdir()
+    train_from(tmp_path / "lib", tmp_path / "elsewhere")
+
+
+@pytest.mark.matrix
+def test_a_wheel_made_of_the_sdist_trains_in_another_folder(tmp_path):
+    """Compiles everything: two minutes on two cores."""
+    setup(tmp_path, "sdist", "--dist-dir", str(tmp_path))
+    (archive,) = tmp_path.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, archive]
+    made = subprocess.run(build, env={**os.environ, "ZCOMPILE_CUDA": "0"}, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", wheel], check=True)
+    (tmp_path / "elsewhere").mkdir()
+    train_from(tmp_path / "installed", tmp_path / "elsewhere")
 
 
 def test_an_sdist_has_all_that_a_build_takes(tmp_path):

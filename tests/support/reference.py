@@ -1,6 +1,5 @@
 """A sharded model beside the same model unsharded, in every rank process."""
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -77,9 +76,11 @@ def train_beside(
 
     The reference sees the batches of all ranks, one after the other. Returns the sharded model.
     """
-    torch.manual_seed(0)
-    reference = make()
-    model = prepare(copy.deepcopy(reference))
+    models = []
+    for _ in range(2):  # and no copy: there are models that cannot be copied
+        torch.manual_seed(0)
+        models.append(make())
+    reference, model = models[0], prepare(models[1])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (model, reference)]
     for step in range(steps):
         for microbatch in range(step * microbatches, (step + 1) * microbatches):

@@ -12,6 +12,7 @@ from zcompile.deepspeed.config import options_of
     [
         ({"zcompile": {"enabled": True, "iner": "x"}}, "unknown option 'iner'; known options are inner"),
         ({"zcompile": True}, "write"),
+        ({"zero_optimization": {"stage": 3, "zcompile": {"enabled": True}}}, "at its top and in"),
         ({"zero_optimization": {"stage": 2}}, "asks for stage 2"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, 'Remove "offload_param"'),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
@@ -36,3 +37,9 @@ def test_pipelines_are_refused():
 def test_without_the_flag_there_are_no_options():
     assert options_of(config_of(None)) is None
     assert options_of(config_of({"enabled": False}, zero_optimization={"stage": 1})) is None
+
+
+def test_the_block_may_stand_in_zero_optimization():
+    config = config_of(None)
+    config["zero_optimization"]["zcompile"] = {"enabled": True, "inner": "aot_eager"}
+    assert options_of(config) == {"inner": "aot_eager"}

@@ -1,7 +1,7 @@
 """How the profiler compares engines: losses that stray, and runs that are interrupted."""
 
 from zcompile.profile import compare
-from zcompile.profile.__main__ import job_of, parser
+from zcompile.profile.command import job_of, parser
 
 
 def test_a_loss_that_strays_is_marked():

@@ -59,4 +59,5 @@ These names are public, but DeepSpeed does not document them:
 | optimizer | the other methods in `LeanStep.REPLACED` | optimizer_step |
 | `zero.partition_parameters` | `InsertPostInitMethodToModuleSubClasses.linear_bk` | hooks |
 | `utils` | `z3_leaf_module` | fallback |
+| `runtime.zero.config` | `DeepSpeedZeroConfig.__init__`, which takes no unknown settings | zcompile_flag |
 """

@@ -12,15 +12,24 @@ from zcompile.old_names import current_options
 def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
     """The backend's options in a DeepSpeed config; None if the block is not there or not enabled.
 
+    The block stands in "zero_optimization" or at the top ([Note: a config that nothing acts on] in zcompile_flag).
+
     Raises:
         ValueError: an option is unknown or wrong, or zcompile cannot work with another part of the config or with
             `model`. The message says what to remove.
     """
-    block = config.get("zcompile")
+    zero = config.get("zero_optimization")
+    inner = zero.get("zcompile") if isinstance(zero, Mapping) else None
+    block = config.get("zcompile") if inner is None else inner
     if block is None:
         return None
+    if inner is not None and "zcompile" in config:
+        raise ValueError(
+            'zcompile: the DeepSpeed config has "zcompile" at its top and in "zero_optimization". Remove the one at '
+            "the top: the other one DeepSpeed refuses if the program does not import zcompile."
+        )
     if not isinstance(block, Mapping) or not isinstance(block.get("enabled", False), bool):
-        raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in the DeepSpeed config.')
+        raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in "zero_optimization" of the config.')
     options = current_options({name: value for name, value in block.items() if name != "enabled"})
     parse_options(options)
     if not block.get("enabled", False):

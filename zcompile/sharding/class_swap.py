@@ -5,6 +5,7 @@ Dynamo traces the property like any Python code, so a compiled graph has one gat
 
 import functools
 from collections.abc import Callable, Hashable
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile.sharding.attributes import LEAF, STATE
 from zcompile.sharding.model_state import ShardedModel, replaced_message
+from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
 
 gather = torch.ops.zcompile.gather.default
 
@@ -59,9 +61,11 @@ def remove_readers(state: ShardedModel) -> None:
             module.__dict__.pop(LEAF + attribute, None)
             if module.__dict__.pop(STATE, None) is not None:
                 module.__class__ = type(module).__bases__[0]
+                restore_flat_weights(module)
 
 
 def _swap_class(module: nn.Module, shapes: Shapes, param_dtype: torch.dtype | None, single_rank: bool) -> None:
+    forget_flat_weights(module)
     module.__class__ = _sharded_class(cast(Hashable, type(module)), shapes, param_dtype, single_rank)
 
 
@@ -74,6 +78,8 @@ def _sharded_class(base: type, shapes: Shapes, param_dtype: torch.dtype | None, 
     make = _casting_reader if single_rank else _gathering_reader
     namespace: dict[str, Any] = {name: property(make(name, list(shape), param_dtype)) for name, shape in shapes}
     namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__module__": base.__module__}
+    if issubclass(base, nn.RNNBase):
+        namespace |= recurrent_members(param_dtype, single_rank)
     return type(base.__name__, (base,), namespace)
 
 
@@ -101,6 +107,11 @@ def _gathering_reader(name: str, shape: list[int], param_dtype: torch.dtype | No
         return gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype)
 
     return read
+
+
+def code_of_readers() -> list[CodeType]:
+    """The code of the properties of all sharded classes."""
+    return [make("", [], None).__code__ for make in (_casting_reader, _gathering_reader)]
 
 
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:

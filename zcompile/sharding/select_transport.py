@@ -66,7 +66,7 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
     if group.size() == 1:
         return "there is one rank"
     if not _C.built_with_cuda:
-        return "zcompile was built without CUDA (no nvcc was found)"
+        return "zcompile was built without CUDA (a build with ZCOMPILE_CUDA=1 says what is missing)"
     device, visible = torch.cuda.current_device(), torch.cuda.device_count()
     mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), device, _namespaces())
     hosts, gpus, devices, namespaces = zip(*all_gather_object(group, mine))

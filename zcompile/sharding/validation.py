@@ -96,15 +96,14 @@ def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) ->
     names = {id(parameter): name for name, parameter in parameters.items()}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute.startswith("_") and attribute not in ("_flat_weights",):
-                continue  # nn.Module's own tables
+            if attribute.startswith("_"):
+                continue  # nn.Module's own tables, and what recurrent layers keep, see recurrent.py
             for item in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(item, nn.Parameter) and id(item) in names:
                     return RuntimeError(
                         f"zcompile.shard: {type(module).__name__} '{path}' keeps a second reference to parameter "
                         f"'{names[id(item)]}' in '{attribute}', which would go on using the unsharded values. Read it "
-                        "from the module instead, or pass the parameter in ignored_params (recurrent layers: all of "
-                        "theirs)."
+                        "from the module instead, or pass the parameter in ignored_params."
                     )
     return None
 

@@ -1,0 +1,203 @@
+"""Modules of torch.nn, sharded over two ranks, train as they do unsharded."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
+
+import zcompile
+from tests.support.models import Chain
+from tests.support.reference import compiled, train_beside
+from zcompile.sharding.model_state import state_of
+
+matrix = pytest.mark.matrix
+
+
+class Last(nn.Module):
+    """The output of a recurrent layer without its state; inputs are [batch, time, features]."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+class Attends(nn.Module):
+    """Attention of a sequence to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+class Cells(nn.Module):
+    """Recurrent cells, stepped by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru = nn.LSTMCell(6, 7), nn.GRUCell(7, 5)
+
+    def forward(self, x):
+        h = c = x.new_zeros(len(x), 7)
+        out = x.new_zeros(len(x), 5)
+        for step in x.unbind(1):
+            h, c = self.lstm(step, (h, c))
+            out = self.gru(h, out)
+        return out
+
+
+def images(model, x):
+    return model(x.view(2, 3, 4, 7))
+
+
+def volumes(model, x):
+    return model(x.view(2, 3, 2, 2, 7))
+
+
+def sequences(model, x):
+    return model(x.view(2, 14, 6)[:, :9])
+
+
+def tokens(model, x):
+    return model((x.view(2, -1)[:, :12] * 100).long() % 11)
+
+
+def rows(model, x):
+    return model(x.view(-1, 6))
+
+
+MODULES = {
+    "conv1d": (lambda: Chain(nn.Conv1d(14, 5, 3, bias=False), nn.Conv1d(5, 3, 2)), lambda m, x: m(x.view(2, 14, 6))),
+    "conv2d": (lambda: Chain(nn.Conv2d(3, 18, 3), nn.ReLU(), nn.Conv2d(18, 5, 2)), images),
+    "conv2d-grouped": (lambda: Chain(nn.Conv2d(3, 9, 3, groups=3, padding=1), nn.Conv2d(9, 5, 1)), images),
+    "conv2d-transposed": (lambda: Chain(nn.ConvTranspose2d(3, 7, 3, stride=2), nn.Conv2d(7, 3, 3)), images),
+    "conv3d": (lambda: Chain(nn.Conv3d(3, 5, 2)), volumes),
+    "pooling": (lambda: Chain(nn.Conv2d(3, 5, 2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()), images),
+    "batch-norm": (lambda: Chain(nn.Conv2d(3, 5, 2), nn.BatchNorm2d(5), nn.PReLU(5)), images),
+    "group-norm": (lambda: Chain(nn.Conv2d(3, 6, 2), nn.GroupNorm(2, 6), nn.InstanceNorm2d(6, affine=True)), images),
+    "embedding-bag": (lambda: Chain(nn.EmbeddingBag(11, 5, mode="mean"), nn.Linear(5, 3)), tokens),
+    "embedding-padding": (lambda: Chain(nn.Embedding(11, 5, padding_idx=3), nn.Linear(5, 3)), tokens),
+    "attention": (Attends, sequences),
+    "transformer-layers": (
+        lambda: Chain(*(nn.TransformerEncoderLayer(6, 2, 9, dropout=0.0, batch_first=True) for _ in range(2))),
+        sequences,
+    ),
+    "lstm": (lambda: Last(nn.LSTM(6, 5, num_layers=2, batch_first=True)), sequences),
+    "lstm-bidirectional": (lambda: Last(nn.LSTM(6, 5, bidirectional=True, batch_first=True)), sequences),
+    "lstm-projected": (lambda: Last(nn.LSTM(6, 5, proj_size=3, bias=False, batch_first=True)), sequences),
+    "gru": (lambda: Last(nn.GRU(6, 5, num_layers=2, batch_first=True)), sequences),
+    "rnn": (lambda: Last(nn.RNN(6, 5, batch_first=True)), sequences),
+    "cells": (Cells, sequences),
+    "weight-norm": (lambda: Chain(parametrizations.weight_norm(nn.Linear(6, 5)), nn.Linear(5, 3)), rows),
+    "weight-norm-old": (lambda: Chain(weight_norm(nn.Linear(6, 5)), nn.Linear(5, 3)), rows),
+    # Its iteration goes on in each forward, and the unsharded model runs those of all ranks: it must have converged.
+    "spectral-norm": (lambda: Chain(parametrizations.spectral_norm(nn.Linear(6, 5), n_power_iterations=99)), rows),
+    "orthogonal": (lambda: Chain(parametrizations.orthogonal(nn.Linear(6, 5))), rows),
+}
+BREAK_GRAPHS = ("lstm", "lstm-bidirectional", "lstm-projected", "gru", "rnn", "weight-norm-old")  # also unsharded
+
+
+def loss_of(model, step, rank, run):
+    x = torch.randn(2 * 84, generator=torch.Generator().manual_seed(10 * step + rank))
+    return run(model, x).square().mean()
+
+
+def rank_trains(rank, world, kind, inner):
+    make, run = MODULES[kind]
+    prepare = zcompile.shard
+    if inner != "eager":
+        prepare = functools.partial(compiled, inner=inner, fullgraph=kind not in BREAK_GRAPHS)
+    train_beside(rank, world, prepare, make=make, loss=functools.partial(loss_of, run=run), steps=3)
+
+
+def rank_trains_all(rank, world, inner):
+    """One after the other: a test of its own for each would cost more than what it tests."""
+    failures = {}
+    for kind in MODULES:
+        try:
+            rank_trains(rank, world, kind, inner)
+        except AssertionError as error:
+            failures[kind] = str(error)
+        torch._dynamo.reset()
+    return failures
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_modules_of_torch_train_as_unsharded(ranks, inner):
+    for failures in ranks(2).run(rank_trains_all, inner):
+        assert not failures
+
+
+INDUCTOR_IN_CI = ("conv2d", "lstm-bidirectional")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in INDUCTOR_IN_CI else pytest.param(kind, marks=matrix) for kind in MODULES]
+)
+def test_modules_of_torch_train_under_inductor(ranks, kind):
+    """Of convolutions: a layout that Inductor prefers never reaches a shard that forward saves for backward."""
+    ranks(2).run(rank_trains, kind, "inductor")
+
+
+def rank_counts_gathers(rank, world):
+    model = zcompile.shard(nn.LSTM(6, 5, num_layers=2, bidirectional=True))
+    counts = []
+    for _ in range(2):
+        zcompile.reset_stats(model)
+        model(torch.randn(3, 2, 6))[0].sum().backward()
+        stats = zcompile.stats(model)
+        counts.append((stats["gathers"], stats["reduces"], sum(stats["gathered_bytes"].values())))
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    return counts, whole, state_of(model).runtime.stats()["peak_unsharded_bytes"]
+
+
+def test_a_recurrent_layer_gathers_each_weight_once_a_forward(ranks):
+    (counts, whole, peak), _ = ranks(2).run(rank_counts_gathers)
+    assert counts == [(16, 16, whole)] * 2
+    assert peak <= whole
+
+
+def rank_moves(rank, world):
+    """`.to()`, `flatten_parameters()` and a state dict leave a sharded recurrent layer right."""
+    torch.manual_seed(0)
+    reference = nn.GRU(4, 3)
+    weights = {name: value.clone() for name, value in reference.state_dict().items()}
+    model = nn.GRU(4, 3)
+    model.load_state_dict(weights)
+    zcompile.shard(model)
+    x = torch.randn(5, 2, 4)
+    model.flatten_parameters()
+    assert torch.equal(model(x)[0], reference(x)[0])
+    model.to(torch.float64)
+    assert model(x.double())[0].dtype == torch.float64
+    torch.testing.assert_close(model(x.double())[0], reference.double()(x.double())[0])
+    assert {name: value.full_tensor().shape for name, value in model.state_dict().items()} == {
+        name: value.shape for name, value in weights.items()
+    }
+
+
+def test_a_recurrent_layer_may_be_moved_and_saved(ranks):
+    ranks(2).run(rank_moves)
+
+
+def rank_thaws_a_layer(rank, world):
+    model = Last(nn.LSTM(6, 5, batch_first=True))
+    model.layer.weight_ih_l0.requires_grad_(False)
+    zcompile.shard(model)
+    model(torch.ones(2, 3, 6)).sum().backward()
+    frozen = model.layer._parameters["weight_ih_l0"]
+    assert frozen.grad is None and model.layer._parameters["weight_hh_l0"].grad is not None
+    frozen.requires_grad_(True)
+    model(torch.ones(2, 3, 6)).sum().backward()
+    assert frozen.grad is not None
+
+
+def test_weights_of_a_recurrent_layer_may_be_frozen_and_thawed(ranks):
+    ranks(2).run(rank_thaws_a_layer)

@@ -1,0 +1,217 @@
+"""Tests what touches torch's internals with several torches, and writes a table of torches and files.
+
+    python tests/matrix.py                                     # make matrix
+    python tests/matrix.py --torch 2.15.0 --environments DIR   # make matrix TORCH=2.15.0 MATRIX_ENVS=DIR
+    python tests/matrix.py --torch 2.15.0 --smoke              # make smoke TORCH=2.15.0
+
+For each torch, build/matrix/VERSION holds a virtual environment, a copy of this checkout with the extension built for
+that torch, and results.json. build/matrix/table.md is made of all of these. What is there already is used again. A
+torch with CUDA takes 3 GB to download and 6 GB of disk: `--environments` names a folder with environments called
+VERSION, whose packages are used and not changed. The extension is built for CPUs where there is no GPU.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "matrix"
+TORCHES = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+TESTS = (
+    "tests/unit/test_entry_points.py",
+    "tests/unit/test_pipeline.py",
+    "tests/unit/test_planned_graphs.py",
+    "tests/distributed/test_explain.py",
+    "tests/distributed/test_inductor_lifetimes.py",
+    "tests/distributed/test_lifetimes.py",
+    "tests/distributed/test_numerics.py",
+    "tests/distributed/test_ops.py",
+    "tests/distributed/test_rematerialize.py",
+    "tests/distributed/test_training.py",
+    "tests/deepspeed",
+)
+SMOKE = (
+    "tests/unit/test_entry_points.py",
+    "tests/unit/test_planned_graphs.py",
+    "tests/distributed/test_inductor_lifetimes.py",
+    "tests/distributed/test_ops.py",
+)
+NOT_TESTED = r"torch|deepspeed|ruff|mypy|clang-format|PySide6"  # requirements that the tests here do without
+
+
+# DeepSpeed compiles these at their first use. In a test, that could take longer than ranks wait for one another.
+DEEPSPEED_OPS = """
+from deepspeed.accelerator import get_accelerator
+for name in ("FusedAdamBuilder", "ShareMemCommBuilder"):
+    get_accelerator().create_op_builder(name).load()
+"""
+
+
+def run(command: list[Any], **settings: Any) -> None:
+    """Run a command; its output is shown."""
+    print("+", *command, flush=True)
+    subprocess.run([str(part) for part in command], check=True, **settings)
+
+
+def environment_of(version: str, given: Path | None) -> Path:
+    """The Python of a virtual environment with this torch and all that tests need."""
+    folder = FOLDER / version / "venv"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    lines = [str(FOLDER / version / "source")]
+    if given is not None and (given / version).is_dir():
+        lines += map(str, (given / version).glob("lib/python*/site-packages"))
+    (packages / "a_matrix.pth").write_text("\n".join(lines) + "\n")
+    text = (ROOT / "requirements-dev.txt").read_text()
+    (FOLDER / version / "constraints.txt").write_text(f"torch=={version}\n")
+    kept = [line for line in text.splitlines() if not re.match(rf"({NOT_TESTED})\b", line)]
+    (FOLDER / version / "requirements.txt").write_text("\n".join(kept) + "\n")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip += ["-c", FOLDER / version / "constraints.txt"]
+    run([*pip, f"torch=={version}", "-r", FOLDER / version / "requirements.txt"])
+    (deepspeed,) = [line for line in text.splitlines() if line.startswith("deepspeed==")]
+    run([*pip, "--no-build-isolation", deepspeed], env=settings_of(python))
+    return python
+
+
+def settings_of(python: Path) -> dict[str, str]:
+    """The environment variables of whatever runs in a virtual environment here."""
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
+    left = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    alone = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"}
+    return left | alone | {"PATH": path, "VIRTUAL_ENV": str(python.parents[1])}
+
+
+def copy_source(version: str) -> Path:
+    """A copy of this checkout as it is. A file that did not change keeps its time, so only changes are compiled."""
+    source = FOLDER / version / "source"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.split("\n")  # fmt: skip
+    names = {name for name in listed if name and os.path.lexists(ROOT / name)}
+    known = source / "copied.json"
+    for gone in set(json.loads(known.read_text()) if known.exists() else []) - names:
+        (source / gone).unlink(missing_ok=True)
+    for name in sorted(names):
+        ours, theirs = ROOT / name, source / name
+        theirs.parent.mkdir(parents=True, exist_ok=True)
+        if ours.is_symlink():
+            if not theirs.is_symlink():
+                theirs.symlink_to(os.readlink(ours))
+        elif not theirs.exists() or theirs.read_bytes() != ours.read_bytes():
+            shutil.copy(ours, theirs)
+    known.write_text(json.dumps(sorted(names)))
+    return source
+
+
+def build(python: Path, source: Path, deepspeed: bool) -> None:
+    """Build the extension in its place, and write what an install says of itself: the names of entry points.
+
+    With `deepspeed`, also build what DeepSpeed would compile in the tests.
+    """
+    settings = settings_of(python)
+    code = "import torch; print(int(torch.cuda.is_available()))"
+    gpu = subprocess.run([python, "-c", code], env=settings, check=True, capture_output=True, text=True).stdout.strip()
+    settings.setdefault("ZCOMPILE_CUDA", gpu)
+    run([python, "setup.py", "--quiet", "egg_info"], cwd=source, env=settings)
+    run([python, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=source, env=settings)
+    if gpu == "0" and deepspeed:
+        folder = source / "build" / "torch_extensions"  # as in tests/conftest.py
+        settings |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+        run([python, "-c", DEEPSPEED_OPS], cwd=source, env=settings)
+
+
+def test(python: Path, source: Path, tests: tuple[str, ...], more: list[str]) -> dict[str, dict[str, float]]:
+    """Run tests; how many of each file passed, failed and were skipped, and the seconds that they took together."""
+    report = source.parent / "junit.xml"
+    report.unlink(missing_ok=True)
+    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [python, "-m", "pytest", *tests, "-q", *workers, f"--junitxml={report}", *more]
+    print("+", *command, flush=True)
+    subprocess.run([str(part) for part in command], cwd=source, env=settings_of(python))
+    if not report.exists():
+        sys.exit(f"pytest ended without a report: see above ({source})")
+    counts: dict[str, dict[str, float]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = case.get("classname", "") or case.get("name", "")
+        file = counts.setdefault(name, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
+        children = {child.tag for child in case}
+        failed = bool(children & {"failure", "error"})
+        file["failed" if failed else "skipped" if "skipped" in children else "passed"] += 1
+        file["seconds"] += float(case.get("time", 0))
+    return counts
+
+
+def table() -> str:
+    """The results of every torch in build/matrix: a row for each file of tests."""
+    results = {path.parent.name: json.loads(path.read_text()) for path in FOLDER.glob("*/results.json")}
+    torches = sorted(results, key=lambda version: [int(part) for part in version.split(".")])
+    files = sorted({name for result in results.values() for name in result["files"]})
+    head = [f"torch {results[version]['torch']}" for version in torches]
+    rows = [["passed / failed / skipped, minutes", *head], ["---"] * (len(torches) + 1)]
+    for name in files:
+        rows.append([name.removeprefix("tests.").replace(".", "/")])
+        for version in torches:
+            count = results[version]["files"].get(name)
+            rows[-1].append(
+                "{passed} / {failed} / {skipped}, {minutes:.1f}".format(**count, minutes=count["seconds"] / 60)
+                if count
+                else "not run"
+            )
+    rows.append(["minutes on the clock, with building", *(f"{results[version]['minutes']:.1f}" for version in torches)])
+    rows.append(["commit", *(results[version]["commit"] for version in torches)])
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def run_torch(version: str, arguments: argparse.Namespace, more: list[str]) -> int:
+    """Prepare and test one torch; how many tests failed."""
+    began = time.monotonic()
+    (FOLDER / version).mkdir(parents=True, exist_ok=True)
+    source = copy_source(version)
+    python = environment_of(version, arguments.environments)
+    build(python, source, deepspeed=not arguments.smoke)
+    counts = test(python, source, SMOKE if arguments.smoke else TESTS, more)
+    minutes = (time.monotonic() - began) / 60
+    failed = int(sum(count["failed"] for count in counts.values()))
+    passed = int(sum(count["passed"] for count in counts.values()))
+    print(f"torch {version}: {passed} passed, {failed} failed, {minutes:.1f} minutes", flush=True)
+    if not arguments.smoke:
+        code = "import platform, torch; print(f'{torch.__version__}, Python {platform.python_version()}')"
+        named = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+        result = {"torch": named, "minutes": minutes, "commit": commit.stdout.strip(), "files": counts}
+        (FOLDER / version / "results.json").write_text(json.dumps(result, indent=1))
+        (FOLDER / "table.md").write_text(table())
+    return failed if passed else 1
+
+
+def main() -> int:
+    """Returns: 0 if every test of every torch passed, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Further arguments go to pytest.")
+    add = parser.add_argument
+    add("--torch", action="append", help=f"a version; may be given several times (default: {', '.join(TORCHES)})")
+    add("--environments", type=Path, help="a folder with an environment for some versions, named after them")
+    add("--smoke", action="store_true", help="a handful of tests, which do not count in the table")
+    arguments, more = parser.parse_known_args()
+    failed = 0
+    for version in arguments.torch or TORCHES:
+        failed += run_torch(version, arguments, more)
+    if not arguments.smoke:
+        print((FOLDER / "table.md").read_text())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

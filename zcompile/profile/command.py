@@ -1,0 +1,168 @@
+"""`zcompile profile`: trains a model under several engines and reports on them."""
+
+import argparse
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from zcompile.planning.argument_parser import Parser, positive
+from zcompile.planning.llama import SIZES
+from zcompile.planning.workloads import BadInput
+from zcompile.profile import report
+from zcompile.profile.compare import compare, count
+from zcompile.profile.engine import PRECISIONS
+from zcompile.profile.engines import ENGINES, find, names_of
+from zcompile.profile.figures import finished
+from zcompile.profile.job import Job
+
+
+def parser() -> Parser:
+    """All options, each with its reason or default in its help."""
+    options = Parser(
+        prog="zcompile profile",
+        description="Train one model under several engines, each in processes of its own, and compare step time, "
+        "peak memory and losses.",
+        epilog="engines: " + "; ".join(f"{name}: {entry.about}" for name, entry in ENGINES.items()),
+    )
+    add = options.add_argument
+    add(
+        "--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)"
+    )
+    add(
+        "--module",
+        metavar="FILE.py:FUNCTION",
+        help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)",
+    )
+    example = "the backend's options as in zcompile:transport=nccl:save_for_backward_bytes=0"
+    add("--engines", default="zcompile,limit,fsdp2", help=f"comma-separated, of those below, or 'all'; {example}")
+    add("--ranks", type=positive, help="processes; all GPUs, or 2 where there is none")
+    add("--batch", type=positive, help="sequences a rank and microbatch; 1, or 8 of the tiny model")
+    add("--tokens", type=positive, help="per sequence")
+    about = "; ".join(f"{name}: {what}" for name, what in PRECISIONS.items())
+    add("--precision", choices=PRECISIONS, help=f"{about}. bf16 on GPUs, fp32 on CPUs")
+    add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
+    add("--accumulation", type=positive, default=1, help="microbatches a step")
+    add("--steps", type=positive, default=20, help="timed, in each repeat")
+    add("--warmup", type=positive, default=8, help="steps before them; DeepCompile compiles again after five")
+    add("--repeats", type=positive, default=2, help="of each engine, in turns")
+    add(
+        "--lr",
+        type=float,
+        default=2e-5,
+        help="of AdamW, after a rise over 20 steps; steeper, and runs that differ by rounding may part",
+    )
+    add("--seed", type=int, default=0)
+    add("--timeout", type=float, default=600.0, help="seconds that one run may take")
+    add("--output", type=Path, default=Path("out/profile"), help="a folder")
+    add(
+        "--trace",
+        action="store_true",
+        help="keep a trace of two steps of each engine, OUTPUT/ENGINE.trace.json.gz, for ui.perfetto.dev",
+    )
+    add(
+        "--snapshot",
+        action="store_true",
+        help="keep a CUDA memory snapshot of a step, OUTPUT/ENGINE.snapshot.pickle, for pytorch.org/memory_viz",
+    )
+    return options
+
+
+def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
+    """Raises:
+    BadInput: no such engine or option, or more ranks than GPUs.
+    """
+    engines = names_of(arguments.engines)
+    for name in engines:
+        find(name)
+    gpus = torch.cuda.device_count()
+    ranks = arguments.ranks or gpus or 2
+    if gpus and ranks > gpus:
+        raise BadInput(f"{ranks} ranks need as many GPUs, and there are {gpus}")
+    if arguments.module and arguments.checkpointing:
+        raise BadInput("--checkpointing has no meaning with --module: checkpoint in your own model")
+    if arguments.module and (arguments.batch or arguments.tokens):
+        raise BadInput("--batch and --tokens have no meaning with --module: your batch(step, rank) decides")
+    if arguments.steps < 2:
+        raise BadInput("--steps must be at least 2, for a median and its spread")
+    if arguments.snapshot and not gpus:
+        raise BadInput("--snapshot needs a GPU: it is of CUDA's allocator")
+    job = Job(
+        engine="",
+        device="cuda" if gpus else "cpu",
+        ranks=ranks,
+        model=arguments.model,
+        module=arguments.module,
+        sequences=arguments.batch,
+        tokens=arguments.tokens,
+        checkpointing=arguments.checkpointing,
+        precision=arguments.precision or ("bf16" if gpus else "fp32"),
+        accumulation=arguments.accumulation,
+        warmup=arguments.warmup,
+        steps=arguments.steps,
+        learning_rate=arguments.lr,
+        seed=arguments.seed,
+        timeout_s=arguments.timeout,
+        trace=False,
+        folder="",
+        cache="",
+        keep_trace=arguments.trace,
+        keep_snapshot=arguments.snapshot,
+    )
+    return job, engines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare and report.
+
+    Returns:
+        The exit code: 0, 1 if no engine gave a result, or 143 after a SIGTERM. Bad input exits with 2.
+    """
+    options = parser()
+    arguments = options.parse_args(argv)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    terminated = False
+
+    def terminate(*_: Any) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt  # which ends ranks, and reports what there is
+
+    signal.signal(signal.SIGTERM, terminate)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    try:
+        job, engines = job_of(arguments)
+        counted = count(job)
+        report.clear(arguments.output)
+        with Progress(*columns, console=console, transient=True) as progress:
+            runs = progress.add_task("counting", total=len(engines) * arguments.repeats, completed=-1)
+
+            def tell(engine: str, repeat: int) -> None:
+                progress.update(runs, description=f"{engine}, repeat {repeat + 1} of {arguments.repeats}", advance=1)
+
+            results = compare(job, counted, engines, arguments.repeats, arguments.output, tell)
+    except BadInput as error:
+        options.error(str(error))
+    results["command"] = "zcompile profile " + shlex.join(argv if argv is not None else sys.argv[1:])
+    written = report.write(results, arguments.output)
+    console.print(report.table(results))
+    for sentence in report.predictions(results):
+        console.print(sentence, markup=False, highlight=False)
+    for name, why in report.absent(results).items():
+        console.print(f"[bold]{name}[/]: not measured: ", end="")
+        console.print(why, markup=False, highlight=False)
+    console.print(f"Report: {written[-1]}", highlight=False)
+    if terminated:
+        return 128 + signal.SIGTERM
+    return 0 if finished(results) else 1

@@ -1,0 +1,86 @@
+"""Recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`): what their forward reads is the list `_flat_weights`.
+
+torch keeps that list beside the table of parameters, so the properties of class_swap.py alone would leave it unsharded.
+Here it is a property too. A forward gathers all weights of its layer together, in one transfer, and drops them at its
+end.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile.sharding.attributes import LEAF
+
+gather_group = torch.ops.zcompile.gather_group.default
+
+_GATHERED = "_zcompile_flat_weights"  # the weights in the order of `_flat_weights_names`, while forward runs
+
+
+def recurrent_members(param_dtype: torch.dtype | None, single_rank: bool) -> dict[str, Any]:
+    """Members for the class of a sharded recurrent layer.
+
+    Args:
+        param_dtype: as that of `zcompile.shard`.
+        single_rank: nothing is sharded, so that weights are only cast.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the graph's passes then see to it that each weight travels once
+            return super(type(self), self).forward(*args, **kwargs)
+        gather_all = _read_one_by_one if single_rank else _gather_together
+        self.__dict__[_GATHERED] = gather_all(self, param_dtype)
+        try:
+            return super(type(self), self).forward(*args, **kwargs)
+        finally:
+            del self.__dict__[_GATHERED]
+
+    def flat_weights(self: Any) -> list[torch.Tensor | None]:
+        if torch.compiler.is_compiling():
+            return _read_one_by_one(self, param_dtype)
+        gathered: list[torch.Tensor | None] | None = self.__dict__.get(_GATHERED)
+        return [self._parameters.get(name) for name in self._flat_weights_names] if gathered is None else gathered
+
+    return {
+        "forward": forward,
+        "_flat_weights": property(flat_weights, lambda self, value: None),
+        "_init_flat_weights": _nothing,  # torch calls it after `_apply`
+        "_update_flat_weights": _nothing,  # torch calls it at the beginning of each forward
+        "flatten_parameters": _nothing,  # one block of memory for cuDNN: gathered weights are new in each forward
+    }
+
+
+def forget_flat_weights(module: nn.Module) -> None:
+    """Drop torch's list of unsharded weights, if `module` is a recurrent layer."""
+    if isinstance(module, nn.RNNBase):
+        module.__dict__.pop("_flat_weights", None)
+
+
+def restore_flat_weights(module: nn.Module) -> None:
+    """Give a recurrent layer, which is of torch's class again, torch's list of weights."""
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+
+
+def _nothing(self: Any) -> None:
+    pass
+
+
+def _read_one_by_one(self: Any, param_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _gather_together(self: Any, param_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+    """All weights of the layer, gathered in one transfer. One by one where some are not sharded."""
+    names: list[str] = self._flat_weights_names
+    leaves = [self.__dict__.get(LEAF + name) for name in names]
+    dtypes = {leaf.dtype for leaf in leaves if leaf is not None}
+    if None in leaves or len(dtypes) > 1:
+        return _read_one_by_one(self, param_dtype)
+    parameters = [self._parameters[name] for name in names]
+    for leaf, parameter in zip(leaves, parameters):
+        leaf.requires_grad_(parameter.requires_grad)
+    sizes = [size for parameter in parameters for size in parameter.shape]
+    dims = [parameter.ndim for parameter in parameters]
+    gathered: list[torch.Tensor | None] = gather_group(leaves, sizes, dims, param_dtype or dtypes.pop())
+    return gathered
