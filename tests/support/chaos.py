@@ -250,8 +250,8 @@ def run_rank(rank, fault, store):
     if fault.device == "cuda":
         torch.cuda.synchronize()
         time.sleep(4 * PERIOD_S)  # over NCCL, ranks are compared once in a period, and told at the next collective
-        loss_of(model, 0, rank, fault.branches)
     with torch.no_grad():
+        loss_of(model, 0, rank, fault.branches)  # an evaluation: a fault in the last step is seen here
         final = [parameter.full_tensor().tolist() for parameter in model.parameters()]
     dist.barrier()
     return taken, final
