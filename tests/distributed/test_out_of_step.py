@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from tests.support.models import Chain
 from tests.support.meshes import short_mesh
+from tests.support.models import Chain
 from tests.support.raising import RAISES, MayRaise
 from tests.support.reference import FP32, close, same_grads
 from zcompile.sharding.model_state import state_of
