@@ -136,10 +136,11 @@ void RankAgreement::note_backward() {
   if (is_open_) {
     // Another number is that of a backward inside of this one. Outside of both can only be another thread, because
     // this one is in the open backward.
+    if (id == -1) stop();  // tells the other ranks
     TORCH_CHECK(
         id != -1,
-        "zcompile: a sharded model is read while a backward pass of another thread goes on. Sharded models "
-        "must run from one thread at a time, in one order on all ranks.");
+        "zcompile: a sharded model is read while a backward pass of another thread goes on. Sharded models must run "
+        "from one thread at a time, in one order on all ranks.");
     return;
   }
   if (id == -1) return;
