@@ -178,7 +178,8 @@ def loss_of(model, number, rank, branches):
     """The loss of `rank` on its batch of this number."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))
     device = next(model.parameters()).device
-    return model(x.to(device), branches and (number + rank) % 2 == 0).square().mean()
+    x = x.to(device).requires_grad_()  # so that a backward comes to the first layer's place, too
+    return model(x, branches and (number + rank) % 2 == 0).square().mean()
 
 
 def make_optimizer(model):
@@ -251,7 +252,7 @@ def run_rank(rank, fault, store):
         torch.cuda.synchronize()
         time.sleep(4 * PERIOD_S)  # over NCCL, ranks are compared once in a period, and told at the next collective
     with torch.no_grad():
-        loss_of(model, 0, rank, fault.branches)  # an evaluation: a fault in the last step is seen here
+        loss_of(model, 0, rank, False)  # an evaluation: a fault in the last step is seen here
         final = [parameter.full_tensor().tolist() for parameter in model.parameters()]
     dist.barrier()
     return taken, final
@@ -332,7 +333,8 @@ def _run(fault, folder):
     return [(kind, what if kind == "ok" else f"{what}\n{text}") for (kind, what), text in zip(answers, texts)], seconds
 
 
-PARAMETER = r"'(layers\.\d\.(weight|bias)|extra\.(weight|bias)|scale)'"
+# Or, behind a rank's last reduce, what it waits for.
+PARAMETER = r"finish a backward pass|'(layers\.\d\.(weight|bias)|extra\.(weight|bias)|scale)'"
 
 
 def check(fault, answers, seconds):
