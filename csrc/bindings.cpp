@@ -7,11 +7,15 @@
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/schedule/staleness.h"
 #include "runtime/model.h"
+#include "transport/descriptor_sockets.h"
+#include "transport/fail_together.h"
 #include "transport/shard_layout.h"
 
 #include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <unistd.h>
 
 namespace py = pybind11;
 
@@ -44,18 +48,35 @@ py::dict as_dict(Model& model) {
   return result;
 }
 
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Ending a transport waits for what its streams still wait for, which other ranks may do only when other threads of
+// this process go on. The last reference to a model may go with the GIL, in Python, or without it, in autograd. When
+// the interpreter ends, other ranks may have ended before, so nothing is waited for: the process gives everything back.
+void delete_without_gil(Model* model) {
+  if (Py_IsInitialized() == 0 || is_finalizing()) return;
+  std::optional<py::gil_scoped_release> released;
+  if (PyGILState_Check() != 0) released.emplace();
+  delete model;
+}
+
 int64_t add_parameter(
-    Model& model, std::string name, at::Tensor shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
+    Model& model, std::string name, const at::Tensor& shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
     std::optional<at::ScalarType> reduce_dtype) {
   ParamState param;
   param.name = std::move(name);
-  param.shard = std::move(shard);
   param.shape = std::move(shape);
   param.numel = c10::multiply_integers(param.shape);
   param.chunk = chunk;
   param.replicated = replicated;
   param.reduce_dtype = reduce_dtype;
-  return model.add(std::move(param));
+  return model.add(std::move(param), shard);
 }
 
 // For tests alone: the schedule of the peer-to-peer transport, which needs no GPU.
@@ -147,6 +168,49 @@ void bind_shard_layout(py::module& module) {
       "For tests: the bytes of one piece where pieces of several parameters are packed.");
 }
 
+// For tests alone: what the peer-to-peer transport does on the host to share memory, which needs no GPU.
+void bind_sharing(py::module& module) {
+  py::class_<DescriptorSockets>(
+      module, "DescriptorSockets", "For tests: sockets by which ranks of one host give each other file descriptors.")
+      .def(
+          py::init([](int64_t rank, int64_t world, int64_t timeout_ms) {
+            return std::make_unique<DescriptorSockets>(rank, world, std::chrono::milliseconds(timeout_ms));
+          }),
+          py::arg("rank"), py::arg("world"), py::arg("timeout_ms"))
+      .def_static(
+          "connect_all",
+          [](const std::string& group, int64_t rank, int64_t world, int64_t timeout_ms) {
+            return DescriptorSockets::connect_all(group, at::kCPU, rank, world, std::chrono::milliseconds(timeout_ms));
+          },
+          ReleaseGil(), py::arg("group"), py::arg("rank"), py::arg("world"), py::arg("timeout_ms"))
+      .def_property_readonly("name", &DescriptorSockets::name)
+      .def(
+          "connect",
+          [](DescriptorSockets& sockets, const std::vector<std::pair<std::string, int64_t>>& peers) {
+            std::vector<DescriptorSockets::Peer> all;
+            for (const auto& [name, process] : peers) all.push_back({name, process});
+            sockets.connect(std::move(all));
+          },
+          ReleaseGil(), py::arg("peers"))
+      .def("accept", &DescriptorSockets::accept, ReleaseGil())
+      .def(
+          "exchange",
+          [](DescriptorSockets& sockets, const std::vector<int>& descriptors) {
+            std::vector<Descriptor> sent;
+            for (const auto number : descriptors) sent.emplace_back(dup(number));
+            std::vector<std::pair<int64_t, int>> received;
+            sockets.exchange(sent, [&](int64_t rank, const Descriptor& descriptor) {
+              received.emplace_back(rank, dup(descriptor.get()));
+            });
+            return received;
+          },
+          ReleaseGil(), py::arg("descriptors"), "(rank, descriptor) of what others sent; the caller closes them.");
+  module.def(
+      "fail_together",
+      [](const std::string& group, const std::function<void()>& attempt) { fail_together(group, at::kCPU, attempt); },
+      ReleaseGil(), py::arg("group"), py::arg("attempt"), "For tests: raises on all ranks if `attempt` does on one.");
+}
+
 void bind_numerics(py::module& module) {
   module.def(
       "own_storage",
@@ -167,13 +231,13 @@ void bind_numerics(py::module& module) {
 }
 
 void bind_model(py::module& module) {
-  py::class_<Model>(module, "Model")
+  py::class_<Model, std::shared_ptr<Model>>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
                       int64_t world, bool native_reduce, int64_t number) {
-            return std::make_unique<Model>(
-                Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)}, rank, world,
-                native_reduce, number);
+            auto groups = Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)};
+            return std::shared_ptr<Model>(
+                new Model(std::move(groups), rank, world, native_reduce, number), delete_without_gil);
           }),
           py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"),
           py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false, py::arg("number") = 0)
@@ -252,6 +316,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_shard_layout(module);
   bind_cache_schedule(module);
   bind_adam_schedule(module);
+  bind_sharing(module);
   bind_model(module);
 }
 

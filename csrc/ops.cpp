@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <mutex>
 
 #include "runtime/gather_reduce.h"
@@ -42,30 +43,38 @@ std::vector<at::Tensor> call_gather_group(
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-ParamState* find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
-  auto& param = find_param(shard);
+std::shared_ptr<ParamState> find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
+  auto param = find_param(shard);
   TORCH_CHECK(
-      shape == at::IntArrayRef(param.shape), "zcompile::", op, ": '", param.name, "' has shape ",
-      at::IntArrayRef(param.shape), ", asked for ", shape);
-  return &param;
+      shape == at::IntArrayRef(param->shape), "zcompile::", op, ": '", param->name, "' has shape ",
+      at::IntArrayRef(param->shape), ", asked for ", shape);
+  return param;
 }
 
 // [Note: writes to an unsharded parameter are lost]
 // A gathered parameter is a copy. An in-place write to it raises its version counter, which outlives it, so the next
-// gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own.
-void refuse_lost_writes(const ParamState& param) {
+// gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own. It is
+// told once: the shard is as it was, so the gather after that is right.
+void refuse_lost_writes(ParamState& param) {
+  if (!param.unsharded_version || param.unsharded_version->current_version() == 0) return;
+  param.unsharded_version.reset();
   TORCH_CHECK(
-      !param.unsharded_version || param.unsharded_version->current_version() == 0, "zcompile: parameter '", param.name,
-      "' was modified in place through its owning module on rank ", param.model->rank(),
+      false, "zcompile: parameter '", param.name, "' was modified in place through its owning module on rank ",
+      param.model->rank(),
       ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), "
-      "or "
-      "initialise before zcompile.shard().");
+      "or initialise before zcompile.shard(). The parameter is as it was before.");
 }
 
-ParamState* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
-  auto* param = find_with_shape(shard, shape, "gather");
+std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
+  auto param = find_with_shape(shard, shape, "gather");
   refuse_lost_writes(*param);
   return param;
+}
+
+std::vector<ParamState*> pointers(const std::vector<std::shared_ptr<ParamState>>& params) {
+  std::vector<ParamState*> result;
+  for (const auto& param : params) result.push_back(param.get());
+  return result;
 }
 
 // Shapes of several tensors travel through a schema as one list: the sizes, and how many of them each tensor has.
@@ -81,21 +90,22 @@ std::vector<at::IntArrayRef> split_sizes(at::IntArrayRef sizes, at::IntArrayRef 
 
 at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return std::move(gather_start(find_to_gather(shard, shape), dtype).front());
+  const auto param = find_to_gather(shard, shape);
+  return std::move(gather_start(param.get(), dtype).front());
 }
 
 at::Tensor gather_cached_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return gather_cached_start(find_to_gather(shard, shape), dtype);
+  return gather_cached_start(find_to_gather(shard, shape).get(), dtype);
 }
 
 std::vector<at::Tensor> gather_group_start_kernel(
     at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto shapes = split_sizes(sizes, dims);
-  std::vector<ParamState*> params;
+  std::vector<std::shared_ptr<ParamState>> params;
   for (size_t i = 0; i < shards.size(); ++i) params.push_back(find_to_gather(shards[i], shapes[i]));
-  return gather_start(params, dtype);
+  return gather_start(pointers(params), dtype);
 }
 
 at::Tensor gather_wait_kernel(const at::Tensor& unsharded) {
@@ -119,14 +129,15 @@ std::vector<at::Tensor> gather_group_kernel(
 
 at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return std::move(reduce_start(&find_param(shard), grad).front());
+  const auto param = find_param(shard);
+  return std::move(reduce_start(param.get(), grad).front());
 }
 
 std::vector<at::Tensor> reduce_group_start_kernel(at::TensorList grads, at::TensorList shards) {
   at::AutoDispatchBelowADInplaceOrView below;
-  std::vector<ParamState*> params;
-  for (const auto& shard : shards) params.push_back(&find_param(shard));
-  return reduce_start(params, grads);
+  std::vector<std::shared_ptr<ParamState>> params;
+  for (const auto& shard : shards) params.push_back(find_param(shard));
+  return reduce_start(pointers(params), grads);
 }
 
 at::Tensor reduce_wait_kernel(const at::Tensor& pending, const at::Tensor& /*grad*/) {
@@ -144,14 +155,14 @@ at::Tensor reduce_kernel(const at::Tensor& grad, const at::Tensor& shard) {
 at::Tensor gather_rows_kernel(
     const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return gather_rows(find_to_gather(shard, shape), dtype, indices);
+  return gather_rows(find_to_gather(shard, shape).get(), dtype, indices);
 }
 
 at::Tensor reduce_rows_start_kernel(
     const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
     const at::Tensor& indices) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return reduce_rows_start(find_with_shape(shard, shape, "reduce_rows"), grad, indices, dtype);
+  return reduce_rows_start(find_with_shape(shard, shape, "reduce_rows").get(), grad, indices, dtype);
 }
 
 at::Tensor reduce_rows_kernel(
@@ -206,9 +217,15 @@ at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*
 // --- autograd -------------------------------------------------------------------------------------------------------
 
 // The backward of gather. It remembers the shard only to name the param, so it saves no variable and checks no
-// version: an optimizer step between forward and backward does not matter to it.
+// version: an optimizer step between forward and backward does not matter to it. Of a real shard it has the memory and
+// not the leaf, which its next edge has: a node may outlive its graph, for as long as somebody refers to it weakly.
 struct ReduceBackward : public torch::autograd::Node {
   at::Tensor shard;
+
+  // The highest number, as of the nodes that accumulate: the engine takes it as soon as its gradients are there. With
+  // the number of the first gather, it would wait for all that was recorded since, and a node may be shared by the
+  // graphs of several steps.
+  ReduceBackward() : Node(std::numeric_limits<uint64_t>::max()) {}
 
   std::string name() const override { return "ReduceBackward"; }
 
@@ -218,9 +235,10 @@ struct ReduceBackward : public torch::autograd::Node {
   }
 };
 
-NodePtr make_backward(const at::Tensor& shard) {
+// `memory`: the shard, or what has its memory.
+NodePtr make_backward(const at::Tensor& shard, const at::Tensor& memory) {
   auto node = NodeTraits<NodePtr>::make<ReduceBackward>();
-  node->shard = shard;
+  node->shard = memory;
   node->set_next_edges(torch::autograd::collect_next_edges(shard));
   return node;
 }
@@ -233,7 +251,8 @@ bool is_real(const at::Tensor& tensor) {
 // [Note: one reduce per parameter]
 // A parameter that is read twice must be reduced once, after its gradients were summed: twice the bytes otherwise, and
 // another rounding than in the compiled graph. In eager, all gathers of a parameter that are alive share one backward
-// node; autograd sums what flows into it before it runs.
+// node; autograd sums what flows into it before it runs. Graphs of earlier steps that somebody holds take part in that,
+// and change nothing: what flows in is counted per backward.
 void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at::Tensor& unsharded) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
@@ -244,14 +263,14 @@ void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at
       return;
     }
   }
-  auto node = make_backward(shard);
+  auto node = make_backward(shard, param.shard);
   torch::autograd::set_history(unsharded, node);
   param.backward.insert_or_assign(unsharded.scalar_type(), NodeTraits<NodePtr>::weak(node));
 }
 
 // Lets the gradient of `unsharded`, which was gathered from `shard`, be reduced, and writes to `unsharded` be seen.
 void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool differentiable) {
-  ParamState* param = is_real(shard) ? &find_param(shard) : nullptr;
+  const auto param = is_real(shard) ? find_param(shard) : nullptr;
   if (param && !unsharded.is_inference()) {
     param->unsharded_version = unsharded.unsafeGetTensorImpl()->version_counter();
   }
@@ -259,7 +278,7 @@ void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool different
   if (param) {
     attach_shared_backward(*param, shard, unsharded);
   } else {
-    torch::autograd::set_history(unsharded, make_backward(shard));
+    torch::autograd::set_history(unsharded, make_backward(shard, shard));
   }
 }
 

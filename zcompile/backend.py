@@ -124,11 +124,11 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
     """What the passes are configured with, for the model that the inputs are shards of; the same on all its ranks."""
     model = next(iter(_models(example_inputs)), None)
     if model is None:  # nothing is gathered, or tests compile a graph of their own
-        link, free_bytes = CPU.over("gloo", 2), CPU.memory_bytes
+        link, memory_bytes = CPU.over("gloo", 2), CPU.memory_bytes
     else:
         transport = model.transport.transport if settings.transport == "auto" else settings.transport
-        link, free_bytes = model.hardware.over(transport, model.runtime.world), model.free_bytes
-    return settings.plan(link, free_bytes)
+        link, memory_bytes = model.hardware.over(transport, model.runtime.world), model.memory_bytes
+    return settings.plan(link, memory_bytes)
 
 
 def _on_first_run(

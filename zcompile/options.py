@@ -73,8 +73,9 @@ class Settings:
     gather_budget_bytes: int | None = None
     """Most bytes of unsharded parameters at once in a compiled graph, in addition to the largest that one reader
     needs. A plan starts each gather as late as still hides it, so it seldom comes near. Under a small budget, a
-    parameter that is read again much later is gathered again. Default: a sixteenth of the memory that was free on the
-    fullest device when the model was sharded, as a power of two."""
+    parameter that is read again much later is gathered again. Default: a sixteenth of the memory that a rank may have
+    (of its device, or of its host's, divided by the ranks that share it; on the rank that has least; as a power of
+    two). What is free plays no part: a plan would differ from run to run, and miss every cache."""
 
     reduce_budget_bytes: int = 256 << 20
     """Most bytes of gradients whose reduce has started and has not been waited for: two of the largest matrices of a
@@ -100,7 +101,7 @@ class Settings:
     microbatch_cache_bytes: int | None = None
     """Most bytes of unsharded parameters that stay unsharded from microbatch to microbatch inside of
     `zcompile.accumulate`; what is gathered first is cached first. Default: a quarter of what is left of the memory
-    that was free when the model was sharded, after gradients and two optimizer states, each as large as the shards.
+    that a rank may have (see `gather_budget_bytes`) after shards, gradients and two optimizer states of that size.
     The DeepSpeed flag has no such block, so it caches only if this option is given: the option then promises that
     partitions do not change between the microbatches of a step."""
 
@@ -159,16 +160,16 @@ class Settings:
                     f"zcompile: option {option.name!r} must be a whole number of bytes, at least 0, not {given!r}."
                 )
 
-    def plan(self, link: Link, free_bytes: int) -> Plan:
+    def plan(self, link: Link, memory_bytes: int) -> Plan:
         """What passes are configured with.
 
         Args:
-            free_bytes: memory that was free when the model was sharded.
+            memory_bytes: that a rank may have.
         """
         budget = self.gather_budget_bytes
         return Plan(
             link=link,
-            gather_budget_bytes=free_bytes // 16 if budget is None else budget,
+            gather_budget_bytes=memory_bytes // 16 if budget is None else budget,
             reduce_budget_bytes=self.reduce_budget_bytes,
             bucket_bytes=self.bucket_bytes,
             save_for_backward_bytes=self.save_for_backward_bytes,

@@ -3,13 +3,12 @@
 
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdio>
 #include <mutex>
 
 #include "kernels/types.h"
+#include "p2p/group_timeout.h"
 #include "p2p/reducer.h"
 #include "p2p/shard_cache.h"
 #include "p2p/signals.h"
@@ -21,10 +20,6 @@ namespace zcompile {
 namespace cuda {
 
 namespace {
-
-std::chrono::milliseconds timeout_of(const std::string& group) {
-  return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CUDA)->getBackendOptions()->timeout;
-}
 
 class P2pTransport : public Transport {
  public:

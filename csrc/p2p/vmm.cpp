@@ -10,7 +10,8 @@
 #include <numeric>
 
 #include "p2p/driver.h"
-#include "p2p/fd_exchange.h"
+#include "p2p/group_timeout.h"
+#include "transport/fail_together.h"
 
 namespace zcompile::cuda {
 
@@ -115,27 +116,34 @@ void AddressRange::open(c10::Device device) {
 SharedBlocks::SharedBlocks(
     const std::string& group, c10::Device device, int64_t rank, int64_t world, std::vector<int64_t> sizes)
     : device_(device) {
+  auto sockets = DescriptorSockets::connect_all(group, device, rank, world, timeout_of(group));
+  fail_together(group, device, [&] {
+    const auto connected = std::move(sockets);  // ends with this call, also where it fails
+    share(*connected, rank, world, sizes);
+  });
+}
+
+void SharedBlocks::share(DescriptorSockets& sockets, int64_t rank, int64_t world, const std::vector<int64_t>& sizes) {
   const auto bytes = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   for (int64_t owner = 0; owner < world; ++owner) ranges_.push_back(std::make_unique<AddressRange>(bytes));
-  DescriptorExchange descriptors(group, device, rank, world);
   int64_t offset = 0;
-  for (size_t first = 0; first < sizes.size(); first += DescriptorExchange::max_descriptors) {
-    const auto end = std::min(sizes.size(), first + DescriptorExchange::max_descriptors);
+  for (size_t first = 0; first < sizes.size(); first += DescriptorSockets::max_descriptors) {
+    const auto end = std::min(sizes.size(), first + DescriptorSockets::max_descriptors);
     std::vector<Descriptor> exported;
     std::vector<int64_t> offsets;
     for (size_t i = first; i < end; ++i) {
-      own_.push_back(std::make_shared<const Block>(device, sizes[i], /*shared=*/true));
+      own_.push_back(std::make_shared<const Block>(device_, sizes[i], /*shared=*/true));
       ranges_[rank]->map(offset, own_.back());
       exported.emplace_back(own_.back()->export_descriptor());
       offsets.push_back(std::exchange(offset, offset + sizes[i]));
     }
     std::vector<size_t> arrived(world, 0);
-    descriptors.exchange(exported, [&](int64_t owner, const Descriptor& descriptor) {
+    sockets.exchange(exported, [&](int64_t owner, const Descriptor& descriptor) {
       const auto i = arrived[owner]++;
       ranges_[owner]->map(offsets[i], std::make_shared<const Block>(descriptor.get(), sizes[first + i]));
     });
   }
-  for (const auto& range : ranges_) range->open(device);
+  for (const auto& range : ranges_) range->open(device_);
 }
 
 }  // namespace zcompile::cuda

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "p2p/schedule/page_size.h"
+#include "transport/descriptor_sockets.h"
 
 namespace zcompile::cuda {
 
@@ -58,7 +59,7 @@ class AddressRange {
 };
 
 // Blocks of the same sizes on every rank of a group, one after the other, readable and writable by all. All ranks make
-// them together.
+// them together. That fails on all of them, or on none.
 class SharedBlocks {
  public:
   SharedBlocks(const std::string& group, c10::Device device, int64_t rank, int64_t world, std::vector<int64_t> sizes);
@@ -69,6 +70,8 @@ class SharedBlocks {
   const std::shared_ptr<const Block>& block(size_t index) const { return own_.at(index); }  // this rank's
 
  private:
+  void share(DescriptorSockets& sockets, int64_t rank, int64_t world, const std::vector<int64_t>& sizes);
+
   c10::Device device_;
   std::vector<std::shared_ptr<const Block>> own_;
   std::vector<std::unique_ptr<AddressRange>> ranges_;  // of every rank's memory, as this rank maps it

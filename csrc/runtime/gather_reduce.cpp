@@ -30,22 +30,24 @@ Model& model_of(c10::ArrayRef<ParamState*> params) {
   return model;
 }
 
-void wait_for(const InFlight& in_flight, const char* op) {
+void wait_for(const InFlight& in_flight, const Model& model, const char* op) {
   try {
     in_flight.transfer->wait();
   } catch (const std::exception& error) {
     TORCH_CHECK(
-        false, "zcompile::", op, ": rank ", in_flight.model->rank(), " did not get '",
+        false, "zcompile::", op, ": rank ", model.rank(), " did not get '",
         in_flight.param ? in_flight.param->name : "", "' from other ranks: a rank stopped. ", message_of(error));
   }
 }
 
 void wait_for(const at::Tensor& destination, const char* op) {
-  auto in_flight = InFlightTable::instance().finish(destination);
+  const auto found = InFlightTable::instance().finish(destination);
   TORCH_CHECK(
-      in_flight, "zcompile::", op, ": this tensor is not in flight; it was waited for already or never started");
-  if (in_flight->transfer) wait_for(*in_flight, op);
-  if (in_flight->cache_for) in_flight->model->cache().add(*in_flight->cache_for, in_flight->destination);
+      found, "zcompile::", op,
+      ": this tensor is not in flight; it was waited for already or never started, or its model was freed");
+  const auto& [model, in_flight] = *found;
+  if (in_flight.transfer) wait_for(in_flight, *model, op);
+  if (in_flight.cache_for) model->cache().add(*in_flight.cache_for, in_flight.destination);
 }
 
 struct Unsharded {
@@ -97,7 +99,7 @@ std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::Scal
   const auto transport = model.transport();
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->gather(requests));
   for (size_t i = 0; i < results.size(); ++i) {
-    InFlightTable::instance().start({&model, transfer, results[i], requests[i].padded, params[i]});
+    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].padded, params[i]});
   }
   return results;
 }
@@ -111,7 +113,7 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::Scal
 at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype) {
   auto& model = model_of(param);
   if (auto cached = model.cache().find(*param, dtype); cached.defined()) {
-    InFlightTable::instance().start({&model, nullptr, cached, {}, param});
+    InFlightTable::instance().start({model.weak_from_this(), nullptr, cached, {}, param});
     return cached;
   }
   auto unsharded = start_gather(param, dtype, /*only_read=*/true).front();
@@ -136,7 +138,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
   }
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->reduce(requests));
   for (size_t i = 0; i < results.size(); ++i) {
-    InFlightTable::instance().start({&model, transfer, results[i], requests[i].grad, params[i]});
+    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].grad, params[i]});
   }
   return results;
 }
@@ -183,7 +185,7 @@ at::Tensor reduce_rows_start(
   auto transfer = transport->reduce_rows({param, rows, flat, dtype, wire, result, make_extras(*param, result)});
   transfer = std::make_unique<OwningTransfer>(std::move(transfer), std::vector<at::Tensor>{flat});
   InFlightTable::instance().start(
-      {&model, std::make_shared<SharedTransfer>(transport, std::move(transfer)), result, rows, param});
+      {model.weak_from_this(), std::make_shared<SharedTransfer>(transport, std::move(transfer)), result, rows, param});
   return result;
 }
 

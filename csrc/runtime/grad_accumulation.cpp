@@ -17,16 +17,15 @@ bool can_be_base(const at::Tensor& base, const at::Tensor& result) {
 
 at::Tensor GradAccumulation::Accumulated::get() const {
   if (owner.defined() && owner.grad().unsafeGetTensorImpl() != whole.lock().get()) return {};
-  auto alive = gradient.lock();
-  return alive ? at::Tensor(std::move(alive)) : at::Tensor();
+  return alive(gradient);
 }
 
 void GradAccumulation::accumulate_onto(const at::Tensor& gradient, const std::optional<at::Tensor>& owner) {
   accumulated_ = {};
-  accumulated_.gradient = WeakTensor(gradient.getIntrusivePtr());
+  accumulated_.gradient = weak_of(gradient);
   if (!owner) return;
   accumulated_.owner = *owner;
-  if (owner->grad().defined()) accumulated_.whole = WeakTensor(owner->grad().getIntrusivePtr());
+  accumulated_.whole = weak_of(owner->grad());
 }
 
 at::Tensor GradAccumulation::start_reduce(const at::Tensor& result) {

@@ -3,9 +3,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/TensorImpl.h>
 
 #include <optional>
+
+#include "runtime/weak_tensor.h"
 
 namespace zcompile {
 
@@ -27,14 +28,11 @@ class GradAccumulation {
   void clear() { *this = {}; }
 
  private:
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl>;
-  static WeakTensor none() { return WeakTensor(c10::intrusive_ptr<c10::TensorImpl>()); }
-
   // The gradient to which the next reduce may add.
   struct Accumulated {
     at::Tensor owner;  // whose .grad is `whole`; undefined: only `gradient` tells
-    WeakTensor whole = none();
-    WeakTensor gradient = none();  // this rank's piece
+    WeakTensor whole = weak_of({});
+    WeakTensor gradient = weak_of({});  // this rank's piece
 
     at::Tensor get() const;  // undefined if there is none any more
   };

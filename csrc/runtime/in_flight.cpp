@@ -31,14 +31,16 @@ void InFlightTable::start(InFlight in_flight) {
   in_flight_.push_back(std::move(in_flight));
 }
 
-std::optional<InFlight> InFlightTable::finish(const at::Tensor& destination) {
+std::optional<std::pair<std::shared_ptr<Model>, InFlight>> InFlightTable::finish(const at::Tensor& destination) {
   std::lock_guard lock(mutex_);
   for (auto& candidate : in_flight_) {
     if (!share_storage(candidate.destination, destination)) continue;
+    auto model = candidate.model.lock();
+    if (!model) return std::nullopt;
     auto in_flight = std::move(candidate);
     candidate = std::move(in_flight_.back());
     in_flight_.pop_back();
-    return in_flight;
+    return std::pair(std::move(model), std::move(in_flight));
   }
   return std::nullopt;
 }
@@ -50,20 +52,27 @@ void InFlightTable::cache_on_arrival(const at::Tensor& unsharded, ParamState* pa
   }
 }
 
-void InFlightTable::abandon(const Model& model) {
-  std::vector<InFlight> abandoned;
-  {
-    std::lock_guard lock(mutex_);
-    const auto of_model = [&](const InFlight& in_flight) { return in_flight.model == &model; };
-    std::copy_if(in_flight_.begin(), in_flight_.end(), std::back_inserter(abandoned), of_model);
-    std::erase_if(in_flight_, of_model);
-  }
-  for (auto& in_flight : abandoned) {
+void InFlightTable::abandon(const std::weak_ptr<Model>& model) {
+  for (auto& in_flight : take_all_of(model)) {
     try {
       if (in_flight.transfer) in_flight.transfer->wait();
     } catch (const std::exception&) {  // whoever waited for the same rank was told
     }
   }
+}
+
+void InFlightTable::forget(const std::weak_ptr<Model>& model) { take_all_of(model); }
+
+// Compares owners, and shares no model: the lock must not be held when one ends.
+std::vector<InFlight> InFlightTable::take_all_of(const std::weak_ptr<Model>& model) {
+  const auto is_of_model = [&](const InFlight& in_flight) {
+    return !in_flight.model.owner_before(model) && !model.owner_before(in_flight.model);
+  };
+  std::vector<InFlight> taken;
+  std::lock_guard lock(mutex_);
+  std::copy_if(in_flight_.begin(), in_flight_.end(), std::back_inserter(taken), is_of_model);
+  std::erase_if(in_flight_, is_of_model);
+  return taken;
 }
 
 }  // namespace zcompile

@@ -30,7 +30,7 @@ class SharedTransfer {
 
 // A transfer and the tensors it reads and writes, which must outlive it whatever the program does.
 struct InFlight {
-  Model* model;
+  std::weak_ptr<Model> model;
   std::shared_ptr<SharedTransfer> transfer;  // none: nothing has to move
   at::Tensor destination;
   at::Tensor source;
@@ -44,13 +44,19 @@ class InFlightTable {
   static InFlightTable& instance();
 
   void start(InFlight in_flight);
-  std::optional<InFlight> finish(const at::Tensor& destination);  // forgets it; none if it is not in flight
+  // Forgets it, and shares its model, which its transfer may refer to. None if it is not in flight, or its model ends.
+  std::optional<std::pair<std::shared_ptr<Model>, InFlight>> finish(const at::Tensor& destination);
   // When `unsharded` arrives, it may be cached.
   void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);
   // Ends what nobody waited for, because a step failed half-way.
-  void abandon(const Model& model);
+  void abandon(const std::weak_ptr<Model>& model);
+  // Drops what belongs to a model that ends. It is not waited for: a wait may be a collective, in which other ranks
+  // need not take part. What moves keeps its memory.
+  void forget(const std::weak_ptr<Model>& model);
 
  private:
+  std::vector<InFlight> take_all_of(const std::weak_ptr<Model>& model);
+
   std::mutex mutex_;
   std::vector<InFlight> in_flight_;  // a handful: what is prefetched
 };

@@ -21,26 +21,30 @@ Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int
       transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
-  InFlightTable::instance().abandon(*this);
   if (agreement_) agreement_->leave(number());
   for (auto& param : params_) Registry::instance().remove(param.get());
+  InFlightTable::instance().forget(weak_from_this());
 }
 
-int64_t Model::add(ParamState param) {
+int64_t Model::add(ParamState param, const at::Tensor& leaf) {
+  param.leaf = weak_of(leaf);
+  param.shard = leaf.detach();
   param.model = this;
+  param.owner = weak_from_this();
   param.index = num_params();
   params_.push_back(std::make_unique<ParamState>(std::move(param)));
   Registry::instance().add(params_.back().get());
   return num_params() - 1;
 }
 
-void Model::replace(int64_t index, at::Tensor shard) {
+void Model::replace(int64_t index, const at::Tensor& leaf) {
   auto& param = state(index);
   TORCH_CHECK(
-      shard.numel() == param.shard.numel(), "zcompile: the new shard of '", param.name, "' has ", shard.numel(),
+      leaf.numel() == param.shard.numel(), "zcompile: the new shard of '", param.name, "' has ", leaf.numel(),
       " elements on rank ", rank(), ", the old one ", param.shard.numel());
   Registry::instance().remove(&param);
-  param.shard = std::move(shard);
+  param.leaf = weak_of(leaf);
+  param.shard = leaf.detach();
   param.backward.clear();
   param.unsharded_version.reset();
   cache_.drop(param);
@@ -114,18 +118,26 @@ void Model::note_backward() {
     if (backward_id_ == id) return;
     backward_id_ = id;
   }
-  InFlightTable::instance().abandon(*this);  // of a forward or backward that raised: a graph waits for all it starts
+  InFlightTable::instance().abandon(
+      weak_from_this());  // of a forward or backward that raised: a graph waits for all it starts
   if (id == -1) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { transport_->finish_backward(); });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->transport_->finish_backward(); });
 }
 
 void Model::deliver_unclaimed() {
+  const ParamState* freed = nullptr;
   for (auto& param : params_) {
     if (!param->unclaimed.defined()) continue;
     auto gradient = std::exchange(param->unclaimed, at::Tensor());
-    if (!param->shard.requires_grad()) continue;
-    (*torch::autograd::impl::grad_accumulator(param->shard))({std::move(gradient)});
+    const auto leaf = alive(param->leaf);
+    if (!leaf.defined()) freed = param.get();
+    if (!leaf.defined() || !leaf.requires_grad()) continue;
+    (*torch::autograd::impl::grad_accumulator(leaf))({std::move(gradient)});
   }
+  TORCH_CHECK(
+      !freed, "zcompile: other ranks have a gradient of '", freed->name, "', whose module was freed on rank ", rank(),
+      " before this backward, in which it has no part. Keep the model until its backward has run.");
 }
 
 }  // namespace zcompile

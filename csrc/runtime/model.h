@@ -1,4 +1,4 @@
-// The sharded parameters of one model and what happened to them. Two models never meet.
+// The sharded parameters of one model and what happened to them. Two models never meet. Owned by shared pointers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,13 +20,14 @@
 
 namespace zcompile {
 
-class Model : public TransportContext {
+class Model : public TransportContext, public std::enable_shared_from_this<Model> {
  public:
   Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number);  // see TransportContext
   ~Model() override;
 
-  int64_t add(ParamState param);  // its index
-  void replace(int64_t index, at::Tensor shard);
+  // `leaf` is the autograd leaf over the shard; see [Note: who owns a model] in param_state.h.
+  int64_t add(ParamState param, const at::Tensor& leaf);  // its index
+  void replace(int64_t index, const at::Tensor& leaf);
   // `main_params` are tensors other than the shard through which users may write to it.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
   // By a name that make_transport() knows. For "p2p", all ranks together.

@@ -1,13 +1,25 @@
 // A sharded parameter, and what the runtime remembers of it.
+//
+// [Note: who owns a model]
+// Python does. A module has its leaves, a leaf has the Python state of its model (zcompile/sharding/model_state.py),
+// and that has the Model. What belongs to the runtime refers to Python's objects weakly: the Model has the memory of a
+// leaf but not the leaf, whose attributes lead back to the Model, by a way that Python's garbage collector cannot see.
+//
+// A Model ends with its last leaf, then. An autograd graph holds leaves, so it can still run when the modules are gone.
+// Whatever else comes to a Model (an op, a wait, the end of a backward) shares it meanwhile, for the last leaf may go
+// while one of them runs. Tables of the process hold Models by plain pointers, which ~Model takes out under the table's
+// lock. Whoever finds one there shares it before that lock is released, and finds nothing once the Model has no owner.
 #pragma once
 
 #include <map>
+#include <memory>
 #include <optional>
 
 #include "compat.h"
 #include "runtime/cached_param.h"
 #include "runtime/grad_accumulation.h"
 #include "runtime/grad_squares.h"
+#include "runtime/weak_tensor.h"
 #include "transport/param.h"
 
 namespace zcompile {
@@ -16,6 +28,8 @@ class Model;
 
 struct ParamState : ShardedParam {
   Model* model = nullptr;
+  std::weak_ptr<Model> owner;  // the same; see [Note: who owns a model]
+  WeakTensor leaf = weak_of({});
 
   // Eager only; see [Note: one reduce per parameter] and [Note: writes to an unsharded parameter are lost] in ops.cpp.
   std::map<at::ScalarType, WeakNode> backward;

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 namespace zcompile {
 
 namespace {
@@ -26,19 +28,23 @@ void Registry::remove(const ParamState* param) {
   if (entry != params_.end() && entry->second == param) params_.erase(entry);
 }
 
-ParamState* Registry::find(const at::Tensor& shard) {
+std::shared_ptr<ParamState> Registry::find(const at::Tensor& shard) {
   std::lock_guard lock(mutex_);
   const auto entry = params_.find(storage_of(shard));
-  return entry == params_.end() ? nullptr : entry->second;
+  if (entry == params_.end()) return nullptr;
+  auto model = entry->second->owner.lock();  // none: ~Model is about to take this lock
+  return model ? std::shared_ptr<ParamState>(std::move(model), entry->second) : nullptr;
 }
 
-ParamState& find_param(const at::Tensor& shard) {
-  auto* param = Registry::instance().find(shard);
+std::shared_ptr<ParamState> find_param(const at::Tensor& shard) {
+  auto param = Registry::instance().find(shard);
   TORCH_CHECK(
       param, "zcompile: a tensor of shape ", shard.sizes(),
-      " is gathered that no zcompile.shard() of this process made. Was the model copied, or a parameter's storage "
-      "replaced, after zcompile.shard()? Call zcompile.shard() on the final model.");
-  return *param;
+      " is gathered or reduced that is no shard of a model of this process. Was the model freed or copied, or a "
+      "parameter's storage replaced, after zcompile.shard()? Keep the model for as long as its shards are used, and "
+      "call "
+      "zcompile.shard() on the final model.");
+  return param;
 }
 
 }  // namespace zcompile

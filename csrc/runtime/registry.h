@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 
@@ -20,14 +21,14 @@ class Registry {
 
   void add(ParamState* param);
   void remove(const ParamState* param);
-  ParamState* find(const at::Tensor& shard);  // none if `shard` is not one
+  std::shared_ptr<ParamState> find(const at::Tensor& shard);  // none if `shard` is not one
 
  private:
   std::mutex mutex_;
   std::unordered_map<c10::StorageImpl*, ParamState*> params_;
 };
 
-// Finds the parameter of a shard; throws if `shard` is not one.
-ParamState& find_param(const at::Tensor& shard);
+// Finds the parameter of a shard; throws if `shard` is not one. The result shares the model that has the parameter.
+std::shared_ptr<ParamState> find_param(const at::Tensor& shard);
 
 }  // namespace zcompile

@@ -14,7 +14,7 @@ namespace zcompile {
 struct ShardedParam : ShardLayout {
   int64_t index = 0;  // in the model's table
   std::string name;
-  at::Tensor shard;  // this rank's piece, an autograd leaf in the dtype of the main parameter
+  at::Tensor shard;  // this rank's piece, in the dtype of the main parameter; not the autograd leaf over it
   std::vector<int64_t> shape;  // of the unsharded parameter
   std::optional<at::ScalarType> reduce_dtype;
   // Counters of the tensors through which users may write to the shard.

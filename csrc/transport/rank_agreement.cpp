@@ -154,7 +154,12 @@ void RankAgreement::note_backward() {
 void RankAgreement::finish_backward() {
   agree({});
   is_open_ = false;
-  for (const auto& [model, member] : std::map(members_)) member.context->deliver_unclaimed();
+  std::vector<int64_t> models;
+  for (const auto& [model, member] : members_) models.push_back(model);
+  for (const auto model : models) {  // a hook on a gradient may free another model
+    const auto member = members_.find(model);
+    if (member != members_.end()) member->second.context->deliver_unclaimed();
+  }
 }
 
 void RankAgreement::abort_backward() {

@@ -101,7 +101,7 @@ def rank_late_step(rank, world, sabotage=None, gather_budget_bytes=MATRIX_BYTES,
     batches = torch.randn(world, WIDTH, WIDTH)
     planned = []
     settings = Settings(gather_budget_bytes=gather_budget_bytes, reduce_budget_bytes=0, bucket_bytes=bucket_bytes)
-    plan = settings.plan(CPU.over("gloo", world), free_bytes=0)
+    plan = settings.plan(CPU.over("gloo", world), memory_bytes=0)
 
     def schedule(graph):
         pipeline.run_passes(graph, pipeline.schedule_passes(plan))

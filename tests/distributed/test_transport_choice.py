@@ -1,5 +1,6 @@
 """Which transport a model takes, and why not another."""
 
+import contextlib
 import functools
 import os
 import time
@@ -95,6 +96,51 @@ def rank_auto_falls_back(rank, world, folder):
 
 def test_auto_takes_nccl_where_ranks_cannot_share_memory_and_does_not_remember_it(ranks, tmp_path):
     ranks(2).run(rank_auto_falls_back, str(tmp_path))
+
+
+@contextlib.contextmanager
+def no_home():
+    """As for a user that the host does not know."""
+
+    def raises():
+        raise RuntimeError("Could not determine home directory.")
+
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    with mock.patch.dict(os.environ, environment, clear=True), mock.patch("pathlib.Path.home", raises):
+        yield
+
+
+def rank_measures_with_damaged_files(rank, world, folder, text):
+    """Ranks have caches of their own. That of rank 0 holds `text`; with None, no rank has a place for one."""
+    select_transport = zcompile.sharding.select_transport
+    state = state_of(zcompile.shard(nn.Linear(4, 4)))
+    on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
+    small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
+    no_products = mock.patch.object(torch, "mm", lambda a, b: None)
+    place = no_home() if text is None else mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}")
+    with on_gpu, small, no_products, place:
+        if rank == 0 and text is not None:
+            file = select_transport._cache_file()
+            file.parent.mkdir(parents=True)
+            key = f"a GPU x{world}, torch {torch.__version__}, cuda {torch.version.cuda}, wire 2"
+            file.write_text(text.replace("KEY", key))
+        make_runtime = functools.partial(without_peers, state, ())
+        assert "measured now" in select_transport._faster(state.mesh, make_runtime, nccl_max_ctas=None).reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "[]",
+        pytest.param('{"KEY": []}', marks=pytest.mark.matrix),
+        pytest.param('{"KEY": {"nccl": 1.0}}', marks=pytest.mark.matrix),
+        pytest.param('{"KEY": {"nccl": 1.0, "p2p": "2"}}', marks=pytest.mark.matrix),
+        pytest.param('{"KEY": {"nccl": 1.0, "p2p": NaN}}', marks=pytest.mark.matrix),
+    ],
+)
+def test_a_damaged_cache_or_none_is_measured_again(ranks, tmp_path, text):
+    ranks(2).run(rank_measures_with_damaged_files, str(tmp_path), text, timeout=60)
 
 
 class OnGpu:

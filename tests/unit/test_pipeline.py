@@ -18,7 +18,7 @@ NOT_PASSES = {"pipeline", "verify"}  # the runner, and the checks that it runs a
 
 def pass_names(**settings) -> list[str]:
     """Names of all passes in the order in which they run: those on the joint graph, then those on each of its parts."""
-    plan = Settings(**settings).plan(H200.over("p2p", 2), free_bytes=1 << 30)
+    plan = Settings(**settings).plan(H200.over("p2p", 2), memory_bytes=1 << 30)
     return [pipeline.pass_name(one) for one in (*pipeline.joint_passes(plan), *pipeline.schedule_passes(plan))]
 
 

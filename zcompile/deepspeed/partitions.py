@@ -67,7 +67,7 @@ def add_partition(
     """
     rank = state.groups["rank"]
     leaf = nn.Parameter(_without_padding(parameter, rank), requires_grad=parameter.requires_grad)
-    setattr(leaf, MODEL, weakref.ref(state))
+    setattr(leaf, MODEL, state)
     index = state.runtime.add(
         name=name,
         shard=leaf,
@@ -77,8 +77,9 @@ def add_partition(
         reduce_dtype=None,
     )
     partition = Partition(
-        name=name, index=index, parameter=parameter, leaf=leaf, owners=[owner], rank=rank, accept=accept
+        name=name, index=index, parameter=parameter, leaf_reference=weakref.ref(leaf), rank=rank, accept=accept
     )
+    partition.add_owner(*owner, leaf)
     state.parameters[name] = partition
     return partition
 

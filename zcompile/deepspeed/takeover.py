@@ -104,7 +104,7 @@ class Takeover(EngineMethods):
         """
         known = self.partitions.get(parameter.ds_id)
         if known is not None:  # tied
-            known.owners.append((module, attribute))
+            known.add_owner(module, attribute, known.leaf)
             return
         ranks_of = torch.distributed.get_process_group_ranks
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):

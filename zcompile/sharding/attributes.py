@@ -4,4 +4,7 @@ LEAF = "_zcompile_leaf_"  # + parameter name: the plain local shard that the mod
 STATE = "_zcompile_state"  # the ShardedModel
 
 MODEL = "_zcompile_model"
-"""The attribute of a leaf that refers, weakly, to the `ShardedModel` that it belongs to."""
+"""The attribute of a leaf that refers to the `ShardedModel` that it belongs to."""
+
+PARAMETER = "_zcompile_parameter"
+"""The attribute of a leaf that refers to its `ShardedParameter`."""

@@ -48,13 +48,13 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     _check_optimizer(optimizer)
     inner: Any = optimizer.step
     models = getattr(inner, "fused_by_zcompile", ())
-    if any(each is state for each in models):
+    if any(each() is state for each in models):
         return optimizer
     unbound = getattr(inner, "__func__", None)
     if unbound is None:  # a scheduler was there before
         unbound = functools.wraps(inner)(lambda self: inner())
     fused: Any = _fused_step(unbound, state)
-    fused.fused_by_zcompile = (*models, state)
+    fused.fused_by_zcompile = (*models, weakref.ref(state))
     # Weak: if the optimizer's own `step` held the optimizer, nothing would free it, nor its states, before the next gc.
     reference = weakref.ref(optimizer)
 
@@ -95,7 +95,8 @@ def _fused_step(unbound: Callable[..., Any], state: ShardedModel) -> Callable[..
                 loss = closure()
         with mode:
             unbound(self)
-        ours = {id(sharded.parameter) for sharded in state.parameters.values()}
+        model = mode.state
+        ours = set() if model is None else {id(sharded.parameter) for sharded in model.parameters.values()}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in ours:
@@ -110,25 +111,26 @@ class StepMode(TorchDispatchMode):
 
     def __init__(self, state: ShardedModel):
         super().__init__()
-        self.state = state
+        self.reference = weakref.ref(state)  # an optimizer must not hold a model
         self.refreshes_cache = False  # whether the transport did, in some step
+
+    @property
+    def state(self) -> ShardedModel | None:
+        """The model, until it is freed; steps are torch's from then on."""
+        return self.reference()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func not in (ADAM, ADAMW):
+        kwargs, state = kwargs or {}, self.state
+        if func not in (ADAM, ADAMW) or state is None:
             return func(*args, **kwargs)
         parameters, gradients, averages, squares, _, counts = args
-        index_of = {id(sharded.parameter): sharded.index for sharded in self.state.parameters.values()}
+        index_of = {id(sharded.parameter): sharded.index for sharded in state.parameters.values()}
         ours = {i: index_of[id(parameter)] for i, parameter in enumerate(parameters) if id(parameter) in index_of}
         tensors = [[_local(each[i]) for i in ours] for each in (parameters, gradients, averages, squares, counts)]
         settings = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
-        if (
-            ours
-            and _is_plain(func, kwargs)
-            and self.state.runtime.fused_adam_step(list(ours.values()), tensors, **settings)
-        ):
+        if ours and _is_plain(func, kwargs) and state.runtime.fused_adam_step(list(ours.values()), tensors, **settings):
             self.refreshes_cache = True
             # At once: whoever wrote to a gradient now, a hook or a handler of an error, would write to the cache.
             for i in ours:

@@ -6,11 +6,19 @@ clipping and checkpoints understand. The module's forward reads through a proper
 tensor over the same memory. Why two: a DTensor that goes through a compiled graph costs about 90 us of host time per
 parameter and step; a plain tensor costs what any parameter costs. Autograd accumulates into the leaf, and a hook moves
 the result to the DTensor's `.grad`.
+
+[Note: what frees a model]
+The last reference to a model frees its shards, its runtime and its threads, without the garbage collector. So there
+is no circle: a module holds its leaves, a leaf its `ShardedParameter` and the `ShardedModel`, which hold DTensors and
+the runtime. They refer to leaves and modules weakly, and so does the runtime (csrc/runtime/param_state.h). An autograd
+graph holds leaves, hence all that a backward needs when the modules are gone. The hook on a leaf is a function that
+holds nothing: torch's garbage collector does not see what a post-accumulate hook holds.
 """
 
+import functools
 import math
-import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -22,9 +30,10 @@ from torch.distributed.tensor import DTensor
 
 from zcompile import _C
 from zcompile.analysis.hardware import table_of
-from zcompile.sharding.attributes import LEAF, MODEL, STATE
+from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, STATE
+from zcompile.sharding.memory import memory_bytes_of_a_rank
 from zcompile.sharding.order_watch import watch_order
-from zcompile.sharding.process_groups import all_gather_over_mesh, groups_of, timeout_of
+from zcompile.sharding.process_groups import groups_of, timeout_of
 from zcompile.sharding.rank_agreement import Agreement
 from zcompile.sharding.select_transport import Choice, choose, log
 
@@ -36,8 +45,26 @@ class ShardedParameter:
     name: str
     index: int
     parameter: nn.Parameter  # the DTensor that users see
-    leaf: nn.Parameter  # the plain local shard that graphs see
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # (module, attribute); several where it is tied
+    leaf_reference: "weakref.ref[nn.Parameter]"
+    owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """The plain local shard that graphs see."""
+        leaf = self.leaf_reference()
+        assert leaf is not None, f"'{self.name}' was read after its modules were freed"
+        return leaf
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """(module, attribute) of each module that reads the parameter; several where it is tied."""
+        owners = ((reference(), attribute) for reference, attribute in self.owner_references)
+        return [(module, attribute) for module, attribute in owners if module is not None]
+
+    def add_owner(self, module: nn.Module, attribute: str, leaf: nn.Parameter) -> None:
+        """Let `module`, which reads the parameter as `attribute`, hold the leaf."""
+        self.owner_references.append((weakref.ref(module), attribute))
+        module.__dict__[LEAF + attribute] = leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,12 +82,13 @@ class ShardedParameter:
 
     def install_leaf(self) -> None:
         """Make the leaf what the owning modules read, and let its gradients go to the DTensor."""
+        setattr(self.leaf, PARAMETER, self)
         trains = self.parameter.requires_grad
         if self.leaf.is_floating_point():
             self.leaf.requires_grad_(True)  # a frozen tensor refuses hooks
-            self.leaf.register_post_accumulate_grad_hook(self.post_accumulate_grad)
+            self.leaf.register_post_accumulate_grad_hook(_deliver)
             self.leaf.requires_grad_(trains)
-        self.parameter.__dict__["requires_grad_"] = self.set_requires_grad
+        self.parameter.__dict__["requires_grad_"] = _requires_grad_setter(self)
         for module, attribute in self.owners:
             module.__dict__[LEAF + attribute] = self.leaf
         owner, self.attribute = self.owners[0]
@@ -138,7 +166,7 @@ class ShardedModel:
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))
-        self.free_bytes = 0  # see measure_memory
+        self.memory_bytes = 0  # of a rank; see measure_memory
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
@@ -177,16 +205,8 @@ class ShardedModel:
         return Agreement(prefix, self.groups["rank"], self.groups["world"], timeout_s)
 
     def measure_memory(self) -> None:
-        """Note how much memory is free for training, on the rank that has least; all ranks together.
-
-        It is rounded down to a power of two. Else it would differ a little from run to run, and plans that differ miss
-        every cache.
-        """
-        if self.mesh.device_type == "cuda":
-            free = torch.cuda.mem_get_info()[0]
-        else:
-            free = _available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size()))
-        self.free_bytes = 1 << (max(1, min(all_gather_over_mesh(self.mesh, free))).bit_length() - 1)
+        """Note how much memory a rank may have, on the rank that has least; all ranks together."""
+        self.memory_bytes = memory_bytes_of_a_rank(self.mesh)
 
     def microbatch_cache_limit(self) -> int:
         """Most bytes that stay unsharded across microbatches; see
@@ -196,7 +216,7 @@ class ShardedModel:
         world, sharded = self.runtime.world, self.parameters.values()
         # Of any rank, not of this one: its own last shard may be shorter, and ranks must have one limit.
         shards_bytes = sum(-(-math.prod(each.shape) // world) * each.leaf.itemsize for each in sharded)
-        return max(0, self.free_bytes - 3 * shards_bytes) // 4
+        return max(0, self.memory_bytes - 4 * shards_bytes) // 4
 
     def begin_accumulating(self, microbatch_cache_bytes: int) -> None:
         """From here on, parameters do not change: what is gathered stays unsharded, up to `microbatch_cache_bytes`."""
@@ -224,9 +244,10 @@ class ShardedModel:
         local = sharded.local()
         if local.untyped_storage().data_ptr() == sharded.leaf.untyped_storage().data_ptr() and local.numel() > 0:
             return
-        sharded.leaf = nn.Parameter(local, requires_grad=sharded.parameter.requires_grad)
-        setattr(sharded.leaf, MODEL, weakref.ref(self))
-        self.runtime.replace(sharded.index, sharded.leaf)
+        leaf = nn.Parameter(local, requires_grad=sharded.parameter.requires_grad)
+        setattr(leaf, MODEL, self)
+        sharded.leaf_reference = weakref.ref(leaf)
+        self.runtime.replace(sharded.index, leaf)
         self.install_leaf(sharded)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
@@ -240,8 +261,30 @@ class ShardedModel:
 
 def model_of(leaf: object) -> ShardedModel | None:
     """The sharded model that `leaf`, an input of a compiled graph, is a shard of; None if it is something else."""
-    reference: weakref.ref[ShardedModel] | None = getattr(leaf, MODEL, None)
-    return None if reference is None else reference()
+    model: ShardedModel | None = getattr(leaf, MODEL, None)
+    return model
+
+
+def _deliver(leaf: torch.Tensor) -> None:
+    """The post-accumulate hook of every leaf; see [Note: what frees a model]."""
+    sharded: ShardedParameter = getattr(leaf, PARAMETER)
+    sharded.post_accumulate_grad(leaf)
+
+
+def _requires_grad_setter(sharded: ShardedParameter) -> Callable[..., nn.Parameter]:
+    """What stands in for the DTensor's `requires_grad_`: it holds neither the DTensor nor `sharded`."""
+    to_sharded, to_parameter = weakref.ref(sharded), weakref.ref(sharded.parameter)
+
+    @functools.wraps(nn.Parameter.requires_grad_)
+    def requires_grad_(requires_grad: bool = True) -> nn.Parameter:
+        sharded, parameter = to_sharded(), to_parameter()
+        if sharded is not None:
+            return sharded.set_requires_grad(requires_grad)
+        assert parameter is not None, "a parameter that was freed"
+        parameter.requires_grad = requires_grad
+        return parameter
+
+    return requires_grad_
 
 
 def state_of(model: nn.Module) -> ShardedModel:
@@ -264,12 +307,3 @@ def replaced_message(name: str) -> str:
         "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before "
         "zcompile.shard."
     )
-
-
-def _available_bytes() -> int:
-    """Memory that processes of this machine could still take."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

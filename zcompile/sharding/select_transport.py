@@ -3,12 +3,13 @@
 import itertools
 import json
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -161,21 +162,39 @@ def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[st
     return times, ""
 
 
-def _cache_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zcompile" / "transport.json"
+def _cache_file() -> Path | None:
+    """The file of measured times; None for a user without a home."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(folder) if folder else Path.home() / ".cache") / "zcompile" / "transport.json"
+    except RuntimeError:
+        return None
 
 
 def _read_cache() -> dict[str, dict[str, float]]:
-    """Times that were measured earlier, by machine and versions."""
+    """Times that were measured earlier, by machine and versions; without what is damaged."""
+    file = _cache_file()
     try:
-        times: dict[str, dict[str, float]] = json.loads(_cache_file().read_text())
+        known = json.loads(file.read_text()) if file else {}
     except (OSError, ValueError):
         return {}
-    return times
+    return {key: times for key, times in known.items() if _are_times(times)} if isinstance(known, dict) else {}
+
+
+def _are_times(times: Any) -> bool:
+    """Whether `times` are what `_measure` returns: microseconds of both transports."""
+    return (
+        isinstance(times, dict)
+        and times.keys() == {"nccl", "p2p"}
+        and all(isinstance(time_us, float) and math.isfinite(time_us) and time_us >= 0 for time_us in times.values())
+    )
 
 
 def _write_cache(key: str, times: dict[str, float]) -> None:
     file = _cache_file()
+    if file is None:
+        log.warning("zcompile: the measured transports are not kept: there is no home directory. Set XDG_CACHE_HOME.")
+        return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_suffix(f".{os.getpid()}").write_text(json.dumps(_read_cache() | {key: times}, indent=1))

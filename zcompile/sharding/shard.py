@@ -119,9 +119,12 @@ def _shard_modules(
                 name = f"{path}.{attribute}" if path else attribute
                 materialized = cast(nn.Parameter, module._parameters[attribute])
                 progress.at = f"parameter '{name}'"
-                done[id(original)] = _shard_parameter(state, name, materialized, device, reduce_dtype)
-            done[id(original)].owners.append((module, attribute))
-            module._parameters[attribute] = done[id(original)].parameter
+                sharded = _shard_parameter(state, name, materialized, (module, attribute), device, reduce_dtype)
+                done[id(original)] = sharded
+            else:
+                sharded = done[id(original)]
+                sharded.add_owner(module, attribute, sharded.leaf)
+            module._parameters[attribute] = sharded.parameter
 
 
 @torch.no_grad()
@@ -138,15 +141,24 @@ def _share_values(state: ShardedModel) -> None:
 
 @torch.no_grad()
 def _shard_parameter(
-    state: ShardedModel, name: str, parameter: nn.Parameter, device: torch.device, reduce_dtype: torch.dtype | None
+    state: ShardedModel,
+    name: str,
+    parameter: nn.Parameter,
+    owner: tuple[nn.Module, str],
+    device: torch.device,
+    reduce_dtype: torch.dtype | None,
 ) -> ShardedParameter:
-    """One parameter of `state`: this rank's rows, as a DTensor and as a leaf, and known to the runtime."""
+    """One parameter of `state`: this rank's rows, as a DTensor and as a leaf, and known to the runtime.
+
+    Args:
+        owner: a module that reads it, which holds the leaf from then on, and the name of its attribute.
+    """
     unsharded = parameter.detach()
     replicated = unsharded.ndim == 0
     rows = 0 if replicated else -(-unsharded.shape[0] // state.groups["world"])  # of a shard; the last may have fewer
     local = _local_shard(state.mesh, unsharded, rows, device)
     leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
-    setattr(leaf, MODEL, weakref.ref(state))
+    setattr(leaf, MODEL, state)
     numel = unsharded.numel()
     index = state.runtime.add(
         name=name,
@@ -157,7 +169,9 @@ def _shard_parameter(
         reduce_dtype=reduce_dtype,
     )
     dtensor = _as_dtensor(state.mesh, local, unsharded.shape)
-    sharded = ShardedParameter(name, index, nn.Parameter(dtensor, requires_grad=parameter.requires_grad), leaf)
+    trains = parameter.requires_grad
+    sharded = ShardedParameter(name, index, nn.Parameter(dtensor, requires_grad=trains), weakref.ref(leaf))
+    sharded.add_owner(*owner, leaf)
     sharded.parameter.__dict__.update(parameter.__dict__)  # what users hung on it: weight-decay flags and the like
     state.parameters[name] = sharded
     return sharded

@@ -1,0 +1,234 @@
+"""A sharded model is freed with its last reference, and what outlives it stays usable or says what is wrong."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support.models import Chain
+from tests.support.process import rss_bytes, threads
+from tests.support.reference import close, compiled
+from zcompile.sharding.model_state import state_of
+
+ops = torch.ops.zcompile
+
+
+def make_model(blocks=3, width=16):
+    return Chain(*(layer for _ in range(blocks) for layer in (nn.Linear(width, width), nn.LayerNorm(width))))
+
+
+def inputs(rank, width=16):
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
+
+
+def eager(model):
+    return zcompile.shard(model)
+
+
+def train_step(model, rank):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(inputs(rank)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def references(model):
+    """Weak references to all that belongs to `model`, by name."""
+    state = state_of(model)
+    things = {"state": state, "runtime": state.runtime}
+    things |= {f"module {name}": module for name, module in model.named_modules()}
+    things |= {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
+    things |= {f"leaf {name}": sharded.leaf for name, sharded in state.parameters.items()}
+    return {name: weakref.ref(thing) for name, thing in things.items()}
+
+
+def alive(weak):
+    return [name for name, reference in weak.items() if reference() is not None]
+
+
+def rank_frees(rank, world, prepare):
+    model = prepare(make_model())
+    train_step(model, rank)
+    weak = references(model)
+    if prepare is eager:
+        gc.disable()
+    try:
+        del model
+        if prepare is not eager:
+            torch._dynamo.reset()  # it has compiled code of other tests' models too
+            gc.collect()
+        assert not alive(weak)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_a_model_is_freed_with_its_last_reference(ranks, prepare):
+    """In eager without the garbage collector."""
+    ranks(2).run(rank_frees, prepare)
+
+
+def rank_frees_models_with_circles(rank, world):
+    """What users hang on modules and parameters makes circles, which only the garbage collector frees."""
+    model = eager(make_model())
+    for module in model.modules():
+        module.root = [model]
+    for parameter in model.parameters():
+        parameter.model = model
+    train_step(model, rank)
+    weak = references(model)
+    del model, module, parameter
+    gc.collect()
+    assert not alive(weak)
+
+
+def test_a_model_with_circles_is_freed_by_the_garbage_collector(ranks):
+    ranks(2).run(rank_frees_models_with_circles)
+
+
+def rank_backward_after(rank, world, prepare):
+    torch.manual_seed(0)
+    reference = make_model()
+    model = prepare(copy.deepcopy(reference))
+    train_step(model, rank)  # gathers of later steps begin from the optimizer's parameters
+    reference.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    parameters, weak = dict(model.named_parameters()), references(model)
+    loss = model(inputs(rank)).square().mean()
+    del model
+    gc.collect()
+    loss.backward()
+    (sum(reference(inputs(other)).square().mean() for other in range(world)) / world).backward()
+    for name, theirs in reference.named_parameters():
+        close(parameters[name].grad, theirs.grad, 2e-5, name)
+    del loss, parameters
+    torch._dynamo.reset()
+    gc.collect()
+    assert not alive(weak)
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_a_loss_that_outlives_its_model_gives_gradients(ranks, prepare):
+    ranks(2).run(rank_backward_after, prepare)
+
+
+def rank_backward_skips_a_layer_after(rank, world):
+    """The other rank asks for gradients of a layer that this rank's graph does not have."""
+    model = eager(make_model())
+    parameters = list(model.parameters())
+    layers = list(model)[rank:]
+    x = inputs(rank)
+    for layer in layers:
+        x = layer(x)
+    loss = x.sum()
+    del model, layers, layer, x
+    gc.collect()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"a gradient of '0\.bias', whose module was freed on rank 1"):
+            loss.backward()
+    else:
+        loss.backward()
+    for i, parameter in enumerate(parameters):
+        assert (parameter.grad is not None) == (rank == 0 or i > 1), i
+
+
+def test_a_gradient_that_only_others_asked_for_is_named_when_its_module_is_freed(ranks):
+    ranks(2).run(rank_backward_skips_a_layer_after)
+
+
+def rank_steps_after(rank, world, fused):
+    model = eager(make_model())
+    how = {"lr": 0.1, "fused": fused}
+    optimizer = (torch.optim.AdamW if fused else torch.optim.Adam)(model.parameters(), **how)
+    if fused:
+        zcompile.fuse_optimizer(model, optimizer)
+    model(inputs(rank)).square().mean().backward()
+    optimizer.step()
+    model(inputs(rank)).square().mean().backward()
+    parameters, weak = list(model.parameters()), references(model)
+    before = [parameter.to_local().clone() for parameter in parameters]
+    del model
+    gc.collect()
+    left = alive(weak)
+    assert all(name.startswith("parameter") for name in left), left
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(not torch.equal(a, b.to_local()) for a, b in zip(before, parameters, strict=True) if a.numel())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_outlives_its_model_and_does_not_hold_it(ranks, fused):
+    ranks(2).run(rank_steps_after, fused)
+
+
+def rank_uses_a_shard_of_a_freed_model(rank, world):
+    model = eager(nn.Linear(8, 8))
+    leaf = model.__dict__["_zcompile_leaf_weight"].detach()
+    started = ops.gather_start(leaf, [8, 8], torch.float32)
+    weak = references(model)
+    del model
+    gc.collect()
+    assert not alive(weak)
+    with pytest.raises(RuntimeError, match="or its model was freed"):
+        ops.gather_wait(started)
+    with pytest.raises(RuntimeError, match="Was the model freed"):
+        ops.gather(leaf, [8, 8], torch.float32)
+
+
+def test_a_shard_of_a_freed_model_is_refused(ranks):
+    ranks(2).run(rank_uses_a_shard_of_a_freed_model)
+
+
+def rank_frees_in_another_thread(rank, world):
+    """The last reference goes in a thread while this one runs another model's step."""
+    other = eager(make_model())
+    for _ in range(5):
+        model = eager(make_model())
+        train_step(model, rank)
+        weak, box = references(model), [model]
+        del model
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        train_step(other, rank)
+        thread.join()
+        gc.collect()
+        assert not alive(weak)
+
+
+def test_a_model_is_freed_in_another_thread(ranks):
+    ranks(2).run(rank_frees_in_another_thread)
+
+
+def rank_makes_many(rank, world, few, many, inner):
+    """(resident bytes, threads) when `few` and `many` models were made, trained a step and deleted."""
+    counts = []
+    for i in range(1, many + 1):
+        model = make_model(2, 64)
+        model = eager(model) if inner == "eager" else compiled(model, inner=inner)
+        model(inputs(rank, 64)).square().mean().backward()
+        torch.optim.AdamW(model.parameters()).step()
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+        if i in (few, many):
+            counts.append((rss_bytes(), threads()))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "few, many, inner",
+    [
+        (10, 30, "eager"),
+        pytest.param(50, 200, "eager", marks=pytest.mark.matrix),
+        pytest.param(50, 200, "aot_eager", marks=pytest.mark.matrix),
+    ],
+)
+def test_models_that_come_and_go_take_no_memory_and_no_threads(ranks, few, many, inner):
+    """Each model has 68 kB of parameters and as much again in optimizer states, and has 40 kB of Python objects."""
+    for (before, threads_before), (after, threads_after) in ranks(2).run(rank_makes_many, few, many, inner):
+        assert after - before < (many - few) * 10_000 + 4_000_000, (before, after)
+        assert threads_after == threads_before

@@ -1,0 +1,62 @@
+"""In eager, reduces start as soon as their gradients are there, whatever earlier graphs are still alive."""
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+
+
+def reduces_by_layer(model, x):
+    """(the loss, how many reduces have started when backward has come to the input of each layer but the first)."""
+    started = []
+    for layer in model:
+        if x.requires_grad:
+            x.register_hook(lambda grad: started.append(zcompile.stats(model)["reduces"]))
+        x = layer(x)
+    zcompile.reset_stats(model)
+    return x.square().mean(), started
+
+
+def rank_holds_a_loss(rank, world, runs_backward):
+    model = zcompile.shard(nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    loss, first = reduces_by_layer(model, x)
+    loss.backward()
+    del loss
+    held = []
+    for _ in range(2):
+        held.append(reduces_by_layer(model, x)[0])
+        if runs_backward:
+            held[-1].backward()
+    loss, last = reduces_by_layer(model, x)
+    loss.backward()
+    assert first == last and first[0] == 2 and first[-1] == 8, (first, last)
+
+
+@pytest.mark.parametrize("runs_backward", [True, False])
+def test_reduces_start_early_while_an_earlier_loss_is_held(ranks, runs_backward):
+    """Of a step, or one whose backward never runs, such as that of a validation batch."""
+    ranks(2).run(rank_holds_a_loss, runs_backward)
+
+
+class Twice(nn.Module):
+    """Reads a parameter at the beginning and at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.layers[0](self.layers[2](self.layers[1](self.layers[0](x))))
+
+
+def rank_reads_twice(rank, world):
+    model = zcompile.shard(Twice())
+    zcompile.reset_stats(model)
+    model(torch.ones(2, 6)).sum().backward()
+    return zcompile.stats(model)["reduces"]
+
+
+def test_a_parameter_that_is_read_twice_is_reduced_once(ranks):
+    assert ranks(2).run(rank_reads_twice) == [3, 3]

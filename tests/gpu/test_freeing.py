@@ -1,0 +1,144 @@
+"""Models on GPUs are freed: shards, transports, mapped memory and threads; what outlives them stays right."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcompile
+from tests.support.gpu import Wide, make_transformer
+from tests.support.process import threads
+from tests.support.reference import compiled, lm_loss
+from zcompile.sharding.model_state import state_of
+
+MIB = 1 << 20
+
+
+def make_wide(transport):
+    torch.manual_seed(0)
+    model = compiled(nn.Sequential(*(Wide() for _ in range(2))).cuda(), fullgraph=False)
+    state_of(model).runtime.use_transport(transport)
+    return model
+
+
+def train(model, steps=3):
+    """Peer to peer, shards are cached from the second step on."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(steps):
+        x = torch.randn(8, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rank_makes_many(rank, world, transport, few, many):
+    """(allocated bytes, bytes that nvidia-smi shows of the device, threads) after `few` and after `many` models."""
+    counts = []
+    for i in range(1, many + 1):
+        model = make_wide(transport)
+        train(model)
+        state = weakref.ref(state_of(model))
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+        assert state() is None
+        if i in (few, many):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            dist.barrier()
+            free, total = torch.cuda.mem_get_info()
+            counts.append((torch.cuda.memory_allocated(), total - free, threads()))
+            dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize("transport", ["c10d", "p2p"])
+@pytest.mark.parametrize("few, many", [(5, 15), pytest.param(50, 200, marks=pytest.mark.matrix)])
+def test_models_that_come_and_go_take_no_memory_and_no_threads(gpus, transport, few, many):
+    """A model has 64 MiB of shards on two ranks, and as much again in caches, staging and mapped memory."""
+    for before, after in gpus(2).run(rank_makes_many, transport, few, many, timeout=540):
+        assert after[0] - before[0] <= MIB, (before, after)
+        assert after[1] - before[1] <= 64 * MIB, (before, after)
+        assert after[2] == before[2], (before, after)
+
+
+def rank_is_ahead(rank, world):
+    """Rank 0 frees a model while its streams wait for rank 1. Other threads of rank 0 run on."""
+    model = zcompile.shard(make_transformer())
+    state_of(model).runtime.use_transport("p2p")
+    for step in range(3):
+        lm_loss(model, step, rank).backward()
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)
+    loss = lm_loss(model, 3, rank)
+    loss.backward()
+    ticks, stop = [], threading.Event()
+
+    def tick():
+        while not stop.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    del model, loss
+    gc.collect()
+    end = time.monotonic()
+    stop.set()
+    thread.join()
+    dist.barrier()
+    return end - begin, sum(begin < at < end for at in ticks)
+
+
+def test_other_threads_run_while_a_model_that_waits_is_freed(gpus):
+    (seconds, ticks), _ = gpus(2).run(rank_is_ahead)
+    assert seconds > 1 and ticks > 20 * seconds, (seconds, ticks)
+
+
+def rank_uses_gradients_after(rank, world):
+    """Gradients lie in memory of the transport. They stay as they are when the model goes and others come."""
+    model = make_wide("p2p")
+    train(model, steps=2)
+    model(torch.ones(8, 2048, device="cuda")).square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    expected = [gradient.to_local().clone() for gradient in gradients]
+    del model
+    gc.collect()
+    for _ in range(2):
+        train(make_wide("p2p"))
+        gc.collect()
+    for gradient, value in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient.to_local(), value)
+
+
+def test_gradients_outlive_their_model(gpus):
+    gpus(2).run(rank_uses_gradients_after)
+
+
+def rank_backward_after(rank, world):
+    expected = []
+    for frees in (False, True):
+        model = make_wide("p2p")
+        train(model)
+        parameters = list(model.parameters())
+        loss = model(torch.ones(8, 2048, device="cuda")).square().mean()
+        if frees:
+            del model
+            gc.collect()
+        loss.backward()
+        values = [parameter.grad.to_local().clone() for parameter in parameters]
+        expected = expected or values
+        for value, other in zip(values, expected, strict=True):
+            assert torch.equal(value, other)
+        del loss, parameters
+
+
+def test_a_loss_that_outlives_its_model_gives_its_gradients(gpus):
+    gpus(2).run(rank_backward_after)

@@ -1,0 +1,83 @@
+"""How much memory one rank may have, from what stays the same when a job starts again: sizes, not what is free."""
+
+import os
+import socket
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcompile.sharding.process_groups import all_gather_over_mesh
+
+UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 without a limit have a number near 2 ** 63
+
+
+def memory_bytes_of_a_rank(mesh: DeviceMesh) -> int:
+    """Bytes of a rank's share of its device, or of its host's memory, on the rank that has least, as a power of two.
+
+    A plan must not depend on what is free: it differs from run to run, and a plan that differs misses every cache. The
+    sizes of two machines of one kind differ a little too, so it is rounded down to a power of two. All ranks together.
+    """
+    if mesh.device_type == "cuda":
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        place, total_bytes, others = str(device.uuid), device.total_memory, 1
+    else:
+        place, total_bytes, others = "", host_memory_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = all_gather_over_mesh(mesh, (f"{socket.gethostname()} {place}", total_bytes, others))
+    return least_share(ranks)
+
+
+def least_share(ranks: list[tuple[str, int, int]]) -> int:
+    """The least share of a rank, as a power of two.
+
+    Args:
+        ranks: of each rank, what it shares memory with (a host or a GPU), its bytes, and at least how many ranks of
+            the job are known to share it.
+    """
+    sharing = Counter(place for place, _, _ in ranks)
+    least = min(total_bytes // max(sharing[place], others) for place, total_bytes, others in ranks)
+    return 1 << (max(1, least).bit_length() - 1)
+
+
+def host_memory_bytes() -> int:
+    """Bytes of memory that the processes of this machine, or of this container, may have together."""
+    physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical_bytes, *cgroup_limits()])
+
+
+def cgroup_limits(root: Path = Path("/")) -> list[int]:
+    """The limits in bytes of this process's control groups and of those that they are in, of either version.
+
+    Args:
+        root: where `proc` and `sys` are; tests have their own.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            folder, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = folder / path.lstrip("/")
+        # A container may see its own group as the folder itself, and not the path by which the host knows it.
+        for group in (own, *own.parents):
+            limits += _read_limit(group / file)
+            if group == folder:
+                break
+    return limits
+
+
+def _read_limit(file: Path) -> list[int]:
+    """The number in `file`, if there is one and it limits anything."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return []
+    return [int(text)] if text.isdigit() and int(text) < UNLIMITED_BYTES else []
