@@ -105,3 +105,8 @@ asan: install
 		$(PYTHON) setup.py --quiet build_ext --inplace
 	cd $(ASAN) && LD_PRELOAD="$(ASAN_LIBRARIES)" ASAN_OPTIONS=$(ASAN_OPTIONS) OMP_NUM_THREADS=1 \
 		$(PYTHON) -m pytest -p no:cacheprovider -m "not matrix" $(ASAN_TESTS) $(ARGS)
+
+# A hundred runs in which a rank fails at a random place (tests/support/chaos.py): about ten minutes.
+.PHONY: chaos
+chaos: install
+	ZCOMPILE_CHAOS_SEEDS=100 OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q tests/distributed/test_chaos.py $(ARGS)

@@ -234,12 +234,13 @@ void bind_model(py::module& module) {
   py::class_<Model, std::shared_ptr<Model>>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
-                      int64_t world, bool native_reduce) {
+                      int64_t world, bool native_reduce, int64_t number) {
             auto groups = Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)};
-            return std::shared_ptr<Model>(new Model(std::move(groups), rank, world, native_reduce), delete_without_gil);
+            return std::shared_ptr<Model>(
+                new Model(std::move(groups), rank, world, native_reduce, number), delete_without_gil);
           }),
           py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"),
-          py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false)
+          py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false, py::arg("number") = 0)
       .def(
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
           py::arg("replicated"), py::arg("reduce_dtype"))
@@ -257,6 +258,21 @@ void bind_model(py::module& module) {
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("refresh", &Model::refresh, ReleaseGil())
+      .def("count_step", &Model::count_step)
+      .def(
+          "order",
+          [](const Model& model) {
+            std::vector<std::tuple<int64_t, int64_t, std::string>> marks;
+            if (!model.order()) return marks;
+            for (auto& [number, hash, text] : model.order()->marks()) marks.emplace_back(number, hash, text);
+            return marks;
+          })
+      .def(
+          "fail_order",
+          [](const Model& model, std::string message) {
+            if (model.order()) model.order()->fail(std::move(message));
+          },
+          py::arg("message"))
       .def(
           "fused_adam_step",
           [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,

@@ -1,9 +1,15 @@
 """ZeRO-3 training as a torch.compile backend: see README.md and docs/design.md."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+# Torch's symmetric memory would bind multicast objects where it can. zcompile does not use them, and on a shared host a
+# process that dies with one can put the NVLink domain out of service. Torch reads this variable in C++, so it is set
+# here, before other threads may read the environment. A value that the user has set stays.
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 from zcompile import _C
 

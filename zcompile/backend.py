@@ -1,7 +1,10 @@
 """`backend="zcompile"`: options, AOTAutograd and zcompile's passes; inductor.py compiles what comes of them."""
 
 import functools
+import os
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zcompile.analysis.fx_utils import GATHER, calls
 from zcompile.analysis.hardware import CPU
-from zcompile.inductor import check_config, compile_inductor
+from zcompile.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
@@ -54,24 +57,21 @@ def compile_graph(
         options: see `zcompile.options.Settings`.
 
     Raises:
-        ValueError: an unknown option.
+        ValueError: an unknown option, or CUDA graphs (modes "reduce-overhead" and "max-autotune").
         RuntimeError: the model writes to a sharded parameter in forward.
     """
     settings = parse_options(options)
+    refuse_cuda_graphs(settings.inductor, mode)
     _refuse_writes(gm)
     _warn_if_unsharded(gm)
     plan = _plan(example_inputs, settings)
-    models = _models(example_inputs)
-    for model in models:
-        model.limit_microbatch_cache(settings.microbatch_cache_bytes)
     if settings.inner == "aot_eager":
         compiled = compile_aot_eager(gm, example_inputs, plan)
     else:
         compiled = compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode)
-    if settings.transport == "auto" and not any(model.agreement for model in models):
+    if not _models(example_inputs):
         return compiled
-    program = _program(gm, example_inputs, plan, settings.microbatch_cache_bytes)
-    return _on_first_run(compiled, settings.transport, program)
+    return _on_first_run(compiled, settings, functools.partial(_program, _reads(gm), plan, settings))
 
 
 def compile_aot_eager(
@@ -131,40 +131,65 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
     return settings.plan(link, memory_bytes)
 
 
-def _on_first_run(compiled: Callable[..., Any], transport: str, program: Sequence[str]) -> Callable[..., Any]:
-    """`compiled`, whose first call puts its model on `transport` and compares `program` with that of other ranks."""
-    done = False
+def _on_first_run(
+    compiled: Callable[..., Any], settings: Settings, program: Callable[[Sequence[Any]], list[str]]
+) -> Callable[..., Any]:
+    """`compiled`, which prepares each model when it first runs it.
+
+    Dynamo lets all models of a class share `compiled`, as long as their options are equal. So a model may be another
+    one than that with which it was compiled.
+
+    Args:
+        program: what is compared with other ranks, for the inputs of a run.
+    """
+    prepared: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+    position: int | None = None  # of an input that is a shard
 
     def run(*args: Any) -> Any:
-        nonlocal done
-        if not done:
+        nonlocal position
+        model = None if position is None else model_of(args[position])
+        if model is None or model not in prepared:
+            position = next((i for i, value in enumerate(args) if model_of(value) is not None), None)
             for model in _models(args):
-                if transport != "auto":
-                    model.use_transport(transport)
+                if settings.transport != "auto":
+                    model.use_transport(settings.transport)
+                model.limit_microbatch_cache(settings.microbatch_cache_bytes)
                 if model.agreement is not None:
-                    model.agreement.check(program)
-            done = True
+                    model.agreement.check(program(args))
+                prepared.add(model)
         return compiled(*args)
 
     return run
 
 
-def _program(
-    gm: GraphModule, example_inputs: Sequence[Any], plan: Plan, microbatch_cache_bytes: int | None
-) -> list[str]:
-    """What decides which parameters travel, in which order and groups: a line for each thing that ranks must share."""
-    names = {id(sharded.leaf): name for model in _models(example_inputs) for name, sharded in model.parameters.items()}
-    ids = dict(zip(gm.graph.find_nodes(op="placeholder"), map(id, example_inputs), strict=True))
-    lines = []
+def _reads(gm: GraphModule) -> list[tuple[int, str]]:
+    """For each gather of a Dynamo graph: which input is the shard, and what is read of it, where."""
+    positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    reads = []
     for node in calls(gm.graph, GATHER):
         shard, shape, dtype = cast(tuple[Node, list[int], torch.dtype], node.args)
-        name = names.get(ids.get(shard, 0), "?")
-        stack = " ".join(map(str.strip, (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]))
-        lines.append(f"reads '{name}' {list(shape)} {dtype} ({stack})")
+        place = " ".join(map(_without_folder, (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]))
+        reads.append((positions.get(shard, -1), f"{list(shape)} {dtype} ({place})"))
+    return reads
+
+
+def _without_folder(line: str) -> str:
+    """A line of a stack trace, its file without the folder from which Python imports it: that differs between hosts."""
+    quoted = line.strip().split('"')
+    if len(quoted) < 3:
+        return line.strip()
+    folders = [folder for folder in sys.path if folder and quoted[1].startswith(os.path.join(folder, ""))]
+    quoted[1] = os.path.relpath(quoted[1], max(folders, key=len)) if folders else os.path.basename(quoted[1])
+    return '"'.join(quoted)
+
+
+def _program(reads: Sequence[tuple[int, str]], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[str]:
+    """What decides which parameters travel, in which order and groups: a line for each thing that ranks must share."""
+    names = {id(sharded.leaf): name for model in _models(args) for name, sharded in model.parameters.items()}
     return [
-        *lines,
+        *(f"reads '{names.get(id(args[i]), '?') if i >= 0 else '?'}' {what}" for i, what in reads),
         f"plans under {plan}",
-        f"caches {microbatch_cache_bytes} bytes across microbatches",
+        f"caches {settings.microbatch_cache_bytes} bytes across microbatches",
         f"has torch {torch.__version__} and zcompile {source_hash()[:12]}",
     ]
 

@@ -53,6 +53,22 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_cuda_graphs(config: Mapping[str, Any], mode: str | None) -> None:
+    """Refuse CUDA graphs, whether a mode, an option or torch's own configuration asks for them.
+
+    Raises:
+        ValueError: they are asked for.
+    """
+    settings = {**(list_mode_options(mode) if mode else {}), **config}
+    if settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
+        raise ValueError(
+            f"zcompile: CUDA graphs are not supported (mode {mode!r}): the host starts each gather and reduce anew, "
+            "which a replayed graph would skip, so it would compute with old parameters. Of the modes, "
+            "'reduce-overhead' and 'max-autotune' use them. Take 'default' or 'max-autotune-no-cudagraphs', and leave "
+            "Inductor's 'triton.cudagraphs' off."
+        )
+
+
 def compile_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],

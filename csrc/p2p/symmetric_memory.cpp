@@ -5,7 +5,6 @@
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
-#include <cstdlib>
 #include <utility>
 
 namespace zcompile::cuda {
@@ -14,24 +13,9 @@ namespace {
 
 namespace symmetric = c10d::symmetric_memory;
 
-// Torch's symmetric memory would also bind a multicast object where it can. zcompile does not use it, and on a shared
-// host a process that dies with one can put the NVLink domain out of service.
-class WithoutMulticast {
- public:
-  WithoutMulticast() : was_set_(std::getenv(name) != nullptr) { setenv(name, "1", /*overwrite=*/0); }
-  ~WithoutMulticast() {
-    if (!was_set_) unsetenv(name);
-  }
-
- private:
-  static constexpr const char* name = "TORCH_SYMM_MEM_DISABLE_MULTICAST";
-  bool was_set_;
-};
-
 }  // namespace
 
 SymmetricBuffer::SymmetricBuffer(const std::string& group, c10::Device device, int64_t bytes) {
-  const WithoutMulticast guard;
   local_ = symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, device, group, std::nullopt);
   local_.zero_();
   C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index()).stream()));

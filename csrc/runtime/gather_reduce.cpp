@@ -5,13 +5,16 @@
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <utility>
 
 #include "runtime/in_flight.h"
 #include "runtime/model.h"
+#include "runtime/one_thread.h"
 #include "runtime/profiler_range.h"
+#include "transport/process_groups.h"
 
 namespace zcompile {
 
@@ -27,13 +30,23 @@ Model& model_of(c10::ArrayRef<ParamState*> params) {
   return model;
 }
 
+void wait_for(const InFlight& in_flight, const Model& model, const char* op) {
+  try {
+    in_flight.transfer->wait();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(
+        false, "zcompile::", op, ": rank ", model.rank(), " did not get '",
+        in_flight.param ? in_flight.param->name : "", "' from other ranks: a rank stopped. ", message_of(error));
+  }
+}
+
 void wait_for(const at::Tensor& destination, const char* op) {
   const auto found = InFlightTable::instance().finish(destination);
   TORCH_CHECK(
       found, "zcompile::", op,
       ": this tensor is not in flight; it was waited for already or never started, or its model was freed");
   const auto& [model, in_flight] = *found;
-  if (in_flight.transfer) in_flight.transfer->wait();
+  if (in_flight.transfer) wait_for(in_flight, *model, op);
   if (in_flight.cache_for) model->cache().add(*in_flight.cache_for, in_flight.destination);
 }
 
@@ -71,6 +84,7 @@ ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
 
 std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::ScalarType dtype, bool only_read) {
   auto& model = model_of(params);
+  const OneThread guard(params.front()->name, model.rank());
   const ProfilerRange range("gather", params, dtype);
   std::vector<at::Tensor> results;
   c10::SmallVector<GatherRequest, 1> requests;
@@ -85,7 +99,7 @@ std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::Scal
   const auto transport = model.transport();
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->gather(requests));
   for (size_t i = 0; i < results.size(); ++i) {
-    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].padded});
+    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].padded, params[i]});
   }
   return results;
 }
@@ -99,7 +113,7 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::Scal
 at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype) {
   auto& model = model_of(param);
   if (auto cached = model.cache().find(*param, dtype); cached.defined()) {
-    InFlightTable::instance().start({model.weak_from_this(), nullptr, cached, {}});
+    InFlightTable::instance().start({model.weak_from_this(), nullptr, cached, {}, param});
     return cached;
   }
   auto unsharded = start_gather(param, dtype, /*only_read=*/true).front();
@@ -111,6 +125,7 @@ void gather_wait(const at::Tensor& unsharded) { wait_for(unsharded, "gather_wait
 
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::TensorList grads) {
   auto& model = model_of(params);
+  const OneThread guard(params.front()->name, model.rank());
   const auto transport = model.transport();
   std::vector<at::Tensor> wires, results;
   for (size_t i = 0; i < params.size(); ++i) wires.push_back(as_wire(*transport, *params[i], grads[i]));
@@ -123,7 +138,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
   }
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->reduce(requests));
   for (size_t i = 0; i < results.size(); ++i) {
-    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].grad});
+    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].grad, params[i]});
   }
   return results;
 }
@@ -145,6 +160,7 @@ at::Tensor flat_indices(const at::Tensor& indices) { return indices.to(at::kLong
 
 at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor& indices) {
   const auto& model = model_of(param);
+  const OneThread guard(param->name, model.rank());
   const auto columns = columns_of(*param);
   const auto flat = flat_indices(indices);
   auto rows = at::empty({flat.numel(), columns}, param->shard.options().dtype(dtype).requires_grad(false));
@@ -158,6 +174,7 @@ at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor
 at::Tensor reduce_rows_start(
     ParamState* param, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
   auto& model = model_of(param);
+  const OneThread guard(param->name, model.rank());
   const auto transport = model.transport();
   const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
   const auto rows = grad.contiguous().view({flat.numel(), columns_of(*param)});
@@ -168,7 +185,7 @@ at::Tensor reduce_rows_start(
   auto transfer = transport->reduce_rows({param, rows, flat, dtype, wire, result, make_extras(*param, result)});
   transfer = std::make_unique<OwningTransfer>(std::move(transfer), std::vector<at::Tensor>{flat});
   InFlightTable::instance().start(
-      {model.weak_from_this(), std::make_shared<SharedTransfer>(transport, std::move(transfer)), result, rows});
+      {model.weak_from_this(), std::make_shared<SharedTransfer>(transport, std::move(transfer)), result, rows, param});
   return result;
 }
 

@@ -34,6 +34,7 @@ struct InFlight {
   std::shared_ptr<SharedTransfer> transfer;  // none: nothing has to move
   at::Tensor destination;
   at::Tensor source;
+  const ParamState* param = nullptr;  // for messages
   ParamState* cache_for = nullptr;  // whose unsharded parameter this is, if it may be cached
 };
 

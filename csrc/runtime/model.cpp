@@ -14,10 +14,14 @@
 
 namespace zcompile {
 
-Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce)
-    : TransportContext(std::move(groups), rank, world, native_reduce), transport_(make_c10d_transport(*this)) {}
+Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number)
+    : TransportContext(std::move(groups), rank, world, native_reduce, number),
+      agreement_(RankAgreement::of(this->groups().control)),
+      order_(agreement_ || world == 1 ? nullptr : OrderLog::of(this->groups().gather)),
+      transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
+  if (agreement_) agreement_->leave(number());
   for (auto& param : params_) Registry::instance().remove(param.get());
   InFlightTable::instance().forget(weak_from_this());
 }
@@ -66,6 +70,15 @@ void Model::add_unclaimed(int64_t index, at::Tensor gradient) {
   unclaimed = unclaimed.defined() ? unclaimed.add_(gradient) : std::move(gradient);
 }
 
+void Model::drop_unclaimed() {
+  for (auto& param : params_) param->unclaimed.reset();
+}
+
+void Model::count_step() {
+  if (agreement_) agreement_->count_step();
+  if (order_) order_->count_step();
+}
+
 void Model::end_caching() {
   if (!cache_.end()) return;
   for (auto& param : params_) {
@@ -109,11 +122,10 @@ void Model::note_backward() {
       weak_from_this());  // of a forward or backward that raised: a graph waits for all it starts
   if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this()] { self->finish_backward(); });
+      [self = shared_from_this()] { self->transport_->finish_backward(); });
 }
 
-void Model::finish_backward() {
-  transport_->finish_backward();
+void Model::deliver_unclaimed() {
   const ParamState* freed = nullptr;
   for (auto& param : params_) {
     if (!param->unclaimed.defined()) continue;

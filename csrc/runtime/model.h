@@ -14,13 +14,15 @@
 #include "runtime/param_state.h"
 #include "runtime/stats.h"
 #include "transport/context.h"
+#include "transport/order_log.h"
+#include "transport/rank_agreement.h"
 #include "transport/transport.h"
 
 namespace zcompile {
 
 class Model : public TransportContext, public std::enable_shared_from_this<Model> {
  public:
-  Model(Groups groups, int64_t rank, int64_t world, bool native_reduce);  // see TransportContext
+  Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number);  // see TransportContext
   ~Model() override;
 
   // `leaf` is the autograd leaf over the shard; see [Note: who owns a model] in param_state.h.
@@ -41,6 +43,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void count_gathered_rows(const at::Tensor& rows) override { stats_.count_gathered_rows(rows); }
   void count_reduce(const at::Tensor& wire) override { stats_.count_reduce(wire); }
   void add_unclaimed(int64_t index, at::Tensor gradient) override;
+  void deliver_unclaimed() override;
+  void drop_unclaimed() override;
 
   Stats stats() { return stats_.get(); }
   void reset_stats() { stats_.reset(); }
@@ -72,14 +76,19 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
   void clear_squares();
 
+  // An optimizer stepped with parameters of this model, outside of backward.
+  void count_step();
+  // None if there is one rank, or ranks agree before each collective.
+  const std::shared_ptr<OrderLog>& order() const { return order_; }
+
   // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends. That, and
   // the first behind one, abandon what is still in flight.
   void note_backward();
 
  private:
-  void finish_backward();
-
   std::vector<std::unique_ptr<ParamState>> params_;
+  std::shared_ptr<RankAgreement> agreement_;  // none: ranks do not agree before each collective, and
+  std::shared_ptr<OrderLog> order_;  // are compared afterwards, if there are several
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
   StatsCounter stats_;
   MicrobatchCache cache_;

@@ -1,7 +1,8 @@
 // Gathers and reduces as collectives of a c10d::ProcessGroup.
 //
 // On CPU, ranks agree before each collective; see [Note: ranks that do different things] in rank_agreement.h. Without a
-// control group (NCCL) every rank must gather and reduce the same parameters in the same order.
+// control group (NCCL) every rank must gather and reduce the same parameters in the same order; see [Note: order of
+// collectives over NCCL] in order_log.h.
 
 #include <ATen/Functions.h>
 
@@ -12,6 +13,7 @@
 #include "compat.h"
 #include "kernels/numerics.h"
 #include "transport/c10d_transfers.h"
+#include "transport/order_log.h"
 #include "transport/process_groups.h"
 #include "transport/rank_agreement.h"
 #include "transport/transport.h"
@@ -23,7 +25,13 @@ namespace {
 class C10dTransport : public Transport {
  public:
   explicit C10dTransport(TransportContext& context)
-      : Transport(context), agreement_(context, [this](const Want& want) { serve(want); }) {}
+      : Transport(context), agreement_(RankAgreement::of(context.groups().control)) {
+    if (!agreement_ && context.world() > 1) order_ = OrderLog::of(context.groups().gather);
+    if (agreement_) agreement_->join(context.number(), {this, &context, [this](const Want& want) { serve(want); }});
+  }
+  ~C10dTransport() override {
+    if (agreement_) agreement_->leave(number_, this);
+  }
 
   std::string name() const override { return resolve_group(context_.groups().gather)->getBackendName(); }
 
@@ -43,8 +51,6 @@ class C10dTransport : public Transport {
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
     return agree_and<ReduceRequest>(requests, [this](auto agreed) { return start_reduce(agreed); });
   }
-
-  void finish_backward() override { agreement_.agree({}, /*name=*/""); }
 
   // A native reduce adds up at the width of the wire, which may therefore be wider than the gradient.
   at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const override {
@@ -167,12 +173,12 @@ class C10dTransport : public Transport {
   // Starts `requests` when all ranks are about to: together if all have the very same, else one by one.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> agree_and(c10::ArrayRef<Request> requests, Start start) {
-    if (!agreement_.is_needed() || agreement_.agree(want_of_all(requests), requests.front().param->name)) {
-      return start(requests);
-    }
+    const auto want = want_of_all(requests, number_);
+    if (order_) order_->append(want, requests.front().param->name);
+    if (!agreement_ || agreement_->agree(want)) return start(requests);
     auto transfers = std::make_unique<Transfers>();
     for (const auto& request : requests) {
-      agreement_.agree(want_of(request), request.param->name);
+      agreement_->agree(want_of(request, number_));
       transfers->add(start(c10::ArrayRef<Request>(request)));
     }
     return transfers;
@@ -192,7 +198,9 @@ class C10dTransport : public Transport {
     context_.add_unclaimed(param.index, std::move(out));
   }
 
-  RankAgreement agreement_;
+  std::shared_ptr<RankAgreement> agreement_;  // none: ranks agree by construction, and
+  std::shared_ptr<OrderLog> order_;  // are compared afterwards
+  int64_t number_ = context_.number();
 };
 
 }  // namespace

@@ -21,9 +21,10 @@ struct Groups {
 class TransportContext {
  public:
   // `rank` and `world` are those of the gather group. With `native_reduce`, collectives reduce by the backend's own
-  // reduce-scatter, which adds up in its order, at the width of the wire.
-  TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce)
-      : groups_(std::move(groups)), rank_(rank), world_(world), native_reduce_(native_reduce) {}
+  // reduce-scatter, which adds up in its order, at the width of the wire. `number` tells the model from others over the
+  // same ranks, which have the same one for it.
+  TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number)
+      : groups_(std::move(groups)), rank_(rank), world_(world), native_reduce_(native_reduce), number_(number) {}
   virtual ~TransportContext() = default;
   TransportContext(const TransportContext&) = delete;
   TransportContext& operator=(const TransportContext&) = delete;
@@ -32,6 +33,7 @@ class TransportContext {
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
   bool native_reduce() const { return native_reduce_; }
+  int64_t number() const { return number_; }
 
   virtual int64_t num_params() const = 0;
   virtual const ShardedParam& param(int64_t index) const = 0;
@@ -42,15 +44,19 @@ class TransportContext {
   virtual void count_gathered_rows(const at::Tensor& rows) = 0;
   virtual void count_reduce(const at::Tensor& wire) = 0;
 
-  // Takes this rank's slice of a mean gradient that other ranks asked for and this rank did not. The runtime gives it
-  // to the parameter when the backward ends.
+  // Takes this rank's slice of a mean gradient that other ranks asked for and this rank did not.
   virtual void add_unclaimed(int64_t index, at::Tensor gradient) = 0;
+  // The backward has ended on all ranks: gives these gradients to their parameters.
+  virtual void deliver_unclaimed() = 0;
+  // The backward raised: what it left behind must not count for the next one.
+  virtual void drop_unclaimed() = 0;
 
  private:
   Groups groups_;
   int64_t rank_;
   int64_t world_;
   bool native_reduce_;
+  int64_t number_;
 };
 
 }  // namespace zcompile

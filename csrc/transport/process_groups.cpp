@@ -18,6 +18,11 @@ ProcessGroup resolve_group(const std::string& name) {
   }
 }
 
+std::string message_of(const std::exception& error) {
+  const auto* ours = dynamic_cast<const c10::Error*>(&error);
+  return ours ? ours->what_without_backtrace() : error.what();
+}
+
 CoalescedCollectives::CoalescedCollectives(ProcessGroup group, c10::Device device, size_t count)
     : group_(std::move(group)), device_(device.type()) {
   open_ = coalesced_ = count > 1 && device.is_cuda();

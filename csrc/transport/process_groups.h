@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <exception>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +16,9 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 
 // Throws, with what to do, if the group was closed.
 ProcessGroup resolve_group(const std::string& name);
+
+// The text of an error, without the C++ stack.
+std::string message_of(const std::exception& error);
 
 // One path for all dtypes, also those that a backend does not know.
 inline at::Tensor as_bytes(const at::Tensor& flat) { return flat.view(at::kByte); }

@@ -90,7 +90,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()  # says where a rank crashed
     if backend == "nccl":
-        _take_gpu(rank, world)
+        take_gpu(rank, world)
     dist.init_process_group(
         backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2)
     )
@@ -118,7 +118,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
         pipe.send(answer)
 
 
-def _take_gpu(rank: int, world: int) -> None:
+def take_gpu(rank: int, world: int) -> None:
     """Each rank takes a GPU of its own. Where there are fewer GPUs than ranks, several ranks share one.
 
     NCCL and symmetric memory allow that if they are told so. It is slow, and NCCL works over sockets, as between hosts.

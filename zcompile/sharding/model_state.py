@@ -32,7 +32,8 @@ from zcompile import _C
 from zcompile.analysis.hardware import table_of
 from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, STATE
 from zcompile.sharding.memory import memory_bytes_of_a_rank
-from zcompile.sharding.process_groups import groups_of
+from zcompile.sharding.order_watch import watch_order
+from zcompile.sharding.process_groups import groups_of, timeout_of
 from zcompile.sharding.rank_agreement import Agreement
 from zcompile.sharding.select_transport import Choice, choose, log
 
@@ -163,6 +164,8 @@ class ShardedModel:
         self.nccl_max_ctas = nccl_max_ctas
         self.groups = groups_of(mesh, nccl_max_ctas)
         self.runtime = _C.Model(**self.groups, native_reduce=native_reduce)
+        if self.runtime.world > 1 and not self.groups["control"]:
+            watch_order(self.runtime, self.groups, timeout_of(mesh).total_seconds())
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))
@@ -195,12 +198,14 @@ class ShardedModel:
 
     def new_runtime(self) -> _C.Model:
         """An empty runtime over the same process groups, to measure on."""
-        return _C.Model(**self.groups)
+        return _C.Model(**{**self.groups, "number": -1})
 
     def new_agreement(self) -> Agreement:
         """For the ranks that share the shards, over NCCL. Over gloo, ranks agree before each collective; peer to
         peer, by the signals for which they wait."""
-        return Agreement(f"zcompile/{self.groups['reduce']}", self.groups["rank"], self.groups["world"])
+        prefix = f"zcompile/{self.groups['reduce']}/{self.groups['number']}"
+        timeout_s = timeout_of(self.mesh).total_seconds()
+        return Agreement(prefix, self.groups["rank"], self.groups["world"], timeout_s)
 
     def measure_memory(self) -> None:
         """Note how much memory a rank may have, on the rank that has least; all ranks together."""

@@ -1,5 +1,8 @@
 """The mesh and the process groups of a sharded model, and what ranks say to one another in Python objects."""
 
+import datetime
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,37 +29,86 @@ def shard_group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
+def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
+    """How long the user lets ranks that share shards wait for each other: the timeout of their group."""
+    options: Any = shard_group_of(mesh)._get_backend(torch.device(mesh.device_type)).options
+    timeout: datetime.timedelta = options._timeout
+    return timeout
+
+
+# Groups of zcompile's own, by what they are made with. All models over the same ranks share them: one group for each
+# model would give each an order of its own, in which ranks that read different models wait for each other.
+_shared_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
+
+
+def shared_group(key: tuple[Any, ...], make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group that was made under `key`, unless it was closed since; else a new one. All its ranks call together."""
+    group = _shared_groups.get(key)
+    if group is not None:
+        try:
+            dist.get_backend(group)
+            return group
+        except ValueError:  # closed
+            pass
+    group = _shared_groups[key] = make()
+    return group
+
+
 def control_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of its own, over gloo, in which ranks agree before each collective."""
-    return dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo", use_local_synchronization=True)
+    """The group, over gloo, in which the ranks of `mesh` agree before each collective."""
+    ranks, timeout = mesh.mesh.flatten().tolist(), timeout_of(mesh)
+
+    def make() -> dist.ProcessGroup:
+        return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+
+    return shared_group(("control", tuple(ranks), timeout), make)
+
+
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # of the next model
+
+
+def next_number(mesh: DeviceMesh) -> int:
+    """A number for a new model, the same on all ranks, which call together; other models of this mesh have others."""
+    group = shard_group_of(mesh)
+    number: int = max(all_gather_over_mesh(mesh, _numbers.get(group, 0)))
+    _numbers[group] = number + 1
+    return number
 
 
 def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None) -> dict[str, Any]:
     """Process groups of the runtime, by name; see `Groups` in csrc/transport/context.h."""
     shard_group = shard_group_of(mesh)
-    several = mesh.size() > 1
+    several, timeout = mesh.size() > 1, timeout_of(mesh)
 
     def limited(group: dist.ProcessGroup) -> dist.ProcessGroup:
-        return group if nccl_max_ctas is None or not several else new_group(group, nccl_max_ctas)
+        return group if nccl_max_ctas is None or not several else own("limited", group)
+
+    def own(use: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        key = (use, tuple(dist.get_process_group_ranks(group)), mesh.device_type, timeout, nccl_max_ctas)
+        return shared_group(key, lambda: new_group(group, nccl_max_ctas, timeout))
 
     return {
         "gather": limited(shard_group).group_name,
-        "reduce": new_group(shard_group, nccl_max_ctas).group_name if several else shard_group.group_name,
+        "reduce": own("reduce", shard_group).group_name if several else shard_group.group_name,
         "replicate": limited(mesh.get_group(0)).group_name if mesh.ndim == 2 else "",
         "control": control_group(mesh).group_name if mesh.device_type == "cpu" and several else "",
         "rank": shard_group.rank(),
         "world": shard_group.size(),
+        "number": next_number(mesh) if several else 0,
     }
 
 
-def new_group(like: dist.ProcessGroup, nccl_max_ctas: int | None = None) -> dist.ProcessGroup:
+def new_group(
+    like: dist.ProcessGroup, nccl_max_ctas: int | None = None, timeout: datetime.timedelta | None = None
+) -> dist.ProcessGroup:
     """Another communicator between the ranks of `like`, which call it together.
 
     Args:
+        timeout: the limit of its collectives; the backend's default if None.
         nccl_max_ctas: most SMs that one of its kernels takes, for NCCL, whose lower bound is 1 unless NCCL_MIN_CTAS
             is set.
     """
-    limits: dict[str, Any] = {}
+    limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if nccl_max_ctas is not None:
         theirs: Any = like._get_backend(torch.device("cuda")).options
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=theirs.is_high_priority_stream)
@@ -77,5 +129,11 @@ def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:
 def all_gather_object(group: dist.ProcessGroup, value: Any) -> list:
     """The `value` of every rank of `group`, by rank."""
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"zcompile: rank {dist.get_rank()} waited for the other ranks of its mesh in zcompile.shard, and they did "
+            f"not answer: a rank stopped, or did not come. {error}"
+        ) from error
     return values

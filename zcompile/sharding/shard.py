@@ -15,8 +15,17 @@ from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
 from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.sharding.optimizer_steps import count_steps
 from zcompile.sharding.process_groups import default_mesh, device_of, shard_group_of
-from zcompile.sharding.validation import agree_on_model, check_max_ctas, check_mesh, check_model, signature
+from zcompile.sharding.validation import (
+    Progress,
+    agree_on_model,
+    check_max_ctas,
+    check_mesh,
+    check_model,
+    raised_on_all_ranks,
+    signature,
+)
 
 
 def shard(
@@ -79,8 +88,12 @@ def shard(
     agree_on_model(mesh, error, [*signature(model, ignored), options])
 
     state = ShardedModel(mesh, nccl_max_ctas, native_reduce)
-    _shard_modules(state, model, ignored, reduce_dtype)
-    install_readers(state, param_dtype, single_rank=mesh.size() == 1)
+    with raised_on_all_ranks(mesh) as progress:
+        _shard_modules(state, model, ignored, reduce_dtype, progress)
+    _share_values(state)
+    with raised_on_all_ranks(mesh):
+        install_readers(state, param_dtype, single_rank=mesh.size() == 1)
+    count_steps(state)
     state.use_transport("auto")
     state.measure_memory()
     if param_dtype is not None:
@@ -88,26 +101,42 @@ def shard(
     return model
 
 
-def _shard_modules(state: ShardedModel, model: nn.Module, ignored: set[int], reduce_dtype: torch.dtype | None) -> None:
-    """Exchange the parameters of each module of `model` for DTensors, module by module."""
+def _shard_modules(
+    state: ShardedModel, model: nn.Module, ignored: set[int], reduce_dtype: torch.dtype | None, progress: Progress
+) -> None:
+    """Exchange the parameters of each module of `model` for DTensors, module by module; without a collective."""
     device = device_of(state.mesh)
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter
     originals: list[nn.Parameter] = []  # held until the end, so that no id is given twice
     for path, module in list(model.named_modules()):
         own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in ignored}
         originals += own.values()
+        progress.at = f"{type(module).__name__} '{path}'"
         materialize(model, path, module, device, skip=ignored | done.keys())
         _move_buffers(module, device)
         for attribute, original in own.items():
             if id(original) not in done:
                 name = f"{path}.{attribute}" if path else attribute
                 materialized = cast(nn.Parameter, module._parameters[attribute])
+                progress.at = f"parameter '{name}'"
                 sharded = _shard_parameter(state, name, materialized, (module, attribute), device, reduce_dtype)
                 done[id(original)] = sharded
             else:
                 sharded = done[id(original)]
                 sharded.add_owner(module, attribute, sharded.leaf)
             module._parameters[attribute] = sharded.parameter
+
+
+@torch.no_grad()
+def _share_values(state: ShardedModel) -> None:
+    """Give all ranks the scalars of their group's first rank, and all replicas the values of the first one."""
+    mesh = state.mesh
+    for sharded in state.parameters.values():
+        local = sharded.leaf.detach()
+        if local.ndim == 0:
+            dist.broadcast(local, group=shard_group_of(mesh), group_src=0)
+        if mesh.ndim == 2:
+            dist.broadcast(local, group=mesh.get_group(0), group_src=0)
 
 
 @torch.no_grad()
@@ -149,16 +178,11 @@ def _shard_parameter(
 
 
 def _local_shard(mesh: DeviceMesh, unsharded: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
-    """This rank's `rows` of a parameter, or the scalar of its group's first rank; the same on all replicas."""
+    """A copy of this rank's `rows` of a parameter, or of a scalar."""
     if unsharded.ndim == 0:
-        local = unsharded.to(device, copy=True)
-        dist.broadcast(local, group=shard_group_of(mesh), group_src=0)
-    else:
-        rank = mesh.get_local_rank(mesh.ndim - 1)
-        local = unsharded[rank * rows : (rank + 1) * rows].to(device, copy=True).contiguous()
-    if mesh.ndim == 2:
-        dist.broadcast(local, group=mesh.get_group(0), group_src=0)
-    return local
+        return unsharded.to(device, copy=True)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    return unsharded[rank * rows : (rank + 1) * rows].to(device, copy=True).contiguous()
 
 
 def _as_dtensor(mesh: DeviceMesh, local: torch.Tensor, shape: torch.Size) -> DTensor:

@@ -1,0 +1,71 @@
+#include "transport/order_log.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace zcompile {
+
+std::shared_ptr<OrderLog> OrderLog::of(const std::string& group) {
+  struct Entry {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    std::shared_ptr<OrderLog> log;
+  };
+  static std::mutex mutex;
+  static auto* entries = new std::map<std::string, Entry>;  // never destroyed: models may outlive static destructors
+  auto resolved = resolve_group(group);
+  std::lock_guard lock(mutex);
+  const auto entry = entries->find(group);
+  if (entry != entries->end() && entry->second.group.lock() == resolved) return entry->second.log;
+  auto log = std::make_shared<OrderLog>();
+  entries->insert_or_assign(group, Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(resolved), log});
+  return log;
+}
+
+void OrderLog::append(const Want& want, const std::string& name) {
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(failed_.empty(), failed_);
+  ++count_;
+  hash_ = static_cast<int64_t>(c10::get_hash(
+      hash_, static_cast<int64_t>(want.kind), want.model, want.what, static_cast<int64_t>(want.dtype), want.count,
+      in_backward, steps_));
+  auto& started = recent_[count_ % recent_count];
+  started.hash = hash_;
+  started.want = want;
+  started.name = name;  // takes the memory of the one before
+  if (count_ % mark_every != 0) return;
+  old_.emplace_back(count_, hash_);
+  if (static_cast<int64_t>(old_.size()) > mark_count) old_.pop_front();
+}
+
+void OrderLog::count_step() {
+  std::lock_guard lock(mutex_);
+  ++steps_;
+}
+
+std::vector<OrderLog::Mark> OrderLog::marks() const {
+  std::lock_guard lock(mutex_);
+  std::vector<Mark> marks;
+  const auto first = std::max<int64_t>(1, count_ - recent_count + 1);
+  for (const auto& [number, hash] : old_) {
+    if (number < first) marks.push_back({number, hash, ""});
+  }
+  for (auto number = first; number <= count_; ++number) {
+    const auto& [hash, want, name] = recent_[number % recent_count];
+    auto text = (want.kind == WantKind::gather ? "gather '" : "reduce '") + name + "'";
+    if (want.count > 1) text += " and " + std::to_string(want.count - 1) + " more";
+    marks.push_back({number, hash, std::move(text)});
+  }
+  return marks;
+}
+
+void OrderLog::fail(std::string message) {
+  std::lock_guard lock(mutex_);
+  failed_ = std::move(message);
+}
+
+}  // namespace zcompile

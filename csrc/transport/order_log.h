@@ -1,0 +1,62 @@
+// In which order this rank starts collectives, where ranks do not agree before each one.
+//
+// [Note: order of collectives over NCCL]
+// Over NCCL, ranks must start the same collectives in the same order; nothing asks them first, because a round trip
+// for each would cost more than it moves. If they differ, they hang, or mix up parameters of one size. So each rank
+// counts what it starts and keeps a running hash. A thread (zcompile/sharding/order_watch.py) compares these with
+// another rank's every second or so. A difference becomes an error of the next collective on all ranks, with the names
+// of what each rank started.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "transport/rank_agreement.h"
+
+namespace zcompile {
+
+class OrderLog {
+ public:
+  static constexpr int64_t recent_count = 64;
+  static constexpr int64_t mark_every = 256, mark_count = 64;
+
+  struct Mark {
+    int64_t number;  // of the collective
+    int64_t hash;  // of all up to it
+    std::string text;  // such as "gather 'a.weight'"; empty for old ones
+  };
+
+  // The one of the ranks of this group.
+  static std::shared_ptr<OrderLog> of(const std::string& group);
+
+  // Notes the next collective, which moves `want`; `name` is that of its first parameter. Throws if ranks are known to
+  // differ.
+  void append(const Want& want, const std::string& name);
+  // An optimizer stepped: ranks must step between the same collectives.
+  void count_step();
+  // The last ones, and every 256th of those before; increasing numbers.
+  std::vector<Mark> marks() const;
+  // Makes the next append throw.
+  void fail(std::string message);
+
+ private:
+  struct Started {
+    int64_t hash = 0;
+    Want want;
+    std::string name;
+  };
+
+  mutable std::mutex mutex_;
+  int64_t count_ = 0, hash_ = 0, steps_ = 0;
+  std::array<Started, recent_count> recent_;
+  std::deque<std::pair<int64_t, int64_t>> old_;  // number and hash
+  std::string failed_;
+};
+
+}  // namespace zcompile

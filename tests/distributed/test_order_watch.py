@@ -1,0 +1,67 @@
+"""Over NCCL, ranks do not agree before each collective, but are compared. Here on CPU, without the agreement."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support.meshes import short_mesh
+from zcompile.sharding import model_state
+from zcompile.sharding.order_watch import difference
+
+
+class Two(nn.Module):
+    """Two layers of one size, of which a forward reads one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x, second: bool):
+        return (self.b if second else self.a)(x)
+
+
+def shard_without_agreement(model, seconds, monkeypatch):
+    """`model`, sharded as over NCCL."""
+    groups_of = model_state.groups_of
+    monkeypatch.setattr(model_state, "groups_of", lambda *args: {**groups_of(*args), "control": ""})
+    return zcompile.shard(model, short_mesh(seconds))
+
+
+def rank_reads_another(rank, world):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model = shard_without_agreement(Two(), 5, monkeypatch)
+    model(torch.ones(1, 6), False)
+    message = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weight' on rank [01]"
+    with pytest.raises(RuntimeError, match=message):
+        for _ in range(100):
+            model(torch.ones(1, 6), rank == 1)
+            time.sleep(0.1)
+
+
+def test_ranks_that_read_different_parameters_of_one_size_are_told(ranks):
+    ranks(2).run(rank_reads_another)
+
+
+def rank_trains_alike(rank, world):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model = shard_without_agreement(Two(), 5, monkeypatch)
+    for _ in range(50):
+        time.sleep(0.04 * rank)
+        for second in (False, True):
+            model(torch.ones(1, 6), second).sum().backward()
+
+
+def test_ranks_that_do_the_same_are_not_told(ranks):
+    ranks(2).run(rank_trains_alike)
+
+
+def test_what_is_compared():
+    alike = [(256, 7, ""), (300, 8, "gather 'a'"), (301, 9, "gather 'b'")]
+    assert difference(0, alike, 1, alike[:2]) == ""
+    assert difference(0, alike, 1, [(257, 1, "gather 'c'")]) == ""  # no number that both know
+    other = [(300, 8, "gather 'a'"), (301, 3, "reduce 'b'")]
+    assert "number 301 is gather 'b' on rank 0 and reduce 'b' on rank 1" in difference(0, alike, 1, other)
+    assert "among the first 256" in difference(0, alike, 1, [(256, 6, "")])

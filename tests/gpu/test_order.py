@@ -1,0 +1,60 @@
+"""Over NCCL: ranks that start different collectives end in time, with the names of what each started."""
+
+import datetime
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zcompile
+from tests.support.ranks import Ranks
+from zcompile.sharding.model_state import state_of
+
+TIMEOUT_S = 15
+
+
+def sharded(rows):
+    """Two layers over NCCL, the second of so many rows."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S)), "cuda")
+    layers = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(64, rows, bias=False)]).cuda()
+    model = zcompile.shard(layers, mesh)
+    state_of(model).use_transport("nccl")
+    return model
+
+
+def rank_has_the_timeout(rank, world):
+    state = state_of(sharded(64))
+    for use in ("gather", "reduce"):
+        group = dist.distributed_c10d._resolve_process_group(state.groups[use])
+        assert group._get_backend(torch.device("cuda")).options._timeout.total_seconds() == TIMEOUT_S, use
+
+
+def test_groups_have_the_timeout_of_the_mesh(gpus):
+    gpus(2).run(rank_has_the_timeout)
+
+
+def rank_reads_another(rank, world, rows):
+    model = sharded(rows)
+    x = torch.ones(1, 64, device="cuda")
+    for layer in model:
+        layer(x)
+    torch.cuda.synchronize()
+    for _ in range(200):
+        model[rank](x)
+        torch.cuda.synchronize()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_ranks_that_read_different_parameters_end_with_an_error(rows, capfd):
+    pool = Ranks(2, "nccl")
+    begin = time.monotonic()
+    answers = pool.run(rank_reads_another, rows, allow_failure=True, timeout=90)
+    assert time.monotonic() - begin < 30 + 2 * TIMEOUT_S
+    texts = "\n".join(map(str, answers)) + capfd.readouterr().err
+    assert "ranks started different gathers and reduces" in texts
+    assert "gather '0.weight'" in texts and "gather '1.weight'" in texts
+    assert all("different gathers" in answer or "died" in answer or "Error" in answer for answer in answers)

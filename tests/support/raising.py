@@ -1,0 +1,25 @@
+"""A module that raises when it is told to, in forward or in backward."""
+
+import torch
+from torch import nn
+
+RAISES: list = []  # not empty: `may_raise` raises
+
+
+@torch.library.custom_op("zcompile_tests::may_raise_here", mutates_args=())
+def may_raise(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x`, unless it raises."""
+    if RAISES:
+        raise RuntimeError("broken on purpose")
+    return x.clone()
+
+
+may_raise.register_fake(torch.empty_like)
+may_raise.register_autograd(lambda context, grad: may_raise(grad))
+
+
+class MayRaise(nn.Module):
+    """`may_raise` as a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return may_raise(x)

@@ -1,0 +1,132 @@
+"""Whether all ranks start the same collectives in the same order, where they do not agree before each: over NCCL.
+
+See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. A thread compares, and nothing waits for it.
+So what ranks computed until then may be wrong; afterwards no rank goes on.
+"""
+
+import atexit
+import json
+import logging
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from zcompile import _C
+
+log = logging.getLogger("zcompile")
+
+Marks = list[tuple[int, int, str]]  # number, hash and text of collectives
+PERIOD_S = 1.0
+
+_watches: dict[str, "OrderWatch"] = {}  # by the name of the group
+
+
+def watch_order(runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float) -> None:
+    """Compare the order of what `runtime` and other models over its group start, until all of them are gone."""
+    watch = _watches.get(groups["gather"])
+    if watch is None or not watch.add(runtime):
+        _watches[groups["gather"]] = OrderWatch(runtime, groups, timeout_s)
+
+
+class OrderWatch:
+    """A thread that compares this rank with the one before it, and learns what others found.
+
+    Args:
+        timeout_s: of the group's collectives. A rank that has waited for most of it says what it and the other last
+            started: soon after, torch ends the process.
+    """
+
+    def __init__(self, runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float):
+        self.rank, self.world, self.timeout_s = groups["rank"], groups["world"], timeout_s
+        self.period_s = min(PERIOD_S, timeout_s / 10)
+        prefix = f"zcompile/order/{groups['gather']}/{groups['reduce']}"
+        self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self.runtimes = weakref.WeakSet([runtime])
+        self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
+        self.idle_s, self.last_number, self.told = 0.0, 0, False
+        self.thread = threading.Thread(target=self.run, name="zcompile order", daemon=True)
+        self.thread.start()
+        atexit.register(self.stop.set)
+
+    def add(self, runtime: _C.Model) -> bool:
+        """Whether the thread still runs, and now lasts as long as `runtime`."""
+        with self.lock:
+            if not self.ended:
+                self.runtimes.add(runtime)
+            return not self.ended
+
+    def run(self) -> None:
+        """Compare once in a period."""
+        while not self.stop.wait(self.period_s):
+            with self.lock:
+                runtime = next(iter(self.runtimes), None)
+                if runtime is None:
+                    self.ended = True
+                    return
+            try:
+                if self.compare(runtime):
+                    return
+            except (RuntimeError, ValueError):  # the store or the group is closed
+                return
+            del runtime
+
+    def compare(self, runtime: _C.Model) -> bool:
+        """Publish and compare; whether there is a difference, which makes the next collective of all ranks an error."""
+        mine = runtime.order()
+        if not mine:
+            return False
+        self.store.set(f"{self.rank}", json.dumps(mine))
+        if self.store.check(["failed"]):
+            return self.fail(runtime, self.store.get("failed").decode())
+        other = (self.rank - 1) % self.world
+        if not self.store.check([f"{other}"]):
+            return False
+        theirs: Marks = json.loads(self.store.get(f"{other}"))
+        if message := difference(self.rank, mine, other, theirs):
+            self.store.set("failed", message)
+            return self.fail(runtime, message)
+        self.tell_if_idle(mine, other, theirs)
+        return False
+
+    def fail(self, runtime: _C.Model, message: str) -> bool:
+        """Make the next collective of this rank an error. It may not come to one, so say it now, too."""
+        log.error("%s", message)
+        runtime.fail_order(message)
+        return True
+
+    def tell_if_idle(self, mine: Marks, other: int, theirs: Marks) -> None:
+        """Say what was started last if that was most of the timeout ago: soon torch may end the process."""
+        number, _, text = mine[-1]
+        self.idle_s = self.idle_s + self.period_s if number == self.last_number else 0.0
+        self.last_number = number
+        if self.idle_s < 0.8 * self.timeout_s:
+            self.told = False
+        elif not self.told:
+            self.told = True
+            log.warning(
+                "zcompile: rank %d has started no collective for %.0f s. Its last one was number %d, %s; that of rank "
+                "%d was number %d, %s.",
+                *(self.rank, self.idle_s, number, text, other, theirs[-1][0], theirs[-1][2]),
+            )
+
+
+def difference(rank: int, mine: Marks, other: int, theirs: Marks) -> str:
+    """What tells that two ranks started different collectives, or an empty string if nothing tells."""
+    their_hashes = {number: (value, text) for number, value, text in theirs}
+    for number, value, text in mine:
+        their_value, their_text = their_hashes.get(number, (value, text))
+        if their_value != value:
+            at = f"number {number} is {text} on rank {rank} and {their_text} on rank {other}"
+            if not text or not their_text or text == their_text:
+                at = (
+                    f"among the first {number}, which end with {text or 'one long ago'} on rank {rank} and "
+                    f"{their_text or 'one long ago'} on rank {other}, at least one differs"
+                )
+            return (
+                f"zcompile: ranks started different gathers and reduces, so parameters are mixed up: {at}. Over NCCL, "
+                "all ranks must read the same parameters in the same order, in forward and in backward."
+            )
+    return ""
