@@ -45,7 +45,8 @@ void Model::replace(int64_t index, at::Tensor shard) {
   Registry::instance().add(&param);
 }
 
-void Model::watch(int64_t index, const std::vector<at::Tensor>& main_params) {
+void Model::watch(int64_t index, const std::vector<at::Tensor>& main_params, const at::Tensor& parameter) {
+  state(index).main_param = c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr());
   auto& versions = state(index).main_param_versions;
   versions.clear();
   for (const auto& main_param : main_params) {
