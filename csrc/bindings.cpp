@@ -182,7 +182,7 @@ void bind_model(py::module& module) {
           py::arg("replicated"), py::arg("reduce_dtype"))
       .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
       .def_property_readonly("world", &Model::world)
-      .def("watch", &Model::watch, py::arg("index"), py::arg("main_params"), py::arg("parameter"))
+      .def("watch", &Model::watch, py::arg("index"), py::arg("main_params"))
       .def("forbid_gathers", &Model::forbid_gathers, py::arg("index"), py::arg("forbid"))
       .def(
           "use_transport",

@@ -5,7 +5,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/alias_native.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -54,18 +53,6 @@ void refuse_lost_writes(const ParamState& param) {
       "initialise before zcompile.shard().");
 }
 
-// Calls of modules let the shard's requires_grad follow the parameter's. Compiled code that does not begin in one
-// cannot: Dynamo has looked at the shard before. Between a forward and its backward, users may set it as they like.
-void refuse_stale_requires_grad(const ParamState& param) {
-  if (torch::autograd::get_current_graph_task_id() != -1) return;
-  const auto main_param = param.main_param.lock();
-  TORCH_CHECK(
-      !main_param || main_param->requires_grad() == param.shard.requires_grad(),
-      "zcompile: requires_grad of parameter '", param.name, "' was set as an attribute (rank ", param.model->rank(),
-      "), which compiled code does not see where it calls the model: use parameter.requires_grad_(",
-      main_param && main_param->requires_grad() ? "True" : "False", ") instead.");
-}
-
 ParamState* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
   auto* param = find_with_shape(shard, shape, "gather");
   TORCH_CHECK(
@@ -73,7 +60,6 @@ ParamState* find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
       "' inside of zcompile.unshard (rank ", param->model->rank(),
       "), where its values may be others. Call the model there, which then runs in eager, and not "
       "a compiled function around it.");
-  refuse_stale_requires_grad(*param);
   refuse_lost_writes(*param);
   return param;
 }

@@ -18,6 +18,7 @@ from zcompile.inductor import check_config, compile_inductor
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
+from zcompile.sharding.forward_scope import checking_requires_grad
 from zcompile.sharding.model_state import ShardedModel, model_of
 from zcompile.source_hash import source_hash
 
@@ -62,9 +63,9 @@ def compile_graph(
     else:
         compiled = compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode)
     if settings.transport == "auto" and not any(model.agreement for model in models):
-        return compiled
+        return checking_requires_grad(compiled)
     program = _program(gm, example_inputs, plan, settings.microbatch_cache_bytes)
-    return _on_first_run(compiled, settings.transport, program)
+    return _on_first_run(checking_requires_grad(compiled), settings.transport, program)
 
 
 def compile_aot_eager(

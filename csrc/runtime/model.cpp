@@ -45,8 +45,7 @@ void Model::replace(int64_t index, at::Tensor shard) {
   Registry::instance().add(&param);
 }
 
-void Model::watch(int64_t index, const std::vector<at::Tensor>& main_params, const at::Tensor& parameter) {
-  state(index).main_param = c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr());
+void Model::watch(int64_t index, const std::vector<at::Tensor>& main_params) {
   auto& versions = state(index).main_param_versions;
   versions.clear();
   for (const auto& main_param : main_params) {

@@ -25,8 +25,8 @@ class Model : public TransportContext {
 
   int64_t add(ParamState param);  // its index
   void replace(int64_t index, at::Tensor shard);
-  // `main_params` are tensors other than the shard through which users may write to it. It trains if `parameter` does.
-  void watch(int64_t index, const std::vector<at::Tensor>& main_params, const at::Tensor& parameter);
+  // `main_params` are tensors other than the shard through which users may write to it.
+  void watch(int64_t index, const std::vector<at::Tensor>& main_params);
   // Whether the shard is not to be gathered, because modules have the whole parameter.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
   // By a name that make_transport() knows. For "p2p", all ranks together.

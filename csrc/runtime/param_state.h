@@ -22,8 +22,6 @@ struct ParamState : ShardedParam {
   std::optional<c10::VariableVersion> unsharded_version;
 
   bool is_whole = false;  // inside of zcompile.unshard: the modules have it whole, and its values may be others
-  // The tensor whose requires_grad users set; graphs are made for that of the shard.
-  c10::weak_intrusive_ptr<c10::TensorImpl> main_param{c10::intrusive_ptr<c10::TensorImpl>()};
 
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank asked for
   CachedParams cached;

@@ -159,6 +159,36 @@ def test_a_hook_that_returns_something_else_is_refused(ranks):
     ranks(2).run(rank_returns_something_else)
 
 
+class Repeated(nn.Module):
+    """Reads its layer in another graph each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            torch._dynamo.graph_break()
+            x = self.layer(x)
+        return x
+
+
+def rank_reads_more_often(rank, world):
+    model = compiled(Repeated(), fullgraph=False)
+    model.layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model(torch.ones(2, 4), 2).sum().backward()
+    loss = model(torch.ones(2, 4), 1 + rank).sum()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"gradient of parameter 'layer.weight' came in two parts on rank 0"):
+            loss.backward()
+    else:
+        loss.backward()
+
+
+def test_a_gradient_in_two_parts_is_not_shown_to_hooks(ranks):
+    ranks(2).run(rank_reads_more_often)
+
+
 def rank_trains_frozen(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     calls = []

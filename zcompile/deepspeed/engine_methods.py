@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_leaves
 
-from zcompile.deepspeed.fallback import Attempt
+from zcompile.deepspeed.fallback import Attempt, unsupported
 from zcompile.deepspeed.hooks import Hooks
 from zcompile.deepspeed.partitions import Partition
 from zcompile.sharding.model_state import ShardedModel
@@ -76,6 +76,7 @@ class EngineMethods(abc.ABC):
         """Stands in for `DeepSpeedEngine.forward`."""
         if self.state is None and not self.given_back:
             self.compile()
+        self.give_back_if_hooked()
         if self.given_back:
             return self.original.forward(self.engine, *inputs, **kwargs)
         if not self.backward_succeeded:
@@ -89,6 +90,16 @@ class EngineMethods(abc.ABC):
         if self.attempt:
             self.attempt.rewind()
         return self.original.forward(self.engine, *inputs, **kwargs)
+
+    def give_back_if_hooked(self) -> None:
+        """Give the engine back if the program has put hooks on a parameter since it was taken over."""
+        for partition in self.partitions.values() if self.state is not None else ():
+            parameter = partition.parameter
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                reason = unsupported(self.engine)
+                log.warning("zcompile: training goes on in eager ZeRO-3: %s", reason)
+                self.give_back(reason)
+                return
 
     def compiled_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the engine that gathers from its partitions as they are now."""

@@ -173,7 +173,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     if layout_of(param) != layout_of(old):
         raise RuntimeError(replaced_message(sharded.name))
     sharded.parameter = cast(nn.Parameter, param)
-    state.runtime.watch(sharded.index, sharded.main_params(), sharded.parameter)
+    state.runtime.watch(sharded.index, sharded.main_params())
     for module, attribute in sharded.owners:
         module._parameters[attribute] = sharded.parameter
     state.follow_storage(sharded)

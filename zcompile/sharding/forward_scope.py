@@ -16,10 +16,11 @@ from types import FunctionType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
-from zcompile.sharding.attributes import STATE
+from zcompile.sharding.attributes import SHARDED, STATE
 from zcompile.sharding.model_state import ShardedModel
 
 
@@ -43,24 +44,44 @@ def _enter(*states: ShardedModel) -> bool:
 
 def counting_call(base: type[nn.Module]) -> Callable[..., Any]:
     """A `__call__` for a subclass of `base` whose instances belong to a sharded model."""
-    call = base.__call__
     # Of a module that has a compiled call, too, Dynamo traces the plain one.
-    traced_call = nn.Module._call_impl if call is nn.Module.__call__ else call
+    traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return traced_call(self, *args, **kwargs)
         enters = _thread.forwards == 0 or self._compiled_call_impl is not None
         if enters and _enter(self.__dict__[STATE]):
-            return _call_eagerly(call, (self, *args), kwargs)
+            return _call_eagerly(base.__call__, (self, *args), kwargs)
         _thread.forwards += 1
         try:
-            return call(self, *args, **kwargs)
+            return base.__call__(self, *args, **kwargs)  # looked up now: tracers of modules patch it
         finally:
             _thread.forwards -= 1
 
     skip_code(__call__.__code__)  # one for all classes
     return __call__
+
+
+def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, code of one graph, which refuses leaves that train where their parameters do not, or the reverse.
+
+    Calls of modules let leaves follow. Around a compiled function nobody could: Dynamo has looked at the leaves before.
+    """
+
+    def run(*args: Any) -> Any:
+        if _thread.forwards == 0:
+            for arg in args:
+                sharded: Any = getattr(arg, SHARDED, lambda: None)()
+                if sharded is not None and sharded.parameter.requires_grad is not arg.requires_grad:
+                    raise RuntimeError(
+                        f"zcompile: requires_grad of parameter '{sharded.name}' was set as an attribute (rank "
+                        f"{dist.get_rank()}), which a compiled function that calls the model does not see. Call "
+                        f"parameter.requires_grad_({sharded.parameter.requires_grad}), or compile the model instead."
+                    )
+        return compiled(*args)
+
+    return run
 
 
 @torch.compiler.disable

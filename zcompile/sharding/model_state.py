@@ -39,6 +39,7 @@ class ShardedParameter:
     parameter: nn.Parameter  # the DTensor that users see
     leaf: nn.Parameter  # the plain local shard that graphs see
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # (module, attribute); several where it is tied
+    hooked_backward: int = -1  # autograd's number of the last backward whose gradient hooks saw
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
 
     @property
@@ -63,7 +64,8 @@ class ShardedParameter:
             self.leaf.register_post_accumulate_grad_hook(self.post_accumulate_grad)
             self.leaf.requires_grad_(trains)
         self.parameter.__dict__["requires_grad_"] = self.set_requires_grad
-        setattr(self.parameter, SHARDED, weakref.ref(self))
+        for form in (self.parameter, self.leaf):
+            setattr(form, SHARDED, weakref.ref(self))
         for module, attribute in self.owners:
             module.__dict__[LEAF + attribute] = self.leaf
         owner, self.attribute = self.owners[0]
@@ -89,6 +91,8 @@ class ShardedParameter:
         if not parameter.requires_grad:
             return
         hooks = parameter._backward_hooks
+        if hooks or parameter._post_accumulate_grad_hooks:
+            self.refuse_second_part()
         if hooks:
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
         dtensor_grad: Any = parameter.grad
@@ -101,6 +105,21 @@ class ShardedParameter:
             run_post_accumulate_hooks(self.name, parameter)
         if not hooks:  # which see the gradient of each backward alone
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
+
+    def refuse_second_part(self) -> None:
+        """Hooks are about to see a gradient.
+
+        Raises:
+            RuntimeError: they saw another part of it in this backward. What only other ranks reduced comes at its end.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward == self.hooked_backward != -1:
+            raise RuntimeError(
+                f"zcompile: the gradient of parameter '{self.name}' came in two parts on rank {dist.get_rank()}: other "
+                "ranks read it in more graphs in this backward. Its hooks would see each part. Read it equally often on "
+                "all ranks, or remove the hooks."
+            )
+        self.hooked_backward = backward
 
     def without_base(self, grad: torch.Tensor) -> torch.Tensor:
         """`grad` less what the reduce that made it began from; see `add_grad`."""
@@ -243,7 +262,7 @@ class ShardedModel:
     def install_leaf(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""
         sharded.install_leaf()
-        self.runtime.watch(sharded.index, sharded.main_params(), sharded.parameter)
+        self.runtime.watch(sharded.index, sharded.main_params())
 
     def follow_storage(self, sharded: ShardedParameter) -> None:
         """Take a new leaf if the parameter's storage was exchanged, as `module.to()` and

@@ -20,7 +20,7 @@ class UnreducedParameters:
         self.model = weakref.ref(model)
         self.forwards = 0
         self.warned = False
-        self.watched: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self.watched: set[int] = set()  # ids of parameters
 
     def count_forward(self) -> None:
         """Called before each outermost forward."""
@@ -33,8 +33,8 @@ class UnreducedParameters:
     def watch(self) -> None:
         """Have the parameters that are not reduced call `warn` when they get a gradient."""
         for parameter in self.find().values():
-            if all(parameter is not watched for watched in self.watched):
-                self.watched.add(parameter)
+            if id(parameter) not in self.watched:
+                self.watched.add(id(parameter))
                 _warn_once(weakref.ref(self), parameter)
 
     def find(self) -> dict[str, nn.Parameter]:
