@@ -116,8 +116,8 @@ class ShardedParameter:
         if backward == self.hooked_backward != -1:
             raise RuntimeError(
                 f"zcompile: the gradient of parameter '{self.name}' came in two parts on rank {dist.get_rank()}: other "
-                "ranks read it in more graphs in this backward. Its hooks would see each part. Read it equally often on "
-                "all ranks, or remove the hooks."
+                "ranks read it in more graphs in this backward. Its hooks would see each part. Read it equally often "
+                "on all ranks, or remove the hooks."
             )
         self.hooked_backward = backward
 
