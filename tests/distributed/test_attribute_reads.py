@@ -37,7 +37,9 @@ def by_blocks(model):
     return model
 
 
-ways = pytest.mark.parametrize("prepare", [eager, in_place, wrapped, by_blocks])
+ways = pytest.mark.parametrize(
+    "prepare", [eager, pytest.param(in_place, marks=matrix), wrapped, pytest.param(by_blocks, marks=matrix)]
+)
 
 
 def rank_looks_alone(rank, world, prepare):
