@@ -191,3 +191,13 @@ def rank_gives_others(rank, world):
 
 def test_functional_call_refuses_other_tensors_by_name(ranks):
     ranks(2).run(rank_gives_others)
+
+
+def rank_differentiates_by_dtensors(rank, world):
+    model = zcompile.shard(nn.Linear(3, 4))
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(model(torch.ones(1, 3)).sum(), list(model.parameters()))
+
+
+def test_a_derivative_by_the_dtensors_is_an_error(ranks):
+    ranks(2).run(rank_differentiates_by_dtensors)

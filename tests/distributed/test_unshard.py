@@ -86,7 +86,7 @@ def double_between(model, reference, step):
     with zcompile.unshard(model.blocks[0], writeback=True), torch.no_grad():
         for each in (model, reference):
             each.blocks[0].up.weight.mul_(1.5)
-            each.blocks[0].down.weight.data.copy_(torch.full((18, 55), 0.25))
+            each.blocks[0].down.weight.data.copy_(torch.linspace(-0.3, 0.3, 18 * 55).view(18, 55).sin())
     with zcompile.unshard([model.scale, model.mix], writeback=True) as whole, torch.no_grad():
         for parameter in (*whole, reference.scale, reference.mix):
             parameter.add_(0.5)
