@@ -247,6 +247,7 @@ void bind_model(py::module& module) {
       .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
       .def_property_readonly("world", &Model::world)
       .def("watch", &Model::watch, py::arg("index"), py::arg("main_params"))
+      .def("forbid_gathers", &Model::forbid_gathers, py::arg("index"), py::arg("forbid"))
       .def(
           "use_transport",
           [](Model& model, const std::string& name, int64_t gather_streams, int64_t reduce_streams,

@@ -67,6 +67,11 @@ void refuse_lost_writes(ParamState& param) {
 
 std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
   auto param = find_with_shape(shard, shape, "gather");
+  TORCH_CHECK(
+      !param->is_whole, "zcompile: compiled code gathers parameter '", param->name,
+      "' inside of zcompile.unshard (rank ", param->model->rank(),
+      "), where its values may be others. Call the model there, which then runs in eager, and not "
+      "a compiled function around it.");
   refuse_lost_writes(*param);
   return param;
 }

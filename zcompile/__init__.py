@@ -23,8 +23,10 @@ if _C.built_for_torch != torch.__version__:
 
 from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.counters import reset_stats, stats
+from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
 from zcompile.sharding.shard import shard
+from zcompile.sharding.unshard import unshard
 from zcompile_flag import watch
 
 if TYPE_CHECKING:
@@ -32,7 +34,17 @@ if TYPE_CHECKING:
 
 watch()
 
-__all__ = ["__version__", "accumulate", "explain", "fuse_optimizer", "reset_stats", "shard", "stats"]
+__all__ = [
+    "__version__",
+    "accumulate",
+    "explain",
+    "fuse_optimizer",
+    "register_forward_method",
+    "reset_stats",
+    "shard",
+    "stats",
+    "unshard",
+]
 
 
 def __getattr__(name: str) -> Any:

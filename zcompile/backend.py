@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import skip_code
 from torch._functorch import config
 from torch.fx import Graph, GraphModule, Node
 
@@ -22,14 +21,9 @@ from zcompile.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
-from zcompile.sharding.class_swap import code_of_readers
+from zcompile.sharding.forward_scope import checking_requires_grad
 from zcompile.sharding.model_state import ShardedModel, model_of
 from zcompile.source_hash import source_hash
-
-# Dynamo traces the property of a parameter as a part of the code that reads it. Where it has given up on that code, it
-# must not compile the property by itself: that would be a graph for each shape, up to its limit of recompiles.
-for _code in code_of_readers():
-    skip_code(_code)
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Settings:
@@ -71,7 +65,8 @@ def compile_graph(
         compiled = compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode)
     if not _models(example_inputs):
         return compiled
-    return _on_first_run(compiled, settings, functools.partial(_program, _reads(gm), plan, settings))
+    program = functools.partial(_program, _reads(gm), plan, settings)
+    return _on_first_run(checking_requires_grad(compiled), settings, program)
 
 
 def compile_aot_eager(

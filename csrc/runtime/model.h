@@ -30,6 +30,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void replace(int64_t index, const at::Tensor& leaf);
   // `main_params` are tensors other than the shard through which users may write to it.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
+  // Whether the shard is not to be gathered, because modules have the whole parameter.
+  void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
   // By a name that make_transport() knows. For "p2p", all ranks together.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 

@@ -35,6 +35,8 @@ struct ParamState : ShardedParam {
   std::map<at::ScalarType, WeakNode> backward;
   std::optional<c10::VariableVersion> unsharded_version;
 
+  bool is_whole = false;  // inside of zcompile.unshard: the modules have it whole, and its values may be others
+
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank asked for
   CachedParams cached;
   GradAccumulation accumulation;

@@ -130,3 +130,29 @@ def rank_gives_back_between_microbatches(rank, world):
 
 def test_an_engine_given_back_between_microbatches_equals_eager(ranks):
     ranks(2).run(rank_gives_back_between_microbatches)
+
+
+def rank_hooks_a_parameter(rank, world, late):
+    """What a hook sees, and what training comes to, is as in eager ZeRO-3."""
+    seen = []
+    for flag in (None, {}):
+        engine = make_engine(flag)
+        grads: list = []
+        curve = train(engine, rank, end=1) if late else []
+        parameter = engine.module.head.weight
+        parameter.register_hook(lambda grad, grads=grads: grads.append(grad.detach().float().norm().item()))
+        curve += train(engine, rank, begin=len(curve) // MICROBATCHES, end=3)
+        seen.append((curve, grads))
+        if flag is not None:
+            assert not is_taken_over(engine) and "parameter 'embed.weight' has hooks" in engine.zcompile.given_back
+        engine.destroy()
+    assert seen[0][1] and len(seen[0][1]) == len(seen[1][1])
+    for theirs, ours in zip(seen[0][1], seen[1][1], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    for theirs, ours in zip(seen[0][0], seen[1][0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.matrix), True])
+def test_a_hook_on_a_parameter_gives_the_engine_back(ranks, late):
+    ranks(2).run(rank_hooks_a_parameter, late)

@@ -7,14 +7,14 @@ may fail] in fallback.py for what happens when a method fails.
 import abc
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_leaves
 
-from zcompile.deepspeed.fallback import Attempt
+from zcompile.deepspeed.fallback import Attempt, unsupported
 from zcompile.deepspeed.hooks import Hooks
 from zcompile.deepspeed.partitions import Partition
 from zcompile.sharding.model_state import ShardedModel
@@ -76,6 +76,7 @@ class EngineMethods(abc.ABC):
         """Stands in for `DeepSpeedEngine.forward`."""
         if self.state is None and not self.given_back:
             self.compile()
+        self.give_back_if_hooked()
         if self.given_back:
             return self.original.forward(self.engine, *inputs, **kwargs)
         if not self.backward_succeeded:
@@ -90,6 +91,16 @@ class EngineMethods(abc.ABC):
             self.attempt.rewind()
         return self.original.forward(self.engine, *inputs, **kwargs)
 
+    def give_back_if_hooked(self) -> None:
+        """Give the engine back if the program has put hooks on a parameter since it was taken over."""
+        for partition in self.partitions.values() if self.state is not None else ():
+            parameter = partition.parameter
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                reason = unsupported(self.engine)
+                log.warning("zcompile: training goes on in eager ZeRO-3: %s", reason)
+                self.give_back(reason)
+                return
+
     def compiled_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the engine that gathers from its partitions as they are now."""
         assert self.state is not None
@@ -98,12 +109,10 @@ class EngineMethods(abc.ABC):
         for partition in self.partitions.values():
             if partition.moved():
                 self.state.follow_storage(partition)
-            if partition.leaf.requires_grad != partition.parameter.requires_grad:
-                partition.leaf.requires_grad_(partition.parameter.requires_grad)
         self.cache_across_microbatches(self.state)
         # DeepSpeed edits partitions in ways that no version counter sees. By now, whoever edits partitions has done so.
         self.state.runtime.refresh()
-        with self.hooks.around_forward(inputs, kwargs) as (inputs, kwargs), self.reads_that_gather():
+        with self.hooks.around_forward(inputs, kwargs) as (inputs, kwargs):
             outputs = self.original.forward(self.engine, *inputs, **kwargs)
         if self.attempt:
             self.attempt.note_outputs(outputs)
@@ -127,20 +136,6 @@ class EngineMethods(abc.ABC):
         Such a program may call `step` after the last microbatch alone.
         """
         return getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None
-
-    @contextlib.contextmanager
-    def reads_that_gather(self) -> Iterator[None]:
-        """Let modules gather the parameters that they read in eager, outside of compiled regions."""
-        self.set_eager_reads_sharded(False)
-        try:
-            yield
-        finally:
-            self.set_eager_reads_sharded(True)
-
-    def set_eager_reads_sharded(self, sharded: bool) -> None:
-        """Say whether an uncompiled read returns DeepSpeed's parameter and gathers nothing."""
-        if self.state is not None:
-            self.state.eager_reads_sharded = sharded
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for `DeepSpeedEngine.step`. The optimizer's step makes what microbatches cached out of date."""

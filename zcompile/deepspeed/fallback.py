@@ -5,6 +5,8 @@ A failure must not end a training run that eager ZeRO-3 can go on with. What hap
 then:
 
 - *Taking over and compiling.* Any failure gives the engine back: hooks and readers are restored.
+- *A hook on a parameter.* Compiled code does not make what it sees under ZeRO-3, the whole gradient before it is
+  reduced. The next forward gives the engine back.
 - *A forward before the first backward has succeeded.* Any failure gives the engine back. DeepSpeed then runs that
   forward, with the random numbers as they were.
 - *A later forward.* Only what the compiler raises gives the engine back. Other errors are the user's own, or a lack of
@@ -24,6 +26,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+from zcompile.deepspeed.hooks import hooked_parameter
 
 
 class Attempt:
@@ -65,4 +69,6 @@ def unsupported(engine: Any) -> str:
         return "Muon updates gradients where zcompile does not reduce them"
     if any(z3_leaf_module(module) for module in engine.module.modules()):
         return "z3 leaf modules reduce gradients of experts that a rank did not use, and zcompile does not yet"
+    if name := hooked_parameter(engine):
+        return f"parameter '{name}' has hooks, which under ZeRO-3 see its whole gradient before it is reduced"
     return ""

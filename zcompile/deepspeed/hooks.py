@@ -14,6 +14,18 @@ from torch import nn
 from zcompile.deepspeed.partitions import ZeroParameter
 
 
+def hooked_parameter(engine: Any) -> str:
+    """The name of a parameter that has hooks of the program; empty if none has.
+
+    Under ZeRO-3 they see gradients of the whole parameter before they are reduced, which compiled code never makes.
+    """
+    own = {handle.id for handle in engine.optimizer._grad_acc_hooks if hasattr(handle, "id")}
+    for name, parameter in engine.module.named_parameters():
+        if parameter._backward_hooks or any(id not in own for id in parameter._post_accumulate_grad_hooks or ()):
+            return name
+    return ""
+
+
 class Hooks:
     """The hooks of one engine."""
 

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from zcompile.backend import compile_graph
 from zcompile.deepspeed.engine_methods import EngineMethods
@@ -55,7 +54,6 @@ class Takeover(EngineMethods):
         super().__init__(engine, options)
         self.trained: set[int] = set()  # `ds_id`s of the parameters that the optimizer has
         self.lean_step: LeanStep | None = None
-        self.region_hooks: list[RemovableHandle] = []  # on a module of which only regions are compiled
 
     def take_over(self) -> None:
         """Gather from the engine's partitions; all ranks together.
@@ -75,8 +73,7 @@ class Takeover(EngineMethods):
             self.lean_step.install()
         self.hooks.remove()
         _let_timer_synchronize(self.engine, False)
-        install_readers(state, None, single_rank=False)
-        state.eager_reads_sharded = True
+        install_readers(state, self.engine.module, None, single_rank=False)
         log.info(
             "zcompile: trains this DeepSpeed engine, %d parameters; transport %s: %s",
             len(self.partitions),
@@ -133,12 +130,6 @@ class Takeover(EngineMethods):
         backend = functools.partial(compile_graph, options=dict(self.options))
         for region in regions or [module]:
             region.compile(backend=backend, **compile_kwargs)
-        if regions and module not in regions:
-            # What lies outside of the regions reads in eager, also when the module is called directly.
-            self.region_hooks = [
-                module.register_forward_pre_hook(lambda *_: self.set_eager_reads_sharded(False)),
-                module.register_forward_hook(lambda *_: self.set_eager_reads_sharded(True), always_call=True),
-            ]
         self.engine._is_compiled = True
         self.engine._compile_kwargs = compile_kwargs
 
@@ -180,10 +171,8 @@ class Takeover(EngineMethods):
         self.engine._is_compiled = False
         for module in self.engine.module.modules():
             module._compiled_call_impl = None
-        for handle in self.region_hooks:
-            handle.remove()
         if self.state is not None:
-            remove_readers(self.state)
+            remove_readers(self.state, self.engine.module)
             self.state = None
         try:
             _let_timer_synchronize(self.engine, True)

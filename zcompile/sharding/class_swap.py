@@ -1,36 +1,51 @@
-"""Modules that own shards get a class of their own, with one property per parameter, which gathers it.
+"""Modules of a sharded model get a class of their own, with one property per parameter, which gathers it.
 
 Dynamo traces the property like any Python code, so a compiled graph has one gather where the module reads a parameter.
+In eager it gathers inside of forwards; outside of them it returns the DTensor. For that, modules without parameters are
+of such a class, too; see [Note: inside of a forward] in forward_scope.py.
 """
 
 import functools
 from collections.abc import Callable, Hashable
-from types import CodeType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile.sharding.attributes import LEAF, STATE
-from zcompile.sharding.model_state import ShardedModel, replaced_message
+from zcompile.sharding.attributes import LEAF, SHARDED, STATE
+from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
+from zcompile.sharding.given_parameters import layout_of, read_given
+from zcompile.sharding.model_state import ShardedModel, ShardedParameter, replaced_message
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
+from zcompile.sharding.unshard import whole_parameters
 
 gather = torch.ops.zcompile.gather.default
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name and unsharded shape of each parameter of a module
 
 
-def install_readers(state: ShardedModel, param_dtype: torch.dtype | None, single_rank: bool) -> None:
-    """Let the modules of `state` gather what they read; `single_rank`: nothing is sharded, so that they only cast."""
-    by_module: dict[nn.Module, dict[str, tuple[int, ...]]] = {}
+def install_readers(state: ShardedModel, model: nn.Module, param_dtype: torch.dtype | None, single_rank: bool) -> None:
+    """Let the modules of `model`, whose shards `state` has, gather what they read.
+
+    Args:
+        single_rank: nothing is sharded, so that they only cast.
+    """
+    by_module: dict[nn.Module, dict[str, tuple[int, ...]]] = {each: {} for each in model.modules() if _is_called(each)}
     for sharded in state.parameters.values():
         state.install_leaf(sharded)
         for module, attribute in sharded.owners:
+            module.__dict__[SHARDED + attribute] = sharded
             by_module.setdefault(module, {})[attribute] = sharded.shape
     for module, attributes in by_module.items():
         module.__dict__[STATE] = state
         _swap_class(module, tuple(attributes.items()), param_dtype, single_rank)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a call of `module` runs a forward of its own, and its class may be another."""
+    others = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
+    return type(module).forward is not nn.Module.forward and not isinstance(module, others)
 
 
 def install_tracing_readers(
@@ -53,15 +68,18 @@ def install_tracing_readers(
     return [(module.__dict__[LEAF + name], name) for name in own]
 
 
-def remove_readers(state: ShardedModel) -> None:
-    """Let the modules of `state` read their own parameters again."""
+def remove_readers(state: ShardedModel, model: nn.Module) -> None:
+    """Let the modules of `model` read their own parameters again."""
     for sharded in state.parameters.values():
         sharded.parameter.__dict__.pop("requires_grad_", None)
         for module, attribute in sharded.owners:
             module.__dict__.pop(LEAF + attribute, None)
-            if module.__dict__.pop(STATE, None) is not None:
-                module.__class__ = type(module).__bases__[0]
-                restore_flat_weights(module)
+            module.__dict__.pop(SHARDED + attribute, None)
+    for module in model.modules():
+        if module.__dict__.get(STATE) is state:
+            del module.__dict__[STATE]
+            module.__class__ = type(module).__bases__[0]
+            restore_flat_weights(module)
 
 
 def _swap_class(module: nn.Module, shapes: Shapes, param_dtype: torch.dtype | None, single_rank: bool) -> None:
@@ -77,7 +95,11 @@ def _sharded_class(base: type, shapes: Shapes, param_dtype: torch.dtype | None, 
     """
     make = _casting_reader if single_rank else _gathering_reader
     namespace: dict[str, Any] = {name: property(make(name, list(shape), param_dtype)) for name, shape in shapes}
-    namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__module__": base.__module__}
+    if shapes:
+        namespace |= {"_apply": _apply, "register_parameter": _register_parameter}
+        if hasattr(base, "reset_parameters"):
+            namespace["reset_parameters"] = _reset_parameters
+    namespace |= {"__call__": counting_call(base), "__module__": base.__module__}
     if issubclass(base, nn.RNNBase):
         namespace |= recurrent_members(param_dtype, single_rank)
     return type(base.__name__, (base,), namespace)
@@ -89,9 +111,23 @@ def _casting_reader(name: str, shape: list[int], param_dtype: torch.dtype | None
 
     def read(self: Any) -> torch.Tensor:
         leaf: torch.Tensor = getattr(self, leaf_name)
+        if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not None:
+            return other
         return leaf if param_dtype is None else leaf.to(param_dtype)
 
-    return read
+    return never_compiled_alone(read)
+
+
+def _read_otherwise(module: Any, name: str, leaf: torch.Tensor, param_dtype: torch.dtype | None) -> torch.Tensor | None:
+    """What an eager read of `module.name` gives if it is not what `leaf` leads to; else None, and `leaf` is ready."""
+    parameter = module._parameters[name]
+    if not is_in_forward():
+        return cast(torch.Tensor, parameter)
+    if parameter is not module.__dict__[SHARDED + name].parameter:
+        return read_given(module, name, param_dtype)
+    if leaf.requires_grad is not parameter.requires_grad:
+        leaf.requires_grad_(parameter.requires_grad)
+    return None
 
 
 def _gathering_reader(name: str, shape: list[int], param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
@@ -100,18 +136,11 @@ def _gathering_reader(name: str, shape: list[int], param_dtype: torch.dtype | No
 
     def read(self: Any) -> torch.Tensor:
         leaf = getattr(self, leaf_name)
-        if not torch.compiler.is_compiling():
-            if self.__dict__[STATE].eager_reads_sharded and torch._C._current_graph_task_id() == -1:
-                return self._parameters[name]
-            leaf.requires_grad_(self._parameters[name].requires_grad)
+        if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not None:
+            return other
         return gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype)
 
-    return read
-
-
-def code_of_readers() -> list[CodeType]:
-    """The code of the properties of all sharded classes."""
-    return [make("", [], None).__code__ for make in (_casting_reader, _gathering_reader)]
+    return never_compiled_alone(read)
 
 
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -124,6 +153,16 @@ def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
     return self
 
 
+def _reset_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's own `reset_parameters`, on whole parameters, of which each rank stores its slice; all ranks
+    together. Ranks that are seeded alike get the values of the unsharded module."""
+    reset = super(type(self), self).reset_parameters
+    own = {name: self.__dict__[SHARDED + name] for name in self._parameters if SHARDED + name in self.__dict__}
+    sharded = [each for name, each in own.items() if isinstance(self._parameters[name], DTensor)]
+    with whole_parameters(sharded, writeback=True, compare=False):
+        return reset(*args, **kwargs)
+
+
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
     """`nn.Module.register_parameter`, which assignments call: a sharded parameter gives way only to one of its kind.
 
@@ -131,19 +170,15 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
         RuntimeError: `param` is not a DTensor of the same shape, placements and mesh.
     """
     state: ShardedModel = self.__dict__[STATE]
-    sharded = next((each for each in state.parameters.values() if (self, name) in each.owners), None)
+    sharded: ShardedParameter | None = self.__dict__.get(SHARDED + name)
     if sharded is None or param is sharded.parameter:
         super(type(self), self).register_parameter(name, param)
         return
     old = sharded.parameter
-    if not isinstance(param, DTensor) or _layout(param) != _layout(old):
+    if layout_of(param) != layout_of(old):
         raise RuntimeError(replaced_message(sharded.name))
     sharded.parameter = cast(nn.Parameter, param)
     state.runtime.watch(sharded.index, sharded.main_params())
     for module, attribute in sharded.owners:
         module._parameters[attribute] = sharded.parameter
     state.follow_storage(sharded)
-
-
-def _layout(parameter: Any) -> tuple[Any, ...]:
-    return parameter.shape, parameter.placements, parameter.device_mesh

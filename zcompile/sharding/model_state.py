@@ -30,12 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from zcompile import _C
 from zcompile.analysis.hardware import table_of
-from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, STATE
+from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
 from zcompile.sharding.memory import memory_bytes_of_a_rank
 from zcompile.sharding.order_watch import watch_order
 from zcompile.sharding.process_groups import groups_of, timeout_of
 from zcompile.sharding.rank_agreement import Agreement
 from zcompile.sharding.select_transport import Choice, choose, log
+from zcompile.sharding.unreduced import UnreducedParameters
+from zcompile.sharding.user_hooks import run_grad_hooks, run_post_accumulate_hooks
 
 
 @dataclass(eq=False)
@@ -47,6 +49,8 @@ class ShardedParameter:
     parameter: nn.Parameter  # the DTensor that users see
     leaf_reference: "weakref.ref[nn.Parameter]"
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
+    hooked_backward: int = -1  # autograd's number of the last backward whose gradient hooks saw
+    is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
 
     @property
     def leaf(self) -> nn.Parameter:
@@ -89,6 +93,8 @@ class ShardedParameter:
             self.leaf.register_post_accumulate_grad_hook(_deliver)
             self.leaf.requires_grad_(trains)
         self.parameter.__dict__["requires_grad_"] = _requires_grad_setter(self)
+        for form in (self.parameter, self.leaf):
+            setattr(form, SHARDED, weakref.ref(self))
         for module, attribute in self.owners:
             module.__dict__[LEAF + attribute] = self.leaf
         owner, self.attribute = self.owners[0]
@@ -116,13 +122,41 @@ class ShardedParameter:
             raise RuntimeError(replaced_message(self.name))
         if not parameter.requires_grad:
             return
+        hooks = parameter._backward_hooks
+        if hooks or parameter._post_accumulate_grad_hooks:
+            self.refuse_second_part()
+        if hooks:
+            grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
         dtensor_grad: Any = parameter.grad
         if dtensor_grad is None:
             spec = cast(DTensor, parameter)._spec
             dtensor_grad = parameter.grad = DTensor(self.add_grad(None, grad), spec, requires_grad=False)
         else:
             dtensor_grad._local_tensor = self.add_grad(dtensor_grad._local_tensor, grad)
-        self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
+        if parameter._post_accumulate_grad_hooks:
+            run_post_accumulate_hooks(self.name, parameter)
+        if not hooks:  # which see the gradient of each backward alone
+            self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
+
+    def refuse_second_part(self) -> None:
+        """Hooks are about to see a gradient.
+
+        Raises:
+            RuntimeError: they saw another part of it in this backward. What only other ranks reduced comes at its end.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward == self.hooked_backward != -1:
+            raise RuntimeError(
+                f"zcompile: the gradient of parameter '{self.name}' came in two parts on rank {dist.get_rank()}: other "
+                "ranks read it in more graphs in this backward. Its hooks would see each part. Read it equally often "
+                "on all ranks, or remove the hooks."
+            )
+        self.hooked_backward = backward
+
+    def without_base(self, grad: torch.Tensor) -> torch.Tensor:
+        """`grad` less what the reduce that made it began from; see `add_grad`."""
+        base = self.state.runtime.take_base(self.index) if self.state.accumulates else None
+        return grad if base is None else grad.sub_(base)
 
     def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
         """Inside of `zcompile.accumulate`, let the next reduce add to `accumulated` while `owner` has it as grad."""
@@ -172,10 +206,8 @@ class ShardedModel:
         self.memory_bytes = 0  # of a rank; see measure_memory
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`
+        self.unreduced: UnreducedParameters | None = None  # None where nobody reduces: on one rank
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
-        self.eager_reads_sharded = False
-        """Whether an eager read outside of backward gives the parameter as it is, and gathers nothing: DeepSpeed's own
-        code reads its parameters between forwards."""
 
     def choose(self, wanted: str) -> Choice:
         """The transport for `wanted`, and why; see `zcompile.sharding.select_transport.choose`."""
@@ -235,6 +267,25 @@ class ShardedModel:
         """Take the option of a compile as `microbatch_cache_limit`, also for microbatches that have begun."""
         self.microbatch_cache_bytes = microbatch_cache_bytes
         self.runtime.limit_cache(self.microbatch_cache_limit())
+
+    def enter_forward(self) -> bool:
+        """Let leaves train as parameters do, whose `requires_grad` users set; Dynamo guards on the leaves.
+
+        Called outside of compiled code, before the outermost forward and before each that is compiled.
+
+        Returns:
+            Whether a module has another tensor in place of a parameter; see given_parameters.py.
+        """
+        if self.unreduced is not None:
+            self.unreduced.count_forward()
+        has_others = False
+        for sharded in self.parameters.values():
+            parameter, leaf = sharded.parameter, sharded.leaf
+            if sharded.owner_parameters.get(sharded.attribute) is not parameter:
+                has_others = True
+            if parameter.requires_grad is not leaf.requires_grad:
+                leaf.requires_grad = parameter.requires_grad
+        return has_others
 
     def install_leaf(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile.sharding.attributes import LEAF
+from zcompile.sharding.attributes import LEAF, SHARDED
 
 gather_group = torch.ops.zcompile.gather_group.default
 
@@ -71,16 +71,18 @@ def _read_one_by_one(self: Any, param_dtype: torch.dtype | None) -> list[torch.T
 
 
 def _gather_together(self: Any, param_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
-    """All weights of the layer, gathered in one transfer. One by one where some are not sharded."""
+    """All weights of the layer, gathered in one transfer. One by one where some are not sharded, or others for now."""
     names: list[str] = self._flat_weights_names
-    leaves = [self.__dict__.get(LEAF + name) for name in names]
-    dtypes = {leaf.dtype for leaf in leaves if leaf is not None}
-    if None in leaves or len(dtypes) > 1:
+    parameters = [self._parameters.get(name) for name in names]
+    own = [self.__dict__.get(SHARDED + name) for name in names]
+    if any(each is None or each.parameter is not parameter for each, parameter in zip(own, parameters)):
         return _read_one_by_one(self, param_dtype)
-    parameters = [self._parameters[name] for name in names]
+    leaves = [self.__dict__[LEAF + name] for name in names]
+    if len({leaf.dtype for leaf in leaves}) > 1:
+        return _read_one_by_one(self, param_dtype)
     for leaf, parameter in zip(leaves, parameters):
         leaf.requires_grad_(parameter.requires_grad)
     sizes = [size for parameter in parameters for size in parameter.shape]
     dims = [parameter.ndim for parameter in parameters]
-    gathered: list[torch.Tensor | None] = gather_group(leaves, sizes, dims, param_dtype or dtypes.pop())
+    gathered: list[torch.Tensor | None] = gather_group(leaves, sizes, dims, param_dtype or leaves[0].dtype)
     return gathered

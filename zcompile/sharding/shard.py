@@ -17,6 +17,8 @@ from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter
 from zcompile.sharding.optimizer_steps import count_steps
 from zcompile.sharding.process_groups import default_mesh, device_of, shard_group_of
+from zcompile.sharding.unreduced import UnreducedParameters
+from zcompile.sharding.user_hooks import carry_hooks
 from zcompile.sharding.validation import (
     Progress,
     agree_on_model,
@@ -54,7 +56,8 @@ def shard(
             cast to it. Default: that of the main parameters, which `torch.autocast` narrows.
         reduce_dtype: a narrower dtype for gradients on the wire. The sum is fp32 in any case (fp64 for fp64), in rank
             order.
-        ignored_params: parameters that stay as they are.
+        ignored_params: parameters that stay as they are: whole on each rank, and their gradients are not reduced. So
+            are those of parameters and modules that are added after `shard`. The first backward that reaches one warns.
         nccl_max_ctas: most SMs (thread blocks) that one of NCCL's kernels takes from compute. Gathers and reduces, and
             sums over replicas, then go over groups of zcompile's own instead of the mesh's. Default: NCCL's choice. The
             environment variable NCCL_MAX_CTAS limits all groups of a process and takes precedence. Peer to peer, only
@@ -92,10 +95,11 @@ def shard(
         _shard_modules(state, model, ignored, reduce_dtype, progress)
     _share_values(state)
     with raised_on_all_ranks(mesh):
-        install_readers(state, param_dtype, single_rank=mesh.size() == 1)
+        install_readers(state, model, param_dtype, single_rank=mesh.size() == 1)
     count_steps(state)
     state.use_transport("auto")
     state.measure_memory()
+    state.unreduced = UnreducedParameters(model) if mesh.size() > 1 else None
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
     return model
@@ -121,6 +125,7 @@ def _shard_modules(
                 progress.at = f"parameter '{name}'"
                 sharded = _shard_parameter(state, name, materialized, (module, attribute), device, reduce_dtype)
                 done[id(original)] = sharded
+                carry_hooks(original, sharded.parameter)
             else:
                 sharded = done[id(original)]
                 sharded.add_owner(module, attribute, sharded.leaf)

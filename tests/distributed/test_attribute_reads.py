@@ -1,0 +1,267 @@
+"""`module.weight` is the DTensor outside of forwards, and the unsharded parameter inside, however the model runs."""
+
+import copy
+import inspect
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import zcompile
+from tests.support.models import Transformer, batch, hugging_face
+from tests.support.reference import full, lm_loss, train_beside
+
+matrix = pytest.mark.matrix
+OPTIONS = {"backend": "zcompile", "options": {"inner": "aot_eager"}}
+
+
+def eager(model):
+    return zcompile.shard(model)
+
+
+def in_place(model):
+    zcompile.shard(model).compile(**OPTIONS)
+    return model
+
+
+def wrapped(model):
+    return torch.compile(zcompile.shard(model), **OPTIONS)
+
+
+def by_blocks(model):
+    for block in zcompile.shard(model).blocks:
+        block.compile(**OPTIONS)
+    return model
+
+
+ways = pytest.mark.parametrize(
+    "prepare", [eager, pytest.param(in_place, marks=matrix), wrapped, pytest.param(by_blocks, marks=matrix)]
+)
+
+
+def rank_looks_alone(rank, world, prepare):
+    model = prepare(Transformer())
+    lm_loss(model, 0, rank)
+    head = getattr(model, "_orig_mod", model).head
+    zcompile.reset_stats(head)
+    if rank == 0:  # a collective would wait for rank 1
+        assert hasattr(head, "weight") and head.weight.dtype == torch.float32 and "Linear" in str(model)
+        assert dict(inspect.getmembers(head))["weight"] is head.weight
+    assert isinstance(head.weight, DTensor) and head.weight is head._parameters["weight"]
+    assert zcompile.stats(head)["gathers"] == 0
+
+
+@ways
+def test_a_read_outside_of_forward_is_local(ranks, prepare):
+    ranks(2).run(rank_looks_alone, prepare)
+
+
+class Reader(Transformer):
+    """Reads parameters of modules below it, in ways that users have: some where the compiler breaks the graph."""
+
+    reentrant = False
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(18, 2, batch_first=True)  # reads out_proj.weight itself
+        self.gate = nn.Linear(18, 18)
+
+    @torch.compiler.disable
+    def scaled(self, x):
+        return x * self.norm.weight + self.mix.sum()
+
+    def gated(self, x):
+        return x * nn.functional.linear(x, self.gate.weight, self.gate.bias).sigmoid()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = checkpoint(self.gated, self.scaled(x), use_reentrant=self.reentrant)
+        return nn.functional.linear(x, self.embed.weight) * self.scale
+
+
+class ReentrantReader(Reader):
+    reentrant = True
+
+
+def rank_reads_inside(rank, world, prepare, make):
+    train_beside(rank, world, prepare, make=make, steps=2)
+
+
+@ways
+@pytest.mark.parametrize("make", [Reader, pytest.param(ReentrantReader, marks=matrix)])
+def test_reads_of_other_modules_parameters_in_forward_train_as_unsharded(ranks, prepare, make):
+    ranks(2).run(rank_reads_inside, prepare, make)
+
+
+def rank_recomputes_reentrantly(rank, world):
+    train_beside(rank, world, eager, make=ReentrantReader, steps=2)
+
+
+def test_a_reentrant_recomputation_reads_unsharded_parameters(ranks):
+    ranks(2).run(rank_recomputes_reentrantly)
+
+
+def rank_calls_a_part(rank, world, compile_it):
+    torch.manual_seed(0)
+    reference = Transformer()
+    model = zcompile.shard(copy.deepcopy(reference))
+    if compile_it:
+        model.head.compile(**OPTIONS)
+    x = torch.randn(2, 18, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model.head(x), reference.head(x))
+    torch.testing.assert_close(torch.compile(model.blocks[0], **OPTIONS)(x[None]), reference.blocks[0](x[None]))
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_module_called_alone_gathers(ranks, compile_it):
+    ranks(2).run(rank_calls_a_part, compile_it)
+
+
+class Raises(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.linear(x)
+        raise ValueError("broken on purpose")
+
+
+def rank_raises_in_forward(rank, world):
+    model = zcompile.shard(Raises())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="on purpose"):
+            model(torch.ones(1, 4))
+        assert isinstance(model.linear.weight, DTensor)
+
+
+def test_a_forward_that_raises_is_over(ranks):
+    ranks(2).run(rank_raises_in_forward)
+
+
+def rank_reads_from_a_thread(rank, world):
+    model = zcompile.shard(nn.Sequential(nn.Linear(4, 4)))
+    seen = []
+
+    def look(*_):
+        thread = threading.Thread(target=lambda: seen.append(type(model[0].weight)))
+        thread.start()
+        thread.join()
+        seen.append(type(model[0].weight))
+
+    model[0].register_forward_hook(look)
+    model(torch.ones(1, 4))
+    assert seen == [DTensor, torch.Tensor], seen
+
+
+def test_a_thread_outside_of_forward_reads_the_dtensor(ranks):
+    ranks(2).run(rank_reads_from_a_thread)
+
+
+def rank_reads_in_a_backward_hook(rank, world):
+    model = zcompile.shard(nn.Sequential(nn.Linear(4, 4)))
+    seen = []
+    model[0].register_full_backward_hook(lambda *_: seen.append(type(model[0].weight)))
+    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    assert seen == [DTensor]
+
+
+def test_a_hook_in_backward_reads_the_dtensor(ranks):
+    ranks(2).run(rank_reads_in_a_backward_hook)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.encode(x)
+
+    def encode(self, x, *, scale=1.0):
+        return scale * (x @ self.linear.weight.T)
+
+
+class Around(nn.Module):
+    """Not sharded itself."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, x):
+        return x @ self.encoder.linear.weight.T
+
+
+def rank_registers(rank, world, compile_it):
+    torch.manual_seed(0)
+    reference = Encoder()
+    model = zcompile.shard(copy.deepcopy(reference))
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        model.encode(x)
+    zcompile.register_forward_method(model, "encode")
+    encode = torch.compile(model.encode, fullgraph=True, **OPTIONS) if compile_it else model.encode
+    ours, theirs = encode(x, scale=2.0), reference.encode(x, scale=2.0)
+    torch.testing.assert_close(ours, theirs)
+    ours.square().mean().backward()
+    others = [torch.randn(2, 4, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    (sum(reference.encode(other, scale=2.0).square().mean() for other in others) / world).backward()
+    torch.testing.assert_close(full(model.linear.weight.grad), reference.linear.weight.grad)
+    assert isinstance(model.linear.weight, DTensor)
+
+    around = Around(model)
+    zcompile.register_forward_method(around, "forward")
+    torch.testing.assert_close(around(x), reference.encode(x))
+    with pytest.raises(ValueError, match="Encoder has no method 'decode'"):
+        zcompile.register_forward_method(model, "decode")
+    zcompile.register_forward_method(reference, "encode")  # not sharded: nothing happens
+    assert "encode" not in vars(reference)
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_registered_method_reads_as_a_forward_does(ranks, compile_it):
+    ranks(2).run(rank_registers, compile_it)
+
+
+def rank_writes_outside(rank, world, prepare):
+    torch.manual_seed(0)
+    reference = Transformer()
+    model = prepare(copy.deepcopy(reference))
+    lm_loss(model, 0, rank)
+    for each in (model, reference):
+        block = getattr(each, "_orig_mod", each).blocks[0]
+        block.up.weight.data += 0.5 * block.up.weight.data  # as PEFT merges
+        with torch.no_grad():
+            block.down.weight.mul_(2)
+        nn.init.ones_(block.down.bias)
+        torch.manual_seed(7)
+        block.qkv.reset_parameters()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(full(ours), theirs)
+    torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
+
+
+@ways
+def test_writes_outside_of_forward_reach_the_parameter(ranks, prepare):
+    ranks(2).run(rank_writes_outside, prepare)
+
+
+def rank_generates(rank, world):
+    torch.manual_seed(0)
+    reference = hugging_face("llama").eval()
+    model = zcompile.shard(copy.deepcopy(reference))
+    prompt = batch(0, 0)[:, :4]
+    how = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **how), reference.generate(prompt, **how))
+
+
+def test_hugging_face_generates_as_unsharded(ranks):
+    pytest.importorskip("transformers")
+    ranks(2).run(rank_generates)

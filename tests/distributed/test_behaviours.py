@@ -1,0 +1,203 @@
+"""What users of FSDP2 rely on: frozen parameters, parameters that are not reduced, functional_call."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+import zcompile
+from tests.support.models import Transformer
+from tests.support.reference import close, compiled, lm_loss, train_beside
+
+matrix = pytest.mark.matrix
+OPTIONS = {"backend": "zcompile", "options": {"inner": "aot_eager"}}
+
+
+def eager(model):
+    return zcompile.shard(model)
+
+
+def wrapped(model):
+    return torch.compile(zcompile.shard(model), **OPTIONS)
+
+
+def by_blocks(model):
+    for block in zcompile.shard(model).blocks:
+        block.compile(**OPTIONS)
+    return model
+
+
+ways = pytest.mark.parametrize(
+    "prepare", [pytest.param(eager, marks=matrix), compiled, wrapped, pytest.param(by_blocks, marks=matrix)]
+)
+
+
+def set_by_attribute(model, frozen):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = (".0." in name) != frozen or "mix" in name
+
+
+def alternate(model, reference, step):
+    for each in (model, reference):
+        set_by_attribute(each, frozen=step % 2 == 0)
+
+
+def rank_sets_requires_grad(rank, world, prepare):
+    def make():
+        model = Transformer()
+        set_by_attribute(model, frozen=True)
+        return model
+
+    train_beside(rank, world, prepare, make=make, steps=4, after_step=alternate)
+
+
+@ways
+def test_requires_grad_set_as_an_attribute_is_followed(ranks, prepare):
+    ranks(2).run(rank_sets_requires_grad, prepare)
+
+
+def rank_thaws_before_compiling(rank, world):
+    frozen = Transformer().requires_grad_(False)
+    model = compiled(frozen)
+    model.head.weight.requires_grad = True
+    lm_loss(model, 0, rank).backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["embed.weight"]
+
+
+def test_a_parameter_thawed_before_the_first_compile_trains(ranks):
+    ranks(2).run(rank_thaws_before_compiling)
+
+
+def rank_compiles_a_function(rank, world):
+    model = zcompile.shard(nn.Linear(3, 4))
+    function = torch.compile(lambda x: model(x).sum(), **OPTIONS)
+    function(torch.ones(1, 3)).backward()
+    model.weight.requires_grad = False
+    message = (
+        rf"requires_grad of parameter 'weight' was set as an attribute .rank {rank}.*parameter.requires_grad_.False."
+    )
+    with pytest.raises(RuntimeError, match=message):
+        function(torch.ones(1, 3))
+    model.weight.grad = None
+    model.weight.requires_grad_(False)
+    function(torch.ones(1, 3)).backward()
+    assert model.weight.grad is None and model.bias.grad is not None
+
+
+def test_a_compiled_function_that_misses_an_attribute_says_so(ranks):
+    ranks(2).run(rank_compiles_a_function)
+
+
+class Extended(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.extra = None
+
+    def forward(self, x):
+        x = self.c(self.b(self.a(x)))
+        return x if self.extra is None else self.extra(x)
+
+
+def messages_of_backward(model):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(2, 4)).sum().backward()
+    return [str(warning.message) for warning in caught if "not reduced" in str(warning.message)]
+
+
+def rank_has_unreduced_parameters(rank, world, late):
+    model = Extended()
+    model.b.bias.requires_grad = False
+    zcompile.shard(model, ignored_params=list(model.b.parameters()))
+    if late:
+        model.b.weight.requires_grad = False
+        for _ in range(2):  # adapters may come after an evaluation, or after training
+            assert messages_of_backward(model) == []
+    model.extra = nn.Linear(4, 4)
+    expected = (
+        "'extra.weight', 'extra.bias'" if late else "'b.weight', 'extra.weight', 'extra.bias'"
+    ) + " are not reduced"
+    texts = [text for _ in range(3) for text in messages_of_backward(model)]
+    assert len(texts) == 1 and f"gradients of {expected} (rank {rank})" in texts[0], texts
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_that_are_not_reduced_are_warned_of_once(ranks, late):
+    ranks(2).run(rank_has_unreduced_parameters, late)
+
+
+def rank_reduces_all(rank, world):
+    assert messages_of_backward(zcompile.shard(Extended())) == []
+
+
+def test_a_model_that_is_reduced_wholly_is_not_warned_of(ranks):
+    ranks(2).run(rank_reduces_all)
+
+
+def rank_calls_functionally(rank, world, prepare):
+    torch.manual_seed(0)
+    reference = Transformer()
+    other = Transformer()
+    model, theirs = prepare(copy.deepcopy(reference)), prepare(copy.deepcopy(other))
+    lm_loss(model, 0, rank)  # compiles
+    given = {name: parameter.detach().requires_grad_() for name, parameter in theirs.named_parameters()}
+
+    class Call:
+        def __init__(self, model, given):
+            self.model, self.given = model, given
+
+        def __call__(self, tokens):
+            return functional_call(self.model, self.given, (tokens,))
+
+        def parameters(self):
+            return iter(self.given.values())
+
+    loss = lm_loss(Call(model, given), 1, rank)
+    torch.testing.assert_close(loss, lm_loss(other, 1, rank))
+    loss.backward()
+    (sum(lm_loss(other, 1, each) for each in range(world)) / world).backward()
+    for ours, expected in zip(given.values(), other.parameters(), strict=True):
+        assert isinstance(ours.grad, DTensor)
+        close(ours.grad, expected.grad, 2e-5, "gradient")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
+
+
+@ways
+def test_functional_call_takes_dtensors_and_gives_them_gradients(ranks, prepare):
+    ranks(2).run(rank_calls_functionally, prepare)
+
+
+def rank_gives_others(rank, world):
+    model = zcompile.shard(nn.Linear(3, 4))
+    x = torch.ones(1, 3)
+    plain = {"weight": torch.zeros(4, 3)}
+    other = {"weight": zcompile.shard(nn.Linear(3, 6)).weight}
+    for given, what in (
+        (plain, "a plain tensor of shape .4, 3."),
+        (other, "a DTensor of shape .6, 3."),
+    ):
+        with pytest.raises(RuntimeError, match=f"parameter 'weight' was replaced .* .rank {rank}. by {what}"):
+            functional_call(model, given, (x,))
+    with zcompile.unshard(model):
+        functional_call(model, {name: p.detach() for name, p in model.named_parameters()}, (x,))
+    model(x).sum().backward()
+
+
+def test_functional_call_refuses_other_tensors_by_name(ranks):
+    ranks(2).run(rank_gives_others)
+
+
+def rank_differentiates_by_dtensors(rank, world):
+    model = zcompile.shard(nn.Linear(3, 4))
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(model(torch.ones(1, 3)).sum(), list(model.parameters()))
+
+
+def test_a_derivative_by_the_dtensors_is_an_error(ranks):
+    ranks(2).run(rank_differentiates_by_dtensors)

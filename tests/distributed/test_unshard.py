@@ -1,0 +1,193 @@
+"""`zcompile.unshard`: whole parameters inside, shards afterwards, and no change that is lost in silence."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from tests.support.models import Transformer, batch, hugging_face
+from tests.support.reference import compiled, full, lm_loss, train_beside
+from zcompile.sharding.unshard import hash_of
+
+matrix = pytest.mark.matrix
+
+
+def raises_inside(message, model, change, **how):
+    """Leaving a block that calls `change` raises an error with `message`; then the shards are back."""
+    with pytest.raises(RuntimeError, match=message), zcompile.unshard(model, **how):
+        change()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def rank_is_whole(rank, world, param_dtype):
+    torch.manual_seed(0)
+    reference = Transformer()
+    model = zcompile.shard(copy.deepcopy(reference), param_dtype=param_dtype)
+    sharded = list(model.parameters())
+    with zcompile.unshard(model) as whole:
+        assert all(ours is theirs for ours, theirs in zip(whole, model.parameters(), strict=True))
+        assert model.head.weight is model.embed.weight and type(model.embed.weight) is nn.Parameter
+        for (name, ours), theirs in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs) and not isinstance(ours, DTensor), name
+            assert ours.untyped_storage().nbytes() == ours.nbytes, name
+    assert all(ours is theirs for ours, theirs in zip(sharded, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("param_dtype", [pytest.param(None, marks=matrix), torch.bfloat16])
+def test_parameters_and_state_are_whole_inside(ranks, world, param_dtype):
+    ranks(world).run(rank_is_whole, param_dtype)
+
+
+def eager(model):
+    return zcompile.shard(model)
+
+
+def rank_runs_inside(rank, world, prepare):
+    torch.manual_seed(0)
+    reference = Transformer()
+    model = prepare(copy.deepcopy(reference))
+    torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
+    with zcompile.unshard(model), torch.no_grad():
+        zcompile.reset_stats(model)
+        if rank == 0:  # alone: nothing is gathered
+            torch.testing.assert_close(lm_loss(model, 1, rank), lm_loss(reference, 1, rank))
+        assert zcompile.stats(model)["gathers"] == 0
+    torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_a_forward_inside_gathers_nothing(ranks, prepare):
+    ranks(2).run(rank_runs_inside, prepare)
+
+
+def rank_generates(rank, world, prepare):
+    torch.manual_seed(0)
+    reference = hugging_face("llama").eval()
+    model = prepare(copy.deepcopy(reference))
+    prompt = batch(0, rank)[:, : 3 + rank]
+    how = {"max_new_tokens": 5, "do_sample": False}
+    with zcompile.unshard(model):
+        assert torch.equal(model.generate(prompt, **how), reference.generate(prompt, **how))
+
+
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), functools.partial(compiled, fullgraph=False)])
+def test_hugging_face_generates_inside(ranks, prepare):
+    pytest.importorskip("transformers")
+    ranks(2).run(rank_generates, prepare)
+
+
+def double_between(model, reference, step):
+    with zcompile.unshard(model.blocks[0], writeback=True), torch.no_grad():
+        for each in (model, reference):
+            each.blocks[0].up.weight.mul_(1.5)
+            each.blocks[0].down.weight.data.copy_(torch.linspace(-0.3, 0.3, 18 * 55).view(18, 55).sin())
+    with zcompile.unshard([model.scale, model.mix], writeback=True) as whole, torch.no_grad():
+        for parameter in (*whole, reference.scale, reference.mix):
+            parameter.add_(0.5)
+
+
+def rank_writes_back(rank, world, prepare):
+    train_beside(rank, world, prepare, steps=2, after_step=double_between)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), compiled])
+def test_training_goes_on_with_what_was_written_back(ranks, world, prepare):
+    ranks(world).run(rank_writes_back, prepare)
+
+
+def rank_writes_back_to_replicas(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    train_beside(rank, world, functools.partial(compiled, mesh=mesh), steps=2, after_step=double_between)
+
+
+@matrix
+def test_replicas_write_back(ranks):
+    ranks(4).run(rank_writes_back_to_replicas)
+
+
+def rank_loses_changes(rank, world):
+    model = zcompile.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
+    before = [full(parameter).clone() for parameter in model.parameters()]
+
+    def fill(where, value):
+        with torch.no_grad():
+            where().fill_(value)
+
+    message = "on rank 1, parameter '1.bias' was written to. To store it, pass writeback=True"
+    raises_inside(message, model, lambda: rank == 1 and fill(lambda: model[1].bias, 7))
+    message = "parameter '0.weight' has other values on rank 1 than on rank 0, and nothing was stored"
+    raises_inside(message, model, lambda: fill(lambda: model[0].weight, rank), writeback=True)
+    raises_inside("on rank 0, parameter '0.bias' is .9,., torch.float32 now", model, lambda: resize(model[0], rank))
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(full(parameter), value)
+
+
+def resize(module, rank):
+    if rank == 0:
+        module.bias.data = torch.zeros(9)
+
+
+def test_a_change_that_would_be_lost_raises_on_all_ranks(ranks):
+    ranks(2).run(rank_loses_changes)
+
+
+def rank_raises_inside(rank, world):
+    model = zcompile.shard(nn.Linear(3, 4))
+
+    def break_rank_1():
+        if rank == 1:
+            raise RuntimeError("broken on purpose")
+
+    message = "^broken on purpose" if rank == 1 else "on rank 1, RuntimeError: broken on purpose"
+    raises_inside(message, model, break_rank_1, writeback=True)
+    with zcompile.unshard(model) as (weight, _):
+        assert weight.shape == (4, 3)
+
+
+def test_a_block_that_raises_on_one_rank_raises_on_all(ranks):
+    ranks(2).run(rank_raises_inside)
+
+
+def rank_misuses(rank, world):
+    model = zcompile.shard(nn.Linear(3, 4))
+    x = torch.ones(1, 3)
+    raises_inside(
+        "a backward reaches parameter '(weight|bias)', which was whole", model, lambda: model(x).sum().backward()
+    )
+    raises_inside("'weight' on rank . is whole already", model, lambda: zcompile.unshard(model).__enter__())
+    function = torch.compile(lambda x: model(x), backend="zcompile", options={"inner": "aot_eager"})
+    function(x)
+    raises_inside(
+        "compiled code gathers parameter '(weight|bias)' inside of zcompile.unshard", model, lambda: function(x)
+    )
+    handle = model.register_forward_hook(lambda *_: zcompile.unshard(model).__enter__())
+    with pytest.raises(RuntimeError, match=r"'weight' on rank . is asked for inside of a forward"):
+        model(x)
+    handle.remove()
+    with zcompile.accumulate(model), pytest.raises(RuntimeError, match=r"'weight' .* inside of zcompile.accumulate"):
+        zcompile.unshard(model, writeback=True).__enter__()
+    with pytest.raises(ValueError, match=r"parameter number 1 is not one that zcompile.shard made"):
+        zcompile.unshard([model.weight, nn.Parameter(x)]).__enter__()
+    function(x).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_misuse_is_refused_by_name(ranks):
+    ranks(2).run(rank_misuses)
+
+
+def test_a_hash_tells_values_orders_and_dtypes_apart():
+    values = torch.arange(1000.0)
+    swapped = values.clone()
+    swapped[[3, 900]] = values[[900, 3]]
+    changed = values.clone()
+    changed[-1] = torch.nextafter(changed[-1], torch.tensor(0.0))
+    assert hash_of(values) == hash_of(values.clone().view(10, 100))
+    assert len({hash_of(each) for each in (values, swapped, changed, -values, values.bfloat16())}) == 5

@@ -1,0 +1,137 @@
+"""Where a read of a parameter gathers: inside of a forward, and where backward recomputes one.
+
+[Note: inside of a forward]
+Outside of every forward, `module.weight` is the DTensor, as under FSDP2: `hasattr`, `print` and checks of a dtype are
+local, and writes reach the parameter. Each thread counts the forwards that it is in. Every module of a sharded model
+counts in its `__call__`, and not in hooks: users see those, and a forward that raises leaves them out. Dynamo skips the
+frame of `__call__` and compiles what it calls; so what runs in eager behind a graph break is inside of a forward, too.
+What Dynamo traces always gathers, and counts nothing. Backward runs hooks without grad mode; whoever turns it on there
+recomputes a forward.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.eval_frame import skip_code
+
+from zcompile.sharding.attributes import SHARDED, STATE
+from zcompile.sharding.model_state import ShardedModel
+
+
+class _Thread(threading.local):
+    forwards = 0  # that this thread is in
+
+
+_thread = _Thread()
+
+
+def never_compiled_alone(function: Any) -> Any:
+    """`function`, of which Dynamo compiles no graph by itself. Where its caller is traced, it is a part of that.
+
+    Why: where Dynamo has given up on a caller, it would compile the property of a parameter once for each shape, up to
+    its limit of recompiles.
+    """
+    skip_code(function.__code__)
+    return function
+
+
+def is_in_forward() -> bool:
+    """Whether a read of a parameter gathers now; see [Note: inside of a forward]."""
+    return _thread.forwards > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+
+@torch.compiler.disable
+def _enter(*states: ShardedModel) -> bool:
+    """Before a forward that is not inside of another, or is compiled: whether it must run in eager."""
+    return sum(state.enter_forward() for state in states) > 0  # of all: each lets its leaves follow
+
+
+def counting_call(base: type[nn.Module]) -> Callable[..., Any]:
+    """A `__call__` for a subclass of `base` whose instances belong to a sharded model."""
+    # Of a module that has a compiled call, too, Dynamo traces the plain one.
+    traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced_call(self, *args, **kwargs)
+        enters = _thread.forwards == 0 or self._compiled_call_impl is not None
+        if enters and _enter(self.__dict__[STATE]):
+            return _call_eagerly(base.__call__, (self, *args), kwargs)
+        _thread.forwards += 1
+        try:
+            return base.__call__(self, *args, **kwargs)  # looked up now: tracers of modules patch it
+        finally:
+            _thread.forwards -= 1
+
+    return never_compiled_alone(__call__)
+
+
+def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, code of one graph, which refuses leaves that train where their parameters do not, or the reverse.
+
+    Calls of modules let leaves follow. Around a compiled function nobody could: Dynamo has looked at the leaves before.
+    """
+
+    def run(*args: Any) -> Any:
+        if _thread.forwards == 0:
+            for arg in args:
+                sharded: Any = getattr(arg, SHARDED, lambda: None)()
+                if sharded is not None and sharded.parameter.requires_grad is not arg.requires_grad:
+                    raise RuntimeError(
+                        f"zcompile: requires_grad of parameter '{sharded.name}' was set as an attribute (rank "
+                        f"{dist.get_rank()}), which a compiled function that calls the model does not see. Call "
+                        f"parameter.requires_grad_({sharded.parameter.requires_grad}), or compile the model instead."
+                    )
+        return compiled(*args)
+
+    return run
+
+
+@torch.compiler.disable
+def _call_eagerly(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    _thread.forwards += 1
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return call(*args, **kwargs)
+    finally:
+        _thread.forwards -= 1
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let `module.name(...)` read parameters as a forward does, as `register_fsdp_forward_method` does for FSDP2.
+
+    Outside of forwards, `module.weight` is the DTensor. A method that computes with it, and that the program calls
+    itself (`model.encode(x)`), must be registered. Calls of modules need not be.
+
+    Args:
+        module: of a sharded model, or one that contains sharded models. Of others, the method stays as it is.
+        name: of the method. It is replaced on this one module.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ValueError(f"zcompile.register_forward_method: {type(module).__name__} has no method '{name}'.")
+    states = {each.__dict__[STATE] for each in module.modules() if STATE in each.__dict__}
+    if not states:
+        return
+
+    @functools.wraps(method)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        if _enter(*states):
+            return _call_eagerly(method, args, kwargs)
+        _thread.forwards += 1
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _thread.forwards -= 1
+
+    setattr(module, name, never_compiled_alone(counted))

@@ -1,0 +1,64 @@
+"""Reads of a parameter in whose place a module has another tensor for now.
+
+`torch.func.functional_call` puts the tensors that it is given into `module._parameters`, and `zcompile.unshard` whole
+parameters. Compiled code gathers the leaves of the model's own parameters, so such a forward runs in eager.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from zcompile.sharding.attributes import SHARDED
+from zcompile.sharding.model_state import ShardedParameter
+
+
+def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) -> torch.Tensor:
+    """The unsharded value of what `module` has in place of its sharded parameter `name`, in `param_dtype`.
+
+    Of a DTensor, the gradient is the mean over the ranks of its mesh, as for the parameter itself.
+
+    Raises:
+        RuntimeError: it is neither a DTensor of the parameter's shape, placements and mesh, nor whole inside of
+            `zcompile.unshard`.
+    """
+    sharded: ShardedParameter = module.__dict__[SHARDED + name]
+    given: Any = module._parameters[name]
+    if sharded.is_whole and isinstance(given, torch.Tensor) and tuple(given.shape) == sharded.shape:
+        unsharded = given
+    elif layout_of(given) == layout_of(sharded.parameter):
+        unsharded = _gather(given)
+    else:
+        raise RuntimeError(
+            f"zcompile: parameter '{sharded.name}' was replaced after zcompile.shard (rank {dist.get_rank()}) by "
+            f"{_describe(given)}. functional_call takes DTensors of the shape, placements and mesh of those in "
+            "model.named_parameters(), or whole tensors inside of zcompile.unshard(model) alone. To change a parameter "
+            "for good, copy values into the DTensor in model.parameters() under torch.no_grad()."
+        )
+    return unsharded if param_dtype is None else unsharded.to(param_dtype)
+
+
+def layout_of(parameter: Any) -> tuple[Any, ...] | None:
+    """What two DTensors must have in common to stand in for each other; None for what is no DTensor."""
+    if not isinstance(parameter, DTensor):
+        return None
+    return parameter.shape, parameter.placements, parameter.device_mesh
+
+
+def _gather(given: DTensor) -> torch.Tensor:
+    dimensions = given.device_mesh.ndim
+    replicated = given.redistribute(placements=[Replicate()] * dimensions)
+    unsharded = replicated.to_local(grad_placements=[Partial()] * dimensions)
+    if unsharded.requires_grad:
+        unsharded.register_hook(lambda grad: grad / given.device_mesh.size())
+    return unsharded
+
+
+def _describe(given: Any) -> str:
+    if isinstance(given, DTensor):
+        return f"a DTensor of shape {tuple(given.shape)} and placements {given.placements} on {given.device_mesh}"
+    if isinstance(given, torch.Tensor):
+        return f"a plain tensor of shape {tuple(given.shape)}"
+    return f"a {type(given).__name__}"

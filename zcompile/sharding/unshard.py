@@ -1,0 +1,215 @@
+"""`zcompile.unshard`: whole parameters for a while, to read, save, generate with or edit."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zcompile.sharding.attributes import SHARDED
+from zcompile.sharding.forward_scope import is_in_forward
+from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.sharding.process_groups import all_gather_over_mesh
+
+HASHED_ELEMENTS = 1 << 22  # at a time: what a hash needs beside the parameter is 64 MiB
+
+
+@contextlib.contextmanager
+def unshard(
+    module_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor], writeback: bool = False
+) -> Iterator[list[nn.Parameter]]:
+    """Inside, modules have whole parameters in place of the sharded ones; all ranks enter and leave together.
+
+    There, `module.weight`, `parameters()`, `state_dict()` and `load_state_dict()` are about plain tensors of the
+    unsharded shape, on every rank, as inside of DeepSpeed's `GatheredParameters` and FSDP1's `summon_full_params`.
+    Forwards work and gather nothing, `generate()` of transformers too. A model that is compiled runs in eager. The
+    DTensors, which optimizers hold, stay as they are. Each rank needs the memory of all the whole parameters at once:
+    to go through a large model, unshard one module after the other.
+
+    Args:
+        module_or_params: a sharded model, a module of one, or parameters that `model.parameters()` yields.
+        writeback: whether each rank stores its slice of the whole parameters afterwards. All ranks must then have the
+            same values, which a hash compares. Without it, changes are discarded, and are an error; those through
+            `.data` are not seen.
+
+    Yields:
+        The whole parameters, in the order of `module.parameters()`, or in that of the parameters given.
+
+    Raises:
+        ValueError: a parameter is not one of a sharded model.
+        RuntimeError: at the beginning: inside of a forward, of a backward, or of `zcompile.accumulate` with
+            `writeback`; a parameter is whole already. At the end, on all ranks, after the shards are back in place: the
+            block raised on a rank; without `writeback`, a whole parameter was written to; with it, ranks differ on one,
+            and then none is stored. In a backward: it is one of a forward with whole parameters.
+    """
+    with whole_parameters(_selected(module_or_params), writeback, compare=True) as whole:
+        yield whole
+
+
+@contextlib.contextmanager
+def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare: bool) -> Iterator[list[nn.Parameter]]:
+    """As `unshard`; `compare`: whether all ranks must have the same values to store."""
+    _check_entry(selected, writeback)
+    whole = [_gather(sharded) for sharded in selected]
+    versions = [parameter._version for parameter in whole]
+    _exchange(selected, whole)
+    try:
+        yield whole
+    except Exception as error:
+        _exchange(selected, [sharded.parameter for sharded in selected])
+        _tell(selected, f"{type(error).__name__}: {error}")
+        raise
+    except BaseException:  # an interrupt, which ends the program: ranks do not meet again
+        _exchange(selected, [sharded.parameter for sharded in selected])
+        raise
+    _exchange(selected, [sharded.parameter for sharded in selected])
+    _agree(selected, _problem(selected, whole, None if writeback else versions))
+    if not writeback:
+        return
+    if compare:
+        _compare(selected, whole)
+    for sharded, parameter in zip(selected, whole, strict=True):
+        _store(sharded, parameter)
+
+
+def _selected(module_or_params: Any) -> list[ShardedParameter]:
+    """The sharded parameters that are meant, each once.
+
+    Raises:
+        ValueError: one is not a DTensor of a sharded model.
+    """
+    if isinstance(module_or_params, nn.Module):
+        found = [
+            module.__dict__[SHARDED + name]
+            for module in module_or_params.modules()
+            for name in module._parameters
+            if SHARDED + name in module.__dict__
+        ]
+    else:
+        params = [module_or_params] if isinstance(module_or_params, torch.Tensor) else list(module_or_params)
+        found = [getattr(param, SHARDED, lambda: None)() for param in params]
+    selected = list({id(sharded): sharded for sharded in found}.values())
+    for i, sharded in enumerate(found):
+        if sharded is None or not isinstance(sharded.parameter, DTensor):
+            raise ValueError(
+                f"zcompile.unshard: parameter number {i} is not one that zcompile.shard made. Pass a sharded model, a "
+                "module of it, or DTensors from model.parameters(). For a DeepSpeed engine, use "
+                "deepspeed.zero.GatheredParameters."
+            )
+    return selected
+
+
+def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
+    for sharded in selected:
+        where = f"parameter '{sharded.name}' on rank {dist.get_rank()}"
+        if is_in_forward() or torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"zcompile.unshard: {where} is asked for inside of a forward or backward. Do it outside."
+            )
+        if sharded.is_whole:
+            raise RuntimeError(f"zcompile.unshard: {where} is whole already: an outer block has unsharded it.")
+        if writeback and sharded.state.accumulates:
+            raise RuntimeError(
+                f"zcompile.unshard: {where} would change inside of zcompile.accumulate. Write back behind that block."
+            )
+
+
+@torch.no_grad()
+def _gather(sharded: ShardedParameter) -> nn.Parameter:
+    """The whole parameter, in memory that nobody else has."""
+    leaf = sharded.leaf
+    if sharded.state.runtime.world == 1:
+        unsharded = leaf.clone()
+    else:
+        unsharded = torch.ops.zcompile.gather.default(leaf, list(sharded.shape), leaf.dtype).data
+        if unsharded.untyped_storage().nbytes() != unsharded.nbytes:  # padded, which would be saved, too
+            unsharded = unsharded.clone()
+    whole = nn.Parameter(unsharded, requires_grad=False)
+
+    def refuse(grad: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"zcompile.unshard: a backward reaches parameter '{sharded.name}', which was whole in its forward (rank "
+            f"{dist.get_rank()}); its gradient would be lost. Train outside of zcompile.unshard."
+        )
+
+    if sharded.parameter.requires_grad:
+        whole.requires_grad_(True).register_hook(refuse)
+    return whole
+
+
+def _exchange(selected: list[ShardedParameter], parameters: list[nn.Parameter]) -> None:
+    """Let the owners of `selected` have `parameters`."""
+    for sharded, parameter in zip(selected, parameters, strict=True):
+        for module, attribute in sharded.owners:
+            module._parameters[attribute] = parameter
+        sharded.is_whole = parameter is not sharded.parameter
+        sharded.state.runtime.forbid_gathers(sharded.index, sharded.is_whole)
+
+
+def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versions: list[int] | None) -> str:
+    """What this rank did wrong inside of the block; `versions`: those of parameters that nobody may change."""
+    for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
+        if versions is not None and parameter._version != versions[i]:
+            return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
+        if parameter.shape != sharded.shape or parameter.dtype != sharded.leaf.dtype:
+            return (
+                f"parameter '{sharded.name}' is {tuple(parameter.shape)}, {parameter.dtype} now. It must stay "
+                f"{sharded.shape}, {sharded.leaf.dtype}"
+            )
+    return ""
+
+
+def _tell(selected: list[ShardedParameter], problem: str) -> list[tuple[int, str]]:
+    """Each rank and its problem, which is empty where there is none."""
+    return all_gather_over_mesh(selected[0].state.mesh, (dist.get_rank(), problem)) if selected else []
+
+
+def _agree(selected: list[ShardedParameter], problem: str) -> None:
+    """Raise on all ranks if one of them has a problem."""
+    for rank, theirs in _tell(selected, problem):
+        if theirs:
+            raise RuntimeError(f"zcompile.unshard: on rank {rank}, {theirs}.")
+
+
+def _compare(selected: list[ShardedParameter], whole: list[nn.Parameter]) -> None:
+    """Raise on all ranks if the values of a parameter are not the same on all of them."""
+    if not selected:
+        return
+    hashes = [hash_of(parameter) for parameter in whole]
+    reports = all_gather_over_mesh(selected[0].state.mesh, (dist.get_rank(), hashes))
+    base_rank, base = reports[0]
+    for rank, theirs in reports[1:]:
+        for sharded, ours, other in zip(selected, base, theirs, strict=True):
+            if ours != other:
+                raise RuntimeError(
+                    f"zcompile.unshard: parameter '{sharded.name}' has other values on rank {rank} than on rank "
+                    f"{base_rank}, and nothing was stored. Make the same changes on all ranks, or broadcast them from "
+                    "one."
+                )
+
+
+@torch.no_grad()
+def hash_of(tensor: torch.Tensor) -> int:
+    """A number that depends on the bits of `tensor` and their order: sum of bits times odd factors, modulo 2^64."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    total = 0
+    for i, bits in enumerate(tensor.detach().contiguous().view(-1).view(integers).split(HASHED_ELEMENTS)):
+        position = torch.arange(bits.numel(), device=bits.device) + i * HASHED_ELEMENTS
+        total += int((bits.to(torch.int64) * (position * 0x1E3779B97F4A7C15 | 1)).sum())
+    return total % 2**64
+
+
+@torch.no_grad()
+def _store(sharded: ShardedParameter, whole: nn.Parameter) -> None:
+    """Let this rank's shard be its slice of `whole`."""
+    local = sharded.local()
+    if whole.ndim == 0:
+        local.copy_(whole)
+        return
+    state: ShardedModel = sharded.state
+    rows = -(-whole.shape[0] // cast(int, state.groups["world"]))
+    rank = cast(int, state.groups["rank"])
+    local.copy_(whole.detach()[rank * rows : (rank + 1) * rows])
