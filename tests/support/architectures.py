@@ -159,6 +159,7 @@ def _make(task: str, kind: str, arguments: dict[str, Any]) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.integrations.unset_hf_deepspeed_config()  # an earlier test's would have models made under zero.Init
     make = getattr(transformers, TASKS[task][0]).from_config
     config = transformers.AutoConfig.for_model(kind, **arguments)
     if task in LANGUAGE or task == "vision-language":

@@ -118,6 +118,7 @@ def _casting_reader(name: str, shape: list[int], param_dtype: torch.dtype | None
     return never_compiled_alone(read)
 
 
+@never_compiled_alone
 def _read_otherwise(module: Any, name: str, leaf: torch.Tensor, param_dtype: torch.dtype | None) -> torch.Tensor | None:
     """What an eager read of `module.name` gives if it is not what `leaf` leads to; else None, and `leaf` is ready."""
     parameter = module._parameters[name]

@@ -23,6 +23,16 @@ from zcompile.sharding.attributes import SHARDED, STATE
 from zcompile.sharding.model_state import ShardedModel
 
 
+def never_compiled_alone(function: Any) -> Any:
+    """`function`, of which Dynamo compiles no graph by itself. Where its caller is traced, it is a part of that.
+
+    Why: where Dynamo has given up on a caller, it would compile the property of a parameter once for each shape, up to
+    its limit of recompiles; and of torch 2.11 a graph that takes the count of forwards for a constant.
+    """
+    skip_code(function.__code__)
+    return function
+
+
 class _Thread(threading.local):
     forwards = 0  # that this thread is in
 
@@ -30,16 +40,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def never_compiled_alone(function: Any) -> Any:
-    """`function`, of which Dynamo compiles no graph by itself. Where its caller is traced, it is a part of that.
-
-    Why: where Dynamo has given up on a caller, it would compile the property of a parameter once for each shape, up to
-    its limit of recompiles.
-    """
-    skip_code(function.__code__)
-    return function
-
-
+@never_compiled_alone
 def is_in_forward() -> bool:
     """Whether a read of a parameter gathers now; see [Note: inside of a forward]."""
     return _thread.forwards > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zcompile.sharding.attributes import LEAF, SHARDED
+from zcompile.sharding.forward_scope import never_compiled_alone
 
 gather_group = torch.ops.zcompile.gather_group.default
 
@@ -42,8 +43,8 @@ def recurrent_members(param_dtype: torch.dtype | None, single_rank: bool) -> dic
         return [self._parameters.get(name) for name in self._flat_weights_names] if gathered is None else gathered
 
     return {
-        "forward": forward,
-        "_flat_weights": property(flat_weights, lambda self, value: None),
+        "forward": never_compiled_alone(forward),
+        "_flat_weights": property(never_compiled_alone(flat_weights), lambda self, value: None),
         "_init_flat_weights": _nothing,  # torch calls it after `_apply`
         "_update_flat_weights": _nothing,  # torch calls it at the beginning of each forward
         "flatten_parameters": _nothing,  # one block of memory for cuDNN: gathered weights are new in each forward
@@ -66,10 +67,12 @@ def _nothing(self: Any) -> None:
     pass
 
 
+@never_compiled_alone
 def _read_one_by_one(self: Any, param_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
+@never_compiled_alone
 def _gather_together(self: Any, param_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
     """All weights of the layer, gathered in one transfer. One by one where some are not sharded, or others for now."""
     names: list[str] = self._flat_weights_names
