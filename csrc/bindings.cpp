@@ -59,10 +59,12 @@ bool is_finalizing() {
 // Ending a transport waits for what its streams still wait for, which other ranks may do only when other threads of
 // this process go on. The last reference to a model may go with the GIL, in Python, or without it, in autograd. When
 // the interpreter ends, other ranks may have ended before, so nothing is waited for: the process gives everything back.
+// So it does after an error of the device, where torch's symmetric memory would end the process as it is freed.
 void delete_without_gil(Model* model) {
   if (Py_IsInitialized() == 0 || is_finalizing()) return;
   std::optional<py::gil_scoped_release> released;
   if (PyGILState_Check() != 0) released.emplace();
+  if (model->transport()->device_failed()) return;
   delete model;
 }
 

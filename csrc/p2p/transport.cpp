@@ -43,6 +43,7 @@ class P2pTransport : public Transport {
     cudaStreamSynchronize(work_.stream().stream());
   }
 
+  bool device_failed() const override { return cudaFree(nullptr) != cudaSuccess; }
   std::string name() const override { return "p2p"; }
   int64_t bytes() const override { return cache_.bytes() + reducer_.bytes(); }
 

@@ -70,6 +70,8 @@ class Transport {
   virtual ~Transport() = default;
   TransportContext& context() const { return context_; }
   virtual std::string name() const = 0;
+  // Whether nothing of it can be freed any more: after an error, a device refuses every call, that to free memory too.
+  virtual bool device_failed() const { return false; }
   // Device memory that the transport has for itself.
   virtual int64_t bytes() const { return 0; }
   // Uninitialised memory for an unsharded parameter, flat and padded to equal pieces. Only the next call of gather may
