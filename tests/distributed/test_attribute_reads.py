@@ -11,29 +11,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
 from tests.support.models import Transformer, batch, hugging_face
 from tests.support.reference import full, lm_loss, train_beside
 
 matrix = pytest.mark.matrix
-OPTIONS = {"backend": "zcompile", "options": {"inner": "aot_eager"}}
-
-
-def eager(model):
-    return zcompile.shard(model)
 
 
 def in_place(model):
     zcompile.shard(model).compile(**OPTIONS)
-    return model
-
-
-def wrapped(model):
-    return torch.compile(zcompile.shard(model), **OPTIONS)
-
-
-def by_blocks(model):
-    for block in zcompile.shard(model).blocks:
-        block.compile(**OPTIONS)
     return model
 
 

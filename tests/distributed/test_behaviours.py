@@ -10,25 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import zcompile
+from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
 from tests.support.models import Transformer
 from tests.support.reference import close, compiled, lm_loss, train_beside
 
 matrix = pytest.mark.matrix
-OPTIONS = {"backend": "zcompile", "options": {"inner": "aot_eager"}}
-
-
-def eager(model):
-    return zcompile.shard(model)
-
-
-def wrapped(model):
-    return torch.compile(zcompile.shard(model), **OPTIONS)
-
-
-def by_blocks(model):
-    for block in zcompile.shard(model).blocks:
-        block.compile(**OPTIONS)
-    return model
 
 
 ways = pytest.mark.parametrize(
