@@ -79,7 +79,7 @@ UNDER_INDUCTOR = [
     *(("causal", kind) for kind in ("gpt2", "llama", "mixtral", "mamba")),
     *(("masked", kind) for kind in ("bert", "deberta-v2")),
     *(("seq2seq", kind) for kind in ("t5", "bart")),
-    *(("vision-language", kind) for kind in ("llava", "qwen2_vl")),
+    *(("vision-language", kind) for kind in ("llava", "qwen3_vl")),
 ]
 
 
