@@ -116,6 +116,8 @@ struct Message {
   Message(const Message&) = delete;
 };
 
+constexpr const char* peer_is_gone = "zcompile: a rank ended, or failed, while ranks exchanged memory";
+
 void send(const Descriptor& to, const std::vector<Descriptor>& descriptors) {
   Message message(descriptors.size());
   auto* control = CMSG_FIRSTHDR(&message.header);
@@ -125,13 +127,15 @@ void send(const Descriptor& to, const std::vector<Descriptor>& descriptors) {
   std::transform(
       descriptors.begin(), descriptors.end(), reinterpret_cast<int*>(CMSG_DATA(control)),
       [](const auto& descriptor) { return descriptor.get(); });
-  check(despite_signals([&] { return sendmsg(to.get(), &message.header, MSG_NOSIGNAL); }) == 1, "sendmsg");
+  const auto bytes = despite_signals([&] { return sendmsg(to.get(), &message.header, MSG_NOSIGNAL); });
+  TORCH_CHECK(bytes != -1 || (errno != EPIPE && errno != ECONNRESET), peer_is_gone);
+  check(bytes == 1, "sendmsg");
 }
 
 std::vector<Descriptor> receive(const Descriptor& from, size_t count) {
   Message message(count);
   const auto bytes = despite_signals([&] { return recvmsg(from.get(), &message.header, MSG_CMSG_CLOEXEC); });
-  TORCH_CHECK(bytes != 0, "zcompile: a rank ended, or failed, while ranks exchanged memory");
+  TORCH_CHECK(bytes != 0 && (bytes != -1 || errno != ECONNRESET), peer_is_gone);
   check(bytes == 1, "recvmsg");
   std::vector<Descriptor> received;
   if (auto* control = CMSG_FIRSTHDR(&message.header)) {

@@ -68,4 +68,9 @@ void OrderLog::fail(std::string message) {
   failed_ = std::move(message);
 }
 
+void OrderLog::check() const {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(failed_.empty(), failed_);
+}
+
 }  // namespace zcompile

@@ -42,8 +42,10 @@ class OrderLog {
   void count_step();
   // The last ones, and every 256th of those before; increasing numbers.
   std::vector<Mark> marks() const;
-  // Makes the next append throw.
+  // Makes the next append throw, and every check.
   void fail(std::string message);
+  // Throws if ranks are known to differ.
+  void check() const;
 
  private:
   struct Started {

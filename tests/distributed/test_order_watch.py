@@ -30,19 +30,37 @@ def shard_without_agreement(model, seconds, monkeypatch):
     return zcompile.shard(model, short_mesh(seconds))
 
 
+MESSAGE = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weight' on rank [01]"
+
+
 def rank_reads_another(rank, world):
     with pytest.MonkeyPatch.context() as monkeypatch:
         model = shard_without_agreement(Two(), 5, monkeypatch)
     model(torch.ones(1, 6), False)
-    message = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weight' on rank [01]"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=MESSAGE):
         for _ in range(100):
             model(torch.ones(1, 6), rank == 1)
             time.sleep(0.1)
 
 
+def rank_waits_for_one_that_was_told(rank, world):
+    """Rank 1 is in a wait that times out when the watch finds the difference."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model = shard_without_agreement(Two(), 5, monkeypatch)
+    model(torch.ones(1, 6), False)
+    model(torch.ones(1, 6), rank == 1)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        for _ in range(100):
+            time.sleep(6 if rank == 0 else 0)
+            model(torch.ones(1, 6), rank == 1)
+
+
 def test_ranks_that_read_different_parameters_of_one_size_are_told(ranks):
     ranks(2).run(rank_reads_another)
+
+
+def test_a_rank_in_a_wait_is_told_why_it_ends(ranks):
+    ranks(2).run(rank_waits_for_one_that_was_told)
 
 
 def rank_trains_alike(rank, world):

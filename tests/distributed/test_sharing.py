@@ -149,14 +149,16 @@ def test_a_rank_that_cannot_share_raises_on_all_ranks(ranks):
     ranks(2).run(rank_has_no_descriptors_left)
 
 
-def rank_fails_in_the_middle(rank, world):
-    """One rank fails when others wait for what it sends."""
+def rank_fails_in_the_middle(rank, world, late):
+    """One rank fails, when others wait for what it sends or (rank 0 is `late`) before they send."""
     sockets = connect(rank, world)
     box = [sockets]
     del sockets
 
     def attempt():
         connected = box.pop()
+        if (rank == 0) == late:
+            time.sleep(0.5)
         if rank == 1:
             del connected  # as a failure in C++ does
             raise RuntimeError("out of memory\nand a trace")
@@ -169,8 +171,9 @@ def rank_fails_in_the_middle(rank, world):
     assert time.monotonic() - begin < 15  # of the 20 s that a rank would wait
 
 
-def test_ranks_do_not_wait_for_one_that_failed(ranks):
-    ranks(2).run(rank_fails_in_the_middle)
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_do_not_wait_for_one_that_failed(ranks, late):
+    ranks(2).run(rank_fails_in_the_middle, late)
 
 
 def rank_fails_alone(rank, world):
