@@ -264,16 +264,35 @@ void bind_model(py::module& module) {
       .def("count_step", &Model::count_step)
       .def(
           "order",
-          [](const Model& model) {
+          [](const Model& model, size_t log) {
             std::vector<std::tuple<int64_t, int64_t, std::string>> marks;
-            if (!model.order()) return marks;
-            for (auto& [number, hash, text] : model.order()->marks()) marks.emplace_back(number, hash, text);
+            if (log >= model.orders().size()) return marks;
+            for (auto& [number, hash, text] : model.orders()[log]->marks()) marks.emplace_back(number, hash, text);
             return marks;
+          },
+          py::arg("log") = 0)
+      .def(
+          "order_digests",
+          [](const Model& model) {
+            std::vector<std::pair<int64_t, int64_t>> digests;
+            for (const auto& order : model.orders()) {
+              const auto [count, hash] = order->digest();
+              digests.emplace_back(count, hash);
+            }
+            return digests;
+          })
+      .def(
+          "order_failure",
+          [](const Model& model) {
+            for (const auto& order : model.orders()) {
+              if (auto failure = order->failure(); !failure.empty()) return failure;
+            }
+            return std::string();
           })
       .def(
           "fail_order",
-          [](const Model& model, std::string message) {
-            if (model.order()) model.order()->fail(std::move(message));
+          [](const Model& model, const std::string& message) {
+            for (const auto& order : model.orders()) order->fail(message);
           },
           py::arg("message"))
       .def(

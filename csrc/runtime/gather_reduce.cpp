@@ -34,7 +34,7 @@ void wait_for(const InFlight& in_flight, const Model& model, const char* op) {
   try {
     in_flight.transfer->wait();
   } catch (const std::exception& error) {
-    if (model.order()) model.order()->check();  // why it did not come, if that is known
+    for (const auto& order : model.orders()) order->check();  // why it did not come, if that is known
     TORCH_CHECK(
         false, "zcompile::", op, ": rank ", model.rank(), " did not get '",
         in_flight.param ? in_flight.param->name : "", "' from other ranks: a rank stopped. ", message_of(error));

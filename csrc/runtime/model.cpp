@@ -17,7 +17,7 @@ namespace zcompile {
 Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number)
     : TransportContext(std::move(groups), rank, world, native_reduce, number),
       agreement_(RankAgreement::of(this->groups().control)),
-      order_(agreement_ || world == 1 ? nullptr : OrderLog::of(this->groups().gather)),
+      orders_(OrderLog::of_model(*this)),
       transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
@@ -76,7 +76,7 @@ void Model::drop_unclaimed() {
 
 void Model::count_step() {
   if (agreement_) agreement_->count_step();
-  if (order_) order_->count_step();
+  for (const auto& order : orders_) order->count_step();
 }
 
 void Model::end_caching() {

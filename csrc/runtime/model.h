@@ -80,8 +80,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
 
   // An optimizer stepped with parameters of this model, outside of backward.
   void count_step();
-  // None if there is one rank, or ranks agree before each collective.
-  const std::shared_ptr<OrderLog>& order() const { return order_; }
+  // See OrderLog::of_model.
+  const std::vector<std::shared_ptr<OrderLog>>& orders() const { return orders_; }
 
   // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends. That, and
   // the first behind one, abandon what is still in flight.
@@ -90,7 +90,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
  private:
   std::vector<std::unique_ptr<ParamState>> params_;
   std::shared_ptr<RankAgreement> agreement_;  // none: ranks do not agree before each collective, and
-  std::shared_ptr<OrderLog> order_;  // are compared afterwards, if there are several
+  std::vector<std::shared_ptr<OrderLog>> orders_;  // are compared afterwards, if there are several
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
   StatsCounter stats_;
   MicrobatchCache cache_;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <vector>
 
 #include "compat.h"
 #include "kernels/numerics.h"
@@ -25,8 +26,9 @@ namespace {
 class C10dTransport : public Transport {
  public:
   explicit C10dTransport(TransportContext& context)
-      : Transport(context), agreement_(RankAgreement::of(context.groups().control)) {
-    if (!agreement_ && context.world() > 1) order_ = OrderLog::of(context.groups().gather);
+      : Transport(context),
+        agreement_(RankAgreement::of(context.groups().control)),
+        orders_(OrderLog::of_model(context)) {
     if (agreement_) agreement_->join(context.number(), {this, &context, [this](const Want& want) { serve(want); }});
   }
   ~C10dTransport() override {
@@ -174,7 +176,7 @@ class C10dTransport : public Transport {
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> agree_and(c10::ArrayRef<Request> requests, Start start) {
     const auto want = want_of_all(requests, number_);
-    if (order_) order_->append(want, requests.front().param->name);
+    for (const auto& order : orders_) order->append(want, requests.front().param->name);
     if (!agreement_ || agreement_->agree(want)) return start(requests);
     auto transfers = std::make_unique<Transfers>();
     for (const auto& request : requests) {
@@ -199,7 +201,7 @@ class C10dTransport : public Transport {
   }
 
   std::shared_ptr<RankAgreement> agreement_;  // none: ranks agree by construction, and
-  std::shared_ptr<OrderLog> order_;  // are compared afterwards
+  std::vector<std::shared_ptr<OrderLog>> orders_;  // are compared afterwards
   int64_t number_ = context_.number();
 };
 

@@ -25,6 +25,15 @@ std::shared_ptr<OrderLog> OrderLog::of(const std::string& group) {
   return log;
 }
 
+std::vector<std::shared_ptr<OrderLog>> OrderLog::of_model(const TransportContext& model) {
+  std::vector<std::shared_ptr<OrderLog>> logs;
+  const auto& groups = model.groups();
+  if (!groups.control.empty()) return logs;
+  if (model.world() > 1) logs.push_back(of(groups.gather));
+  if (!groups.replicate.empty()) logs.push_back(of(groups.replicate));
+  return logs;
+}
+
 void OrderLog::append(const Want& want, const std::string& name) {
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   std::lock_guard lock(mutex_);
@@ -63,9 +72,19 @@ std::vector<OrderLog::Mark> OrderLog::marks() const {
   return marks;
 }
 
+OrderLog::Digest OrderLog::digest() const {
+  std::lock_guard lock(mutex_);
+  return {count_, hash_};
+}
+
 void OrderLog::fail(std::string message) {
   std::lock_guard lock(mutex_);
-  failed_ = std::move(message);
+  if (failed_.empty()) failed_ = std::move(message);
+}
+
+std::string OrderLog::failure() const {
+  std::lock_guard lock(mutex_);
+  return failed_;
 }
 
 void OrderLog::check() const {

@@ -3,9 +3,11 @@
 // [Note: order of collectives over NCCL]
 // Over NCCL, ranks must start the same collectives in the same order; nothing asks them first, because a round trip
 // for each would cost more than it moves. If they differ, they hang, or mix up parameters of one size. So each rank
-// counts what it starts and keeps a running hash. A thread (zcompile/sharding/order_watch.py) compares these with
-// another rank's every second or so. A difference becomes an error of the next collective on all ranks, with the names
-// of what each rank started.
+// counts what it starts and keeps a running hash. All ranks compare these before an optimizer's step
+// (zcompile/sharding/order_check.py), so that none steps on wrong numbers. A rank may hang before it comes to a step.
+// So a thread (zcompile/sharding/order_watch.py) compares them with another rank's every second or so, too. A
+// difference becomes an error of the step, or of the next collective, on all ranks, with the names of what each rank
+// started.
 #pragma once
 
 #include <array>
@@ -17,6 +19,7 @@
 #include <tuple>
 #include <vector>
 
+#include "transport/context.h"
 #include "transport/rank_agreement.h"
 
 namespace zcompile {
@@ -32,8 +35,16 @@ class OrderLog {
     std::string text;  // such as "gather 'a.weight'"; empty for old ones
   };
 
+  struct Digest {
+    int64_t count;  // of collectives
+    int64_t hash;  // of all of them
+  };
+
   // The one of the ranks of this group.
   static std::shared_ptr<OrderLog> of(const std::string& group);
+  // Those in which a model notes what it starts: of the ranks that share its shards, if there are several, then of
+  // those that hold the same shard, if it is replicated. None where ranks agree before each collective.
+  static std::vector<std::shared_ptr<OrderLog>> of_model(const TransportContext& model);
 
   // Notes the next collective, which moves `want`; `name` is that of its first parameter. Throws if ranks are known to
   // differ.
@@ -42,8 +53,10 @@ class OrderLog {
   void count_step();
   // The last ones, and every 256th of those before; increasing numbers.
   std::vector<Mark> marks() const;
-  // Makes the next append throw, and every check.
+  Digest digest() const;
+  // Makes the next append throw, and every check; the first message stays.
   void fail(std::string message);
+  std::string failure() const;  // empty unless ranks are known to differ
   // Throws if ranks are known to differ.
   void check() const;
 

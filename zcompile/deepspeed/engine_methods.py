@@ -137,8 +137,20 @@ class EngineMethods(abc.ABC):
         """
         return getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None
 
+    @property
+    def takes_a_step(self) -> bool:
+        """Whether `DeepSpeedEngine.step` updates parameters now. Without managed accumulation (since 0.19), it does."""
+        managed = getattr(self.engine, "managed_gradient_accumulation", lambda: True)()
+        return bool(not managed or self.engine.is_gradient_accumulation_boundary())
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for `DeepSpeedEngine.step`. The optimizer's step makes what microbatches cached out of date."""
+        """Stands in for `DeepSpeedEngine.step`. The optimizer's step makes what microbatches cached out of date.
+
+        Raises:
+            RuntimeError: ranks started different gathers and reduces, so the step would use wrong gradients.
+        """
+        if self.state is not None and self.takes_a_step:
+            self.state.check_order()
         steps_before = self.engine.global_steps
         try:
             return self.original.step(self.engine, *args, **kwargs)

@@ -32,6 +32,7 @@ from zcompile import _C
 from zcompile.analysis.hardware import table_of
 from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
 from zcompile.sharding.memory import memory_bytes_of_a_rank
+from zcompile.sharding.order_check import OrderCheck
 from zcompile.sharding.order_watch import watch_order
 from zcompile.sharding.process_groups import groups_of, timeout_of
 from zcompile.sharding.rank_agreement import Agreement
@@ -200,6 +201,8 @@ class ShardedModel:
         self.runtime = _C.Model(**self.groups, native_reduce=native_reduce)
         if self.runtime.world > 1 and not self.groups["control"]:
             watch_order(self.runtime, self.groups, timeout_of(mesh).total_seconds())
+        # None where ranks agree before each collective
+        self.order_check = OrderCheck(mesh, self.runtime.world) if self.runtime.order_digests() else None
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = table_of(torch.device(mesh.device_type))
@@ -238,6 +241,15 @@ class ShardedModel:
         prefix = f"zcompile/{self.groups['reduce']}/{self.groups['number']}"
         timeout_s = timeout_of(self.mesh).total_seconds()
         return Agreement(prefix, self.groups["rank"], self.groups["world"], timeout_s)
+
+    def check_order(self) -> None:
+        """Before an optimizer uses gradients: whether all ranks, which call together, started the same.
+
+        Raises:
+            RuntimeError: see `OrderCheck.check`.
+        """
+        if self.order_check is not None:
+            self.order_check.check(self.runtime)
 
     def measure_memory(self) -> None:
         """Note how much memory a rank may have, on the rank that has least; all ranks together."""

@@ -1,6 +1,11 @@
-"""Counts optimizer steps, which tell ranks at different places of training apart.
+"""What happens around the steps of optimizers that hold sharded parameters.
 
-See [Note: places of training] in csrc/transport/rank_agreement.h, and csrc/transport/order_log.h.
+Before a step, ranks compare what they started, where they do not agree before each collective; see order_check.py. What
+is compared was started, so a step inside of a backward (an optimizer in a parameter's hook) is not checked: ranks are
+somewhere in their backward then. Nor is a step that `torch.compile` compiled: it calls no hook.
+
+After a step, it is counted, which tells ranks at different places of training apart. See [Note: places of training] in
+csrc/transport/rank_agreement.h, and csrc/transport/order_log.h.
 """
 
 import functools
@@ -8,7 +13,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zcompile.sharding.model_state import ShardedModel
 
@@ -16,25 +21,83 @@ _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # of several ranks
 
 
 def count_steps(state: ShardedModel) -> None:
-    """From now on, count the steps of optimizers that hold parameters of `state`."""
-    if state.runtime.world > 1:
+    """From now on, check and count the steps of optimizers that hold parameters of `state`."""
+    if state.runtime.world > 1 or state.order_check is not None:
         _models.add(state)
-        _install_hook()
+        _install_hooks()
 
 
 @functools.cache
-def _install_hook() -> None:
+def _install_hooks() -> None:
+    register_optimizer_step_pre_hook(_check)
     register_optimizer_step_post_hook(_count)
+
+
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Before a step. A closure computes gradients inside of it, so they are checked after each call, too.
+
+    Returns:
+        Positional and keyword arguments of the step, if they are others.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return None
+    states = [state for state in _held_by(optimizer) if state.order_check is not None]
+    if not states:
+        return None
+    check_orders(states)
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _checked(kwargs["closure"], states)}
+    if len(args) > 1 and callable(args[1]):  # behind the optimizer
+        return (args[0], _checked(args[1], states), *args[2:]), kwargs
+    return None
+
+
+def _checked(closure: Any, states: list[ShardedModel]) -> Any:
+    """`closure`, with a check after it."""
+
+    @functools.wraps(closure)
+    def checked() -> Any:
+        result = closure()
+        check_orders(states)
+        return result
+
+    return checked
+
+
+def check_orders(states: list[ShardedModel]) -> None:
+    """Compare what all ranks started, once for all models over the same groups.
+
+    Raises:
+        RuntimeError: see `OrderCheck.check`.
+    """
+    checked = set()
+    # All ranks in one order, also those of several meshes that have two ranks in common.
+    for state in sorted(states, key=_order_of_checks):
+        groups = state.groups["gather"], state.groups["replicate"]
+        if groups not in checked:
+            checked.add(groups)
+            state.check_order()
+
+
+def _order_of_checks(state: ShardedModel) -> tuple[str, int]:
+    return state.order_check.name if state.order_check else "", state.groups["number"]
 
 
 def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After a step. One in a backward, by a hook of a parameter, says nothing of where training is."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     counted = set()  # models over the same ranks have one count
-    for state in list(_models):
-        group = state.groups["control"] or state.groups["gather"]
-        if group not in counted and any(id(sharded.parameter) in held for sharded in state.parameters.values()):
+    for state in _held_by(optimizer):
+        group = state.groups["control"] or (state.groups["gather"], state.groups["replicate"])
+        if group not in counted:
             counted.add(group)
             state.runtime.count_step()
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    """The models of which `optimizer` holds a parameter."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        state for state in list(_models) if any(id(sharded.parameter) in held for sharded in state.parameters.values())
+    ]

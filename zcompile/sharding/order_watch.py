@@ -1,7 +1,8 @@
 """Whether all ranks start the same collectives in the same order, where they do not agree before each: over NCCL.
 
 See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. A thread compares, and nothing waits for it.
-So what ranks computed until then may be wrong; afterwards no rank goes on.
+So what ranks computed until then may be wrong, but no optimizer steps on it (order_check.py); afterwards no rank goes
+on.
 """
 
 import atexit
@@ -42,8 +43,7 @@ class OrderWatch:
     def __init__(self, runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float):
         self.rank, self.world, self.timeout_s = groups["rank"], groups["world"], timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 10)
-        prefix = f"zcompile/order/{groups['gather']}/{groups['reduce']}"
-        self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self.store = order_store(f"zcompile/order/{groups['gather']}/{groups['reduce']}")
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
         self.idle_s, self.last_number, self.told = 0.0, 0, False
@@ -76,6 +76,8 @@ class OrderWatch:
     def compare(self, runtime: _C.Model) -> bool:
         """Publish and compare; whether there is a difference, which makes the next collective of all ranks an error."""
         mine = runtime.order()
+        if runtime.order_failure():  # all ranks were told before an optimizer's step
+            return True
         if not mine:
             return False
         self.store.set(f"{self.rank}", json.dumps(mine))
@@ -111,6 +113,11 @@ class OrderWatch:
                 "%d was number %d, %s.",
                 *(self.rank, self.idle_s, number, text, other, theirs[-1][0], theirs[-1][2]),
             )
+
+
+def order_store(prefix: str) -> dist.Store:
+    """The store by which ranks met, for keys of this prefix."""
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
 def difference(rank: int, mine: Marks, other: int, theirs: Marks) -> str:

@@ -56,12 +56,32 @@ def shared_group(key: tuple[Any, ...], make: Callable[[], dist.ProcessGroup]) ->
 
 def control_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group, over gloo, in which the ranks of `mesh` agree before each collective."""
+    return _gloo_group("control", mesh)
+
+
+def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group, over gloo, in which the ranks of `mesh` compare what they started before an optimizer steps.
+
+    Raises:
+        RuntimeError: gloo does not work on this machine.
+    """
+    try:
+        return _gloo_group("order", mesh)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"zcompile: rank {dist.get_rank()} could not make a gloo group, over which ranks compare what they started "
+            "before an optimizer steps. If gloo finds no network, name an interface in GLOO_SOCKET_IFNAME. "
+            f"{error}"
+        ) from error
+
+
+def _gloo_group(use: str, mesh: DeviceMesh) -> dist.ProcessGroup:
     ranks, timeout = mesh.mesh.flatten().tolist(), timeout_of(mesh)
 
     def make() -> dist.ProcessGroup:
         return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
 
-    return shared_group(("control", tuple(ranks), timeout), make)
+    return shared_group((use, tuple(ranks), timeout), make)
 
 
 _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # of the next model

@@ -1,0 +1,48 @@
+"""With the flag, where ranks do not agree before each collective, no engine steps on what ranks mixed up."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.deepspeed import is_taken_over, make_engine
+from tests.support.deepspeed_config import MICROBATCHES
+from tests.support.unagreed import patch_agreement
+
+
+class Experts(nn.Module):
+    """Two layers of one size, of which a forward reads one; the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x, second):
+        return (self.b if second else self.a)(x).square().sum()
+
+
+def train_step(engine, second):
+    for _ in range(MICROBATCHES):
+        engine.backward(engine(torch.ones(2, 6), second))
+        engine.step()
+
+
+def rank_steps_on_another_expert(rank, world):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        patch_agreement(monkeypatch, period_s=1000.0)
+        engine = make_engine({}, Experts(), zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+        for second in (False, True, False):
+            train_step(engine, second)
+    assert is_taken_over(engine), engine.zcompile.given_back
+    assert engine.global_steps == 3
+    partitions = engine.optimizer.fp16_partitioned_groups_flat + engine.optimizer.fp32_partitioned_groups_flat
+    before = [partition.clone() for partition in partitions]
+    with pytest.raises(RuntimeError, match=r"ranks started different gathers.* gather '[ab].weight' on rank 0 and"):
+        train_step(engine, rank == 1)
+    assert is_taken_over(engine) and engine.global_steps == 3
+    for partition, value in zip(partitions, before, strict=True):
+        assert torch.equal(partition, value)
+    engine.destroy()
+
+
+def test_no_step_on_what_ranks_mixed_up(ranks):
+    ranks(2).run(rank_steps_on_another_expert)

@@ -1,0 +1,302 @@
+"""Where ranks do not agree before each collective, no optimizer steps on what ranks mixed up. Here on CPU."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zcompile
+from tests.support.meshes import short_mesh
+from tests.support.unagreed import shard_without_agreement
+from zcompile.sharding.model_state import state_of
+from zcompile.sharding.order_check import first_difference
+
+NEVER_S = 1000.0  # the thread compares so seldom
+DIFFERENT = "ranks started different gathers and reduces"
+
+
+class Experts(nn.Module):
+    """Two layers of one size, of which a forward reads one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x, second: bool = False):
+        return (self.b if second else self.a)(x)
+
+
+def experts(seconds=60.0, mesh=None, period_s=NEVER_S):
+    """Sharded as over NCCL."""
+    return shard_without_agreement(Experts(), mesh or short_mesh(seconds), period_s)
+
+
+def values_of(model):
+    """A copy of this rank's shards."""
+    return [parameter.to_local().clone() for parameter in model.parameters()]
+
+
+def backward(model, second=False):
+    model(torch.ones(2, 6), second).sum().backward()
+
+
+def difference_at_step(optimizer, *models, closure=None):
+    """The error of the optimizer's step, which changes no parameter of `models`."""
+    before = [values_of(model) for model in models]
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step(closure)
+    for model, values in zip(models, before, strict=True):
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            assert torch.equal(parameter.to_local(), value)
+    return str(raised.value)
+
+
+class Checks:
+    """Counts all-reduces of Python inside of the block: the model's own start in C++."""
+
+    def __enter__(self):
+        self.count, self.original = 0, dist.all_reduce
+        dist.all_reduce = self.all_reduce
+        return self
+
+    def __exit__(self, *error):
+        dist.all_reduce = self.original
+
+    def all_reduce(self, tensor, *args, **kwargs):
+        assert tensor.device.type == "cpu" and tensor.numel() == 4
+        self.count += 1
+        return self.original(tensor, *args, **kwargs)
+
+
+def rank_steps_on_another_expert(rank, world):
+    model = experts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for second in (False, True):
+        backward(model, second)
+        optimizer.step()
+    backward(model, rank == 1)
+    message = difference_at_step(optimizer, model)
+    with pytest.raises(RuntimeError, match=DIFFERENT):  # nor does anything else go on
+        model(torch.ones(2, 6))
+    assert difference_at_step(optimizer, model) == message
+    return message
+
+
+def test_no_step_on_what_ranks_mixed_up(ranks):
+    first, second = ranks(2).run(rank_steps_on_another_expert)
+    assert first == second and DIFFERENT in first
+    assert "number 5 is gather 'a.weight' on rank 0 and gather 'b.weight' on rank 1" in first
+
+
+def rank_compares_once_a_step(rank, world):
+    models = [experts(), experts()]
+    optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()])
+    with Checks() as checks:
+        for step in range(20):
+            for model in models:
+                backward(model, step % 2 == 1)
+            optimizer.step()
+    assert checks.count == 40  # two meshes, so two groups
+    other = nn.Linear(2, 2)
+    with Checks() as checks:
+        torch.optim.SGD(other.parameters()).step()
+    assert checks.count == 0
+
+
+def rank_compares_once_a_group(rank, world):
+    mesh = short_mesh(60)
+    models = [experts(mesh=mesh), experts(mesh=mesh)]
+    optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()])
+    for model in models:
+        backward(model)
+    with Checks() as checks:
+        optimizer.step()
+    assert checks.count == 1
+
+
+def test_a_step_costs_one_small_collective_for_each_mesh(ranks):
+    ranks(2).run(rank_compares_once_a_step)
+    ranks(2).run(rank_compares_once_a_group)
+
+
+def rank_has_two_optimizers(rank, world):
+    model = experts()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.a, model.b)]
+    for _ in range(3):
+        for second, optimizer in enumerate(optimizers):
+            backward(model, bool(second))
+            optimizer.step()
+    backward(model, rank == 1)
+    for optimizer in optimizers:
+        assert DIFFERENT in difference_at_step(optimizer, model)
+
+
+def test_neither_of_two_optimizers_steps(ranks):
+    ranks(2).run(rank_has_two_optimizers)
+
+
+def rank_skips_a_step(rank, world):
+    """A step that all ranks skip, as a GradScaler does where gradients are not finite."""
+    model = experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        backward(model)
+        if step != 1:
+            optimizer.step()
+    backward(model, rank == 1)
+    assert DIFFERENT in difference_at_step(optimizer, model)
+
+
+def test_all_ranks_may_skip_a_step(ranks):
+    ranks(2).run(rank_skips_a_step)
+
+
+def rank_does_not_step(rank, world):
+    model = experts(seconds=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    if rank == 1:
+        time.sleep(4)
+        return ""
+    return difference_at_step(optimizer, model)
+
+
+def test_a_rank_that_does_not_step_is_an_error_of_the_others(ranks):
+    message = ranks(2).run(rank_does_not_step)[0]
+    assert "rank 0 waited at an optimizer's step for the other ranks, and not all came" in message
+    assert "The last gather or reduce that rank 0 started is number 2, reduce 'a.weight'" in message
+
+
+def rank_hangs_in_a_gather(rank, world):
+    """Rank 1 waits for a parameter, rank 0 at its step. The thread finds that they differ."""
+    model = experts(seconds=6, period_s=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, rank == 1)
+    if rank == 0:
+        begin = time.monotonic()
+        message = difference_at_step(optimizer, model)
+        assert time.monotonic() - begin < 5
+        time.sleep(6)
+        return message
+    with pytest.raises(RuntimeError) as raised:
+        for _ in range(100):
+            model(torch.ones(2, 6))
+    return str(raised.value)
+
+
+def test_a_rank_at_its_step_is_told_what_the_thread_finds(ranks):
+    for message in ranks(2).run(rank_hangs_in_a_gather):
+        assert DIFFERENT in message and "'a.weight'" in message and "'b.weight'" in message
+
+
+def rank_computes_gradients_in_a_closure(rank, world):
+    model = experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure(second=False):
+        loss = model(torch.ones(2, 6), second).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > optimizer.step(closure=closure)
+    assert DIFFERENT in difference_at_step(optimizer, model, closure=lambda: closure(rank == 1))
+
+
+def test_gradients_of_a_closure_are_compared(ranks):
+    ranks(2).run(rank_computes_gradients_in_a_closure)
+
+
+def rank_steps_in_other_ways(rank, world):
+    model = experts()
+    expected = values_of(model)
+    expected[0] -= 0.1 * 2 + 0.1 * (2 + 2)  # two rows of ones in each backward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    with Checks() as checks:
+        torch.compile(optimizer.step, backend="eager")()
+        handle = model.a.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+        backward(model)
+        handle.remove()
+    assert checks.count == 0
+    for value, expectation in zip(values_of(model), expected, strict=True):
+        torch.testing.assert_close(value, expectation)
+
+
+def test_steps_that_are_compiled_or_inside_of_a_backward_go_on_unchecked(ranks):
+    ranks(2).run(rank_steps_in_other_ways)
+
+
+def rank_replicates(rank, world, shape):
+    """Each replica reads another expert. Within one, all ranks read the same."""
+    mesh = init_device_mesh("cpu", shape)
+    model = experts(mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    backward(model, mesh.get_coordinate()[0] == 1)
+    return difference_at_step(optimizer, model)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.matrix)])
+def test_replicas_are_compared(ranks, shape):
+    messages = ranks(shape[0] * shape[1]).run(rank_replicates, shape)
+    assert len(set(messages)) == 1 and DIFFERENT in messages[0]
+    assert f"gather 'a.weight' on rank 0 and gather 'b.weight' on rank {shape[1]}" in messages[0]
+
+
+def rank_differs_long_ago(rank, world):
+    model = experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for read in range(100):
+            model(torch.ones(2, 6), read == 10 and rank == 1)
+    return difference_at_step(optimizer, model)
+
+
+def test_a_difference_of_long_ago_is_bounded(ranks):
+    for message in ranks(2).run(rank_differs_long_ago):
+        assert "between number 1 and number 37, further back than the 64" in message
+
+
+def rank_agrees(rank, world):
+    model = zcompile.shard(Experts(), short_mesh(60))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, rank == 1)
+    with Checks() as checks:
+        optimizer.step()
+    assert checks.count == 0 and state_of(model).order_check is None
+
+
+def test_ranks_that_agree_before_each_collective_compare_nothing(ranks):
+    ranks(2).run(rank_agrees)
+
+
+def marks(*texts, begin=1, value=0):
+    """Marks of collectives with these texts."""
+    result = []
+    for number, text in enumerate(texts, begin):
+        value = hash((value, text))
+        result.append((number, value, text))
+    return result
+
+
+def test_the_first_difference():
+    alike = marks("gather 'a'", "gather 'b'", "reduce 'b'")
+    assert first_difference({0: alike, 1: alike}) == ""
+    other = marks("gather 'a'", "gather 'c'", "reduce 'b'")
+    assert first_difference({0: alike, 1: alike, 2: other}) == (
+        "number 2 is gather 'b' on ranks 0, 1 and gather 'c' on rank 2"
+    )
+    assert first_difference({0: alike, 1: alike[:2]}) == "number 3 is reduce 'b' on rank 0 and nothing on rank 1"
+    assert first_difference({0: [], 1: alike}) == "number 1 is nothing on rank 0 and gather 'a' on rank 1"
+    stepped = [(1, 5, "gather 'a'")]
+    assert first_difference({0: alike, 1: stepped}).startswith("number 1 is gather 'a' on ranks 0, 1, but of another")
+    old = [(256, 7, ""), *marks("gather 'a'", begin=400)]
+    older = [(256, 7, ""), *marks("gather 'c'", begin=400)]
+    assert "between number 257 and number 400, further back" in first_difference({0: old, 1: older})
+    many = dict.fromkeys(range(20), alike) | {20: other}
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more and gather 'c' on rank 20" in first_difference(many)

@@ -1,0 +1,20 @@
+"""CPU ranks that do not agree before each collective, as ranks over NCCL do not."""
+
+import pytest
+
+import zcompile
+from zcompile.sharding import model_state, order_watch
+
+
+def patch_agreement(monkeypatch, period_s):
+    """Models sharded from now on do without. The thread that compares their ranks does so once in `period_s`."""
+    groups_of = model_state.groups_of
+    monkeypatch.setattr(model_state, "groups_of", lambda *args: {**groups_of(*args), "control": ""})
+    monkeypatch.setattr(order_watch, "PERIOD_S", period_s)
+
+
+def shard_without_agreement(model, mesh, period_s):
+    """`model`, sharded as over NCCL."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        patch_agreement(monkeypatch, period_s)
+        return zcompile.shard(model, mesh)

@@ -1,0 +1,205 @@
+"""Before an optimizer steps: whether all ranks started the same collectives, where they do not agree before each.
+
+See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. What is compared is on the host. So a check
+waits for the hosts of other ranks, and for no device.
+"""
+
+import datetime
+import itertools
+import json
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcompile import _C
+from zcompile.sharding.order_watch import Marks, order_store
+from zcompile.sharding.process_groups import order_group, timeout_of
+
+_ABSENT = torch.iinfo(torch.int64).min
+_PERIOD_S = 1.0  # how often a rank that waits looks whether a difference is known by now
+_RECENT = 64  # collectives of which a log has the names
+_MOST_NAMED = 8  # ranks, and texts, that an error lists
+
+# Of the next check over a group, which all models over the same ranks share.
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
+
+
+class OrderCheck:
+    """Compares what the ranks of one mesh have started.
+
+    Ranks that share shards have one log, and so have ranks that hold the same shard. An all-reduce (MAX) over the mesh
+    has four numbers for each log: count and hash, and their complements, by which it tells the minimum, too.
+
+    Args:
+        world: ranks that share one set of shards.
+    """
+
+    def __init__(self, mesh: DeviceMesh, world: int):
+        ranks, coordinate = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]), mesh.get_coordinate()
+        assert coordinate is not None
+        self.logs: list[list[int]] = []  # the ranks of each log
+        self.places: list[int] = []  # in `logs`, of those of this rank, in the order of `OrderLog::of_model`
+        if world > 1:
+            self.logs += ranks.tolist()
+            self.places.append(coordinate[0] if mesh.ndim == 2 else 0)
+        if mesh.ndim == 2:
+            self.places.append(len(self.logs) + coordinate[1])
+            self.logs += ranks.T.tolist()
+        group = order_group(mesh)
+        self.name, self.group = group.group_name, weakref.ref(group)
+        self.rank, self.ranks = dist.get_rank(), sorted(ranks.flatten().tolist())
+        self.store = order_store(f"zcompile/check/{self.name}")
+        self.timeout_s = timeout_of(mesh).total_seconds()
+
+    def check(self, runtime: _C.Model) -> None:
+        """Return when all ranks of the mesh have come here, having started the same.
+
+        Raises:
+            RuntimeError: they have not, on all ranks; or a rank does not come.
+        """
+        group = self.group()
+        if group is None:
+            raise RuntimeError(
+                "zcompile: the process groups of this sharded model were closed. Keep them open (no "
+                "destroy_process_group) for as long as an optimizer steps with its parameters."
+            )
+        number = next(_numbers.setdefault(group, itertools.count()))
+        message = f"{number}/message"  # what all ranks raise
+        self.leave_if_told(runtime, message)
+        said = self.exchange(group, runtime, message)
+        if not any(differs(said, log) for log in range(len(self.logs))):
+            return
+        self.tell(runtime, number, message)
+        self.wait_for_store(runtime, message, message)
+        self.leave_if_told(runtime, message)
+
+    def exchange(self, group: dist.ProcessGroup, runtime: _C.Model, message: str) -> list[int]:
+        """The all-reduce. Meanwhile this rank may be told of a difference: others may hang, or raise, elsewhere."""
+        numbers = [_ABSENT] * (4 * len(self.logs))
+        for place, (count, value) in zip(self.places, runtime.order_digests(), strict=True):
+            numbers[4 * place : 4 * place + 4] = count, ~count, value, ~value
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        try:
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group, async_op=True)
+            assert work is not None
+            while not work.is_completed():
+                try:
+                    work.wait(datetime.timedelta(seconds=_PERIOD_S))
+                except RuntimeError:
+                    self.leave_if_told(runtime, message)
+            work.wait()
+        except RuntimeError as error:
+            self.leave_if_told(runtime, message)
+            raise self.missing(runtime, str(error)) from error
+        return tensor.tolist()
+
+    def tell(self, runtime: _C.Model, number: int, message: str) -> None:
+        """Publish what this rank started. One rank finds the first difference, and words it for all."""
+        marks = {place: runtime.order(log) for log, place in enumerate(self.places)}
+        self.store.set(f"{number}/{self.rank}", json.dumps(marks))
+        if self.rank != self.ranks[0]:
+            return
+        said = {}
+        for rank in self.ranks:
+            self.wait_for_store(runtime, f"{number}/{rank}", message)
+            said[rank] = json.loads(self.store.get(f"{number}/{rank}"))
+        self.store.set(message, difference_in(self.logs, said))
+
+    def wait_for_store(self, runtime: _C.Model, key: str, message: str) -> None:
+        """Return when `key` is in the store."""
+        deadline = time.monotonic() + self.timeout_s
+        while not self.store.check([key]):
+            self.leave_if_told(runtime, message)
+            if time.monotonic() > deadline:
+                raise self.missing(runtime, "Ranks started different gathers and reduces, and not all say which.")
+            time.sleep(0.01)
+
+    def leave_if_told(self, runtime: _C.Model, message: str) -> None:
+        """Raise if a difference is known: by the thread, which may have told no other rank yet, or by another rank."""
+        if failure := runtime.order_failure():
+            self.store.set(message, failure)
+        elif self.store.check([message]):
+            failure = self.store.get(message).decode()
+            runtime.fail_order(failure)
+        if failure:
+            raise RuntimeError(failure)
+
+    def missing(self, runtime: _C.Model, reason: str) -> RuntimeError:
+        """A rank did not come."""
+        marks = runtime.order()
+        last = f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
+        return RuntimeError(
+            f"zcompile: rank {self.rank} waited at an optimizer's step for the other ranks, and not all came: a rank "
+            "stopped, or does not step. All ranks must step alike. No parameter was changed. The last gather or reduce "
+            f"that rank {self.rank} started is {last}. {reason}"
+        )
+
+
+def differs(said: Sequence[int], log: int) -> bool:
+    """Whether ranks of the log have another count or hash than others of it: minimum and maximum differ."""
+    count, count_complement, value, value_complement = said[4 * log : 4 * log + 4]
+    return count != ~count_complement or value != ~value_complement
+
+
+def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str, Marks]]) -> str:
+    """The text of the error: where the first log that differs does so.
+
+    Args:
+        logs: the ranks of each.
+        said: by rank and, as text, index of the log.
+    """
+    for log, ranks in enumerate(logs):
+        marks = {rank: said[rank][str(log)] for rank in ranks if str(log) in said[rank]}
+        if at := first_difference(marks):
+            return (
+                "zcompile: ranks started different gathers and reduces before this optimizer step, so gradients are "
+                f"mixed up: {at}. No parameter was changed. Where ranks do not agree before each collective (over "
+                "NCCL), all must read the same parameters in the same order, in forward and in backward."
+            )
+    return "zcompile: ranks started different gathers and reduces, and their logs do not tell which."
+
+
+def first_difference(said: Mapping[int, Marks]) -> str:
+    """Where ranks first started something else, by what each says; empty if nothing tells."""
+    known = {rank: {number: (value, text) for number, value, text in marks} for rank, marks in said.items()}
+    last = {rank: marks[-1][0] if marks else 0 for rank, marks in said.items()}
+    alike = 0  # up to here, all are known to have started the same
+    for number in sorted({number for marks in known.values() for number in marks}):
+        values = {marks[number][0] for marks in known.values() if number in marks}
+        if len(values) == 1 and number <= min(last.values()):
+            if all(number in marks for marks in known.values()):
+                alike = number
+            continue
+        texts = {rank: known[rank].get(number, (0, ""))[1] if number <= last[rank] else "nothing" for rank in known}
+        if alike == number - 1 and all(texts.values()):
+            return f"number {number} is {by_text(texts)}{what_else(texts)}"
+        return (
+            f"the first difference is between number {alike + 1} and number {number}, further back than the {_RECENT} "
+            f"of which each rank has the names. How many there were is "
+            f"{by_text({rank: str(count) for rank, count in last.items()})}"
+        )
+    return ""
+
+
+def by_text(texts: Mapping[int, str]) -> str:
+    """Each text with the ranks that have it."""
+    parts = []
+    for text in itertools.islice(dict.fromkeys(texts.values()), _MOST_NAMED):
+        ranks = [str(rank) for rank, other in texts.items() if other == text]
+        more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+        parts.append(f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:_MOST_NAMED])}{more}")
+    return " and ".join(parts)
+
+
+def what_else(texts: Mapping[int, str]) -> str:
+    """What may differ where the text does not."""
+    if len(set(texts.values())) > 1:
+        return ""
+    return (
+        ", but of another model, dtype or bucket, in backward on one rank and in forward on another, or after another "
+        "number of optimizer steps"
+    )
