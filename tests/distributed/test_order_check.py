@@ -139,13 +139,17 @@ def test_neither_of_two_optimizers_steps(ranks):
 
 
 def rank_skips_a_step(rank, world):
-    """A step that all ranks skip, as a GradScaler does where gradients are not finite."""
-    model = experts()
+    """A GradScaler skips the second step, because gradients are not finite, without a call of the optimizer."""
+    model, scaler = experts(), torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        backward(model)
-        if step != 1:
-            optimizer.step()
+    with Checks() as checks:
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 6) * (float("inf") if step == 1 else 1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert checks.count == 3 and scaler.get_scale() == 1
+    optimizer.zero_grad()
     backward(model, rank == 1)
     assert DIFFERENT in difference_at_step(optimizer, model)
 
