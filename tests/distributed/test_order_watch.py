@@ -1,5 +1,7 @@
 """Over NCCL, ranks do not agree before each collective, but are compared. Here on CPU, without the agreement."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -74,6 +76,36 @@ def rank_trains_alike(rank, world):
 
 def test_ranks_that_do_the_same_are_not_told(ranks):
     ranks(2).run(rank_trains_alike)
+
+
+EXIT = """
+import atexit, os, threading, time
+import torch.distributed as dist
+from zcompile.sharding.order_watch import watch_order
+
+class Runtime:
+    def order(self):
+        begun.set()
+        time.sleep(0.5)
+        return []
+
+    def order_failure(self):
+        return ""
+
+def leave():
+    os._exit(any(thread.name == "zcompile order" for thread in threading.enumerate()))
+
+atexit.register(leave)  # called last
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+begun, runtime = threading.Event(), Runtime()
+watch_order(runtime, {"rank": 0, "world": 1, "gather": "gather", "reduce": "reduce"}, 1.0)
+begun.wait()
+"""
+
+
+def test_the_thread_ends_before_the_interpreter():
+    """A thread in a call of C++ when the interpreter ends would end the process by an abort."""
+    assert subprocess.run([sys.executable, "-c", EXIT], timeout=120).returncode == 0
 
 
 def test_what_is_compared():

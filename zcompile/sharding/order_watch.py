@@ -21,6 +21,7 @@ log = logging.getLogger("zcompile")
 
 Marks = list[tuple[int, int, str]]  # number, hash and text of collectives
 PERIOD_S = 1.0
+CLOSE_S = 10.0  # longest wait for the thread at the interpreter's end
 
 _watches: dict[str, "OrderWatch"] = {}  # by the name of the group
 
@@ -49,7 +50,7 @@ class OrderWatch:
         self.idle_s, self.last_number, self.told = 0.0, 0, False
         self.thread = threading.Thread(target=self.run, name="zcompile order", daemon=True)
         self.thread.start()
-        atexit.register(self.stop.set)
+        atexit.register(self.close)
 
     def add(self, runtime: _C.Model) -> bool:
         """Whether the thread still runs, and now lasts as long as `runtime`."""
@@ -57,6 +58,11 @@ class OrderWatch:
             if not self.ended:
                 self.runtimes.add(runtime)
             return not self.ended
+
+    def close(self) -> None:
+        """End the thread. The interpreter may not end while it is in a call of the store: that aborts the process."""
+        self.stop.set()
+        self.thread.join(CLOSE_S)
 
     def run(self) -> None:
         """Compare once in a period."""
