@@ -14,6 +14,7 @@ import os
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 # After Python's own modules: profile.py in this folder has the name of one, which torch imports.
@@ -36,9 +37,9 @@ VALIDATION_BATCHES = 16
 VALIDATION_SEED = 1 << 40  # far from `seed + step` of any training batch
 
 
-def arguments() -> argparse.Namespace:
+def make_parser(description: str) -> argparse.ArgumentParser:
     """The command line; defaults fit two CPU cores and about three minutes."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     add = parser.add_argument
     add("--engine", choices=["zcompile", "eager", "fsdp2"], default="zcompile", help="eager: sharded, uncompiled")
     add("--inner", choices=["inductor", "aot_eager"], default="inductor", help="what zcompile hands its graphs to")
@@ -55,11 +56,11 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights and batches")
     add("--corpus-mb", type=float, default=8.0, help="cap on the corpus")
     add("--log-every", type=int, default=10, help="steps")
-    add("--checkpoint-every", type=int, default=0, help="steps; 0: never. Written to OUT/ENGINE-step-N")
+    add("--checkpoint-every", type=int, default=0, help="steps; 0: never. Written to OUT/NAME-step-N")
     add("--resume", type=Path, help="a checkpoint directory, of any engine and number of ranks")
     add("--stop-after", type=int, help="end at this step of the schedule, as an interrupted run would")
     add("--out", type=Path, default=Path("out"))
-    return parser.parse_args()
+    return parser
 
 
 class Attention(nn.Module):
@@ -86,11 +87,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward (arXiv:2002.05202), 8/3 wide so that it costs what a plain one of width 4 does."""
+    """Gated feed-forward (arXiv:2002.05202), by default 8/3 wide so that it costs what a plain one of width 4 does."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, hidden: int | None = None):
         super().__init__()
-        hidden = -(-8 * dim // 3 // 64) * 64
+        hidden = hidden or -(-8 * dim // 3 // 64) * 64
         self.gate = nn.Linear(dim, hidden, bias=False)
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
@@ -183,10 +184,14 @@ def cosine(args: argparse.Namespace, step: int) -> float:
 
 
 class Training(Stateful):
-    """All that a checkpoint must hold. Parameters are DTensors, which `dcp` cuts anew for another number of ranks."""
+    """All that a checkpoint must hold. Parameters are DTensors, which `dcp` cuts anew for another number of ranks.
+
+    Attributes:
+        name: of the run's files.
+    """
 
     def __init__(self, args: argparse.Namespace, model: nn.Module):
-        self.args, self.model = args, model
+        self.args, self.model, self.name = args, model, args.engine
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
         if args.engine != "fsdp2":
             zcompile.fuse_optimizer(model, self.optimizer)
@@ -221,6 +226,14 @@ class Training(Stateful):
         self.step += 1
         return loss.detach()
 
+    def measured(self) -> dict:
+        """What else a record holds. All ranks call it."""
+        return {}
+
+    def draw(self) -> list[Path]:
+        """The pictures, drawn of all runs in OUT."""
+        return [draw_curves(self.args.out)]
+
 
 def mean_over_ranks(value: torch.Tensor) -> float:
     value = value.clone()
@@ -234,7 +247,7 @@ def train(training: Training, corpus: torch.Tensor, device: torch.device) -> flo
     last = min(args.steps, args.stop_after or args.steps)
     from tqdm import tqdm
 
-    bar = tqdm(total=args.steps, initial=training.step, desc=args.engine, disable=dist.get_rank() > 0)
+    bar = tqdm(total=args.steps, initial=training.step, desc=training.name, disable=dist.get_rank() > 0)
     first = training.step
     timed_from = logged_at = time.perf_counter()
     logged_step = first
@@ -249,10 +262,11 @@ def train(training: Training, corpus: torch.Tensor, device: torch.device) -> flo
             speed = (step - logged_step) * args.batch * args.tokens / (now - logged_at)
             logged_at, logged_step = now, step
             timed_from = now if step == first + 1 else timed_from
-            training.records.append({"step": step, "loss": value, "tokens_per_second": round(speed)})
+            record = {"step": step, "loss": value, "tokens_per_second": round(speed)}
+            training.records.append(record | training.measured())
             bar.set_postfix(loss=f"{value:.3f}", tokens_per_s=f"{speed:.0f}")
         if args.checkpoint_every and step % args.checkpoint_every == 0:
-            dcp.save({"training": training}, checkpoint_id=args.out / f"{args.engine}-step-{step}")
+            dcp.save({"training": training}, checkpoint_id=args.out / f"{training.name}-step-{step}")
     bar.close()
     return (logged_step - first - 1) * args.batch * args.tokens / (logged_at - timed_from) if last > first + 1 else 0.0
 
@@ -290,7 +304,7 @@ def draw_curves(out: Path) -> Path:
 
 
 def report(training: Training, speed: float, validation: float) -> None:
-    """Write the run's JSON and the picture, and say how it went."""
+    """Write the run's JSON and the pictures, and say how it went."""
     args, records = training.args, training.records
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     run = {
@@ -299,7 +313,7 @@ def report(training: Training, speed: float, validation: float) -> None:
         "tokens_per_second": round(speed),
         "records": records,
     }
-    (args.out / f"{args.engine}.json").write_text(json.dumps(run, indent=1))
+    (args.out / f"{training.name}.json").write_text(json.dumps(run, indent=1))
     first, final = records[0], records[-1]
     print(f"training loss    {first['loss']:.4f} (step {first['step']}) -> {final['loss']:.4f} (step {final['step']})")
     print(f"validation loss  {validation:.4f}")
@@ -307,12 +321,15 @@ def report(training: Training, speed: float, validation: float) -> None:
     if args.engine != "fsdp2":
         for dtype, count in zcompile.stats(training.model)["gathered_bytes"].items():
             print(f"gathered         {count / 1e6:.1f} MB of {dtype}")
-    print(f"loss curve       {draw_curves(args.out)}")
+    for path in training.draw():
+        print(f"picture          {path}")
 
 
-def main() -> None:
-    require("examples/train.py", "train", "matplotlib", "tqdm")
-    args = arguments()
+Build = Callable[[argparse.Namespace, torch.device], nn.Module]
+
+
+def run(args: argparse.Namespace, build: Build, training_type: type[Training] = Training) -> None:
+    """Train the model that `build` makes, on this rank's device, and write its results."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -324,7 +341,7 @@ def main() -> None:
 
     training_bytes, validation_bytes = read_corpus(int(args.corpus_mb * 1e6))
     model = build(args, device)
-    training = Training(args, model)
+    training = training_type(args, model)
     if dist.get_rank() == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         text = len(training_bytes)
@@ -336,6 +353,11 @@ def main() -> None:
     if dist.get_rank() == 0:
         report(training, speed, validation)
     dist.destroy_process_group()
+
+
+def main() -> None:
+    require("examples/train.py", "train", "matplotlib", "tqdm")
+    run(make_parser(__doc__).parse_args(), build)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,18 @@ from collections import deque
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import REDUCE_STARTS, calls, is_returned, started_tensors, transfer_bytes, waits_of
+from zcompile.analysis.fx_utils import (
+    REDUCE_STARTS,
+    calls,
+    is_returned,
+    reduce_budget,
+    started_tensors,
+    transfer_bytes,
+    waits_of,
+)
 
 
-def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int) -> None:
+def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int | None) -> None:
     """Move waits of reduces behind later starts, with at most `reduce_budget_bytes` of gradients on the way.
 
     Why: backward does not read its reduced gradients, so the wire may work on them while the device computes. A budget
@@ -15,7 +23,11 @@ def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int) -> None:
 
     How: a queue, first in, first out. At least one reduce is on the way, however large. A reduced gradient that the
     graph itself reads is waited for where it is.
+
+    Args:
+        reduce_budget_bytes: None stands for the default of `reduce_budget`.
     """
+    budget_bytes = reduce_budget(graph, reduce_budget_bytes)
     pending: deque[Node] = deque()
     pending_bytes = 0
     for start in calls(graph, *REDUCE_STARTS):
@@ -24,7 +36,7 @@ def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int) -> None:
         pending.append(start)
         pending_bytes += transfer_bytes(start)
         place = started_tensors(start)[-1]
-        while pending_bytes > reduce_budget_bytes and len(pending) > 1:
+        while pending_bytes > budget_bytes and len(pending) > 1:
             oldest = pending.popleft()
             pending_bytes -= transfer_bytes(oldest)
             for wait in waits_of(oldest):

@@ -44,7 +44,7 @@ class Plan:
 
     link: Link
     gather_budget_bytes: int
-    reduce_budget_bytes: int
+    reduce_budget_bytes: int | None
     bucket_bytes: int
     save_for_backward_bytes: int | None
     rematerialize: bool = True
@@ -77,9 +77,10 @@ class Settings:
     (of its device, or of its host's, divided by the ranks that share it; on the rank that has least; as a power of
     two). What is free plays no part: a plan would differ from run to run, and miss every cache."""
 
-    reduce_budget_bytes: int = 256 << 20
-    """Most bytes of gradients whose reduce has started and has not been waited for: two of the largest matrices of a
-    7 B model in bf16. One reduce may be under way in any case."""
+    reduce_budget_bytes: int | None = None
+    """Most bytes of gradients whose reduce has started and has not been waited for. One reduce may be under way in any
+    case. Default: 256 MiB, or twice the largest gradient that the graph reduces, as it travels, if that is more. So the
+    reduce of a layer's experts goes on while the next gradient is computed."""
 
     save_for_backward_bytes: int | None = None
     """Most bytes of unsharded parameters that stay from forward to backward instead of being gathered again. They are

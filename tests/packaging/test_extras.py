@@ -23,6 +23,9 @@ CASES = [
     ),
     pytest.param("tqdm", RUN_FILE.format("examples/train.py"), "examples/train.py", "train", id="train"),
     pytest.param(
+        "matplotlib", RUN_FILE.format("examples/moe.py"), "examples/moe.py", "train", id="moe", marks=pytest.mark.matrix
+    ),
+    pytest.param(
         "deepspeed", RUN_FILE.format("examples/deepspeed_train.py"), "examples/deepspeed_train.py", "deepspeed,train",
         id="deepspeed", marks=pytest.mark.matrix,
     ),

@@ -23,7 +23,7 @@ from zcompile.profile.planned_step import step_of
 def graph(kind, live, full, saved=0, ms=10.0):
     """A graph with `live` and `full` bytes in its first half, half of both in its second, and one transfer."""
     memory = ((0.0, live, full), (ms / 2, live // 2, full // 2))
-    return PlannedGraph(kind, 2, (), (), 0, 0, ms - 0.25, 0.25, 0.0, full, full, live, saved, memory, ((1.0, 3.0),))
+    return PlannedGraph(kind, 2, (), (), 0, 0, 0, ms - 0.25, 0.25, 0.0, full, full, live, saved, memory, ((1.0, 3.0),))
 
 
 def test_a_plan_as_a_course():

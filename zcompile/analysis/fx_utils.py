@@ -46,6 +46,9 @@ WAITS = {GATHER_WAIT, REDUCE_WAIT}
 # the result. Its value says whether the transport may own the memory of the result.
 SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 
+# The least default of the option `reduce_budget_bytes`: two of the largest matrices of a 7 B model in bf16.
+LEAST_REDUCE_BUDGET_BYTES = 256 << 20
+
 # Ops whose output holds elements of their first argument, unchanged. `is_movement` also knows all other views.
 MOVEMENT = {
     aten.alias.default,
@@ -277,6 +280,19 @@ def transfer_bytes(start: Node) -> int:
         return math.prod(shape) * dtype.itemsize
     grads = args_of(start)[0] if start.target is REDUCE_GROUP_START else args_of(start)[:1]
     return sum(sum(result_bytes(grad)) for grad in grads)
+
+
+def reduce_budget(graph: Graph, given_bytes: int | None) -> int:
+    """Bytes of gradients that may be on their way at once: what the user gave, or the default.
+
+    The default has room for two of the largest gradients that `graph` reduces: one on the wire, and one that has just
+    started. Shapes and dtypes of gradients decide, which are those of parameters. So all ranks get the same, and so
+    does a graph that is compiled again.
+    """
+    if given_bytes is not None:
+        return given_bytes
+    largest_bytes = max(map(transfer_bytes, calls(graph, *REDUCES)), default=0)
+    return max(LEAST_REDUCE_BUDGET_BYTES, 2 * largest_bytes)
 
 
 def is_returned(node: Node) -> bool:

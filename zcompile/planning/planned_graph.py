@@ -48,6 +48,7 @@ class PlannedGraph:
         kind: "forward" or "backward".
         gathers: in the order in which they start.
         rows: embeddings of which only rows are gathered; there is nothing to plan about them.
+        reduce_budget_bytes: most bytes of gradients on their way at once; one alone may be larger.
         unsharded_bytes: most bytes of unsharded parameters at once.
         bound_bytes: what the budget allows `unsharded_bytes` to be.
         live_bytes: most bytes at once without shards: activations, unsharded parameters, gradients.
@@ -63,6 +64,7 @@ class PlannedGraph:
     rows: tuple[Rows, ...]
     gathered_bytes: int
     reduced_bytes: int
+    reduce_budget_bytes: int
     compute_ms: float
     exposed_ms: float
     slowed_ms: float

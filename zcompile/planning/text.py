@@ -80,11 +80,13 @@ def table_text(first: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def _heading(graph: PlannedGraph) -> str:
+    on_their_way = f", at most {graph.reduce_budget_bytes / MIB:.0f} on their way" if graph.reduced_bytes else ""
     return (
         f"\n{graph.kind}, {graph.nodes} nodes: compute {graph.compute_ms:.2f} ms, exposed {graph.exposed_ms:.2f} ms, "
         f"slowed by transfers {graph.slowed_ms:.2f} ms; gathers {graph.gathered_bytes / MIB:.0f} MiB, "
-        f"reduces {graph.reduced_bytes / MIB:.0f} MiB; unsharded at once {graph.unsharded_bytes / MIB:.0f} MiB "
-        f"of {graph.bound_bytes / MIB:.0f}; alive {graph.live_bytes / GIB:.2f} GiB"
+        f"reduces {graph.reduced_bytes / MIB:.0f} MiB{on_their_way}; "
+        f"unsharded at once {graph.unsharded_bytes / MIB:.0f} MiB of {graph.bound_bytes / MIB:.0f}; "
+        f"alive {graph.live_bytes / GIB:.2f} GiB"
     )
 
 
