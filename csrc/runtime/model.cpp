@@ -118,8 +118,8 @@ void Model::note_backward() {
     if (backward_id_ == id) return;
     backward_id_ = id;
   }
-  InFlightTable::instance().abandon(
-      weak_from_this());  // of a forward or backward that raised: a graph waits for all it starts
+  // Of a forward or backward that raised: a graph waits for all it starts.
+  if (!keeps_in_flight_) InFlightTable::instance().abandon(weak_from_this());
   if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this()] { self->transport_->finish_backward(); });

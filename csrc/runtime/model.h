@@ -41,15 +41,17 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   int64_t num_params() const override { return static_cast<int64_t>(params_.size()); }
   const ShardedParam& param(int64_t index) const override { return *params_.at(index); }
   bool is_caching() const override { return cache_.is_on(); }
-  void count_gather(const at::Tensor& unsharded) override { stats_.count_gather(unsharded); }
-  void count_gathered_rows(const at::Tensor& rows) override { stats_.count_gathered_rows(rows); }
-  void count_reduce(const at::Tensor& wire) override { stats_.count_reduce(wire); }
+  void count_gather(const at::Tensor& unsharded) override { stats_->count_gather(unsharded); }
+  void count_gathered_rows(const at::Tensor& rows) override { stats_->count_gathered_rows(rows); }
+  void count_reduce(const at::Tensor& wire) override { stats_->count_reduce(wire); }
   void add_unclaimed(int64_t index, at::Tensor gradient) override;
   void deliver_unclaimed() override;
   void drop_unclaimed() override;
 
-  Stats stats() { return stats_.get(); }
-  void reset_stats() { stats_.reset(); }
+  Stats stats() { return stats_->get(); }
+  void reset_stats() { stats_->reset(); }
+  // From now on, counts for both are one.
+  void share_stats(const Model& other) { stats_ = other.stats_; }
 
   // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call
   // it, or none.
@@ -86,15 +88,18 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends. That, and
   // the first behind one, abandon what is still in flight.
   void note_backward();
+  // From now on, whoever starts a transfer sees to it that it is waited for: nothing is abandoned.
+  void keep_in_flight() { keeps_in_flight_ = true; }
 
  private:
   std::vector<std::unique_ptr<ParamState>> params_;
   std::shared_ptr<RankAgreement> agreement_;  // none: ranks do not agree before each collective, and
   std::vector<std::shared_ptr<OrderLog>> orders_;  // are compared afterwards, if there are several
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
-  StatsCounter stats_;
+  std::shared_ptr<StatsCounter> stats_ = std::make_shared<StatsCounter>();
   MicrobatchCache cache_;
   std::mutex mutex_;
+  bool keeps_in_flight_ = false;
   int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none
 };
 

@@ -162,8 +162,8 @@ def test_unsharded_parameters_are_freed_at_once_and_not_reused(ranks):
         for code, count in zip(codes, (3, 2), strict=True):
             assert len(names_of_unsharded(code)) == count
             for names in names_of_unsharded(code):
-                # The start and its wait; before torch 2.15 also what each is called afterwards.
-                assert len(names) == (4 if TORCH < (2, 15) else 2)
+                # The start and its wait; before torch 2.14 also what each is called afterwards.
+                assert len(names) == (4 if TORCH < (2, 14) else 2)
                 mentions = [place for name in names for place in re.finditer(rf"(del )?\b{name}\b", code)]
                 reads, deletions = (
                     [place.end() for place in mentions if bool(place[1]) == is_deletion]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zcompile.sharding.model_state import state_of
+from zcompile.sharding.model_state import models_of, state_of
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     if state.accumulates:  # the outer block lasts longer
         yield
         return
-    ours = {id(sharded.parameter) for sharded in state.parameters.values()}
+    ours = {id(sharded.parameter) for each in models_of(state) for sharded in each.parameters.values()}
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
@@ -38,9 +38,13 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             )
 
     state.begin_accumulating(state.microbatch_cache_limit())
+    if state.units is not None:
+        state.units.begin_accumulating(0)
     hook = register_optimizer_step_pre_hook(refuse)
     try:
         yield
     finally:
         hook.remove()
         state.end_accumulating()
+        if state.units is not None:
+            state.units.end_accumulating()

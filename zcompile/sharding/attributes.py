@@ -3,6 +3,8 @@
 LEAF = "_zcompile_leaf_"  # + parameter name: the plain local shard that the module's property gathers
 SHARDED = "_zcompile_sharded_"  # + parameter name: its ShardedParameter
 STATE = "_zcompile_state"  # the ShardedModel
+UNIT = "_zcompile_unit"  # of a module that is one: its Unit
+UNSHARDED = "_zcompile_unsharded_"  # + parameter name: the unsharded parameter, while a forward of its unit runs
 
 MODEL = "_zcompile_model"
 """The attribute of a leaf that refers to the `ShardedModel` that it belongs to."""

@@ -7,17 +7,19 @@ of such a class, too; see [Note: inside of a forward] in forward_scope.py.
 
 import functools
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile.sharding.attributes import LEAF, SHARDED, STATE
+from zcompile.sharding.attributes import LEAF, SHARDED, STATE, UNIT, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, replaced_message
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
+from zcompile.sharding.units import unit_forward
 from zcompile.sharding.unshard import whole_parameters
 
 gather = torch.ops.zcompile.gather.default
@@ -25,21 +27,46 @@ gather = torch.ops.zcompile.gather.default
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name and unsharded shape of each parameter of a module
 
 
-def install_readers(state: ShardedModel, model: nn.Module, param_dtype: torch.dtype | None, single_rank: bool) -> None:
-    """Let the modules of `model`, whose shards `state` has, gather what they read.
+@dataclass(frozen=True)
+class _Kind:
+    """What modules of one class have in common."""
+
+    shapes: Shapes
+    param_dtype: torch.dtype | None
+    single_rank: bool = False  # nothing is sharded, so that a read only casts
+    in_unit: bool = False
+    is_unit: bool = False
+    is_root: bool = False  # the whole model, which has units
+
+
+def install_readers(
+    state: ShardedModel,
+    model: nn.Module,
+    param_dtype: torch.dtype | None,
+    single_rank: bool,
+    units: ShardedModel | None = None,
+) -> None:
+    """Let the modules of `model` gather what they read.
 
     Args:
+        state: has the shards of `model`, but for those of units.
         single_rank: nothing is sharded, so that they only cast.
+        units: has the shards of units, whose modules have a `Unit` each.
     """
     by_module: dict[nn.Module, dict[str, tuple[int, ...]]] = {each: {} for each in model.modules() if _is_called(each)}
-    for sharded in state.parameters.values():
-        state.install_leaf(sharded)
-        for module, attribute in sharded.owners:
-            module.__dict__[SHARDED + attribute] = sharded
-            by_module.setdefault(module, {})[attribute] = sharded.shape
+    for each in (state, units):
+        for sharded in each.parameters.values() if each is not None else ():
+            sharded.state.install_leaf(sharded)
+            for module, attribute in sharded.owners:
+                module.__dict__[SHARDED + attribute] = sharded
+                by_module.setdefault(module, {})[attribute] = sharded.shape
+    in_units = {below for module in model.modules() if UNIT in module.__dict__ for below in module.modules()}
     for module, attributes in by_module.items():
-        module.__dict__[STATE] = state
-        _swap_class(module, tuple(attributes.items()), param_dtype, single_rank)
+        in_unit = module in in_units
+        module.__dict__[STATE] = units if in_unit else state
+        is_root = module is model and units is not None
+        shapes = tuple(attributes.items())
+        _swap_class(module, _Kind(shapes, param_dtype, single_rank, in_unit, UNIT in module.__dict__, is_root))
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -64,7 +91,7 @@ def install_tracing_readers(
         module.__dict__[LEAF + name] = seen.setdefault(id(parameter), parameter)
     if own:
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in own.items())
-        _swap_class(module, shapes, param_dtype, single_rank=False)
+        _swap_class(module, _Kind(shapes, param_dtype))
     return [(module.__dict__[LEAF + name], name) for name in own]
 
 
@@ -76,32 +103,38 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
             module.__dict__.pop(LEAF + attribute, None)
             module.__dict__.pop(SHARDED + attribute, None)
     for module in model.modules():
+        module.__dict__.pop(UNIT, None)
         if module.__dict__.get(STATE) is state:
             del module.__dict__[STATE]
             module.__class__ = type(module).__bases__[0]
             restore_flat_weights(module)
 
 
-def _swap_class(module: nn.Module, shapes: Shapes, param_dtype: torch.dtype | None, single_rank: bool) -> None:
+def _swap_class(module: nn.Module, kind: _Kind) -> None:
     forget_flat_weights(module)
-    module.__class__ = _sharded_class(cast(Hashable, type(module)), shapes, param_dtype, single_rank)
+    module.__class__ = _sharded_class(cast(Hashable, type(module)), kind)
 
 
 @functools.cache
-def _sharded_class(base: type, shapes: Shapes, param_dtype: torch.dtype | None, single_rank: bool) -> type:
+def _sharded_class(base: type, kind: _Kind) -> type:
     """`base` with one property per sharded parameter.
 
     Cached: equal blocks have one class, and so share compiled code.
     """
-    make = _casting_reader if single_rank else _gathering_reader
+    shapes, param_dtype = kind.shapes, kind.param_dtype
+    make = _casting_reader if kind.single_rank else _unit_reader if kind.in_unit else _gathering_reader
     namespace: dict[str, Any] = {name: property(make(name, list(shape), param_dtype)) for name, shape in shapes}
+    if kind.in_unit:
+        namespace |= {UNSHARDED + name: None for name, _ in shapes}
     if shapes:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter}
         if hasattr(base, "reset_parameters"):
             namespace["reset_parameters"] = _reset_parameters
-    namespace |= {"__call__": counting_call(base), "__module__": base.__module__}
+    namespace |= {"__call__": counting_call(base, kind.is_root), "__module__": base.__module__}
     if issubclass(base, nn.RNNBase):
-        namespace |= recurrent_members(param_dtype, single_rank)
+        namespace |= recurrent_members(param_dtype, one_by_one=kind.single_rank or kind.in_unit)
+    if kind.is_unit:
+        namespace["forward"] = unit_forward
     return type(base.__name__, (base,), namespace)
 
 
@@ -140,6 +173,17 @@ def _gathering_reader(name: str, shape: list[int], param_dtype: torch.dtype | No
         if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not None:
             return other
         return gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype)
+
+    return never_compiled_alone(read)
+
+
+def _unit_reader(name: str, shape: list[int], param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
+    """Reads a parameter of a unit: what the unit has gathered, while its forward runs."""
+    gather_alone, unsharded_name = _gathering_reader(name, shape, param_dtype), UNSHARDED + name
+
+    def read(self: Any) -> torch.Tensor:
+        unsharded: torch.Tensor | None = getattr(self, unsharded_name)
+        return gather_alone(self) if unsharded is None else unsharded
 
     return never_compiled_alone(read)
 

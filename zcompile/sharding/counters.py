@@ -22,7 +22,10 @@ def stats(model: nn.Module) -> Stats:
         RuntimeError: `model` is not sharded.
     """
     state = state_of(model)
-    return Stats(state.runtime.stats() | {"transport_reason": state.transport.reason})
+    counted = state.runtime.stats()
+    if state.units is not None:  # which share the other counts
+        counted["transport_bytes"] += state.units.runtime.stats()["transport_bytes"]
+    return Stats(counted | {"transport_reason": state.transport.reason})
 
 
 def reset_stats(model: nn.Module) -> None:

@@ -52,8 +52,12 @@ def _enter(*states: ShardedModel) -> bool:
     return sum(state.enter_forward() for state in states) > 0  # of all: each lets its leaves follow
 
 
-def counting_call(base: type[nn.Module]) -> Callable[..., Any]:
-    """A `__call__` for a subclass of `base` whose instances belong to a sharded model."""
+def counting_call(base: type[nn.Module], is_root: bool) -> Callable[..., Any]:
+    """A `__call__` for a subclass of `base` whose instances belong to a sharded model.
+
+    Args:
+        is_root: they are the whole model, and have units; see [Note: order of units] in unit_order.py.
+    """
     # Of a module that has a compiled call, too, Dynamo traces the plain one.
     traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
 
@@ -62,14 +66,28 @@ def counting_call(base: type[nn.Module]) -> Callable[..., Any]:
             return traced_call(self, *args, **kwargs)
         enters = _thread.forwards == 0 or self._compiled_call_impl is not None
         if enters and _enter(self.__dict__[STATE]):
-            return _call_eagerly(base.__call__, (self, *args), kwargs)
+            return call_eagerly(base.__call__, (self, *args), kwargs)
         _thread.forwards += 1
         try:
             return base.__call__(self, *args, **kwargs)  # looked up now: tracers of modules patch it
         finally:
             _thread.forwards -= 1
 
-    return never_compiled_alone(__call__)
+    def call_root(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _thread.forwards > 0:
+            return __call__(self, *args, **kwargs)
+        order = self.__dict__[STATE].unit_order
+        order.enter_root()
+        try:
+            result = __call__(self, *args, **kwargs)
+        except BaseException:
+            order.leave_root_by_error()
+            raise
+        order.leave_root(result)
+        return result
+
+    never_compiled_alone(__call__)
+    return never_compiled_alone(call_root) if is_root else __call__
 
 
 def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +112,8 @@ def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.compiler.disable
-def _call_eagerly(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_eagerly(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`call(*args, **kwargs)`, as in a forward and without compiled code."""
     _thread.forwards += 1
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -128,7 +147,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         if torch.compiler.is_compiling():
             return method(*args, **kwargs)
         if _enter(*states):
-            return _call_eagerly(method, args, kwargs)
+            return call_eagerly(method, args, kwargs)
         _thread.forwards += 1
         try:
             return method(*args, **kwargs)

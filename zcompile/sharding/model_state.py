@@ -194,10 +194,20 @@ class ShardedParameter:
 class ShardedModel:
     """The shards of one model; every module that owns one holds a reference."""
 
-    def __init__(self, mesh: DeviceMesh, nccl_max_ctas: int | None = None, native_reduce: bool = False):
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        nccl_max_ctas: int | None = None,
+        native_reduce: bool = False,
+        has_units: bool = False,
+    ):
+        """
+        Args:
+            has_units: what is sharded are the units of a model, whose other parameters are another `ShardedModel`.
+        """
         self.mesh = mesh
         self.nccl_max_ctas = nccl_max_ctas
-        self.groups = groups_of(mesh, nccl_max_ctas)
+        self.groups = groups_of(mesh, nccl_max_ctas, has_units)
         self.runtime = _C.Model(**self.groups, native_reduce=native_reduce)
         if self.runtime.world > 1 and not self.groups["control"]:
             watch_order(self.runtime, self.groups, timeout_of(mesh).total_seconds())
@@ -210,6 +220,8 @@ class ShardedModel:
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`
         self.unreduced: UnreducedParameters | None = None  # None where nobody reduces: on one rank
+        self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
+        self.units: ShardedModel | None = None  # of a model that has units: the one of those
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
 
     def choose(self, wanted: str) -> Choice:
@@ -228,6 +240,8 @@ class ShardedModel:
         if choice.transport != self.transport.transport:
             self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
         self.wanted_transport, self.transport = wanted, choice
+        if self.units is not None:
+            self.units.use_transport(wanted)
         self.agreement = self.new_agreement() if choice.transport == "nccl" and self.runtime.world > 1 else None
         log.info("zcompile: transport %s: %s", *choice)
 
@@ -354,17 +368,22 @@ def _requires_grad_setter(sharded: ShardedParameter) -> Callable[..., nn.Paramet
     return requires_grad_
 
 
+def models_of(state: ShardedModel) -> list[ShardedModel]:
+    """`state`, and the one of its units if it has some."""
+    return [state] if state.units is None else [state, state.units]
+
+
 def state_of(model: nn.Module) -> ShardedModel:
-    """The shards of `model`, as its modules refer to them.
+    """The shards of `model`, as its modules refer to them; those of units are its `units`.
 
     Raises:
         RuntimeError: `model` is not sharded.
     """
-    for module in model.modules():
-        state: ShardedModel | None = module.__dict__.get(STATE)
-        if state is not None:
-            return state
-    raise RuntimeError("this model has no sharded parameter: call zcompile.shard(model) first.")
+    found = [module.__dict__[STATE] for module in model.modules() if STATE in module.__dict__]
+    if not found:
+        raise RuntimeError("this model has no sharded parameter: call zcompile.shard(model) first.")
+    state: ShardedModel = next((each for each in found if each.units is not None), found[0])
+    return state
 
 
 def replaced_message(name: str) -> str:

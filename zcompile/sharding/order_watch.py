@@ -29,7 +29,8 @@ _watches: dict[str, "OrderWatch"] = {}  # by the name of the group
 def watch_order(runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float) -> None:
     """Compare the order of what `runtime` and other models over its group start, until all of them are gone."""
     watch = _watches.get(groups["gather"])
-    if watch is None or not watch.add(runtime):
+    # A group that is made after the ones before were closed may have the name of one of those.
+    if watch is None or watch.base is not _base_store() or not watch.add(runtime):
         _watches[groups["gather"]] = OrderWatch(runtime, groups, timeout_s)
 
 
@@ -44,6 +45,7 @@ class OrderWatch:
     def __init__(self, runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float):
         self.rank, self.world, self.timeout_s = groups["rank"], groups["world"], timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 10)
+        self.base = _base_store()
         self.store = order_store(f"zcompile/order/{groups['gather']}/{groups['reduce']}")
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
@@ -123,7 +125,11 @@ class OrderWatch:
 
 def order_store(prefix: str) -> dist.Store:
     """The store by which ranks met, for keys of this prefix."""
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(prefix, _base_store())
+
+
+def _base_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def difference(rank: int, mine: Marks, other: int, theirs: Marks) -> str:

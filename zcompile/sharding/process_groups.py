@@ -95,8 +95,12 @@ def next_number(mesh: DeviceMesh) -> int:
     return number
 
 
-def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None) -> dict[str, Any]:
-    """Process groups of the runtime, by name; see `Groups` in csrc/transport/context.h."""
+def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None, for_units: bool = False) -> dict[str, Any]:
+    """Process groups of the runtime, by name; see `Groups` in csrc/transport/context.h.
+
+    Args:
+        for_units: see [Note: order of units] in unit_order.py.
+    """
     shard_group = shard_group_of(mesh)
     several, timeout = mesh.size() > 1, timeout_of(mesh)
 
@@ -107,6 +111,17 @@ def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None) -> dict[str, Any]:
         key = (use, tuple(dist.get_process_group_ranks(group)), mesh.device_type, timeout, nccl_max_ctas)
         return shared_group(key, lambda: new_group(group, nccl_max_ctas, timeout))
 
+    if for_units and several:
+        units = own("units", shard_group).group_name
+        return {
+            "gather": units,
+            "reduce": units,
+            "replicate": own("units", mesh.get_group(0)).group_name if mesh.ndim == 2 else "",
+            "control": "",
+            "rank": shard_group.rank(),
+            "world": shard_group.size(),
+            "number": next_number(mesh),
+        }
     return {
         "gather": limited(shard_group).group_name,
         "reduce": own("reduce", shard_group).group_name if several else shard_group.group_name,

@@ -18,18 +18,18 @@ gather_group = torch.ops.zcompile.gather_group.default
 _GATHERED = "_zcompile_flat_weights"  # the weights in the order of `_flat_weights_names`, while forward runs
 
 
-def recurrent_members(param_dtype: torch.dtype | None, single_rank: bool) -> dict[str, Any]:
+def recurrent_members(param_dtype: torch.dtype | None, one_by_one: bool) -> dict[str, Any]:
     """Members for the class of a sharded recurrent layer.
 
     Args:
         param_dtype: as that of `zcompile.shard`.
-        single_rank: nothing is sharded, so that weights are only cast.
+        one_by_one: a read of a weight starts no transfer: nothing is sharded, or the layer is in a unit.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the graph's passes then see to it that each weight travels once
             return super(type(self), self).forward(*args, **kwargs)
-        gather_all = _read_one_by_one if single_rank else _gather_together
+        gather_all = _read_one_by_one if one_by_one else _gather_together
         self.__dict__[_GATHERED] = gather_all(self, param_dtype)
         try:
             return super(type(self), self).forward(*args, **kwargs)

@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
+from zcompile.sharding.find_units import UnitLike, check_units, find_units
 from zcompile.sharding.meta_init import materialize
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of
 from zcompile.sharding.optimizer_steps import count_steps
 from zcompile.sharding.process_groups import default_mesh, device_of, shard_group_of
+from zcompile.sharding.unit_order import make_units, order_units
 from zcompile.sharding.unreduced import UnreducedParameters
 from zcompile.sharding.user_hooks import carry_hooks
 from zcompile.sharding.validation import (
@@ -37,6 +39,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
+    units: Iterable[UnitLike] = (),
     nccl_max_ctas: int | None = None,
     native_reduce: bool = False,
 ) -> nn.Module:
@@ -58,6 +61,11 @@ def shard(
             order.
         ignored_params: parameters that stay as they are: whole on each rank, and their gradients are not reduced. So
             are those of parameters and modules that are added after `shard`. The first backward that reaches one warns.
+        units: modules, or classes of modules, whose forward reads other parameters on each rank, as a loop over the
+            experts that tokens hit does. When the forward of one begins, all parameters of it and of the modules below
+            it are gathered together, whatever of them it reads; backward gathers them again, and reduces all gradients
+            together. Compiled code ends before a unit and begins again inside of it and behind it. A unit inside of
+            another is a part of that. Every step moves every unit, also one that no rank calls.
         nccl_max_ctas: most SMs (thread blocks) that one of NCCL's kernels takes from compute. Gathers and reduces, and
             sums over replicas, then go over groups of zcompile's own instead of the mesh's. Default: NCCL's choice. The
             environment variable NCCL_MAX_CTAS limits all groups of a process and takes precedence. Peer to peer, only
@@ -75,8 +83,8 @@ def shard(
         RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks
             disagree on the model.
         ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, an `nccl_max_ctas` that is not positive or not
-            for NCCL.
-        TypeError: a parameter or dtype that is not floating-point.
+            for NCCL, `units` that the model does not have, or a parameter tied to one outside of its unit.
+        TypeError: a parameter or dtype that is not floating-point, `units` that are no modules.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
@@ -86,19 +94,31 @@ def shard(
     check_mesh(mesh)
     mesh = mesh or default_mesh(model)
     ignored = {id(parameter) for parameter in ignored_params}
-    error = check_model(model, mesh, ignored, param_dtype, reduce_dtype) or check_max_ctas(mesh, nccl_max_ctas)
-    options = f"{param_dtype=!s} {reduce_dtype=!s} {nccl_max_ctas=} {native_reduce=}"
+    wanted_units = list(units)
+    error = (
+        check_model(model, mesh, ignored, param_dtype, reduce_dtype)
+        or check_max_ctas(mesh, nccl_max_ctas)
+        or check_units(model, wanted_units, ignored)
+    )
+    unit_modules = find_units(model, wanted_units) if error is None and mesh.size() > 1 else {}
+    options = f"{param_dtype=!s} {reduce_dtype=!s} {nccl_max_ctas=} {native_reduce=} units={list(unit_modules)}"
     agree_on_model(mesh, error, [*signature(model, ignored), options])
 
     state = ShardedModel(mesh, nccl_max_ctas, native_reduce)
+    if unit_modules:
+        state.units = ShardedModel(mesh, nccl_max_ctas, native_reduce, has_units=True)
+    in_units = {below for unit in unit_modules.values() for below in unit.modules()}
     with raised_on_all_ranks(mesh) as progress:
-        _shard_modules(state, model, ignored, reduce_dtype, progress)
+        _shard_modules(state, model, in_units, ignored, reduce_dtype, progress)
     _share_values(state)
     with raised_on_all_ranks(mesh):
-        install_readers(state, model, param_dtype, single_rank=mesh.size() == 1)
-    count_steps(state)
+        made = make_units(state, unit_modules, param_dtype)
+        install_readers(state, model, param_dtype, single_rank=mesh.size() == 1, units=state.units)
+    for each in models_of(state):
+        count_steps(each)
     state.use_transport("auto")
     state.measure_memory()
+    order_units(state, made)
     state.unreduced = UnreducedParameters(model) if mesh.size() > 1 else None
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
@@ -106,7 +126,12 @@ def shard(
 
 
 def _shard_modules(
-    state: ShardedModel, model: nn.Module, ignored: set[int], reduce_dtype: torch.dtype | None, progress: Progress
+    state: ShardedModel,
+    model: nn.Module,
+    in_units: set[nn.Module],
+    ignored: set[int],
+    reduce_dtype: torch.dtype | None,
+    progress: Progress,
 ) -> None:
     """Exchange the parameters of each module of `model` for DTensors, module by module; without a collective."""
     device = device_of(state.mesh)
@@ -123,7 +148,8 @@ def _shard_modules(
                 name = f"{path}.{attribute}" if path else attribute
                 materialized = cast(nn.Parameter, module._parameters[attribute])
                 progress.at = f"parameter '{name}'"
-                sharded = _shard_parameter(state, name, materialized, (module, attribute), device, reduce_dtype)
+                of_module = state.units if state.units is not None and module in in_units else state
+                sharded = _shard_parameter(of_module, name, materialized, (module, attribute), device, reduce_dtype)
                 done[id(original)] = sharded
                 carry_hooks(original, sharded.parameter)
             else:
@@ -136,7 +162,7 @@ def _shard_modules(
 def _share_values(state: ShardedModel) -> None:
     """Give all ranks the scalars of their group's first rank, and all replicas the values of the first one."""
     mesh = state.mesh
-    for sharded in state.parameters.values():
+    for sharded in (sharded for each in models_of(state) for sharded in each.parameters.values()):
         local = sharded.leaf.detach()
         if local.ndim == 0:
             dist.broadcast(local, group=shard_group_of(mesh), group_src=0)

@@ -1,0 +1,458 @@
+"""Units: what a rank reads of them may differ from rank to rank. Nothing makes ranks agree before their collectives."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zcompile
+from tests.support.meshes import without_agreement
+from tests.support.mixtures import TOP, WIDTH, Expert, Experts, MixtureModel, StackedExperts
+from tests.support.reference import BF16, close, train_beside
+from zcompile.sharding.model_state import state_of
+
+ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each step; no rank ever chooses expert 4
+
+
+def routed_loss(model, step, rank, **how):
+    torch.manual_seed(100 * step + rank)
+    x = torch.randn(3 + 2 * rank + step % 2, WIDTH)
+    return model(x, ROUTES[(rank + step) % len(ROUTES)], **how).square().mean()
+
+
+def sharded(model, **how):
+    """`model` with its experts as units, and without the agreement that ranks on CPU have."""
+    with without_agreement():
+        return zcompile.shard(model, **{"units": [type(model.layers[0].experts)], **how})
+
+
+def compiled(model, inner="aot_eager", **how):
+    sharded(model, **how).compile(backend="zcompile", options={"inner": inner})
+    return model
+
+
+def checkpointed(model, reentrant=False, prepare=sharded):
+    """`prepare(model)`, each of its layers checkpointed."""
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=reentrant)
+    return prepare(model)
+
+
+def checkpointed_inside(model, reentrant=False):
+    """`sharded(model)`, in whose units each expert is checkpointed."""
+    for expert in model.modules():
+        if isinstance(expert, Expert):
+            expert.forward = functools.partial(checkpoint, expert.forward, use_reentrant=reentrant)
+    return sharded(model)
+
+
+PREPARED = {
+    "eager": sharded,
+    "compiled": compiled,
+    "checkpointed": checkpointed,
+    "checkpointed and compiled": functools.partial(checkpointed, prepare=compiled),
+    "reentrant": functools.partial(checkpointed, reentrant=True),
+    "one unit": lambda model: sharded(model, units=[model]),
+    "whole layers": lambda model: sharded(model, units=list(model.layers)),
+    "whole layers compiled": lambda model: compiled(model, units=list(model.layers)),
+    "native reduce": lambda model: sharded(model, native_reduce=True),
+}
+
+
+def rank_trains(rank, world, prepared, experts):
+    train_beside(rank, world, PREPARED[prepared], make=lambda: MixtureModel(experts), loss=routed_loss, steps=5)
+
+
+@pytest.mark.parametrize("experts", [Experts, StackedExperts])
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_ranks_may_hit_different_experts(ranks, prepared, experts):
+    ranks(2).run(rank_trains, prepared, experts)
+
+
+@pytest.mark.parametrize("prepared", ["eager", "compiled"])
+def test_three_ranks_may_hit_different_experts(ranks, prepared):
+    ranks(3).run(rank_trains, prepared, Experts)
+
+
+def rank_trains_under_inductor(rank, world):
+    prepare = functools.partial(compiled, inner="inductor")
+    train_beside(rank, world, prepare, make=lambda: MixtureModel(Experts, 2), loss=routed_loss, steps=3)
+
+
+def test_experts_compiled_by_inductor_train_as_unsharded(ranks):
+    ranks(2).run(rank_trains_under_inductor)
+
+
+def rank_checkpoints_inside(rank, world, reentrant):
+    prepare = functools.partial(checkpointed_inside, reentrant=reentrant)
+    train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_unit_may_contain_checkpoints(ranks, reentrant):
+    ranks(2).run(rank_checkpoints_inside, reentrant)
+
+
+def rank_skips(rank, world, prepared, skipped):
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip_experts=skipped if rank == 1 and step > 0 else ())
+
+    train_beside(rank, world, PREPARED[prepared], make=MixtureModel, loss=loss, steps=4)
+
+
+@pytest.mark.parametrize("prepared", ["eager", "compiled"])
+@pytest.mark.parametrize("skipped", [(0,), (1,), (2,)])
+def test_a_rank_may_skip_a_unit(ranks, prepared, skipped):
+    ranks(2).run(rank_skips, prepared, skipped)
+
+
+def rank_skips_in_the_first_step(rank, world):
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip_experts=(rank + 1,) if step % 2 == 0 else ())
+
+    train_beside(rank, world, sharded, make=lambda: MixtureModel(Experts, 4), loss=loss, steps=4)
+
+
+def test_each_rank_may_skip_another_unit(ranks):
+    ranks(2).run(rank_skips_in_the_first_step)
+
+
+def rank_accumulates(rank, world):
+    def prepare(model):
+        return sharded(model)
+
+    train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=3, microbatches=3)
+
+
+def test_gradients_of_units_accumulate(ranks):
+    ranks(2).run(rank_accumulates)
+
+
+def rank_accumulates_in_a_block(rank, world):
+    torch.manual_seed(0)
+    reference = MixtureModel()
+    torch.manual_seed(0)
+    model = sharded(MixtureModel())
+    for step in range(3):
+        with zcompile.accumulate(model):
+            for microbatch in range(3):
+                routed_loss(model, 3 * step + microbatch, rank).backward()
+        for microbatch in range(3):
+            (sum(routed_loss(reference, 3 * step + microbatch, other) for other in range(world)) / world).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                close(ours.grad, theirs.grad, 2e-5, name)
+            ours.grad = theirs.grad = None
+
+
+def test_gradients_of_units_accumulate_inside_of_accumulate(ranks):
+    ranks(2).run(rank_accumulates_in_a_block)
+
+
+def rank_trains_in_bf16(rank, world):
+    prepare = functools.partial(sharded, param_dtype=torch.bfloat16)
+
+    def loss(model, step, rank):
+        with torch.autocast("cpu", torch.bfloat16):
+            return routed_loss(model, step, rank).float()
+
+    train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2, tolerance=2 * BF16)
+
+
+def test_a_param_dtype_travels(ranks):
+    ranks(2).run(rank_trains_in_bf16)
+
+
+def rank_has_replicas(rank, world):
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+    prepare = functools.partial(sharded, mesh=mesh)
+    train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=3)
+
+
+def test_units_of_replicas_train_as_unsharded(ranks):
+    ranks(4).run(rank_has_replicas)
+
+
+def rank_counts_transfers(rank, world):
+    torch.manual_seed(0)
+    model = sharded(MixtureModel(Experts, 3), units=[Experts])
+    for step in range(3):
+        routed_loss(model, step, rank).backward()
+    zcompile.reset_stats(model)
+    routed_loss(model, 3, rank).backward()
+    moved = zcompile.stats(model)
+    of_unit = 3 * len(Experts().experts)
+    assert moved["gathers"] == 3 * (2 * of_unit + 4) + 4, moved  # each parameter of a layer once, of a unit twice
+    assert moved["reduces"] == 3 * (of_unit + 1 + 4) + 4, moved
+    one = sum(p.numel() for p in Experts().parameters()) * 4
+    dense = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name) * 4
+    assert moved["peak_unsharded_bytes"] <= 2 * one + dense, (moved, one)  # one unit, and the next on its way
+
+
+def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(ranks):
+    ranks(2).run(rank_counts_transfers)
+
+
+def rank_counts_collectives(rank, world):
+    torch.manual_seed(0)
+    model = sharded(MixtureModel(Experts, 3))
+    counts = []
+    for step in range(4):
+        routed_loss(model, step, rank, skip_experts=(1,) if rank == 1 and step == 2 else ()).backward()
+        marks = state_of(model).units.runtime.order()
+        counts.append(marks[-1][0])
+    everywhere: list = [None] * world
+    torch.distributed.all_gather_object(everywhere, marks)
+    assert everywhere[0] == everywhere[1]
+    assert counts == [9, 18, 27, 36]  # one gather in forward, one gather and one reduce in backward, of each unit
+
+
+def test_units_start_the_same_collectives_on_all_ranks(ranks):
+    ranks(2).run(rank_counts_collectives)
+
+
+def rank_holds_memory(rank, world):
+    """What is unsharded between forward and backward."""
+    model = sharded(MixtureModel(StackedExperts, 4), units=[StackedExperts])
+    for step in range(2):
+        routed_loss(model, step, rank).backward()
+    loss = routed_loss(model, 3, rank)
+    zcompile.reset_stats(model)
+    with torch.no_grad():
+        model.leave.weight.full_tensor()
+    loss.backward()
+    one = sum(p.numel() for p in StackedExperts().parameters()) * 4
+    peak = zcompile.stats(model)["peak_unsharded_bytes"]
+    assert peak <= 2 * one + 4 * sum(p.numel() for n, p in model.named_parameters() if "experts" not in n), (peak, one)
+
+
+def test_a_unit_is_not_unsharded_between_forward_and_backward(ranks):
+    ranks(2).run(rank_holds_memory)
+
+
+class Escaping(nn.Module):
+    """Its loss reads what a hook took out of a unit, which backward comes to before the unit's result."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = MixtureModel()
+        self.taken = []
+        for layer in self.model.layers:
+            layer.router.register_forward_hook(lambda module, args, out: self.taken.append(out))
+
+    @property
+    def layers(self):
+        return self.model.layers
+
+    def forward(self, x, routes):
+        self.taken.clear()
+        out = self.model(x, routes)
+        return out + sum(logits.softmax(-1).square().mean() for logits in self.taken)
+
+
+def rank_takes_logits_out(rank, world):
+    prepare = functools.partial(lambda model: sharded(model, units=list(model.layers)))
+    train_beside(rank, world, prepare, make=Escaping, loss=routed_loss, steps=3)
+
+
+def test_what_a_hook_takes_out_of_a_unit_has_a_gradient(ranks):
+    ranks(2).run(rank_takes_logits_out)
+
+
+def rank_keeps_the_graph(rank, world):
+    torch.manual_seed(0)
+    reference = MixtureModel()
+    torch.manual_seed(0)
+    model = sharded(MixtureModel())
+    for step in range(2):
+        loss = routed_loss(model, step, rank)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (2 * sum(routed_loss(reference, step, other) for other in range(world)) / world).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            close(ours.grad, theirs.grad, 2e-5, name)
+
+
+def test_a_graph_may_have_two_backwards(ranks):
+    ranks(2).run(rank_keeps_the_graph)
+
+
+def rank_sums_two_forwards(rank, world):
+    def loss(model, step, rank):
+        skip = (1,) if rank == 1 and step == 2 else ()
+        return routed_loss(model, 2 * step, rank) + routed_loss(model, 2 * step + 1, rank, skip_experts=skip)
+
+    train_beside(rank, world, sharded, make=MixtureModel, loss=loss, steps=4)
+
+
+def test_two_forwards_may_have_one_backward(ranks):
+    ranks(2).run(rank_sums_two_forwards)
+
+
+def rank_evaluates_between(rank, world):
+    def evaluate(model, reference, step):
+        for evaluated in (model.eval(), reference.eval()):
+            evaluated.requires_grad_(True)
+        with torch.no_grad():
+            ours, theirs = routed_loss(model, 77, rank), routed_loss(reference, 77, rank)
+        close(ours, theirs, 2e-5, "loss of an evaluation")
+        model.train(), reference.train()
+
+    train_beside(rank, world, sharded, make=MixtureModel, loss=routed_loss, steps=3, after_step=evaluate)
+
+
+def test_evaluation_between_steps_changes_nothing(ranks):
+    ranks(2).run(rank_evaluates_between)
+
+
+def rank_freezes(rank, world):
+    def prepare(model):
+        model = sharded(model)
+        freeze(model)
+        return model
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts.experts" not in name or ".up." in name)
+
+    def make():
+        model = MixtureModel()
+        freeze(model)
+        return model
+
+    train_beside(rank, world, prepare, make=make, loss=routed_loss, steps=3)
+
+
+def test_a_part_of_a_unit_may_be_frozen(ranks):
+    ranks(2).run(rank_freezes)
+
+
+def rank_freezes_all_experts(rank, world):
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts" not in name)
+        return model
+
+    train_beside(
+        rank,
+        world,
+        lambda model: freeze(sharded(model)),
+        make=lambda: freeze(MixtureModel()),
+        loss=routed_loss,
+        steps=4,
+    )
+
+
+def test_a_unit_may_be_frozen(ranks):
+    ranks(2).run(rank_freezes_all_experts)
+
+
+class Fault(Exception):
+    pass
+
+
+def rank_raises_inside(rank, world):
+    """All ranks raise in an expert, drop the batch and go on."""
+    failing = []
+
+    def fail(module, args):
+        if failing:
+            raise Fault
+
+    def loss(model, step, rank):
+        if model is prepared[-1]:
+            failing.append(True)
+            with pytest.raises(Fault):
+                routed_loss(model, step, rank)
+            failing.clear()
+        return routed_loss(model, step, rank)
+
+    prepared = []
+
+    def prepare(model):
+        model.layers[1].experts.experts[2].register_forward_pre_hook(fail)
+        model.layers[1].router.register_forward_pre_hook(fail)
+        prepared.append(sharded(model))
+        return model
+
+    train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=3)
+
+
+def test_a_forward_that_raised_in_a_unit_leaves_nothing_behind(ranks):
+    ranks(2).run(rank_raises_inside)
+
+
+def rank_saves_and_loads(rank, world):
+    model = sharded(MixtureModel())
+    routed_loss(model, 0, rank).backward()
+    saved = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    other = sharded(MixtureModel(), units=[])
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            local = parameter.to_local()
+            begin = rank * -(-saved[name].shape[0] // world)
+            local.copy_(saved[name][begin : begin + local.shape[0]])
+    assert list(saved) == list(other.state_dict())
+    with torch.no_grad():
+        close(routed_loss(model, 1, 0), routed_loss(other, 1, 0), 1e-6, "loss")
+
+
+def test_a_state_dict_of_units_is_that_of_any_sharded_model(ranks):
+    ranks(2).run(rank_saves_and_loads)
+
+
+def rank_writes_to_a_unit(rank, world):
+    model = sharded(MixtureModel(StackedExperts))
+
+    def write(module, args):
+        with torch.no_grad():
+            module.up.mul_(2)
+
+    handle = model.layers[1].experts.register_forward_pre_hook(write)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    forward = StackedExperts.forward
+
+    def writing(self, *args):
+        with torch.no_grad():
+            self.up.mul_(2)
+        return forward(self, *args)
+
+    handle.remove()
+    StackedExperts.forward = writing
+    try:
+        with pytest.raises(RuntimeError, match=r"parameter 'layers.0.experts.up' was modified in place .* rank"):
+            routed_loss(model, 0, rank)
+    finally:
+        StackedExperts.forward = forward
+    assert all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters()))
+    routed_loss(model, 0, rank).backward()
+
+
+def test_a_write_to_a_unit_is_refused(ranks):
+    ranks(2).run(rank_writes_to_a_unit)
+
+
+def rank_asks_for_what_cannot_be(rank, world):
+    with pytest.raises(ValueError, match="no such module of class LSTM"):
+        zcompile.shard(MixtureModel(), units=[nn.LSTM])
+    with pytest.raises(ValueError, match="no such Linear of `units`"):
+        zcompile.shard(MixtureModel(), units=[nn.Linear(2, 2)])
+    with pytest.raises(TypeError, match="modules of the model or classes"):
+        zcompile.shard(MixtureModel(), units=["experts"])
+    tied = MixtureModel()
+    tied.enter.weight = tied.layers[0].experts.experts[0].tied = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match=r"'layers.0.experts.experts.0.tied' is tied to 'enter.weight'"):
+        zcompile.shard(tied, units=[Experts])
+
+
+def test_units_that_cannot_be_are_refused(ranks):
+    ranks(2).run(rank_asks_for_what_cannot_be)
+
+
+def test_the_mixture_has_an_expert_that_no_rank_hits():
+    assert max(max(routes) for routes in ROUTES) < len(Experts().experts) - 1 and TOP == 2

@@ -1,0 +1,308 @@
+"""In which order units gather and reduce: the same on all ranks, whichever units a rank calls.
+
+[Note: order of units]
+A collective needs every rank. But a rank may skip a unit, and nothing tells the others. So all ranks have the same two
+lists of collectives. In forward, each unit is gathered; in backward, each is gathered again and reduced. Before a rank
+does what it comes to, it makes up for what the lists have before: it gathers the units that it skipped and drops them,
+and reduces zeros for them. What is left is made up for at the end of the model's forward, and of backward. So every
+step moves every unit, called or not.
+
+A rank that skipped a unit makes up for it at its next unit, which is later than others do it. Its collectives
+therefore have process groups of their own, in which nothing else has to wait for them. And a unit is gathered when the
+one before it in the list begins: ranks that enter a unit seldom wait for one that skips it. That is also what hides a
+gather behind compute.
+
+This holds for forwards of the model that was sharded. Where only a part of it is called, or a compiled function calls
+it, units are gathered and reduced as ranks come to them, and all ranks must come to the same ones.
+
+At first the lists have units in the order of `named_modules`. After a backward, ranks compare what they did, and take
+the order of one that called all units that others called.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from zcompile.sharding.attributes import UNIT
+from zcompile.sharding.model_state import ShardedModel
+from zcompile.sharding.process_groups import all_gather_over_mesh
+from zcompile.sharding.units import Reduction, Unit
+
+Event = tuple[str, int]  # GATHER or REDUCE, and the index of a unit
+GATHER, REDUCE = "gather", "reduce"
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def make_units(state: ShardedModel, modules: Mapping[str, nn.Module], param_dtype: torch.dtype | None) -> list[Unit]:
+    """Let `modules` (path -> module) of the model of `state` be units; they have no order yet.
+
+    Those without a sharded parameter are left out.
+    """
+    made: list[Unit] = []
+    of_units = state.units
+    if of_units is None:
+        return made
+    of_units.runtime.share_stats(state.runtime)
+    of_units.runtime.keep_in_flight()
+    for path, module in modules.items():
+        below = set(module.modules())
+        sharded = [each for each in of_units.parameters.values() if each.owners[0][0] in below]
+        if sharded:
+            made.append(Unit(path or type(module).__name__, len(made), of_units, sharded, param_dtype))
+            module.__dict__[UNIT] = made[-1]
+    return made
+
+
+def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
+    """Give `units` of the model of `state` their order; it knows how much memory it may have."""
+    if state.units is not None:
+        state.units.memory_bytes = state.memory_bytes
+        state.unit_order = state.units.unit_order = UnitOrder(units, state.mesh, state.memory_bytes // 16)
+
+
+class _List:
+    """Collectives in their order, and how many of them this rank has started or made up for."""
+
+    def __init__(self, events: Sequence[Event]):
+        self.events, self.at = list(events), 0
+        self.ahead: dict[int, list[torch.Tensor]] = {}  # position -> a gather on its way that nobody has come to yet
+        self.done: list[Event] = []  # what this rank came to, since the order was last compared
+
+    def find(self, event: Event, begin: int) -> int | None:
+        return next((at for at in range(begin, len(self.events)) if self.events[at] == event), None)
+
+
+class UnitOrder:
+    """The units of one model. Its methods are called from forwards and backwards, by one thread at a time.
+
+    What others call is not compiled, although code around a unit may be.
+    """
+
+    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
+        """`budget_bytes`: most bytes of unsharded units at once if one is gathered ahead; the same on all ranks."""
+        self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
+        indices = range(len(self.units))
+        self.forward = _List([(GATHER, i) for i in indices])
+        self.backward = _List([(kind, i) for i in reversed(indices) for kind in (GATHER, REDUCE)])
+        self.in_root = False  # a forward of the whole model runs
+        self.rounds = 0  # forwards of the whole model whose backward has begun and not ended
+        self.begun_rounds = 0  # in this backward
+        self.callback_is_queued = False
+        self.reductions: deque[Reduction] = deque()  # started, and not waited for
+        self.undecided: list[Reduction] = []  # with parameters that this rank did not use
+        self.backwards, self.next_comparison = 0, 1
+
+    # --- what modules and autograd call ------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def enter_root(self) -> None:
+        """A forward of the whole model begins."""
+        if in_backward():  # a checkpoint recomputes
+            return
+        if self.callback_is_queued:  # the last backward raised
+            self.abandon()
+        self.drop_ahead(self.forward)
+        self.forward.at, self.forward.done, self.in_root = 0, [], True
+        self.gather_first(self.forward)
+
+    @torch.compiler.disable
+    def leave_root(self, result: Any) -> None:
+        """It ended, with `result`: see to it that its backward makes up for units that this rank skipped."""
+        if in_backward():
+            return
+        self.make_up(self.forward, len(self.forward.events))
+        self.in_root = False
+        begun = False
+
+        @torch.compiler.disable
+        def begin_backward(_: torch.Tensor) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self.begin_backward()
+
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin_backward)
+
+    @torch.compiler.disable
+    def leave_root_by_error(self) -> None:
+        """It raised."""
+        if not in_backward():
+            self.in_root = False
+            self.drop_ahead(self.forward)
+
+    @torch.compiler.disable
+    def gather(self, unit: Unit) -> list[torch.Tensor]:
+        """The unsharded parameters of `unit`, for its forward or backward to read, in the order of `unit.sharded`."""
+        events = self.backward if in_backward() else self.forward
+        if events is self.backward:
+            self.queue_callback()
+        event = (GATHER, unit.index)
+        events.done.append(event)
+        position = self.come_to(events, event)
+        gathered = self.start_gather(events, position) if position is not None else unit.start_gather()
+        unit.wait(gathered)
+        if position is not None:
+            self.gather_ahead(events, position)
+        return gathered
+
+    @torch.compiler.disable
+    def reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> None:
+        """Reduce the gradients of one forward of `unit`: None for a parameter that is frozen or that was not used."""
+        self.queue_callback()
+        event = (REDUCE, unit.index)
+        self.backward.done.append(event)
+        self.come_to(self.backward, event)
+        self.start_reduce(unit, grads, leaves)
+
+    # --- lists -------------------------------------------------------------------------------------------------------
+
+    def come_to(self, events: _List, event: Event) -> int | None:
+        """Make up for what comes before `event`; its position. None if it is in addition to the list."""
+        whole = self.in_root if events is self.forward else self.rounds > 0
+        position = events.find(event, events.at)
+        if whole and position is None and self.rounds > 1 and events is self.backward:
+            self.end_round()
+            position = events.find(event, 0)
+        if not whole and position is None:
+            position = events.find(event, 0)
+        if position is None:
+            return None
+        if whole:
+            self.make_up(events, position)
+        events.at = position + 1
+        return position
+
+    def make_up(self, events: _List, end: int) -> None:
+        """Do what other ranks do, up to `end`, for units that this rank did not call."""
+        while events.at < end:
+            kind, index = events.events[events.at]
+            position, unit = events.at, self.units[index]
+            events.at += 1
+            if kind == GATHER:
+                gathered = self.start_gather(events, position)
+                unit.wait(gathered)
+                del gathered
+                self.gather_ahead(events, position)
+            else:
+                self.start_reduce(unit, [None] * len(unit.sharded), unit.leaves())
+
+    def end_round(self) -> None:
+        """One of several forwards has been through backward, on all ranks."""
+        self.make_up(self.backward, len(self.backward.events))
+        self.backward.at = 0
+        self.rounds -= 1
+
+    def start_gather(self, events: _List, position: int) -> list[torch.Tensor]:
+        gathered = events.ahead.pop(position, None)
+        if events.ahead:  # of a forward that was left
+            self.drop_ahead(events)
+        return self.units[events.events[position][1]].start_gather() if gathered is None else gathered
+
+    def gather_ahead(self, events: _List, position: int) -> None:
+        """Start the next gather behind `position`, while the unit there computes."""
+        ahead = next((at for at in range(position + 1, len(events.events)) if events.events[at][0] == GATHER), None)
+        if ahead is None or ahead in events.ahead:
+            return
+        both = self.units[events.events[position][1]].nbytes + self.units[events.events[ahead][1]].nbytes
+        if both <= self.budget_bytes:
+            events.ahead[ahead] = self.units[events.events[ahead][1]].start_gather()
+
+    def gather_first(self, events: _List) -> None:
+        """Start the first gather, before this rank comes to its unit."""
+        if events.events and events.events[0][0] == GATHER and 0 not in events.ahead:
+            first = self.units[events.events[0][1]]
+            if first.nbytes <= self.budget_bytes:
+                events.ahead[0] = first.start_gather()
+
+    def drop_ahead(self, events: _List) -> None:
+        for position, gathered in sorted(events.ahead.items()):
+            self.units[events.events[position][1]].wait(gathered)
+        events.ahead.clear()
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The backward of a forward of the whole model begins."""
+        self.queue_callback()
+        self.rounds += 1
+        self.begun_rounds += 1
+        if self.rounds == 1:
+            self.gather_first(self.backward)
+
+    def queue_callback(self) -> None:
+        """Have autograd call `finish_backward` at the end of this backward."""
+        if not self.callback_is_queued:
+            self.callback_is_queued, self.begun_rounds, self.backward.done = True, 0, []
+            self.drop_ahead(self.forward)
+            Variable._execution_engine.queue_callback(self.finish_backward)
+
+    def start_reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> None:
+        self.reductions.append(unit.start_reduce(grads, leaves))
+        while len(self.reductions) > 1:  # one is on its way while backward goes on
+            self.finish(self.reductions.popleft())
+
+    def finish(self, reduction: Reduction) -> None:
+        """Wait for a reduction and give gradients to the parameters that this rank used."""
+        reduction.wait()
+        if reduction.deliver_used():
+            self.undecided.append(reduction)
+
+    @torch.compiler.disable
+    def finish_backward(self) -> None:
+        """Backward has ended on this rank."""
+        while self.rounds > 0:
+            self.end_round()
+        self.drop_ahead(self.backward)
+        while self.reductions:
+            self.finish(self.reductions.popleft())
+        for reduction in self.undecided:
+            reduction.deliver_unused()
+        self.undecided.clear()
+        for unit in self.units:
+            unit.hide()
+        self.backward.at, self.callback_is_queued = 0, False
+        if self.begun_rounds == 1:
+            self.backwards += 1
+            if self.backwards == self.next_comparison:  # when the model's own collectives have ended, too
+                Variable._execution_engine.queue_callback(self.compare)
+
+    def abandon(self) -> None:
+        """Drop what a backward left that raised."""
+        for reduction in self.reductions:
+            reduction.wait()
+        self.reductions.clear()
+        self.undecided.clear()
+        self.drop_ahead(self.backward)
+        for unit in self.units:
+            unit.hide()
+        self.backward.at, self.rounds, self.callback_is_queued = 0, 0, False
+
+    # --- the order of the lists --------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def compare(self) -> None:
+        """Take the order in which a rank came to its units, if that was another one; all ranks together."""
+        self.next_comparison = 2 * self.backwards
+        records = all_gather_over_mesh(self.mesh, (self.forward.done, self.backward.done))
+        called = {event for forward, _ in records for event in forward}
+        backwards = {event for _, backward in records for event in backward}
+        for forward, backward in records:
+            if set(forward) == called and set(backward) == backwards:
+                break
+        else:
+            return
+        never = [(GATHER, i) for i in range(len(self.units)) if (GATHER, i) not in called]
+        self.forward = _List(forward + never)
+        self.backward = _List([(kind, i) for _, i in reversed(never) for kind in (GATHER, REDUCE)] + backward)
