@@ -262,6 +262,7 @@ void bind_model(py::module& module) {
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("share_stats", &Model::share_stats, py::arg("other"))
       .def("keep_in_flight", &Model::keep_in_flight)
+      .def("on_unclaimed", &Model::on_unclaimed, py::arg("deliver"))
       .def("refresh", &Model::refresh, ReleaseGil())
       .def("count_step", &Model::count_step)
       .def(

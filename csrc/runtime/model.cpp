@@ -126,6 +126,14 @@ void Model::note_backward() {
 }
 
 void Model::deliver_unclaimed() {
+  if (deliver_) {
+    Unclaimed unclaimed;
+    for (auto& param : params_) {
+      if (param->unclaimed.defined()) unclaimed.emplace_back(param->index, std::exchange(param->unclaimed, {}));
+    }
+    if (!unclaimed.empty()) deliver_(std::move(unclaimed));
+    return;
+  }
   const ParamState* freed = nullptr;
   for (auto& param : params_) {
     if (!param->unclaimed.defined()) continue;

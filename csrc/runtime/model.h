@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/microbatch_cache.h"
@@ -47,6 +49,9 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void add_unclaimed(int64_t index, at::Tensor gradient) override;
   void deliver_unclaimed() override;
   void drop_unclaimed() override;
+  // From now on, `deliver` is given what is unclaimed, by the parameter's index, at the end of a backward.
+  using Unclaimed = std::vector<std::pair<int64_t, at::Tensor>>;
+  void on_unclaimed(std::function<void(Unclaimed)> deliver) { deliver_ = std::move(deliver); }
 
   Stats stats() { return stats_->get(); }
   void reset_stats() { stats_->reset(); }
@@ -100,6 +105,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   MicrobatchCache cache_;
   std::mutex mutex_;
   bool keeps_in_flight_ = false;
+  std::function<void(Unclaimed)> deliver_;
   int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none
 };
 

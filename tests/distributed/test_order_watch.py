@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.meshes import short_mesh
-from zcompile.sharding import model_state
+from tests.support.meshes import short_mesh, without_agreement
 from zcompile.sharding.order_watch import difference
 
 
@@ -25,19 +24,12 @@ class Two(nn.Module):
         return (self.b if second else self.a)(x)
 
 
-def shard_without_agreement(model, seconds, monkeypatch):
-    """`model`, sharded as over NCCL."""
-    groups_of = model_state.groups_of
-    monkeypatch.setattr(model_state, "groups_of", lambda *args: {**groups_of(*args), "control": ""})
-    return zcompile.shard(model, short_mesh(seconds))
-
-
 MESSAGE = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weight' on rank [01]"
 
 
 def rank_reads_another(rank, world):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        model = shard_without_agreement(Two(), 5, monkeypatch)
+    with without_agreement():
+        model = zcompile.shard(Two(), short_mesh(5))
     model(torch.ones(1, 6), False)
     with pytest.raises(RuntimeError, match=MESSAGE):
         for _ in range(100):
@@ -47,8 +39,8 @@ def rank_reads_another(rank, world):
 
 def rank_waits_for_one_that_was_told(rank, world):
     """Rank 1 is in a wait that times out when the watch finds the difference."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        model = shard_without_agreement(Two(), 5, monkeypatch)
+    with without_agreement():
+        model = zcompile.shard(Two(), short_mesh(5))
     model(torch.ones(1, 6), False)
     model(torch.ones(1, 6), rank == 1)
     with pytest.raises(RuntimeError, match=MESSAGE):
@@ -66,8 +58,8 @@ def test_a_rank_in_a_wait_is_told_why_it_ends(ranks):
 
 
 def rank_trains_alike(rank, world):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        model = shard_without_agreement(Two(), 5, monkeypatch)
+    with without_agreement():
+        model = zcompile.shard(Two(), short_mesh(5))
     for _ in range(50):
         time.sleep(0.04 * rank)
         for second in (False, True):

@@ -28,6 +28,11 @@ def sharded(model, **how):
         return zcompile.shard(model, **{"units": [type(model.layers[0].experts)], **how})
 
 
+def agreed(model):
+    """`model` with its experts as units, and with the agreement that ranks on CPU have."""
+    return zcompile.shard(model, units=[type(model.layers[0].experts)])
+
+
 def compiled(model, inner="aot_eager", **how):
     sharded(model, **how).compile(backend="zcompile", options={"inner": inner})
     return model
@@ -57,6 +62,7 @@ PREPARED = {
     "one unit": lambda model: sharded(model, units=[model]),
     "whole layers": lambda model: sharded(model, units=list(model.layers)),
     "whole layers compiled": lambda model: compiled(model, units=list(model.layers)),
+    "agreed": agreed,
     "native reduce": lambda model: sharded(model, native_reduce=True),
 }
 
@@ -106,6 +112,18 @@ def rank_skips(rank, world, prepared, skipped):
 @pytest.mark.parametrize("skipped", [(0,), (1,), (2,)])
 def test_a_rank_may_skip_a_unit(ranks, prepared, skipped):
     ranks(2).run(rank_skips, prepared, skipped)
+
+
+def rank_skips_layers(rank, world, skipped):
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip=skipped if rank == 1 else ())
+
+    train_beside(rank, world, agreed, make=MixtureModel, loss=loss, steps=3)
+
+
+@pytest.mark.parametrize("skipped", [(0,), (1, 2), (0, 1, 2)])
+def test_a_rank_may_skip_layers_where_ranks_agree(ranks, skipped):
+    ranks(2).run(rank_skips_layers, skipped)
 
 
 def rank_skips_in_the_first_step(rank, world):

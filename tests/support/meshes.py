@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.sharding import model_state
+from zcompile.sharding import process_groups
 
 
 def short_mesh(seconds: float) -> DeviceMesh:
@@ -19,7 +19,6 @@ def short_mesh(seconds: float) -> DeviceMesh:
 @contextlib.contextmanager
 def without_agreement() -> Iterator[None]:
     """What is sharded inside starts collectives as over NCCL: ranks on CPU do not agree before each."""
-    groups_of = model_state.groups_of
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(model_state, "groups_of", lambda *args: {**groups_of(*args), "control": ""})
+        monkeypatch.setattr(process_groups, "ranks_agree", lambda mesh: False)
         yield

@@ -3,13 +3,12 @@
 import pytest
 
 import zcompile
-from zcompile.sharding import model_state, order_watch
+from zcompile.sharding import order_watch, process_groups
 
 
 def patch_agreement(monkeypatch, period_s):
     """Models sharded from now on do without. The thread that compares their ranks does so once in `period_s`."""
-    groups_of = model_state.groups_of
-    monkeypatch.setattr(model_state, "groups_of", lambda *args: {**groups_of(*args), "control": ""})
+    monkeypatch.setattr(process_groups, "ranks_agree", lambda mesh: False)
     monkeypatch.setattr(order_watch, "PERIOD_S", period_s)
 
 

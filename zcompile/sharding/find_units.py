@@ -1,10 +1,67 @@
-"""Which modules of a model are units; see [Note: units] in units.py."""
+"""Which modules of a model are units; see [Note: units] in units.py.
 
+Unless the user says which, those whose forward loops over experts: it reads the experts that this rank's tokens hit.
+Experts that are one grouped product for all tokens are none. They read the same on all ranks, and a compiled graph
+plans their gathers.
+"""
+
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
 UnitLike = type[nn.Module] | nn.Module
+
+
+def default_units(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` whose forward loops over experts."""
+    return [module for module in model.modules() if loops_over_experts(module)]
+
+
+def loops_over_experts(module: nn.Module) -> bool:
+    """Whether `module` reads experts one by one, so that other ranks may read others.
+
+    It says so (Hugging Face), it has a list of experts, or its forward reads its own parameters in a loop.
+    """
+    implementation = experts_implementation(module)
+    if implementation is not None:
+        return implementation == "eager"
+    if type(module).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+        return False
+    is_list_of_experts = "expert" in type(module).__name__.lower() and _is_list(module)
+    has_list_of_experts = any("expert" in name.lower() and _is_list(child) for name, child in module.named_children())
+    return is_list_of_experts or has_list_of_experts or _reads_in_loop(module)
+
+
+def experts_implementation(module: nn.Module) -> str | None:
+    """How a module of Hugging Face computes its experts, as it says at its next forward; None for any other module."""
+    if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+        return None
+    found: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether `module` is a list of several modules that have parameters."""
+    with_parameters = [each for each in module.children() if next(each.parameters(), None) is not None]
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(with_parameters) > 1
+
+
+def _reads_in_loop(module: nn.Module) -> bool:
+    """Whether a class of experts reads a parameter of its own in a loop of its forward."""
+    names = {name for name, parameter in module._parameters.items() if parameter is not None and parameter.ndim == 3}
+    if not names or "expert" not in type(module).__name__.lower():
+        return False
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward)))
+    except (OSError, TypeError):
+        return False
+    loops = (node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.For, ast.While)))
+    reads: Iterable[Any] = (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Attribute))
+    return any(read.attr in names and isinstance(read.value, ast.Name) and read.value.id == "self" for read in reads)
 
 
 def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Module]:

@@ -95,6 +95,11 @@ def next_number(mesh: DeviceMesh) -> int:
     return number
 
 
+def ranks_agree(mesh: DeviceMesh) -> bool:
+    """Whether the ranks of `mesh` agree before each collective. They do on CPU; see csrc/transport/rank_agreement.h."""
+    return mesh.device_type == "cpu" and mesh.size() > 1
+
+
 def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None, for_units: bool = False) -> dict[str, Any]:
     """Process groups of the runtime, by name; see `Groups` in csrc/transport/context.h.
 
@@ -111,7 +116,7 @@ def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None, for_units: bool = Fal
         key = (use, tuple(dist.get_process_group_ranks(group)), mesh.device_type, timeout, nccl_max_ctas)
         return shared_group(key, lambda: new_group(group, nccl_max_ctas, timeout))
 
-    if for_units and several:
+    if for_units and several and not ranks_agree(mesh):
         units = own("units", shard_group).group_name
         return {
             "gather": units,
@@ -126,7 +131,7 @@ def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None, for_units: bool = Fal
         "gather": limited(shard_group).group_name,
         "reduce": own("reduce", shard_group).group_name if several else shard_group.group_name,
         "replicate": limited(mesh.get_group(0)).group_name if mesh.ndim == 2 else "",
-        "control": control_group(mesh).group_name if mesh.device_type == "cpu" and several else "",
+        "control": control_group(mesh).group_name if ranks_agree(mesh) else "",
         "rank": shard_group.rank(),
         "world": shard_group.size(),
         "number": next_number(mesh) if several else 0,

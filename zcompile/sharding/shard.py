@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
-from zcompile.sharding.find_units import UnitLike, check_units, find_units
+from zcompile.sharding.find_units import UnitLike, check_units, default_units, find_units
 from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of
 from zcompile.sharding.optimizer_steps import count_steps
@@ -39,7 +39,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
-    units: Iterable[UnitLike] = (),
+    units: Iterable[UnitLike] | None = None,
     nccl_max_ctas: int | None = None,
     native_reduce: bool = False,
 ) -> nn.Module:
@@ -65,7 +65,8 @@ def shard(
             experts that tokens hit does. When the forward of one begins, all parameters of it and of the modules below
             it are gathered together, whatever of them it reads; backward gathers them again, and reduces all gradients
             together. Compiled code ends before a unit and begins again inside of it and behind it. A unit inside of
-            another is a part of that. Every step moves every unit, also one that no rank calls.
+            another is a part of that. Every step moves every unit, also one that no rank calls. Default: modules that
+            loop over experts, as far as that can be seen (README.md); an empty list for none.
         nccl_max_ctas: most SMs (thread blocks) that one of NCCL's kernels takes from compute. Gathers and reduces, and
             sums over replicas, then go over groups of zcompile's own instead of the mesh's. Default: NCCL's choice. The
             environment variable NCCL_MAX_CTAS limits all groups of a process and takes precedence. Peer to peer, only
@@ -94,7 +95,7 @@ def shard(
     check_mesh(mesh)
     mesh = mesh or default_mesh(model)
     ignored = {id(parameter) for parameter in ignored_params}
-    wanted_units = list(units)
+    wanted_units = default_units(model) if units is None and isinstance(model, nn.Module) else list(units or ())
     error = (
         check_model(model, mesh, ignored, param_dtype, reduce_dtype)
         or check_max_ctas(mesh, nccl_max_ctas)

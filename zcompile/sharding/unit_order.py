@@ -15,10 +15,13 @@ gather behind compute.
 This holds for forwards of the model that was sharded. Where only a part of it is called, or a compiled function calls
 it, units are gathered and reduced as ranks come to them, and all ranks must come to the same ones.
 
+Where ranks agree before each collective (on CPU), no lists are needed: they agree on those of units, too.
+
 At first the lists have units in the order of `named_modules`. After a backward, ranks compare what they did, and take
 the order of one that called all units that others called.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,7 +70,18 @@ def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
     """Give `units` of the model of `state` their order; it knows how much memory it may have."""
     if state.units is not None:
         state.units.memory_bytes = state.memory_bytes
-        state.unit_order = state.units.unit_order = UnitOrder(units, state.mesh, state.memory_bytes // 16)
+        ranks_agree = bool(state.units.groups["control"])
+        order = UnitOrder(units, state.mesh, state.memory_bytes // 16, ranks_agree)
+        state.unit_order = state.units.unit_order = order
+        if ranks_agree:
+            reference = weakref.ref(order)
+
+            def deliver(unclaimed: Sequence[tuple[int, torch.Tensor]]) -> None:
+                order = reference()
+                if order is not None:
+                    order.deliver_unclaimed(unclaimed)
+
+            state.units.runtime.on_unclaimed(deliver)
 
 
 class _List:
@@ -88,9 +102,13 @@ class UnitOrder:
     What others call is not compiled, although code around a unit may be.
     """
 
-    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
-        """`budget_bytes`: most bytes of unsharded units at once if one is gathered ahead; the same on all ranks."""
-        self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
+    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int, ranks_agree: bool):
+        """
+        Args:
+            budget_bytes: most bytes of unsharded units at once if one is gathered ahead; the same on all ranks.
+            ranks_agree: they do before each collective.
+        """
+        self.units, self.mesh, self.budget_bytes, self.ranks_agree = list(units), mesh, budget_bytes, ranks_agree
         indices = range(len(self.units))
         self.forward = _List([(GATHER, i) for i in indices])
         self.backward = _List([(kind, i) for i in reversed(indices) for kind in (GATHER, REDUCE)])
@@ -112,7 +130,10 @@ class UnitOrder:
         if self.callback_is_queued:  # the last backward raised
             self.abandon()
         self.drop_ahead(self.forward)
-        self.forward.at, self.forward.done, self.in_root = 0, [], True
+        self.in_root = True
+        if self.ranks_agree:
+            return
+        self.forward.at, self.forward.done = 0, []
         self.gather_first(self.forward)
 
     @torch.compiler.disable
@@ -120,8 +141,10 @@ class UnitOrder:
         """It ended, with `result`: see to it that its backward makes up for units that this rank skipped."""
         if in_backward():
             return
-        self.make_up(self.forward, len(self.forward.events))
         self.in_root = False
+        if self.ranks_agree:
+            return
+        self.make_up(self.forward, len(self.forward.events))
         begun = False
 
         @torch.compiler.disable
@@ -145,6 +168,10 @@ class UnitOrder:
     @torch.compiler.disable
     def gather(self, unit: Unit) -> list[torch.Tensor]:
         """The unsharded parameters of `unit`, for its forward or backward to read, in the order of `unit.sharded`."""
+        if self.ranks_agree:
+            gathered = unit.start_gather()
+            unit.wait(gathered)
+            return gathered
         events = self.backward if in_backward() else self.forward
         if events is self.backward:
             self.queue_callback()
@@ -161,6 +188,9 @@ class UnitOrder:
     def reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> None:
         """Reduce the gradients of one forward of `unit`: None for a parameter that is frozen or that was not used."""
         self.queue_callback()
+        if self.ranks_agree:
+            self.finish(unit.start_reduce(grads, leaves))
+            return
         event = (REDUCE, unit.index)
         self.backward.done.append(event)
         self.come_to(self.backward, event)
@@ -277,6 +307,15 @@ class UnitOrder:
             self.backwards += 1
             if self.backwards == self.next_comparison:  # when the model's own collectives have ended, too
                 Variable._execution_engine.queue_callback(self.compare)
+
+    def deliver_unclaimed(self, unclaimed: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Where ranks agree: what this rank took part in reducing for others, by the runtime's index.
+
+        Of parameters that no rank used, it is zeros, and the unsharded model has no gradient.
+        """
+        by_index = dict(unclaimed)
+        for unit in self.units:
+            unit.deliver_unclaimed(by_index)
 
     def abandon(self) -> None:
         """Drop what a backward left that raised."""

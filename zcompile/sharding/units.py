@@ -16,7 +16,7 @@ what a rank happens to have in memory. In which order units come is in unit_orde
 import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -69,7 +69,7 @@ class Unit:
         count = len(self.sharded)
         self.world: int = state.groups["world"]
         self.use = torch.zeros(count, device=leaves[0].device)  # the shard of [world * count]; its values say nothing
-        state.runtime.add(
+        self.use_index = state.runtime.add(
             name=f"{name}: which parameters were used",
             shard=self.use,
             shape=[self.world * count],
@@ -130,6 +130,19 @@ class Unit:
         wires.append(flags.repeat(self.world))  # each rank gets its slice of this, too
         started = reduce_group_start(wires, [*(leaves[i] for i in trained), self.use])
         return Reduction(self, trained, [used[i] for i in trained], started, wires)
+
+    def deliver_unclaimed(self, by_index: Mapping[int, torch.Tensor]) -> None:
+        """Give gradients to the parameters that other ranks used in forwards that this rank did not run.
+
+        Args:
+            by_index: the reduced gradients, by the runtime's index.
+        """
+        if self.use_index not in by_index:
+            return
+        counts = by_index[self.use_index].tolist()
+        for sharded, count in zip(self.sharded, counts, strict=True):
+            if count > 0 and sharded.index in by_index:
+                _deliver(sharded, by_index[sharded.index])
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let reads of the parameters give `tensors`."""
