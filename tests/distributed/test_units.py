@@ -71,12 +71,19 @@ def rank_trains(rank, world, prepared, experts):
     train_beside(rank, world, PREPARED[prepared], make=lambda: MixtureModel(experts), loss=routed_loss, steps=5)
 
 
-@pytest.mark.parametrize("experts", [Experts, StackedExperts])
-@pytest.mark.parametrize("prepared", PREPARED)
+CASES = [(prepared, experts) for prepared in PREPARED for experts in (Experts, StackedExperts)]
+SHORT = [("eager", Experts), ("compiled", StackedExperts), ("checkpointed", Experts), ("agreed", Experts)]
+
+
+@pytest.mark.parametrize(
+    ("prepared", "experts"),
+    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.matrix) for case in CASES],
+)
 def test_ranks_may_hit_different_experts(ranks, prepared, experts):
     ranks(2).run(rank_trains, prepared, experts)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("prepared", ["eager", "compiled"])
 def test_three_ranks_may_hit_different_experts(ranks, prepared):
     ranks(3).run(rank_trains, prepared, Experts)
@@ -87,6 +94,7 @@ def rank_trains_under_inductor(rank, world):
     train_beside(rank, world, prepare, make=lambda: MixtureModel(Experts, 2), loss=routed_loss, steps=3)
 
 
+@pytest.mark.matrix
 def test_experts_compiled_by_inductor_train_as_unsharded(ranks):
     ranks(2).run(rank_trains_under_inductor)
 
@@ -108,8 +116,8 @@ def rank_skips(rank, world, prepared, skipped):
     train_beside(rank, world, PREPARED[prepared], make=MixtureModel, loss=loss, steps=4)
 
 
-@pytest.mark.parametrize("prepared", ["eager", "compiled"])
-@pytest.mark.parametrize("skipped", [(0,), (1,), (2,)])
+@pytest.mark.parametrize("prepared", ["eager", pytest.param("compiled", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("skipped", [(0,), pytest.param((1,), marks=pytest.mark.matrix), (2,)])
 def test_a_rank_may_skip_a_unit(ranks, prepared, skipped):
     ranks(2).run(rank_skips, prepared, skipped)
 
@@ -121,6 +129,7 @@ def rank_skips_layers(rank, world, skipped):
     train_beside(rank, world, agreed, make=MixtureModel, loss=loss, steps=3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("skipped", [(0,), (1, 2), (0, 1, 2)])
 def test_a_rank_may_skip_layers_where_ranks_agree(ranks, skipped):
     ranks(2).run(rank_skips_layers, skipped)
@@ -133,6 +142,7 @@ def rank_skips_in_the_first_step(rank, world):
     train_beside(rank, world, sharded, make=lambda: MixtureModel(Experts, 4), loss=loss, steps=4)
 
 
+@pytest.mark.matrix
 def test_each_rank_may_skip_another_unit(ranks):
     ranks(2).run(rank_skips_in_the_first_step)
 
@@ -144,6 +154,7 @@ def rank_accumulates(rank, world):
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=3, microbatches=3)
 
 
+@pytest.mark.matrix
 def test_gradients_of_units_accumulate(ranks):
     ranks(2).run(rank_accumulates)
 
@@ -180,6 +191,7 @@ def rank_trains_in_bf16(rank, world):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2, tolerance=2 * BF16)
 
 
+@pytest.mark.matrix
 def test_a_param_dtype_travels(ranks):
     ranks(2).run(rank_trains_in_bf16)
 
@@ -296,6 +308,7 @@ def rank_keeps_the_graph(rank, world):
             close(ours.grad, theirs.grad, 2e-5, name)
 
 
+@pytest.mark.matrix
 def test_a_graph_may_have_two_backwards(ranks):
     ranks(2).run(rank_keeps_the_graph)
 
@@ -308,6 +321,7 @@ def rank_sums_two_forwards(rank, world):
     train_beside(rank, world, sharded, make=MixtureModel, loss=loss, steps=4)
 
 
+@pytest.mark.matrix
 def test_two_forwards_may_have_one_backward(ranks):
     ranks(2).run(rank_sums_two_forwards)
 
@@ -324,6 +338,7 @@ def rank_evaluates_between(rank, world):
     train_beside(rank, world, sharded, make=MixtureModel, loss=routed_loss, steps=3, after_step=evaluate)
 
 
+@pytest.mark.matrix
 def test_evaluation_between_steps_changes_nothing(ranks):
     ranks(2).run(rank_evaluates_between)
 
@@ -366,6 +381,7 @@ def rank_freezes_all_experts(rank, world):
     )
 
 
+@pytest.mark.matrix
 def test_a_unit_may_be_frozen(ranks):
     ranks(2).run(rank_freezes_all_experts)
 
@@ -420,6 +436,7 @@ def rank_saves_and_loads(rank, world):
         close(routed_loss(model, 1, 0), routed_loss(other, 1, 0), 1e-6, "loss")
 
 
+@pytest.mark.matrix
 def test_a_state_dict_of_units_is_that_of_any_sharded_model(ranks):
     ranks(2).run(rank_saves_and_loads)
 

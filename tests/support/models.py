@@ -160,8 +160,11 @@ LLAMA4 = {
 }
 
 
-def hugging_face(name: str) -> nn.Module:
+def hugging_face(name: str, experts: str = "batched_mm") -> nn.Module:
     """A small `name` from transformers.
+
+    Args:
+        experts: how a mixture computes its experts: "eager" loops over those that tokens hit.
 
     Raises:
         KeyError: no such model is known here.
@@ -180,7 +183,7 @@ def hugging_face(name: str) -> nn.Module:
     }[name]
     config = config_class(**sizes)
     if name in ("mixtral", "deepseek_v3", "llama4"):
-        config._experts_implementation = "batched_mm"
+        config._experts_implementation = experts
     model = model_class(config)
     if name == "gpt2":
         model.loss_type = "ForCausalLM"  # else it logs a warning in forward, which breaks any full graph

@@ -19,7 +19,7 @@ from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, replaced_message
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
-from zcompile.sharding.units import unit_forward
+from zcompile.sharding.units import call_unit
 from zcompile.sharding.unshard import whole_parameters
 
 gather = torch.ops.zcompile.gather.default
@@ -130,11 +130,12 @@ def _sharded_class(base: type, kind: _Kind) -> type:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter}
         if hasattr(base, "reset_parameters"):
             namespace["reset_parameters"] = _reset_parameters
-    namespace |= {"__call__": counting_call(base, kind.is_root), "__module__": base.__module__}
+    namespace |= {
+        "__call__": counting_call(base, kind.is_root, call_unit if kind.is_unit else None),
+        "__module__": base.__module__,
+    }
     if issubclass(base, nn.RNNBase):
         namespace |= recurrent_members(param_dtype, one_by_one=kind.single_rank or kind.in_unit)
-    if kind.is_unit:
-        namespace["forward"] = unit_forward
     return type(base.__name__, (base,), namespace)
 
 

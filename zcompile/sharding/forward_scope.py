@@ -52,24 +52,29 @@ def _enter(*states: ShardedModel) -> bool:
     return sum(state.enter_forward() for state in states) > 0  # of all: each lets its leaves follow
 
 
-def counting_call(base: type[nn.Module], is_root: bool) -> Callable[..., Any]:
+def counting_call(
+    base: type[nn.Module], is_root: bool, around: Callable[[Any, Any, Any, Any], Any] | None
+) -> Callable[..., Any]:
     """A `__call__` for a subclass of `base` whose instances belong to a sharded model.
 
     Args:
         is_root: they are the whole model, and have units; see [Note: order of units] in unit_order.py.
+        around: of units: calls its first argument with the module and what the other two are, positional and keyword
+            arguments.
     """
     # Of a module that has a compiled call, too, Dynamo traces the plain one.
     traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return traced_call(self, *args, **kwargs)
+            return traced_call(self, *args, **kwargs) if around is None else around(traced_call, self, args, kwargs)
         enters = _thread.forwards == 0 or self._compiled_call_impl is not None
         if enters and _enter(self.__dict__[STATE]):
             return call_eagerly(base.__call__, (self, *args), kwargs)
         _thread.forwards += 1
         try:
-            return base.__call__(self, *args, **kwargs)  # looked up now: tracers of modules patch it
+            call = base.__call__  # looked up now: tracers of modules patch it
+            return call(self, *args, **kwargs) if around is None else around(call, self, args, kwargs)
         finally:
             _thread.forwards -= 1
 

@@ -403,20 +403,19 @@ def _begin(module: Any) -> "tuple[Unit, UnitForward | None] | None":
 
 
 @torch._dynamo.disable(recursive=False, reason="a unit gathers its parameters before its forward: see zcompile.shard")
-def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module that is a unit."""
-    forward = super(type(self), self).forward
-    begun = _begin(self)
+def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """`call(module, *args, **kwargs)`, which calls a module that is a unit, with its hooks."""
+    begun = _begin(module)
     if begun is None:
-        is_open = self.__dict__[UNIT].is_open  # it calls itself
-        return forward(*args, **kwargs) if is_open else call_eagerly(forward, args, kwargs)
+        is_open = module.__dict__[UNIT].is_open  # it calls itself
+        return call(module, *args, **kwargs) if is_open else call_eagerly(call, (module, *args), kwargs)
     unit, run = begun
     unit.is_open = True
     try:
         if run is None:
-            return forward(*args, **kwargs)
+            return call(module, *args, **kwargs)
         with run.enter():
-            result = forward(*args, **kwargs)
+            result = call(module, *args, **kwargs)
     finally:
         unit.is_open = False
         if run is None:

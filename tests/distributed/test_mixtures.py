@@ -1,0 +1,78 @@
+"""Mixtures of experts from transformers whose ranks route differently, without an agreement between ranks."""
+
+import functools
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import zcompile
+from tests.support.meshes import without_agreement
+from tests.support.models import hugging_face, hugging_face_loss
+from tests.support.reference import train_beside
+from zcompile.sharding.model_state import state_of
+
+INNERS = (None, "aot_eager", "inductor")
+UNITS = {"mixtral": "MixtralExperts", "deepseek_v3": "DeepseekV3Experts", "llama4": None}
+
+
+def sharded(model, inner=None):
+    with without_agreement():
+        zcompile.shard(model)
+    if inner is not None:
+        model.compile(backend="zcompile", options={"inner": inner})
+    return model
+
+
+def rank_trains(rank, world, name, experts, inner):
+    torch.manual_seed(0)
+    model = train_beside(
+        rank,
+        world,
+        functools.partial(sharded, inner=inner),
+        make=functools.partial(hugging_face, name, experts=experts),
+        loss=functools.partial(hugging_face_loss, name),
+        steps=4,
+    )
+    order = state_of(model).unit_order
+    wanted = UNITS[name] if experts == "eager" else None
+    assert (order is None) == (wanted is None)
+    if wanted is not None:
+        assert all(unit.name.endswith("experts") for unit in order.units) and len(order.units) >= 1
+
+
+CASES = [(name, experts, inner) for name in UNITS for experts in ("eager", "batched_mm") for inner in INNERS]
+SHORT = [("deepseek_v3", "eager", None), ("mixtral", "eager", "aot_eager")]
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "inner"),
+    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.matrix) for case in CASES],
+)
+def test_a_mixture_trains_as_unsharded(ranks, name, experts, inner):
+    ranks(2).run(rank_trains, name, experts, inner)
+
+
+def rank_counts_compilations(rank, world, name):
+    """Hooks, checkpoints, and experts that Dynamo does not trace."""
+    torch.manual_seed(0)
+    model = hugging_face(name, experts="eager")
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        mixture = layer.feed_forward if name == "llama4" else layer.mlp
+        mixture.register_forward_hook(lambda module, args, out: None)
+        if hasattr(mixture, "experts"):
+            mixture.experts.forward = torch._dynamo.disable(mixture.experts.forward)
+    sharded(model, inner="aot_eager")
+    compilations = []
+    for step in range(6):
+        counters.clear()
+        hugging_face_loss(name, model, step, rank).backward()
+        compilations.append(counters["stats"]["unique_graphs"])
+    assert compilations[0] > 0 and not any(compilations[2:]), compilations
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama4", marks=pytest.mark.matrix), "deepseek_v3"])
+def test_compilations_end_after_two_steps_whatever_the_routing(ranks, name):
+    ranks(2).run(rank_counts_compilations, name)
