@@ -261,6 +261,7 @@ void bind_model(py::module& module) {
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("share_stats", &Model::share_stats, py::arg("other"))
+      .def("begin_forward", &Model::begin_forward)
       .def("keep_in_flight", &Model::keep_in_flight)
       .def("on_unclaimed", &Model::on_unclaimed, py::arg("deliver"))
       .def("refresh", &Model::refresh, ReleaseGil())

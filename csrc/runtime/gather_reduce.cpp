@@ -94,6 +94,7 @@ std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::Scal
     if (params.size() > 1) range_of_param.emplace("gather", param, dtype);
     auto [unsharded, padded] = make_unsharded(*param, dtype, only_read);
     model.count_gather(unsharded);
+    model.note_gather(*param);
     results.push_back(std::move(unsharded));
     requests.push_back({param, std::move(padded)});
   }

@@ -111,6 +111,22 @@ void Model::clear_squares() {
   if (!to_clear.empty()) at::_foreach_zero_(to_clear);
 }
 
+std::pair<int64_t, int64_t> Model::begin_forward() {
+  ++forward_;
+  const auto repeated = std::exchange(repeated_, -1);
+  return {repeated, repeated < 0 ? 0 : state(repeated).gathers};
+}
+
+void Model::note_gather(ParamState& param) {
+  constexpr int64_t often = 5;  // more than modules share an embedding
+  if (param.forward != forward_) {
+    param.forward = forward_;
+    param.gathers = 0;
+  }
+  const auto is_forward = torch::autograd::get_current_graph_task_id() == -1;
+  if (++param.gathers == often && is_forward && repeated_ < 0) repeated_ = param.index;
+}
+
 void Model::note_backward() {
   const int64_t id = torch::autograd::get_current_graph_task_id();
   {

@@ -85,6 +85,10 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
   void clear_squares();
 
+  // A forward begins. Returns a parameter that the last one gathered again and again, and how often, or -1.
+  std::pair<int64_t, int64_t> begin_forward();
+  void note_gather(ParamState& param);
+
   // An optimizer stepped with parameters of this model, outside of backward.
   void count_step();
   // See OrderLog::of_model.
@@ -104,6 +108,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::shared_ptr<StatsCounter> stats_ = std::make_shared<StatsCounter>();
   MicrobatchCache cache_;
   std::mutex mutex_;
+  int64_t forward_ = 0;
+  int64_t repeated_ = -1;  // index of a parameter
   bool keeps_in_flight_ = false;
   std::function<void(Unclaimed)> deliver_;
   int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none

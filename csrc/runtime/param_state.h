@@ -35,6 +35,9 @@ struct ParamState : ShardedParam {
   std::map<at::ScalarType, WeakNode> backward;
   std::optional<c10::VariableVersion> unsharded_version;
 
+  int64_t forward = -1;  // number of the forward that last gathered it,
+  int64_t gathers = 0;  // and how often
+
   bool is_whole = false;  // inside of zcompile.unshard: the modules have it whole, and its values may be others
 
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank asked for

@@ -1,6 +1,7 @@
 """Mixtures of experts from transformers whose ranks route differently, without an agreement between ranks."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support.meshes import without_agreement
+from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.models import hugging_face, hugging_face_loss
 from tests.support.reference import train_beside
 from zcompile.sharding.model_state import state_of
@@ -76,3 +78,32 @@ def rank_counts_compilations(rank, world, name):
 @pytest.mark.parametrize("name", [pytest.param("llama4", marks=pytest.mark.matrix), "deepseek_v3"])
 def test_compilations_end_after_two_steps_whatever_the_routing(ranks, name):
     ranks(2).run(rank_counts_compilations, name)
+
+
+def rank_reads_in_a_loop(rank, world):
+    model = zcompile.shard(MixtureModel(StackedExperts), units=[])
+    x = torch.randn(40, WIDTH)
+    with pytest.warns(UserWarning, match=r"gathered parameter 'layers.0.experts.\w+' .*units=\[StackedExperts\]"):
+        for _ in range(2):
+            model(x, list(range(EXPERTS))).sum().backward()
+    quiet = zcompile.shard(MixtureModel(StackedExperts))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            quiet(x, list(range(EXPERTS))).sum().backward()
+
+
+def test_a_loop_that_is_no_unit_is_warned_of(ranks):
+    ranks(2).run(rank_reads_in_a_loop)
+
+
+def rank_changes_the_implementation(rank, world):
+    model = hugging_face("mixtral", "grouped_mm")
+    zcompile.shard(model)
+    model.config._experts_implementation = "eager"
+    with pytest.raises(RuntimeError, match=r"computes its experts by 'eager' .* set it before zcompile.shard"):
+        hugging_face_loss("mixtral", model, 0, rank)
+
+
+def test_experts_that_loop_only_after_sharding_are_refused(ranks):
+    ranks(2).run(rank_changes_the_implementation)

@@ -8,9 +8,11 @@ plans their gathers.
 import ast
 import inspect
 import textwrap
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 UnitLike = type[nn.Module] | nn.Module
@@ -44,6 +46,27 @@ def experts_implementation(module: nn.Module) -> str | None:
     return found
 
 
+class ExpertsImplementation:
+    """How a module of Hugging Face computed its experts when the model was sharded."""
+
+    def __init__(self, path: str, module: nn.Module):
+        self.path, self.module, self.at_shard = path, weakref.ref(module), experts_implementation(module)
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: it loops over its experts now and did not then, or the reverse.
+        """
+        module = self.module()
+        now = None if module is None else experts_implementation(module)
+        if now != self.at_shard and now is not None and "eager" in (now, self.at_shard):
+            raise RuntimeError(
+                f"zcompile: '{self.path}' computes its experts by '{now}' (config._experts_implementation), and did by "
+                f"'{self.at_shard}' when the model was sharded (rank {dist.get_rank()}). A loop over experts is "
+                "gathered in another way than a product of all of them: set it before zcompile.shard."
+            )
+
+
 def _is_list(module: nn.Module) -> bool:
     """Whether `module` is a list of several modules that have parameters."""
     with_parameters = [each for each in module.children() if next(each.parameters(), None) is not None]
@@ -62,6 +85,11 @@ def _reads_in_loop(module: nn.Module) -> bool:
     loops = (node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.For, ast.While)))
     reads: Iterable[Any] = (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Attribute))
     return any(read.attr in names and isinstance(read.value, ast.Name) and read.value.id == "self" for read in reads)
+
+
+def implementations(model: nn.Module) -> list[ExpertsImplementation]:
+    """Of the modules of `model` that have several."""
+    return [ExpertsImplementation(p, m) for p, m in model.named_modules() if experts_implementation(m) is not None]
 
 
 def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Module]:

@@ -17,6 +17,7 @@ holds nothing: torch's garbage collector does not see what a post-accumulate hoo
 
 import functools
 import math
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from zcompile import _C
 from zcompile.analysis.hardware import table_of
 from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
+from zcompile.sharding.find_units import ExpertsImplementation
 from zcompile.sharding.memory import memory_bytes_of_a_rank
 from zcompile.sharding.order_check import OrderCheck
 from zcompile.sharding.order_watch import watch_order
@@ -220,6 +222,8 @@ class ShardedModel:
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`
         self.unreduced: UnreducedParameters | None = None  # None where nobody reduces: on one rank
+        self.experts: list[ExpertsImplementation] = []  # of a model of Hugging Face
+        self.told_of_loop = False
         self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
@@ -304,6 +308,12 @@ class ShardedModel:
         """
         if self.unreduced is not None:
             self.unreduced.count_forward()
+        for experts in self.experts:
+            experts.check()
+        repeated, times = self.runtime.begin_forward()
+        if repeated >= 0 and not self.told_of_loop:
+            self.told_of_loop = True
+            warn_of_loop(next(each for each in self.parameters.values() if each.index == repeated), times)
         has_others = False
         for sharded in self.parameters.values():
             parameter, leaf = sharded.parameter, sharded.leaf
@@ -366,6 +376,16 @@ def _requires_grad_setter(sharded: ShardedParameter) -> Callable[..., nn.Paramet
         return sharded.set_requires_grad(requires_grad)
 
     return requires_grad_
+
+
+def warn_of_loop(sharded: ShardedParameter, times: int) -> None:
+    """A forward gathered a parameter again and again, as a loop over experts does that is no unit."""
+    owner = type(sharded.owners[0][0]).__name__ if sharded.owners else "its module"
+    warnings.warn(
+        f"zcompile: one forward gathered parameter '{sharded.name}' {times} times or more (rank {dist.get_rank()}): "
+        f"{owner} reads it in a loop. Make that a unit, which gathers once: zcompile.shard(model, units=[{owner}]).",
+        stacklevel=2,
+    )
 
 
 def models_of(state: ShardedModel) -> list[ShardedModel]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
-from zcompile.sharding.order_watch import Marks, order_store
+from zcompile.sharding.order_watch import UNITS_HINT, Marks, order_store
 from zcompile.sharding.process_groups import order_group, timeout_of
 
 _ABSENT = torch.iinfo(torch.int64).min
@@ -159,7 +159,7 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
             return (
                 "zcompile: ranks started different gathers and reduces before this optimizer step, so gradients are "
                 f"mixed up: {at}. No parameter was changed. Where ranks do not agree before each collective (over "
-                "NCCL), all must read the same parameters in the same order, in forward and in backward."
+                f"NCCL), all must read the same parameters in the same order, in forward and in backward. {UNITS_HINT}"
             )
     return "zcompile: ranks started different gathers and reduces, and their logs do not tell which."
 

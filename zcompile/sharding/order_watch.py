@@ -23,6 +23,11 @@ Marks = list[tuple[int, int, str]]  # number, hash and text of collectives
 PERIOD_S = 1.0
 CLOSE_S = 10.0  # longest wait for the thread at the interpreter's end
 
+UNITS_HINT = (
+    "Of a module that reads others on each rank, as a loop over experts does, make a unit: "
+    "zcompile.shard(model, units=[TheModule])."
+)
+
 _watches: dict[str, "OrderWatch"] = {}  # by the name of the group
 
 
@@ -146,6 +151,6 @@ def difference(rank: int, mine: Marks, other: int, theirs: Marks) -> str:
                 )
             return (
                 f"zcompile: ranks started different gathers and reduces, so parameters are mixed up: {at}. Over NCCL, "
-                "all ranks must read the same parameters in the same order, in forward and in backward."
+                f"all ranks must read the same parameters in the same order, in forward and in backward. {UNITS_HINT}"
             )
     return ""

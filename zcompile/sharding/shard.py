@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
-from zcompile.sharding.find_units import UnitLike, check_units, default_units, find_units
+from zcompile.sharding.find_units import UnitLike, check_units, default_units, find_units, implementations
 from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of
 from zcompile.sharding.optimizer_steps import count_steps
@@ -95,7 +95,8 @@ def shard(
     check_mesh(mesh)
     mesh = mesh or default_mesh(model)
     ignored = {id(parameter) for parameter in ignored_params}
-    wanted_units = default_units(model) if units is None and isinstance(model, nn.Module) else list(units or ())
+    by_default = units is None and isinstance(model, nn.Module)
+    wanted_units: list[UnitLike] = [*(default_units(model) if by_default else units or ())]
     error = (
         check_model(model, mesh, ignored, param_dtype, reduce_dtype)
         or check_max_ctas(mesh, nccl_max_ctas)
@@ -120,6 +121,7 @@ def shard(
     state.use_transport("auto")
     state.measure_memory()
     order_units(state, made)
+    state.experts = implementations(model) if mesh.size() > 1 else []
     state.unreduced = UnreducedParameters(model) if mesh.size() > 1 else None
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
