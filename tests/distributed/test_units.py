@@ -1,57 +1,16 @@
 """Units: what a rank reads of them may differ from rank to rank. Nothing makes ranks agree before their collectives."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.support.meshes import without_agreement
-from tests.support.mixtures import TOP, WIDTH, Expert, Experts, MixtureModel, StackedExperts
-from tests.support.reference import BF16, close, train_beside
-from zcompile.sharding.model_state import state_of
-
-ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each step; no rank ever chooses expert 4
-
-
-def routed_loss(model, step, rank, **how):
-    torch.manual_seed(100 * step + rank)
-    x = torch.randn(3 + 2 * rank + step % 2, WIDTH)
-    return model(x, ROUTES[(rank + step) % len(ROUTES)], **how).square().mean()
-
-
-def sharded(model, **how):
-    """`model` with its experts as units, and without the agreement that ranks on CPU have."""
-    with without_agreement():
-        return zcompile.shard(model, **{"units": [type(model.layers[0].experts)], **how})
-
-
-def agreed(model):
-    """`model` with its experts as units, and with the agreement that ranks on CPU have."""
-    return zcompile.shard(model, units=[type(model.layers[0].experts)])
-
-
-def compiled(model, inner="aot_eager", **how):
-    sharded(model, **how).compile(backend="zcompile", options={"inner": inner})
-    return model
-
-
-def checkpointed(model, reentrant=False, prepare=sharded):
-    """`prepare(model)`, each of its layers checkpointed."""
-    for layer in model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=reentrant)
-    return prepare(model)
-
-
-def checkpointed_inside(model, reentrant=False):
-    """`sharded(model)`, in whose units each expert is checkpointed."""
-    for expert in model.modules():
-        if isinstance(expert, Expert):
-            expert.forward = functools.partial(checkpoint, expert.forward, use_reentrant=reentrant)
-    return sharded(model)
-
+from tests.support.mixtures import TOP, WIDTH, Experts, MixtureModel, StackedExperts
+from tests.support.reference import BF16, close, same_grads, train_beside
+from tests.support.units import ROUTES, agreed, checkpointed, checkpointed_inside, compiled, routed_loss, sharded
 
 PREPARED = {
     "eager": sharded,
@@ -65,6 +24,10 @@ PREPARED = {
     "agreed": agreed,
     "native reduce": lambda model: sharded(model, native_reduce=True),
 }
+
+
+class Fault(Exception):
+    """What tests raise."""
 
 
 def rank_trains(rank, world, prepared, experts):
@@ -107,44 +70,6 @@ def rank_checkpoints_inside(rank, world, reentrant):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_unit_may_contain_checkpoints(ranks, reentrant):
     ranks(2).run(rank_checkpoints_inside, reentrant)
-
-
-def rank_skips(rank, world, prepared, skipped):
-    def loss(model, step, rank):
-        return routed_loss(model, step, rank, skip_experts=skipped if rank == 1 and step > 0 else ())
-
-    train_beside(rank, world, PREPARED[prepared], make=MixtureModel, loss=loss, steps=4)
-
-
-@pytest.mark.parametrize("prepared", ["eager", pytest.param("compiled", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("skipped", [(0,), pytest.param((1,), marks=pytest.mark.matrix), (2,)])
-def test_a_rank_may_skip_a_unit(ranks, prepared, skipped):
-    ranks(2).run(rank_skips, prepared, skipped)
-
-
-def rank_skips_layers(rank, world, skipped):
-    def loss(model, step, rank):
-        return routed_loss(model, step, rank, skip=skipped if rank == 1 else ())
-
-    train_beside(rank, world, agreed, make=MixtureModel, loss=loss, steps=3)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("skipped", [(0,), (1, 2), (0, 1, 2)])
-def test_a_rank_may_skip_layers_where_ranks_agree(ranks, skipped):
-    ranks(2).run(rank_skips_layers, skipped)
-
-
-def rank_skips_in_the_first_step(rank, world):
-    def loss(model, step, rank):
-        return routed_loss(model, step, rank, skip_experts=(rank + 1,) if step % 2 == 0 else ())
-
-    train_beside(rank, world, sharded, make=lambda: MixtureModel(Experts, 4), loss=loss, steps=4)
-
-
-@pytest.mark.matrix
-def test_each_rank_may_skip_another_unit(ranks):
-    ranks(2).run(rank_skips_in_the_first_step)
 
 
 def rank_accumulates(rank, world):
@@ -206,42 +131,29 @@ def test_units_of_replicas_train_as_unsharded(ranks):
     ranks(4).run(rank_has_replicas)
 
 
-def rank_counts_transfers(rank, world):
+def rank_fails_alone(rank, world):
+    """An expert raises on one rank, which goes on with the next batch. Ranks agree: else gloo aborts the process."""
     torch.manual_seed(0)
-    model = sharded(MixtureModel(Experts, 3), units=[Experts])
-    for step in range(3):
-        routed_loss(model, step, rank).backward()
-    zcompile.reset_stats(model)
-    routed_loss(model, 3, rank).backward()
-    moved = zcompile.stats(model)
-    of_unit = 3 * len(Experts().experts)
-    assert moved["gathers"] == 3 * (2 * of_unit + 4) + 4, moved  # each parameter of a layer once, of a unit twice
-    assert moved["reduces"] == 3 * (of_unit + 1 + 4) + 4, moved
-    one = sum(p.numel() for p in Experts().parameters()) * 4
-    dense = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name) * 4
-    assert moved["peak_unsharded_bytes"] <= 2 * one + dense, (moved, one)  # one unit, and the next on its way
-
-
-def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(ranks):
-    ranks(2).run(rank_counts_transfers)
-
-
-def rank_counts_collectives(rank, world):
+    reference = MixtureModel()
     torch.manual_seed(0)
-    model = sharded(MixtureModel(Experts, 3))
-    counts = []
-    for step in range(4):
-        routed_loss(model, step, rank, skip_experts=(1,) if rank == 1 and step == 2 else ()).backward()
-        marks = state_of(model).units.runtime.order()
-        counts.append(marks[-1][0])
-    everywhere: list = [None] * world
-    torch.distributed.all_gather_object(everywhere, marks)
-    assert everywhere[0] == everywhere[1]
-    assert counts == [9, 18, 27, 36]  # one gather in forward, one gather and one reduce in backward, of each unit
+    model = agreed(MixtureModel())
+
+    def fail(module, args):
+        handle.remove()
+        if rank == 1:
+            raise Fault
+
+    handle = model.layers[1].experts.experts[2].register_forward_pre_hook(fail)
+    with pytest.raises(Fault) if rank == 1 else contextlib.nullcontext():
+        routed_loss(model, 2, rank).backward()
+    if rank == 1:
+        routed_loss(model, 3, rank).backward()
+    (sum(routed_loss(reference, 2 + other, other) for other in range(world)) / world).backward()
+    same_grads(model, reference)
 
 
-def test_units_start_the_same_collectives_on_all_ranks(ranks):
-    ranks(2).run(rank_counts_collectives)
+def test_a_rank_may_go_on_with_another_batch_where_its_expert_failed(ranks):
+    ranks(2).run(rank_fails_alone)
 
 
 def rank_holds_memory(rank, world):
@@ -384,10 +296,6 @@ def rank_freezes_all_experts(rank, world):
 @pytest.mark.matrix
 def test_a_unit_may_be_frozen(ranks):
     ranks(2).run(rank_freezes_all_experts)
-
-
-class Fault(Exception):
-    pass
 
 
 def rank_raises_inside(rank, world):

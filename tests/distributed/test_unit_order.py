@@ -1,0 +1,147 @@
+"""In which order units gather and reduce, and how much is unsharded meanwhile."""
+
+import itertools
+
+import pytest
+import torch
+
+import zcompile
+from tests.support.mixtures import WIDTH, Experts, MixtureModel
+from tests.support.reference import train_beside
+from tests.support.units import agreed, compiled, routed_loss, sharded
+from zcompile.sharding.model_state import state_of
+
+
+def rank_skips(rank, world, prepared, skipped):
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip_experts=skipped if rank == 1 and step > 0 else ())
+
+    train_beside(rank, world, {"eager": sharded, "compiled": compiled}[prepared], make=MixtureModel, loss=loss, steps=4)
+
+
+@pytest.mark.parametrize("prepared", ["eager", pytest.param("compiled", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("skipped", [(0,), pytest.param((1,), marks=pytest.mark.matrix), (2,)])
+def test_a_rank_may_skip_a_unit(ranks, prepared, skipped):
+    ranks(2).run(rank_skips, prepared, skipped)
+
+
+def rank_skips_layers(rank, world, skipped):
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip=skipped if rank == 1 else ())
+
+    train_beside(rank, world, agreed, make=MixtureModel, loss=loss, steps=3)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("skipped", [(0,), (1, 2), (0, 1, 2)])
+def test_a_rank_may_skip_layers_where_ranks_agree(ranks, skipped):
+    ranks(2).run(rank_skips_layers, skipped)
+
+
+def rank_skips_in_the_first_step(rank, world):
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip_experts=(rank + 1,) if step % 2 == 0 else ())
+
+    train_beside(rank, world, sharded, make=lambda: MixtureModel(Experts, 4), loss=loss, steps=4)
+
+
+@pytest.mark.matrix
+def test_each_rank_may_skip_another_unit(ranks):
+    ranks(2).run(rank_skips_in_the_first_step)
+
+
+def rank_counts_transfers(rank, world):
+    torch.manual_seed(0)
+    model = sharded(MixtureModel(Experts, 3), units=[Experts])
+    for step in range(3):
+        routed_loss(model, step, rank).backward()
+    zcompile.reset_stats(model)
+    routed_loss(model, 3, rank).backward()
+    moved = zcompile.stats(model)
+    of_unit = 3 * len(Experts().experts)
+    assert moved["gathers"] == 3 * (2 * of_unit + 4) + 4, moved  # each parameter of a layer once, of a unit twice
+    assert moved["reduces"] == 3 * (of_unit + 1 + 4) + 4, moved
+    one = sum(p.numel() for p in Experts().parameters()) * 4
+    dense = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name) * 4
+    assert moved["peak_unsharded_bytes"] <= 2 * one + dense, (moved, one)  # one unit, and the next on its way
+
+
+def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(ranks):
+    ranks(2).run(rank_counts_transfers)
+
+
+def rank_counts_collectives(rank, world):
+    torch.manual_seed(0)
+    model = sharded(MixtureModel(Experts, 3))
+    counts = []
+    for step in range(4):
+        routed_loss(model, step, rank, skip_experts=(1,) if rank == 1 and step == 2 else ()).backward()
+        marks = state_of(model).units.runtime.order()
+        counts.append(marks[-1][0])
+    everywhere: list = [None] * world
+    torch.distributed.all_gather_object(everywhere, marks)
+    assert everywhere[0] == everywhere[1]
+    assert counts == [9, 18, 27, 36]  # one gather in forward, one gather and one reduce in backward, of each unit
+
+
+def test_units_start_the_same_collectives_on_all_ranks(ranks):
+    ranks(2).run(rank_counts_collectives)
+
+
+class Backwards(MixtureModel):
+    """Calls its layers in another order than that in which it has them."""
+
+    def forward(self, x, routes, skip_experts=()):
+        x = self.enter(x)
+        for i, layer in reversed(list(enumerate(self.layers))):
+            x = layer(x, routes, i in skip_experts)
+        return self.leave(x)
+
+
+def rank_calls_in_another_order(rank, world):
+    counts = [0]
+
+    def count(model, reference, step):
+        counts.append(state_of(model).units.runtime.order()[-1][0])
+
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip_experts=(1,) if rank == 1 and step == 3 else ())
+
+    train_beside(rank, world, sharded, make=Backwards, loss=loss, steps=5, after_step=count)
+    moved = [end - begin for begin, end in itertools.pairwise(counts)]
+    assert moved[0] > 9 and moved[1:] == [9] * 4, moved  # after the first step, in the order of calls
+
+
+def test_the_order_of_calls_is_learned(ranks):
+    ranks(2).run(rank_calls_in_another_order)
+
+
+def rank_gathers_nothing_ahead(rank, world):
+    def prepare(model):
+        sharded(model)
+        state_of(model).unit_order.budget_bytes = 0
+        return model
+
+    model = train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=2)
+    zcompile.reset_stats(model)
+    routed_loss(model, 3, rank).backward()
+    one = sum(p.numel() for p in Experts().parameters()) * 4
+    dense = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name) * 4
+    assert zcompile.stats(model)["peak_unsharded_bytes"] <= one + dense
+
+
+def test_a_budget_limits_what_is_gathered_ahead(ranks):
+    ranks(2).run(rank_gathers_nothing_ahead)
+
+
+def rank_never_hits_an_expert(rank, world):
+    def loss(model, step, rank):
+        torch.manual_seed(step + 50 * rank)
+        return model(torch.randn(4 + rank + step, WIDTH), [[1, 2], [0, 2, 3]][rank]).square().mean()
+
+    train_beside(rank, world, compiled, make=MixtureModel, loss=loss, steps=10, tolerance=1e-4)
+
+
+@pytest.mark.matrix
+def test_an_expert_may_have_no_token_of_a_rank_for_ten_steps(ranks):
+    ranks(2).run(rank_never_hits_an_expert)
