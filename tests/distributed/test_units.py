@@ -11,6 +11,7 @@ import zcompile
 from tests.support.mixtures import TOP, WIDTH, Experts, MixtureModel, StackedExperts
 from tests.support.reference import BF16, close, same_grads, train_beside
 from tests.support.units import ROUTES, agreed, checkpointed, checkpointed_inside, compiled, routed_loss, sharded
+from zcompile.sharding.model_state import state_of
 
 PREPARED = {
     "eager": sharded,
@@ -327,6 +328,40 @@ def rank_raises_inside(rank, world):
 
 def test_a_forward_that_raised_in_a_unit_leaves_nothing_behind(ranks):
     ranks(2).run(rank_raises_inside)
+
+
+class WithMethod(Experts):
+    """Its entry is not forward."""
+
+    def compute(self, x, chosen, weights):
+        return Experts.forward(self, x, chosen, weights)
+
+
+def rank_calls_another_method(rank, world):
+    def make():
+        model = MixtureModel(WithMethod)
+        for layer in model.layers:
+            layer.forward = functools.partial(_forward_through_method, layer)
+        return model
+
+    def prepare(model):
+        model = sharded(model)
+        for layer in model.layers:
+            zcompile.register_forward_method(layer.experts, "compute")
+        return model
+
+    model = train_beside(rank, world, prepare, make=make, loss=routed_loss, steps=3)
+    assert state_of(model).units.runtime.order()[-1][0] == 3 * 9
+
+
+def _forward_through_method(layer, x, routes, skips_experts):
+    normed = layer.norm(x)
+    weights, chosen = layer.router(normed).softmax(-1)[:, routes].topk(min(TOP, len(routes)), -1)
+    return x + layer.experts.compute(normed, torch.tensor(routes)[chosen], weights)
+
+
+def test_another_entry_of_a_unit_gathers_it(ranks):
+    ranks(2).run(rank_calls_another_method)
 
 
 def rank_saves_and_loads(rank, world):

@@ -3,6 +3,7 @@
 LEAF = "_zcompile_leaf_"  # + parameter name: the plain local shard that the module's property gathers
 SHARDED = "_zcompile_sharded_"  # + parameter name: its ShardedParameter
 STATE = "_zcompile_state"  # the ShardedModel
+AROUND = "_zcompile_around"  # of the class of units: calls their forward, and other entries
 UNIT = "_zcompile_unit"  # of a module that is one: its Unit
 UNSHARDED = "_zcompile_unsharded_"  # + parameter name: the unsharded parameter, while a forward of its unit runs
 

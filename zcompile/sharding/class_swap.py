@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile.sharding.attributes import LEAF, SHARDED, STATE, UNIT, UNSHARDED
+from zcompile.sharding.attributes import AROUND, LEAF, SHARDED, STATE, UNIT, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, replaced_message
@@ -134,6 +134,8 @@ def _sharded_class(base: type, kind: _Kind) -> type:
         "__call__": counting_call(base, kind.is_root, call_unit if kind.is_unit else None),
         "__module__": base.__module__,
     }
+    if kind.is_unit:
+        namespace[AROUND] = staticmethod(call_unit)
     if issubclass(base, nn.RNNBase):
         namespace |= recurrent_members(param_dtype, one_by_one=kind.single_rank or kind.in_unit)
     return type(base.__name__, (base,), namespace)

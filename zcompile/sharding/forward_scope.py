@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
-from zcompile.sharding.attributes import SHARDED, STATE
+from zcompile.sharding.attributes import AROUND, SHARDED, STATE
 from zcompile.sharding.model_state import ShardedModel
 
 
@@ -127,6 +127,10 @@ def call_eagerly(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _thread.forwards -= 1
 
 
+def _without_module(method: Callable[..., Any]) -> Callable[..., Any]:
+    return never_compiled_alone(lambda module, *args, **kwargs: method(*args, **kwargs))
+
+
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Let `module.name(...)` read parameters as a forward does, as `register_fsdp_forward_method` does for FSDP2.
 
@@ -147,6 +151,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not states:
         return
 
+    around = getattr(module, AROUND, None)  # of a unit
+
     @functools.wraps(method)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -155,7 +161,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             return call_eagerly(method, args, kwargs)
         _thread.forwards += 1
         try:
-            return method(*args, **kwargs)
+            return method(*args, **kwargs) if around is None else around(_without_module(method), module, args, kwargs)
         finally:
             _thread.forwards -= 1
 

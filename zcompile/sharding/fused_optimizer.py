@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zcompile.sharding.model_state import ShardedModel, state_of
+from zcompile.sharding.model_state import ShardedModel, models_of, state_of
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
 
@@ -96,7 +96,8 @@ def _fused_step(unbound: Callable[..., Any], state: ShardedModel) -> Callable[..
         with mode:
             unbound(self)
         model = mode.state
-        ours = set() if model is None else {id(sharded.parameter) for sharded in model.parameters.values()}
+        models = [] if model is None else models_of(model)
+        ours = {id(sharded.parameter) for each in models for sharded in each.parameters.values()}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in ours:

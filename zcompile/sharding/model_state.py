@@ -278,7 +278,7 @@ class ShardedModel:
         `zcompile.options.Settings.microbatch_cache_bytes`."""
         if self.microbatch_cache_bytes is not None:
             return self.microbatch_cache_bytes
-        world, sharded = self.runtime.world, self.parameters.values()
+        world, sharded = self.runtime.world, [each for model in models_of(self) for each in model.parameters.values()]
         # Of any rank, not of this one: its own last shard may be shorter, and ranks must have one limit.
         shards_bytes = sum(-(-math.prod(each.shape) // world) * each.leaf.itemsize for each in sharded)
         return max(0, self.memory_bytes - 4 * shards_bytes) // 4
