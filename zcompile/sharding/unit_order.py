@@ -112,6 +112,8 @@ class UnitOrder:
         if self.callback_is_queued:  # the last backward raised
             self.abandon()
         self.drop_ahead(self.forward)
+        for unit in self.units:  # also of those that this rank will skip: it reduces what others reduce
+            unit.follow_requires_grad()
         self.forward.at, self.forward.done, self.in_root = 0, [], True
         self.gather_first(self.forward)
 
@@ -122,13 +124,13 @@ class UnitOrder:
             return
         self.make_up(self.forward, len(self.forward.events))
         self.in_root = False
-        begun = False
+        begun = -1  # autograd's number of the last backward of this forward; there may be several
 
         @torch.compiler.disable
         def begin_backward(_: torch.Tensor) -> None:
             nonlocal begun
-            if not begun:
-                begun = True
+            if begun != torch._C._current_graph_task_id():
+                begun = torch._C._current_graph_task_id()
                 self.begin_backward()
 
         for tensor in tree_leaves(result):
@@ -153,7 +155,7 @@ class UnitOrder:
         position = self.come_to(events, event)
         gathered = self.start_gather(events, position) if position is not None else unit.start_gather()
         unit.wait(gathered)
-        if position is not None:
+        if position is not None and self.is_whole(events):
             self.gather_ahead(events, position)
         return gathered
 
@@ -168,9 +170,13 @@ class UnitOrder:
 
     # --- lists -------------------------------------------------------------------------------------------------------
 
+    def is_whole(self, events: _List) -> bool:
+        """Whether `events` are of the whole model now. What is gathered ahead is then used, or dropped, in time."""
+        return self.in_root if events is self.forward else self.rounds > 0
+
     def come_to(self, events: _List, event: Event) -> int | None:
         """Make up for what comes before `event`; its position. None if it is in addition to the list."""
-        whole = self.in_root if events is self.forward else self.rounds > 0
+        whole = self.is_whole(events)
         position = events.find(event, events.at)
         if whole and position is None and self.rounds > 1 and events is self.backward:
             self.end_round()

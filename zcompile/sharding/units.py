@@ -62,10 +62,11 @@ class Unit:
         """
         self.name, self.index, self.sharded = name, index, list(sharded)
         self.is_open = False  # its forward runs
+        self.dtypes: list[torch.dtype] = []
+        self.nbytes = 0
+        self.param_dtype = param_dtype
         leaves = self.leaves()
-        self.dtypes = [param_dtype or leaf.dtype for leaf in leaves]
-        self.groups = [self._group(dtype) for dtype in dict.fromkeys(self.dtypes)]
-        self.nbytes = sum(math.prod(each.shape) * dtype.itemsize for each, dtype in zip(self.sharded, self.dtypes))
+        self.follow_dtypes(leaves)
         count = len(self.sharded)
         self.world: int = state.groups["world"]
         self.use = torch.zeros(count, device=leaves[0].device)  # the shard of [world * count]; its values say nothing
@@ -77,6 +78,14 @@ class Unit:
             replicated=False,
             reduce_dtype=None,
         )
+
+    def follow_dtypes(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Gather in the dtypes that parameters have now, which `module.to()` changes."""
+        dtypes = [self.param_dtype or leaf.dtype for leaf in leaves]
+        if dtypes != self.dtypes:
+            self.dtypes = dtypes
+            self.groups = [self._group(dtype) for dtype in dict.fromkeys(dtypes)]
+            self.nbytes = sum(math.prod(each.shape) * dtype.itemsize for each, dtype in zip(self.sharded, dtypes))
 
     def _group(self, dtype: torch.dtype) -> _Group:
         positions = [i for i, each in enumerate(self.dtypes) if each == dtype]
@@ -91,9 +100,16 @@ class Unit:
         """Whether a module has another tensor in place of a parameter; see given_parameters.py."""
         return any(each.owner_parameters.get(each.attribute) is not each.parameter for each in self.sharded)
 
+    def follow_requires_grad(self) -> None:
+        """Let leaves train as parameters do, whose `requires_grad` users set."""
+        for sharded in self.sharded:
+            if sharded.leaf.requires_grad is not sharded.parameter.requires_grad:
+                sharded.leaf.requires_grad_(sharded.parameter.requires_grad)
+
     def start_gather(self) -> list[torch.Tensor]:
         """Unsharded parameters on their way, in the order of `sharded`; read them after `wait`."""
         leaves = self.leaves()
+        self.follow_dtypes(leaves)
         gathered: list[Any] = [None] * len(leaves)
         for group in self.groups:
             shards = [leaves[i] for i in group.positions]
@@ -142,6 +158,19 @@ class Unit:
         for sharded in self.sharded:
             for module, attribute in sharded.owners:
                 module.__dict__.pop(UNSHARDED + attribute, None)
+
+    def refuse_writes(self, shown: Sequence[torch.Tensor]) -> None:
+        """
+        Raises:
+            RuntimeError: forward wrote to a parameter, which is a copy.
+        """
+        for sharded, tensor in zip(self.sharded, shown):
+            if not tensor.is_inference() and tensor._version > 0:
+                raise RuntimeError(
+                    f"zcompile: parameter '{sharded.name}' was modified in place through its owning module on rank "
+                    f"{dist.get_rank()}. That writes to a gathered copy and is lost: modify the DTensor in "
+                    "model.parameters() under torch.no_grad(), or initialise before zcompile.shard()."
+                )
 
 
 @dataclass
@@ -202,9 +231,11 @@ class _Saved(NamedTuple):
     run: "UnitForward"
     gathered: _Gathered
     position: int
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    is_conj: bool
 
 
 class UnitForward:
@@ -241,6 +272,10 @@ class UnitForward:
         positions = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(shown)}
         return torch.autograd.graph.saved_tensors_hooks(_packing(self, held, positions), _unpack)
 
+    def abandon(self) -> None:
+        """The module's own forward raised. What it made holds this, which must not hold that."""
+        self.unsharded = []
+
     def hide(self) -> None:
         """Behind the module's own forward, also if it raised."""
         if not (self.recomputes and self.trained):  # a checkpoint inside of the unit may read them again
@@ -250,26 +285,15 @@ class UnitForward:
     def leave(self, result: Any) -> Any:
         """Behind the module's own forward, which returned `result`. Returns what the unit returns."""
         shown, self.unsharded = self.unsharded, []
-        self.refuse_writes(shown)
+        self.unit.refuse_writes(shown)
         return self.connect(result, shown)
-
-    def refuse_writes(self, shown: Sequence[torch.Tensor]) -> None:
-        """
-        Raises:
-            RuntimeError: forward wrote to a parameter, which is a copy.
-        """
-        for sharded, tensor in zip(self.unit.sharded, shown):
-            if tensor._version > 0:
-                raise RuntimeError(
-                    f"zcompile: parameter '{sharded.name}' was modified in place through its owning module on rank "
-                    f"{dist.get_rank()}. That writes to a gathered copy and is lost: modify the DTensor in "
-                    "model.parameters() under torch.no_grad(), or initialise before zcompile.shard()."
-                )
 
     def connect(self, result: Any, shown: Sequence[torch.Tensor]) -> Any:
         """`result`, whose backward gathers the unit again, and reaches `_Entry` whatever this rank used."""
         values, structure = tree_flatten(result)
         places = [i for i, value in enumerate(values) if _is_differentiable(value)]
+        # Others must not begin to: who adds one to a buffer would hold the graphs of all steps.
+        places = [i for i in places if values[i].requires_grad] or places[:1]
         if not places:
             return result
         storages = {tensor.untyped_storage()._cdata for tensor in shown}
@@ -312,10 +336,20 @@ class UnitForward:
 def _packing(run: UnitForward, held: _Gathered, positions: dict[int, int]) -> Any:
     @never_compiled_alone
     def pack(tensor: torch.Tensor) -> Any:
-        position = positions.get(tensor.untyped_storage()._cdata)
+        has_storage = tensor.layout == torch.strided
+        position = positions.get(tensor.untyped_storage()._cdata) if has_storage else None
         if position is None:
-            return tensor, tensor._version
-        return _Saved(run, held, position, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return tensor.detach(), tensor._version  # not itself: a node that saves its result would hold itself
+        return _Saved(
+            run,
+            held,
+            position,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+        )
 
     return pack
 
@@ -333,7 +367,10 @@ def _unpack(saved: Any) -> torch.Tensor:
     saved.run.gather_again()
     tensors = saved.gathered.tensors
     assert tensors is not None
-    return tensors[saved.position].as_strided(saved.size, saved.stride, saved.offset)
+    again = tensors[saved.position].detach()
+    view = again.new_empty(0, dtype=saved.dtype)
+    view.set_(again.untyped_storage(), saved.offset, saved.size, saved.stride)
+    return view.conj() if saved.is_conj else view
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -374,19 +411,18 @@ class _Exit(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def _begin(module: Any) -> "tuple[Unit, UnitForward | None] | None":
+def _begin(module: Any) -> "tuple[Unit, UnitForward | None, list[torch.Tensor]] | None":
     """Gather the unit `module`; None where it must run as if it were none, and no forward without grad mode."""
     unit: Unit = module.__dict__[UNIT]
     if unit.is_open or unit.has_given_parameters():
         return None
     state: ShardedModel = module.__dict__[STATE]
-    for sharded in unit.sharded:
-        sharded.leaf.requires_grad_(sharded.parameter.requires_grad)
+    unit.follow_requires_grad()
     gathered = state.unit_order.gather(unit)
     if torch.is_grad_enabled():
-        return unit, UnitForward(unit, state, gathered)
+        return unit, UnitForward(unit, state, gathered), gathered
     unit.show(gathered)
-    return unit, None
+    return unit, None, gathered
 
 
 @torch._dynamo.disable(recursive=False, reason="a unit gathers its parameters before its forward: see zcompile.shard")
@@ -397,17 +433,25 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if begun is None:
         is_open = self.__dict__[UNIT].is_open  # it calls itself
         return forward(*args, **kwargs) if is_open else call_eagerly(forward, args, kwargs)
-    unit, run = begun
+    unit, run, gathered = begun
     unit.is_open = True
     try:
         if run is None:
-            return forward(*args, **kwargs)
-        with run.enter():
             result = forward(*args, **kwargs)
+        else:
+            with run.enter():
+                result = forward(*args, **kwargs)
+    except BaseException:
+        if run is not None:
+            run.abandon()
+        raise
     finally:
         unit.is_open = False
         if run is None:
             unit.hide()
         else:
             run.hide()
+    if run is None:
+        unit.refuse_writes(gathered)
+        return result
     return run.leave(result)
