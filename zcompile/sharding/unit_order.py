@@ -19,6 +19,8 @@ At first the lists have units in the order of `named_modules`. After a backward,
 the order of one that called all units that others called.
 """
 
+import functools
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,7 +99,7 @@ class UnitOrder:
         self.in_root = False  # a forward of the whole model runs
         self.rounds = 0  # forwards of the whole model whose backward has begun and not ended
         self.begun_rounds = 0  # in this backward
-        self.callback_is_queued = False
+        self.callback: weakref.ref[Any] | None = None  # of the backward that runs, whose graph alone holds it
         self.reductions: deque[Reduction] = deque()  # started, and not waited for
         self.undecided: list[Reduction] = []  # with parameters that this rank did not use
         self.backwards, self.next_comparison = 0, 1
@@ -109,8 +111,7 @@ class UnitOrder:
         """A forward of the whole model begins."""
         if in_backward():  # a checkpoint recomputes
             return
-        if self.callback_is_queued:  # the last backward raised
-            self.abandon()
+        self.abandon_if_raised()
         self.drop_ahead(self.forward)
         for unit in self.units:  # also of those that this rank will skip: it reduces what others reduce
             unit.follow_requires_grad()
@@ -196,6 +197,8 @@ class UnitOrder:
             kind, index = events.events[events.at]
             position, unit = events.at, self.units[index]
             events.at += 1
+            if kind == GATHER and unit.is_whole():
+                continue
             if kind == GATHER:
                 gathered = self.start_gather(events, position)
                 unit.wait(gathered)
@@ -219,7 +222,7 @@ class UnitOrder:
     def gather_ahead(self, events: _List, position: int) -> None:
         """Start the next gather behind `position`, while the unit there computes."""
         ahead = next((at for at in range(position + 1, len(events.events)) if events.events[at][0] == GATHER), None)
-        if ahead is None or ahead in events.ahead:
+        if ahead is None or ahead in events.ahead or self.units[events.events[ahead][1]].is_whole():
             return
         both = self.units[events.events[position][1]].nbytes + self.units[events.events[ahead][1]].nbytes
         if both <= self.budget_bytes:
@@ -229,7 +232,7 @@ class UnitOrder:
         """Start the first gather, before this rank comes to its unit."""
         if events.events and events.events[0][0] == GATHER and 0 not in events.ahead:
             first = self.units[events.events[0][1]]
-            if first.nbytes <= self.budget_bytes:
+            if first.nbytes <= self.budget_bytes and not first.is_whole():
                 events.ahead[0] = first.start_gather()
 
     def drop_ahead(self, events: _List) -> None:
@@ -249,10 +252,18 @@ class UnitOrder:
 
     def queue_callback(self) -> None:
         """Have autograd call `finish_backward` at the end of this backward."""
-        if not self.callback_is_queued:
-            self.callback_is_queued, self.begun_rounds, self.backward.done = True, 0, []
+        self.abandon_if_raised()
+        if self.callback is None:
+            self.begun_rounds, self.backward.done = 0, []
             self.drop_ahead(self.forward)
-            Variable._execution_engine.queue_callback(self.finish_backward)
+            callback = functools.partial(self.finish_backward)
+            self.callback = weakref.ref(callback)
+            Variable._execution_engine.queue_callback(callback)
+
+    def abandon_if_raised(self) -> None:
+        """Where the last backward raised, its graph has dropped the callback."""
+        if self.callback is not None and self.callback() is None:
+            self.abandon()
 
     def start_reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> None:
         self.reductions.append(unit.start_reduce(grads, leaves))
@@ -278,7 +289,7 @@ class UnitOrder:
         self.undecided.clear()
         for unit in self.units:
             unit.hide()
-        self.backward.at, self.callback_is_queued = 0, False
+        self.backward.at, self.callback = 0, None
         if self.begun_rounds == 1:
             self.backwards += 1
             if self.backwards == self.next_comparison:  # when the model's own collectives have ended, too
@@ -293,7 +304,7 @@ class UnitOrder:
         self.drop_ahead(self.backward)
         for unit in self.units:
             unit.hide()
-        self.backward.at, self.rounds, self.callback_is_queued = 0, 0, False
+        self.backward.at, self.rounds, self.callback = 0, 0, None
 
     # --- the order of the lists --------------------------------------------------------------------------------------
 

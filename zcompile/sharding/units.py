@@ -100,6 +100,10 @@ class Unit:
         """Whether a module has another tensor in place of a parameter; see given_parameters.py."""
         return any(each.owner_parameters.get(each.attribute) is not each.parameter for each in self.sharded)
 
+    def is_whole(self) -> bool:
+        """Inside of `zcompile.unshard`, of all ranks: nobody gathers it."""
+        return any(each.is_whole for each in self.sharded)
+
     def follow_requires_grad(self) -> None:
         """Let leaves train as parameters do, whose `requires_grad` users set."""
         for sharded in self.sharded:
@@ -113,7 +117,9 @@ class Unit:
         gathered: list[Any] = [None] * len(leaves)
         for group in self.groups:
             shards = [leaves[i] for i in group.positions]
-            for i, tensor in zip(group.positions, gather_group_start(shards, group.sizes, group.dims, group.dtype)):
+            with torch._C._DisableTorchDispatch():  # a selective checkpoint counts ops, and this may start another unit
+                started = gather_group_start(shards, group.sizes, group.dims, group.dtype)
+            for i, tensor in zip(group.positions, started):
                 gathered[i] = tensor
         return gathered
 
@@ -123,8 +129,9 @@ class Unit:
         Raises:
             RuntimeError: another rank did not answer; names rank and parameter.
         """
-        for tensor in gathered:
-            gather_wait(tensor)
+        with torch._C._DisableTorchDispatch():
+            for tensor in gathered:
+                gather_wait(tensor)
 
     def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> "Reduction":
         """Start to reduce all gradients in one transfer.
