@@ -833,3 +833,102 @@ def rank_teacher(rank, world):
 
 def test_a_teacher_inside_of_a_student(ranks):
     ranks(2).run(rank_teacher, timeout=60)
+
+
+def rank_unfreezes(rank, world):
+    """A unit is frozen in the first steps, from which the order is taken; then it trains, and a rank skips it."""
+    reference, model = pair(parts(), mesh=short_mesh(20))
+    for step in range(4):
+        for each in (reference, model):
+            each.zero_grad()
+            for p in each.parts[1].parameters():
+                p.requires_grad_(step == 3)
+        loss = lambda m, r: chain_loss(m, step, r, skip=(1,) if step == 3 and r == 1 else ())  # noqa: E731
+        loss(model, rank).backward()
+        (sum(loss(reference, r) for r in range(world)) / world).backward()
+        same_grads(model, reference)
+
+
+def test_a_rank_may_skip_a_unit_that_was_frozen_once(ranks):
+    ranks(2).run(rank_unfreezes, timeout=60)
+
+
+def rank_has_own_forward(rank, world):
+    """A unit whose instance has a forward of its own, as a checkpoint wrapper or an accelerate hook sets it."""
+    import functools
+
+    def prepare(model):
+        for layer in model.layers:
+            layer.experts.forward = functools.partial(checkpoint, layer.experts.forward, use_reentrant=False)
+        return sharded(model, mesh=short_mesh(20))
+
+    try:
+        train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=2)
+    except ValueError as error:  # refused
+        return str(error)
+
+
+def test_a_unit_with_a_forward_of_its_own_is_right_or_refused(ranks):
+    print(ranks(2).run(rank_has_own_forward, timeout=60))
+
+
+def rank_hooks_alike(rank, world):
+    """As test_gradient_hooks_may_have_collectives, where all ranks use the same experts."""
+
+    def scale(grad):
+        norm = grad.norm()
+        return grad / (norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    reference, model = pair(parts())
+    for each in model.parameters():
+        each.register_hook(scale)
+    chain_loss(model, 0, rank).backward()
+    (sum(chain_loss(reference, 0, other) for other in range(world)) / world).backward()
+    for parameter in reference.parameters():
+        parameter.grad = parameter.grad / parameter.grad.norm()
+    same_grads(model, reference)
+
+
+def test_gradient_hooks_with_collectives_where_ranks_are_alike(ranks):
+    ranks(2).run(rank_hooks_alike, timeout=60)
+
+
+def rank_skips_some(rank, world, how):
+    """Which units a rank may skip."""
+    reference, model = pair(parts(5), mesh=short_mesh(12))
+    skip = {"first": (0,), "last": (4,), "every other": (1, 3), "last two": (3, 4), "all": (0, 1, 2, 3, 4)}[how]
+    for step in range(2):
+        loss = lambda m, r: chain_loss(m, step, r, skip=skip if r == 1 else ())  # noqa: E731
+        loss(model, rank).backward()
+        (sum(loss(reference, other) for other in range(world)) / world).backward()
+        same_grads(model, reference)
+
+
+@pytest.mark.parametrize("how", ["first", "last", "every other", "last two", "all"])
+def test_skipped(ranks, how):
+    ranks(2).run(rank_skips_some, how, timeout=60)
+
+
+def rank_returns_views(rank, world):
+    """A unit returns a view of its input, which is then edited."""
+
+    class Viewing(Part):
+        def forward(self, x):
+            return x.view(-1, 2, 3)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.parts = nn.Linear(6, 6), nn.ModuleList([Viewing()])
+
+        def forward(self, x):
+            x = self.first(x)
+            y = self.parts[0](x)
+            y.mul_(2)
+            return x.sin() + y.flatten(1)
+
+    beside(rank, world, make=Model, steps=1)
+
+
+def test_a_unit_may_return_a_view_of_its_input_that_is_then_edited(ranks):
+    ranks(2).run(rank_returns_views, timeout=60)

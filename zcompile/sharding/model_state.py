@@ -162,7 +162,7 @@ class ShardedParameter:
     def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
         """Inside of `zcompile.accumulate`, let the next reduce add to `accumulated` while `owner` has it as grad."""
         state = self.state
-        if state.accumulates:
+        if state.accumulates and not state.are_units:
             state.runtime.accumulate_onto(self.index, accumulated, owner=owner)
 
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
@@ -207,6 +207,7 @@ class ShardedModel:
         """
         self.mesh = mesh
         self.nccl_max_ctas = nccl_max_ctas
+        self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
         self.groups = groups_of(mesh, nccl_max_ctas, has_units)
         self.runtime = _C.Model(**self.groups, native_reduce=native_reduce)
         if self.runtime.world > 1 and not self.groups["control"]:

@@ -18,11 +18,11 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zcompile.sharding.attributes import STATE, UNIT, UNSHARDED
 from zcompile.sharding.forward_scope import call_eagerly, never_compiled_alone
@@ -214,10 +214,6 @@ class Reduction:
             sharded = self.unit.sharded[i]
             if not used and counts[i] > 0:
                 _deliver(sharded, grad)
-            elif not used and sharded.state.accumulates:  # the reduce began from what had accumulated
-                sharded.state.runtime.take_base(sharded.index)
-                if sharded.parameter.grad is not None:
-                    sharded.let_reduce_add_to(cast(Any, sharded.parameter.grad)._local_tensor, sharded.parameter)
 
 
 def _deliver(sharded: ShardedParameter, grad: torch.Tensor) -> None:
@@ -289,16 +285,18 @@ class UnitForward:
             self.unit.hide()
 
     @torch.compiler.disable
-    def leave(self, result: Any) -> Any:
+    def leave(self, result: Any, given: Any) -> Any:
         """Behind the module's own forward, which returned `result`. Returns what the unit returns."""
         shown, self.unsharded = self.unsharded, []
         self.unit.refuse_writes(shown)
-        return self.connect(result, shown)
+        return self.connect(result, shown, given)
 
-    def connect(self, result: Any, shown: Sequence[torch.Tensor]) -> Any:
+    def connect(self, result: Any, shown: Sequence[torch.Tensor], given: Any) -> Any:
         """`result`, whose backward gathers the unit again, and reaches `_Entry` whatever this rank used."""
         values, structure = tree_flatten(result)
-        places = [i for i, value in enumerate(values) if _is_differentiable(value)]
+        # What the caller has already stays what it is: it may be changed in place, which autograd must see.
+        known = {id(value) for value in tree_leaves(given)}
+        places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(value) not in known]
         # Others must not begin to: who adds one to a buffer would hold the graphs of all steps.
         places = [i for i in places if values[i].requires_grad] or places[:1]
         if not places:
@@ -461,4 +459,4 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if run is None:
         unit.refuse_writes(gathered)
         return result
-    return run.leave(result)
+    return run.leave(result, (args, kwargs))
