@@ -295,8 +295,8 @@ class UnitForward:
         """`result`, whose backward gathers the unit again, and reaches `_Entry` whatever this rank used."""
         values, structure = tree_flatten(result)
         # What the caller has already stays what it is: it may be changed in place, which autograd must see.
-        known = {id(value) for value in tree_leaves(given)}
-        places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(value) not in known]
+        known = {id(_base_of(value)) for value in tree_leaves(given) if isinstance(value, torch.Tensor)}
+        places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(_base_of(value)) not in known]
         # Others must not begin to: who adds one to a buffer would hold the graphs of all steps.
         places = [i for i in places if values[i].requires_grad] or places[:1]
         if not places:
@@ -376,6 +376,10 @@ def _unpack(saved: Any) -> torch.Tensor:
     view = again.new_empty(0, dtype=saved.dtype)
     view.set_(again.untyped_storage(), saved.offset, saved.size, saved.stride)
     return view.conj() if saved.is_conj else view
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def _is_differentiable(value: Any) -> bool:
