@@ -932,3 +932,79 @@ def rank_returns_views(rank, world):
 
 def test_a_unit_may_return_a_view_of_its_input_that_is_then_edited(ranks):
     ranks(2).run(rank_returns_views, timeout=60)
+
+
+def rank_pre_hook_silent(rank, world):
+    """Two units of one model, called alone and interleaved with changes of parameters in training steps."""
+    reference, model = pair(parts())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(3):
+        ours, theirs = model.parts[step](data(step, rank)), [reference.parts[step](data(step, r)) for r in range(world)]
+        close(ours, theirs[rank], 1e-5, "result")
+        ours.square().mean().backward()
+        (sum(each.square().mean() for each in theirs) / world).backward()
+        same_grads(model, reference)
+        for o in optimizers:
+            o.step(), o.zero_grad()
+
+
+def test_parts_trained_in_turn(ranks):
+    ranks(2).run(rank_pre_hook_silent, timeout=60)
+
+
+def rank_lists_after_errors(rank, world):
+    """A rank's forward raises in each of several places; all ranks drop the batch alike."""
+    reference, model = pair(parts())
+    for place in range(3):
+
+        def fail(module, args):
+            raise ValueError("mine")
+
+        handle = model.denses[place].register_forward_pre_hook(fail)
+        with pytest.raises(ValueError):
+            chain_loss(model, 0, rank)
+        handle.remove()
+        model.zero_grad(), reference.zero_grad()
+        loss = lambda m, r: chain_loss(m, place, r, skip=(place,) if r else ())  # noqa: E731
+        loss(model, rank).backward()
+        (sum(loss(reference, r) for r in range(world)) / world).backward()
+        same_grads(model, reference)
+
+
+def test_steps_after_forwards_that_raised(ranks):
+    ranks(2).run(rank_lists_after_errors, timeout=60)
+
+
+def rank_warms_up(rank, world):
+    """Validation before training, under no_grad and inference_mode; a rank skips."""
+    reference, model = pair(parts())
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            close(model(data(0, rank), skip=(1,) if rank else ()), reference(data(0, rank), skip=(1,) if rank else ()), 1e-5, "eval")
+    chain_loss(model, 0, rank).backward()
+    (sum(chain_loss(reference, 0, r) for r in range(world)) / world).backward()
+    same_grads(model, reference)
+
+
+def test_inference_before_training(ranks):
+    ranks(2).run(rank_warms_up, timeout=60)
+
+
+def rank_chains(rank, world):
+    """The model is applied to its own result; a rank skips in each."""
+    reference, model = pair(parts())
+
+    def loss(m, r):
+        out = m(data(0, r), skip=(1,) if r else ())
+        out = m(out, skip=(2,) if r else ())
+        return m(out, skip=(0,) if not r else ()).square().mean()
+
+    for _ in range(2):
+        model.zero_grad(), reference.zero_grad()
+        loss(model, rank).backward()
+        (sum(loss(reference, r) for r in range(world)) / world).backward()
+        same_grads(model, reference)
+
+
+def test_a_model_applied_to_its_result(ranks):
+    ranks(2).run(rank_chains, timeout=60)

@@ -4,6 +4,7 @@ LEAF = "_zcompile_leaf_"  # + parameter name: the plain local shard that the mod
 SHARDED = "_zcompile_sharded_"  # + parameter name: its ShardedParameter
 STATE = "_zcompile_state"  # the ShardedModel
 UNIT = "_zcompile_unit"  # of a module that is one: its Unit
+OWN_FORWARD = "_zcompile_own_forward"  # of a unit whose instance had a forward of its own
 UNSHARDED = "_zcompile_unsharded_"  # + parameter name: the unsharded parameter, while a forward of its unit runs
 
 MODEL = "_zcompile_model"

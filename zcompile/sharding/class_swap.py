@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile.sharding.attributes import LEAF, SHARDED, STATE, UNIT, UNSHARDED
+from zcompile.sharding.attributes import LEAF, OWN_FORWARD, SHARDED, STATE, UNIT, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, replaced_message
@@ -64,6 +64,8 @@ def install_readers(
     for module, attributes in by_module.items():
         in_unit = module in in_units
         module.__dict__[STATE] = units if in_unit else state
+        if UNIT in module.__dict__ and "forward" in module.__dict__:  # it would hide the class's
+            module.__dict__[OWN_FORWARD] = module.__dict__.pop("forward")
         is_root = module is model and units is not None
         shapes = tuple(attributes.items())
         _swap_class(module, _Kind(shapes, param_dtype, single_rank, in_unit, UNIT in module.__dict__, is_root))
@@ -104,6 +106,8 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
             module.__dict__.pop(SHARDED + attribute, None)
     for module in model.modules():
         module.__dict__.pop(UNIT, None)
+        if OWN_FORWARD in module.__dict__:
+            module.__dict__["forward"] = module.__dict__.pop(OWN_FORWARD)
         if module.__dict__.get(STATE) is state:
             del module.__dict__[STATE]
             module.__class__ = type(module).__bases__[0]

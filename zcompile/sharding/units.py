@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from zcompile.sharding.attributes import STATE, UNIT, UNSHARDED
+from zcompile.sharding.attributes import OWN_FORWARD, STATE, UNIT, UNSHARDED
 from zcompile.sharding.forward_scope import call_eagerly, never_compiled_alone
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter
 
@@ -437,7 +437,7 @@ def _begin(module: Any) -> "tuple[Unit, UnitForward | None, list[torch.Tensor]] 
 @torch._dynamo.disable(recursive=False, reason="a unit gathers its parameters before its forward: see zcompile.shard")
 def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module that is a unit."""
-    forward = super(type(self), self).forward
+    forward = self.__dict__.get(OWN_FORWARD) or super(type(self), self).forward
     begun = _begin(self)
     if begun is None:
         is_open = self.__dict__[UNIT].is_open  # it calls itself
