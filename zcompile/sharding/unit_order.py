@@ -100,6 +100,7 @@ class UnitOrder:
         self.rounds = 0  # forwards of the whole model whose backward has begun and not ended
         self.begun_rounds = 0  # in this backward
         self.callback: weakref.ref[Any] | None = None  # of the backward that runs, whose graph alone holds it
+        self.shown: list[Any] = []  # runs whose units were gathered again in this backward
         self.reductions: deque[Reduction] = deque()  # started, and not waited for
         self.undecided: list[Reduction] = []  # with parameters that this rank did not use
         self.backwards, self.next_comparison = 0, 1
@@ -287,13 +288,20 @@ class UnitOrder:
         for reduction in self.undecided:
             reduction.deliver_unused()
         self.undecided.clear()
-        for unit in self.units:
-            unit.hide()
+        self.hide()
         self.backward.at, self.callback = 0, None
         if self.begun_rounds == 1:
             self.backwards += 1
             if self.backwards == self.next_comparison:  # when the model's own collectives have ended, too
                 Variable._execution_engine.queue_callback(self.compare)
+
+    def hide(self) -> None:
+        """Backward is over, also for units of which nothing told."""
+        for run in self.shown:
+            run.end()
+        self.shown.clear()
+        for unit in self.units:
+            unit.hide()
 
     def abandon(self) -> None:
         """Drop what a backward left that raised."""
@@ -302,8 +310,7 @@ class UnitOrder:
         self.reductions.clear()
         self.undecided.clear()
         self.drop_ahead(self.backward)
-        for unit in self.units:
-            unit.hide()
+        self.hide()
         self.backward.at, self.rounds, self.callback = 0, 0, None
 
     # --- the order of the lists --------------------------------------------------------------------------------------

@@ -322,6 +322,30 @@ class UnitForward:
         # A checkpoint inside of the unit reads them again, and records what it computes as forward did.
         self.shown_again = [tensor.detach().requires_grad_(i in self.trained) for i, tensor in enumerate(tensors)]
         self.unit.show(self.shown_again)
+        self.state.unit_order.shown.append(self)
+
+    def end_with(self, args: Any, kwargs: Any) -> None:
+        """A frozen unit has no gradient to wait for. Its backward is over when those of its inputs are there."""
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        inputs = [each for each in {id(each): each for each in tensors}.values() if each.requires_grad]
+        left = len(inputs)
+
+        @never_compiled_alone
+        def end(_: torch.Tensor) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.end()
+
+        if not any(each.is_leaf for each in inputs):  # whose hooks would stay
+            for each in inputs:
+                each.register_hook(end)
+
+    def end(self) -> None:
+        """Backward needs the parameters no more."""
+        if self.shown_again:
+            self.shown_again = []
+            self.unit.hide()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of this forward are there, in the order of `trained`."""
@@ -448,6 +472,8 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if run is None:
             result = forward(*args, **kwargs)
         else:
+            if not run.trained:
+                run.end_with(args, kwargs)
             with run.enter():
                 result = forward(*args, **kwargs)
     except BaseException:
