@@ -36,8 +36,8 @@ def check_units(model: nn.Module, wanted: Sequence[UnitLike], ignored: set[int])
         if forward is nn.Module.forward:
             name = each.__name__ if isinstance(each, type) else type(each).__name__
             return ValueError(
-                f"zcompile.shard: a {name} of `units` has no forward, so nothing tells when it is used. Pass the module "
-                "whose forward calls what is in it."
+                f"zcompile.shard: a {name} of `units` has no forward, so nothing tells when it is used. Pass the "
+                "module whose forward calls what is in it."
             )
         if not any(isinstance(module, each) if isinstance(each, type) else module is each for module in modules):
             what = f"module of class {each.__name__}" if isinstance(each, type) else f"{type(each).__name__} of `units`"

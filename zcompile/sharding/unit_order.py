@@ -136,7 +136,7 @@ class UnitOrder:
                 self.begin_backward()
 
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:  # whose hooks stay
                 tensor.register_hook(begin_backward)
 
     @torch.compiler.disable

@@ -160,6 +160,10 @@ class Unit:
             for module, attribute in sharded.owners:
                 module.__dict__[UNSHARDED + attribute] = tensor
 
+    def is_shown(self) -> bool:
+        """Whether reads of the parameters give what was gathered."""
+        return any(UNSHARDED + attribute in module.__dict__ for module, attribute in self.sharded[0].owners)
+
     def hide(self) -> None:
         """Let reads of the parameters gather again."""
         for sharded in self.sharded:
@@ -281,7 +285,7 @@ class UnitForward:
 
     def hide(self) -> None:
         """Behind the module's own forward, also if it raised."""
-        if not (self.recomputes and self.trained):  # a checkpoint inside of the unit may read them again
+        if not self.recomputes:  # a checkpoint inside of the unit may read them again
             self.unit.hide()
 
     @torch.compiler.disable
@@ -312,8 +316,8 @@ class UnitForward:
 
     def gather_again(self) -> None:
         """In backward, before the first read. Where nothing was saved, other ranks may still gather."""
-        if self.is_gathered_again or not self.saves_notes:
-            return
+        if self.is_gathered_again or self.recomputes or (not self.saves_notes and self.unit.is_shown()):
+            return  # where a checkpoint around the unit computes it again, that has gathered it
         self.is_gathered_again = True
         tensors = self.state.unit_order.gather(self.unit)
         held = self.gathered()
@@ -343,9 +347,8 @@ class UnitForward:
 
     def end(self) -> None:
         """Backward needs the parameters no more."""
-        if self.shown_again:
-            self.shown_again = []
-            self.unit.hide()
+        self.shown_again = []
+        self.unit.hide()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of this forward are there, in the order of `trained`."""
