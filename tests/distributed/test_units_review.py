@@ -257,7 +257,9 @@ def rank_two_models(rank, world):
         units_of(each, mesh=mesh)
 
     def loss(models, rank):
-        return sum(chain_loss(each, i, rank, skip=(0,) if i == 1 and rank == 1 else ()) for i, each in enumerate(models))
+        return sum(
+            chain_loss(each, i, rank, skip=(0,) if i == 1 and rank == 1 else ()) for i, each in enumerate(models)
+        )
 
     loss(model, rank).backward()
     (sum(loss(reference, other) for other in range(world)) / world).backward()

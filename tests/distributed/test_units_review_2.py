@@ -19,6 +19,7 @@ from zcompile.sharding.model_state import state_of
 
 from tests.distributed.test_units_review import Chain, Output, Part, chain_loss, data, pair, parts, units_of, beside
 
+
 def rank_calls_unequally(rank, world):
     """Rank 0 calls a unit twice in a forward, rank 1 once; the next unit has equal sizes."""
 
@@ -69,8 +70,12 @@ def rank_hooks(rank, world, forwards):
     model = sharded(MixtureModel())
     seen, steps = {}, {}
     for name, each in model.named_parameters():
-        each.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.full_tensor().clone() if False else grad))
-        each.register_post_accumulate_grad_hook(lambda p, name=name: steps.setdefault(name, []).append(p.grad is not None))
+        each.register_hook(
+            lambda grad, name=name: seen.setdefault(name, []).append(grad.full_tensor().clone() if False else grad)
+        )
+        each.register_post_accumulate_grad_hook(
+            lambda p, name=name: steps.setdefault(name, []).append(p.grad is not None)
+        )
     loss = lambda m, r: sum(routed_loss(m, i, r) for i in range(forwards))  # noqa: E731
     loss(model, rank).backward()
     (sum(loss(reference, other) for other in range(world)) / world).backward()
@@ -143,7 +148,9 @@ def rank_accumulates_two_forwards(rank, world, units, skips):
             total = 0
             for other in range(world):
                 skip = (1,) if skips and other == 1 and microbatch == 1 else ()
-                total = total + routed_loss(reference, at, other, skip_experts=skip) + routed_loss(reference, at + 1, other)
+                total = (
+                    total + routed_loss(reference, at, other, skip_experts=skip) + routed_loss(reference, at + 1, other)
+                )
             (total / world).backward()
         same_grads(model, reference)
         model.zero_grad(), reference.zero_grad()
@@ -180,7 +187,9 @@ def rank_compiles_around(rank, world, skips):
     for step in range(3):
         skip = (1,) if skips and rank == 1 else ()
         loss(data(step, rank), skip).backward()
-        (sum(chain_loss(reference, step, r, skip=(1,) if skips and r == 1 else ()) for r in range(world)) / world).backward()
+        (
+            sum(chain_loss(reference, step, r, skip=(1,) if skips and r == 1 else ()) for r in range(world)) / world
+        ).backward()
         same_grads(model, reference)
 
 
@@ -483,7 +492,9 @@ def rank_reads_in_pre_hook(rank, world):
     seen = []
     for layer in model.layers:
         layer.experts.register_forward_pre_hook(lambda m, args: seen.append(m.experts[rank].up.weight.detach().clone()))
-    expected = [[e.up.weight.full_tensor() for e in layer.experts.experts][rank] for layer in model.layers] if False else None
+    expected = (
+        [[e.up.weight.full_tensor() for e in layer.experts.experts][rank] for layer in model.layers] if False else None
+    )
     whole = [[e.up.weight.full_tensor() for e in layer.experts.experts] for layer in model.layers]
     try:
         routed_loss(model, 0, rank)
@@ -515,7 +526,9 @@ def test_a_backward_that_retains_the_graph_frees_units(ranks):
 def rank_retains_and_changes(rank, world):
     """As eager reads do: parameters that change between two backwards of one graph are an error, or plainly new."""
     reference, model = pair(parts(), units=[Part])
-    plain = zcompile.shard(parts()(), )
+    plain = zcompile.shard(
+        parts()(),
+    )
     results = []
     for each in (plain, model):
         loss = chain_loss(each, 0, rank)
@@ -660,7 +673,9 @@ def rank_autocasts(rank, world):
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(data(0, rank)).float().square().mean()
     gc.collect()
-    alive = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.shape == (6, 6) and t.dtype == torch.bfloat16]
+    alive = [
+        t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.shape == (6, 6) and t.dtype == torch.bfloat16
+    ]
     assert len(alive) == 0, len(alive)
     loss.backward()
 
@@ -735,7 +750,10 @@ def test_dropout_in_a_checkpointed_unit(ranks):
 
 def rank_loads(rank, world):
     reference, model = pair(parts())
-    state = {name: nn.Parameter(p.detach().clone() * 2) if False else p.detach().clone() * 2 for name, p in model.state_dict().items()}
+    state = {
+        name: nn.Parameter(p.detach().clone() * 2) if False else p.detach().clone() * 2
+        for name, p in model.state_dict().items()
+    }
     model.load_state_dict(state, assign=True)
     with torch.no_grad():
         for p in reference.parameters():
@@ -980,7 +998,12 @@ def rank_warms_up(rank, world):
     reference, model = pair(parts())
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            close(model(data(0, rank), skip=(1,) if rank else ()), reference(data(0, rank), skip=(1,) if rank else ()), 1e-5, "eval")
+            close(
+                model(data(0, rank), skip=(1,) if rank else ()),
+                reference(data(0, rank), skip=(1,) if rank else ()),
+                1e-5,
+                "eval",
+            )
     chain_loss(model, 0, rank).backward()
     (sum(chain_loss(reference, 0, r) for r in range(world)) / world).backward()
     same_grads(model, reference)
