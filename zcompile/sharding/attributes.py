@@ -5,6 +5,7 @@ SHARDED = "_zcompile_sharded_"  # + parameter name: its ShardedParameter
 STATE = "_zcompile_state"  # the ShardedModel
 AROUND = "_zcompile_around"  # of the class of units: calls their forward, and other entries
 UNIT = "_zcompile_unit"  # of a module that is one: its Unit
+UNITS_BELOW = "_zcompile_units_below"  # of a module that calls units: these
 UNSHARDED = "_zcompile_unsharded_"  # + parameter name: the unsharded parameter, while a forward of its unit runs
 
 MODEL = "_zcompile_model"

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile.sharding.attributes import AROUND, LEAF, SHARDED, STATE, UNIT, UNSHARDED
+from zcompile.sharding.attributes import AROUND, LEAF, SHARDED, STATE, UNIT, UNITS_BELOW, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, replaced_message
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
-from zcompile.sharding.units import call_unit
+from zcompile.sharding.unit_forward import call_parent, call_unit
 from zcompile.sharding.unshard import whole_parameters
 
 gather = torch.ops.zcompile.gather.default
@@ -36,6 +36,7 @@ class _Kind:
     single_rank: bool = False  # nothing is sharded, so that a read only casts
     in_unit: bool = False
     is_unit: bool = False
+    has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
 
 
@@ -66,7 +67,8 @@ def install_readers(
         module.__dict__[STATE] = units if in_unit else state
         is_root = module is model and units is not None
         shapes = tuple(attributes.items())
-        _swap_class(module, _Kind(shapes, param_dtype, single_rank, in_unit, UNIT in module.__dict__, is_root))
+        is_unit, has_units = UNIT in module.__dict__, UNITS_BELOW in module.__dict__
+        _swap_class(module, _Kind(shapes, param_dtype, single_rank, in_unit, is_unit, has_units, is_root))
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -104,6 +106,7 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
             module.__dict__.pop(SHARDED + attribute, None)
     for module in model.modules():
         module.__dict__.pop(UNIT, None)
+        module.__dict__.pop(UNITS_BELOW, None)
         if module.__dict__.get(STATE) is state:
             del module.__dict__[STATE]
             module.__class__ = type(module).__bases__[0]
@@ -130,10 +133,8 @@ def _sharded_class(base: type, kind: _Kind) -> type:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter}
         if hasattr(base, "reset_parameters"):
             namespace["reset_parameters"] = _reset_parameters
-    namespace |= {
-        "__call__": counting_call(base, kind.is_root, call_unit if kind.is_unit else None),
-        "__module__": base.__module__,
-    }
+    around = call_unit if kind.is_unit else call_parent if kind.has_units else None
+    namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
     if kind.is_unit:
         namespace[AROUND] = staticmethod(call_unit)
     if issubclass(base, nn.RNNBase):

@@ -117,6 +117,13 @@ def check_units(model: nn.Module, wanted: Sequence[UnitLike], ignored: set[int])
             return TypeError(f"zcompile.shard: units must be modules of the model or classes of modules, not {each!r}.")
     modules = list(model.modules())
     for each in wanted:
+        forward = each.forward if isinstance(each, type) else type(each).forward
+        if forward is nn.Module.forward:
+            name = each.__name__ if isinstance(each, type) else type(each).__name__
+            return ValueError(
+                f"zcompile.shard: a {name} of `units` has no forward, so nothing tells when it is used. Pass the "
+                "module whose forward calls what is in it."
+            )
         if not any(isinstance(module, each) if isinstance(each, type) else module is each for module in modules):
             what = f"module of class {each.__name__}" if isinstance(each, type) else f"{type(each).__name__} of `units`"
             return ValueError(f"zcompile.shard: the model has no such {what}, which is to be a unit.")

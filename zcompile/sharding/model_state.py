@@ -78,6 +78,11 @@ class ShardedParameter:
         """Of the unsharded parameter."""
         return tuple(self.parameter.shape)
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether users registered hooks for its gradient."""
+        return bool(self.parameter._backward_hooks or self.parameter._post_accumulate_grad_hooks)
+
     def local(self) -> torch.Tensor:
         """This rank's shard, in the memory that the optimizer changes."""
         with torch.no_grad():
@@ -126,7 +131,7 @@ class ShardedParameter:
         if not parameter.requires_grad:
             return
         hooks = parameter._backward_hooks
-        if hooks or parameter._post_accumulate_grad_hooks:
+        if self.has_hooks:
             self.refuse_second_part()
         if hooks:
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
@@ -164,7 +169,7 @@ class ShardedParameter:
     def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
         """Inside of `zcompile.accumulate`, let the next reduce add to `accumulated` while `owner` has it as grad."""
         state = self.state
-        if state.accumulates:
+        if state.accumulates and not state.are_units:
             state.runtime.accumulate_onto(self.index, accumulated, owner=owner)
 
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
@@ -209,6 +214,7 @@ class ShardedModel:
         """
         self.mesh = mesh
         self.nccl_max_ctas = nccl_max_ctas
+        self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
         self.groups = groups_of(mesh, nccl_max_ctas, has_units)
         self.runtime = _C.Model(**self.groups, native_reduce=native_reduce)
         if self.runtime.world > 1 and not self.groups["control"]:

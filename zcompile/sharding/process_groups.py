@@ -173,7 +173,7 @@ def all_gather_object(group: dist.ProcessGroup, value: Any) -> list:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"zcompile: rank {dist.get_rank()} waited for the other ranks of its mesh in zcompile.shard, and they did "
-            f"not answer: a rank stopped, or did not come. {error}"
+            f"zcompile: rank {dist.get_rank()} waited for what the other ranks of its mesh say, and they did not "
+            f"answer: a rank stopped, or did not come. {error}"
         ) from error
     return values

@@ -114,7 +114,7 @@ def shard(
         _shard_modules(state, model, in_units, ignored, reduce_dtype, progress)
     _share_values(state)
     with raised_on_all_ranks(mesh):
-        made = make_units(state, unit_modules, param_dtype)
+        made = make_units(state, model, unit_modules, param_dtype)
         install_readers(state, model, param_dtype, single_rank=mesh.size() == 1, units=state.units)
     for each in models_of(state):
         count_steps(each)

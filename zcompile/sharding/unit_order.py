@@ -21,6 +21,7 @@ At first the lists have units in the order of `named_modules`. After a backward,
 the order of one that called all units that others called.
 """
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,10 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from zcompile.sharding.attributes import UNIT
+from zcompile.sharding.attributes import UNIT, UNITS_BELOW
 from zcompile.sharding.model_state import ShardedModel
 from zcompile.sharding.process_groups import all_gather_over_mesh
-from zcompile.sharding.units import Reduction, Unit
+from zcompile.sharding.units import Reduction, Unit, deliver_rest
 
 Event = tuple[str, int]  # GATHER or REDUCE, and the index of a unit
 GATHER, REDUCE = "gather", "reduce"
@@ -46,8 +47,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def make_units(state: ShardedModel, modules: Mapping[str, nn.Module], param_dtype: torch.dtype | None) -> list[Unit]:
-    """Let `modules` (path -> module) of the model of `state` be units; they have no order yet.
+def make_units(
+    state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Module], param_dtype: torch.dtype | None
+) -> list[Unit]:
+    """Let `modules` (path -> module) of `root`, the model of `state`, be units; they have no order yet.
 
     Those without a sharded parameter are left out.
     """
@@ -63,7 +66,19 @@ def make_units(state: ShardedModel, modules: Mapping[str, nn.Module], param_dtyp
         if sharded:
             made.append(Unit(path or type(module).__name__, len(made), of_units, sharded, param_dtype))
             module.__dict__[UNIT] = made[-1]
+            if (parent := _caller_of(root, path)) is not None:
+                parent.__dict__.setdefault(UNITS_BELOW, []).append(made[-1])
     return made
+
+
+def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
+    """The innermost module around the one at `path` that has a forward; containers have none."""
+    while path:
+        path = path.rpartition(".")[0]
+        module = root.get_submodule(path)
+        if type(module).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+            return module
+    return None
 
 
 def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
@@ -115,7 +130,8 @@ class UnitOrder:
         self.in_root = False  # a forward of the whole model runs
         self.rounds = 0  # forwards of the whole model whose backward has begun and not ended
         self.begun_rounds = 0  # in this backward
-        self.callback_is_queued = False
+        self.callback: weakref.ref[Any] | None = None  # of the backward that runs, whose graph alone holds it
+        self.shown: list[Any] = []  # runs whose units were gathered again in this backward
         self.reductions: deque[Reduction] = deque()  # started, and not waited for
         self.undecided: list[Reduction] = []  # with parameters that this rank did not use
         self.backwards, self.next_comparison = 0, 1
@@ -127,10 +143,11 @@ class UnitOrder:
         """A forward of the whole model begins."""
         if in_backward():  # a checkpoint recomputes
             return
-        if self.callback_is_queued:  # the last backward raised
-            self.abandon()
+        self.abandon_if_raised()
         self.drop_ahead(self.forward)
         self.in_root = True
+        for unit in self.units:  # also of those that this rank will skip: it reduces what others reduce
+            unit.follow_requires_grad()
         if self.ranks_agree:
             return
         self.forward.at, self.forward.done = 0, []
@@ -145,17 +162,17 @@ class UnitOrder:
         if self.ranks_agree:
             return
         self.make_up(self.forward, len(self.forward.events))
-        begun = False
+        begun = -1  # autograd's number of the last backward of this forward; there may be several
 
         @torch.compiler.disable
         def begin_backward(_: torch.Tensor) -> None:
             nonlocal begun
-            if not begun:
-                begun = True
+            if begun != torch._C._current_graph_task_id():
+                begun = torch._C._current_graph_task_id()
                 self.begin_backward()
 
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:  # whose hooks stay
                 tensor.register_hook(begin_backward)
 
     @torch.compiler.disable
@@ -180,7 +197,7 @@ class UnitOrder:
         position = self.come_to(events, event)
         gathered = self.start_gather(events, position) if position is not None else unit.start_gather()
         unit.wait(gathered)
-        if position is not None:
+        if position is not None and self.is_whole(events):
             self.gather_ahead(events, position)
         return gathered
 
@@ -196,11 +213,19 @@ class UnitOrder:
         self.come_to(self.backward, event)
         self.start_reduce(unit, grads, leaves)
 
+    def made_up_for(self, unit: Unit) -> bool:
+        """Whether a rank that leaves `unit` out of this forward has done, or will do, what other ranks do for it."""
+        return self.ranks_agree or (self.in_root and self.forward.find((GATHER, unit.index), self.forward.at) is None)
+
     # --- lists -------------------------------------------------------------------------------------------------------
+
+    def is_whole(self, events: _List) -> bool:
+        """Whether `events` are of the whole model now. What is gathered ahead is then used, or dropped, in time."""
+        return self.in_root if events is self.forward else self.rounds > 0
 
     def come_to(self, events: _List, event: Event) -> int | None:
         """Make up for what comes before `event`; its position. None if it is in addition to the list."""
-        whole = self.in_root if events is self.forward else self.rounds > 0
+        whole = self.is_whole(events)
         position = events.find(event, events.at)
         if whole and position is None and self.rounds > 1 and events is self.backward:
             self.end_round()
@@ -220,6 +245,8 @@ class UnitOrder:
             kind, index = events.events[events.at]
             position, unit = events.at, self.units[index]
             events.at += 1
+            if kind == GATHER and unit.is_whole():
+                continue
             if kind == GATHER:
                 gathered = self.start_gather(events, position)
                 unit.wait(gathered)
@@ -243,7 +270,7 @@ class UnitOrder:
     def gather_ahead(self, events: _List, position: int) -> None:
         """Start the next gather behind `position`, while the unit there computes."""
         ahead = next((at for at in range(position + 1, len(events.events)) if events.events[at][0] == GATHER), None)
-        if ahead is None or ahead in events.ahead:
+        if ahead is None or ahead in events.ahead or self.units[events.events[ahead][1]].is_whole():
             return
         both = self.units[events.events[position][1]].nbytes + self.units[events.events[ahead][1]].nbytes
         if both <= self.budget_bytes:
@@ -253,7 +280,7 @@ class UnitOrder:
         """Start the first gather, before this rank comes to its unit."""
         if events.events and events.events[0][0] == GATHER and 0 not in events.ahead:
             first = self.units[events.events[0][1]]
-            if first.nbytes <= self.budget_bytes:
+            if first.nbytes <= self.budget_bytes and not first.is_whole():
                 events.ahead[0] = first.start_gather()
 
     def drop_ahead(self, events: _List) -> None:
@@ -273,10 +300,18 @@ class UnitOrder:
 
     def queue_callback(self) -> None:
         """Have autograd call `finish_backward` at the end of this backward."""
-        if not self.callback_is_queued:
-            self.callback_is_queued, self.begun_rounds, self.backward.done = True, 0, []
+        self.abandon_if_raised()
+        if self.callback is None:
+            self.begun_rounds, self.backward.done = 0, []
             self.drop_ahead(self.forward)
-            Variable._execution_engine.queue_callback(self.finish_backward)
+            callback = functools.partial(self.finish_backward)
+            self.callback = weakref.ref(callback)
+            Variable._execution_engine.queue_callback(callback)
+
+    def abandon_if_raised(self) -> None:
+        """Where the last backward raised, its graph has dropped the callback."""
+        if self.callback is not None and self.callback() is None:
+            self.abandon()
 
     def start_reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> None:
         self.reductions.append(unit.start_reduce(grads, leaves))
@@ -297,12 +332,10 @@ class UnitOrder:
         self.drop_ahead(self.backward)
         while self.reductions:
             self.finish(self.reductions.popleft())
-        for reduction in self.undecided:
-            reduction.deliver_unused()
-        self.undecided.clear()
-        for unit in self.units:
-            unit.hide()
-        self.backward.at, self.callback_is_queued = 0, False
+        undecided, self.undecided = self.undecided, []
+        deliver_rest(undecided)
+        self.hide()
+        self.backward.at, self.callback = 0, None
         if self.begun_rounds == 1:
             self.backwards += 1
             if self.backwards == self.next_comparison:  # when the model's own collectives have ended, too
@@ -317,6 +350,14 @@ class UnitOrder:
         for unit in self.units:
             unit.deliver_unclaimed(by_index)
 
+    def hide(self) -> None:
+        """Backward is over, also for units of which nothing told."""
+        for run in self.shown:
+            run.end()
+        self.shown.clear()
+        for unit in self.units:
+            unit.hide()
+
     def abandon(self) -> None:
         """Drop what a backward left that raised."""
         for reduction in self.reductions:
@@ -324,9 +365,8 @@ class UnitOrder:
         self.reductions.clear()
         self.undecided.clear()
         self.drop_ahead(self.backward)
-        for unit in self.units:
-            unit.hide()
-        self.backward.at, self.rounds, self.callback_is_queued = 0, 0, False
+        self.hide()
+        self.backward.at, self.rounds, self.callback = 0, 0, None
 
     # --- the order of the lists --------------------------------------------------------------------------------------
 
@@ -342,6 +382,11 @@ class UnitOrder:
                 break
         else:
             return
+        # One that is frozen may train later.
+        trains = {i for kind, i in backward if kind == REDUCE}
+        backward = [
+            each for event in backward for each in ([event] if event[1] in trains else [event, (REDUCE, event[1])])
+        ]
         never = [(GATHER, i) for i in range(len(self.units)) if (GATHER, i) not in called]
         self.forward = _List(forward + never)
         self.backward = _List([(kind, i) for _, i in reversed(never) for kind in (GATHER, REDUCE)] + backward)

@@ -13,19 +13,15 @@ What is gathered, and when, is decided by where the program is (in forward, in b
 what a rank happens to have in memory. In which order units come is in unit_order.py.
 """
 
-import contextlib
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zcompile.sharding.attributes import STATE, UNIT, UNSHARDED
-from zcompile.sharding.forward_scope import call_eagerly, never_compiled_alone
+from zcompile.sharding.attributes import UNSHARDED
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter
 
 gather_group_start = torch.ops.zcompile.gather_group_start.default
@@ -62,10 +58,12 @@ class Unit:
         """
         self.name, self.index, self.sharded = name, index, list(sharded)
         self.is_open = False  # its forward runs
+        self.calls = 0
+        self.dtypes: list[torch.dtype] = []
+        self.nbytes = 0
+        self.param_dtype = param_dtype
         leaves = self.leaves()
-        self.dtypes = [param_dtype or leaf.dtype for leaf in leaves]
-        self.groups = [self._group(dtype) for dtype in dict.fromkeys(self.dtypes)]
-        self.nbytes = sum(math.prod(each.shape) * dtype.itemsize for each, dtype in zip(self.sharded, self.dtypes))
+        self.follow_dtypes(leaves)
         count = len(self.sharded)
         self.world: int = state.groups["world"]
         self.use = torch.zeros(count, device=leaves[0].device)  # the shard of [world * count]; its values say nothing
@@ -77,6 +75,14 @@ class Unit:
             replicated=False,
             reduce_dtype=None,
         )
+
+    def follow_dtypes(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Gather in the dtypes that parameters have now, which `module.to()` changes."""
+        dtypes = [self.param_dtype or leaf.dtype for leaf in leaves]
+        if dtypes != self.dtypes:
+            self.dtypes = dtypes
+            self.groups = [self._group(dtype) for dtype in dict.fromkeys(dtypes)]
+            self.nbytes = sum(math.prod(each.shape) * dtype.itemsize for each, dtype in zip(self.sharded, dtypes))
 
     def _group(self, dtype: torch.dtype) -> _Group:
         positions = [i for i, each in enumerate(self.dtypes) if each == dtype]
@@ -91,13 +97,26 @@ class Unit:
         """Whether a module has another tensor in place of a parameter; see given_parameters.py."""
         return any(each.owner_parameters.get(each.attribute) is not each.parameter for each in self.sharded)
 
+    def is_whole(self) -> bool:
+        """Inside of `zcompile.unshard`, of all ranks: nobody gathers it."""
+        return any(each.is_whole for each in self.sharded)
+
+    def follow_requires_grad(self) -> None:
+        """Let leaves train as parameters do, whose `requires_grad` users set."""
+        for sharded in self.sharded:
+            if sharded.leaf.requires_grad is not sharded.parameter.requires_grad:
+                sharded.leaf.requires_grad_(sharded.parameter.requires_grad)
+
     def start_gather(self) -> list[torch.Tensor]:
         """Unsharded parameters on their way, in the order of `sharded`; read them after `wait`."""
         leaves = self.leaves()
+        self.follow_dtypes(leaves)
         gathered: list[Any] = [None] * len(leaves)
         for group in self.groups:
             shards = [leaves[i] for i in group.positions]
-            for i, tensor in zip(group.positions, gather_group_start(shards, group.sizes, group.dims, group.dtype)):
+            with torch._C._DisableTorchDispatch():  # a selective checkpoint counts ops, and this may start another unit
+                started = gather_group_start(shards, group.sizes, group.dims, group.dtype)
+            for i, tensor in zip(group.positions, started):
                 gathered[i] = tensor
         return gathered
 
@@ -107,8 +126,9 @@ class Unit:
         Raises:
             RuntimeError: another rank did not answer; names rank and parameter.
         """
-        for tensor in gathered:
-            gather_wait(tensor)
+        with torch._C._DisableTorchDispatch():
+            for tensor in gathered:
+                gather_wait(tensor)
 
     def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> "Reduction":
         """Start to reduce all gradients in one transfer.
@@ -150,11 +170,28 @@ class Unit:
             for module, attribute in sharded.owners:
                 module.__dict__[UNSHARDED + attribute] = tensor
 
+    def is_shown(self) -> bool:
+        """Whether reads of the parameters give what was gathered."""
+        return any(UNSHARDED + attribute in module.__dict__ for module, attribute in self.sharded[0].owners)
+
     def hide(self) -> None:
         """Let reads of the parameters gather again."""
         for sharded in self.sharded:
             for module, attribute in sharded.owners:
                 module.__dict__.pop(UNSHARDED + attribute, None)
+
+    def refuse_writes(self, shown: Sequence[torch.Tensor]) -> None:
+        """
+        Raises:
+            RuntimeError: forward wrote to a parameter, which is a copy.
+        """
+        for sharded, tensor in zip(self.sharded, shown):
+            if not tensor.is_inference() and tensor._version > 0:
+                raise RuntimeError(
+                    f"zcompile: parameter '{sharded.name}' was modified in place through its owning module on rank "
+                    f"{dist.get_rank()}. That writes to a gathered copy and is lost: modify the DTensor in "
+                    "model.parameters() under torch.no_grad(), or initialise before zcompile.shard()."
+                )
 
 
 @dataclass
@@ -166,6 +203,7 @@ class Reduction:
     used: list[bool]  # by this rank; for each of `trained`
     started: list[torch.Tensor]  # for each of `trained`, and the counts of use
     wires: list[torch.Tensor] = field(repr=False)  # read until the wait
+    rest: list[int] = field(default_factory=list)  # of `trained`, by index: what `deliver_used` left
 
     def wait(self) -> None:
         """Wait for them.
@@ -178,248 +216,38 @@ class Reduction:
         self.wires = []
 
     def deliver_used(self) -> bool:
-        """Give their gradients to the parameters that this rank used; whether there are others."""
-        for i, used, grad in zip(self.trained, self.used, self.started):
-            if used:
-                _deliver(self.unit.sharded[i], grad)
-        return not all(self.used)
+        """Give their gradients to the parameters that this rank used; whether any are left for `deliver_rest`.
 
-    def deliver_unused(self) -> None:
-        """Give their gradients to the parameters that only other ranks used. Waits for the device."""
-        counts = self.started[-1].tolist()
-        for i, used, grad in zip(self.trained, self.used, self.started):
-            sharded = self.unit.sharded[i]
-            if not used and counts[i] > 0:
-                _deliver(sharded, grad)
-            elif not used and sharded.state.accumulates:  # the reduce began from what had accumulated
-                sharded.state.runtime.take_base(sharded.index)
-                if sharded.parameter.grad is not None:
-                    sharded.let_reduce_add_to(cast(Any, sharded.parameter.grad)._local_tensor, sharded.parameter)
+        All are, where users have hooks: these may have collectives, to which ranks must come in one order.
+        """
+        has_hooks = any(self.unit.sharded[i].has_hooks for i in self.trained)
+        self.rest = [k for k, used in enumerate(self.used) if has_hooks or not used]
+        for k, i in enumerate(self.trained):
+            if self.used[k] and not has_hooks:
+                _deliver(self.unit.sharded[i], self.started[k])
+        return bool(self.rest)
+
+
+def deliver_rest(reductions: Sequence[Reduction]) -> None:
+    """Give what is left to the parameters that any rank used. Waits for the device."""
+    if not reductions:
+        return
+    counts = torch.cat([reduction.started[-1] for reduction in reductions]).tolist()
+    sums: dict[tuple[int, int], tuple[ShardedParameter, torch.Tensor]] = {}  # by unit and position, in one order
+    begin = 0
+    for reduction in reductions:
+        unit = reduction.unit
+        for k in reduction.rest:
+            i, grad = reduction.trained[k], reduction.started[k]
+            if counts[begin + i] > 0:
+                known = sums.get((unit.index, i))
+                sums[unit.index, i] = unit.sharded[i], grad if known is None else known[1] + grad
+        begin += len(unit.sharded)
+    for sharded, grad in sums.values():
+        _deliver(sharded, grad)
 
 
 def _deliver(sharded: ShardedParameter, grad: torch.Tensor) -> None:
     leaf = sharded.leaf
     leaf.grad = grad
     sharded.post_accumulate_grad(leaf)
-
-
-class _Gathered:
-    """Parameters of one forward of a unit, while notes of them are saved for backward."""
-
-    tensors: list[torch.Tensor] | None = None  # from the gather in backward on
-
-
-class _Saved(NamedTuple):
-    """Stands in for a tensor over an unsharded parameter that autograd saved."""
-
-    run: "UnitForward"
-    gathered: _Gathered
-    position: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
-class UnitForward:
-    """One forward of a unit with grad mode on, and its backward."""
-
-    def __init__(self, unit: Unit, state: ShardedModel, gathered: list[torch.Tensor]):
-        self.unit, self.state = unit, state
-        self.leaves = unit.leaves()
-        self.trained = [i for i, leaf in enumerate(self.leaves) if leaf.requires_grad]
-        self.unsharded: list[torch.Tensor] = gathered  # while forward runs
-        # Whoever had hooks for saved tensors before keeps them. A checkpoint saves nothing, and computes again.
-        self.is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        self.recomputes = torch._C._current_graph_task_id() != -1  # backward is about to read it
-        self.saves_notes = not self.is_hooked and not self.recomputes
-        self.is_gathered_again = False
-        self.shown_again: list[torch.Tensor] = []  # from the gather in backward to the reduce
-        self.gathered: weakref.ref[_Gathered] = lambda: None  # type: ignore[assignment]
-
-    @torch.compiler.disable
-    def enter(self) -> Any:
-        """Before the module's own forward. Returns a context in which that runs."""
-        shown = list(self.unsharded)
-        if self.trained:
-            for i, tensor in zip(
-                self.trained, _Entry.apply(self, *(self.leaves[i] for i in self.trained)), strict=True
-            ):
-                shown[i] = tensor
-        self.unsharded = shown
-        self.unit.show(shown)
-        if not self.saves_notes:
-            return contextlib.nullcontext()
-        held = _Gathered()
-        self.gathered = weakref.ref(held)
-        positions = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(shown)}
-        return torch.autograd.graph.saved_tensors_hooks(_packing(self, held, positions), _unpack)
-
-    def hide(self) -> None:
-        """Behind the module's own forward, also if it raised."""
-        if not (self.recomputes and self.trained):  # a checkpoint inside of the unit may read them again
-            self.unit.hide()
-
-    @torch.compiler.disable
-    def leave(self, result: Any) -> Any:
-        """Behind the module's own forward, which returned `result`. Returns what the unit returns."""
-        shown, self.unsharded = self.unsharded, []
-        self.refuse_writes(shown)
-        return self.connect(result, shown)
-
-    def refuse_writes(self, shown: Sequence[torch.Tensor]) -> None:
-        """
-        Raises:
-            RuntimeError: forward wrote to a parameter, which is a copy.
-        """
-        for sharded, tensor in zip(self.unit.sharded, shown):
-            if tensor._version > 0:
-                raise RuntimeError(
-                    f"zcompile: parameter '{sharded.name}' was modified in place through its owning module on rank "
-                    f"{dist.get_rank()}. That writes to a gathered copy and is lost: modify the DTensor in "
-                    "model.parameters() under torch.no_grad(), or initialise before zcompile.shard()."
-                )
-
-    def connect(self, result: Any, shown: Sequence[torch.Tensor]) -> Any:
-        """`result`, whose backward gathers the unit again, and reaches `_Entry` whatever this rank used."""
-        values, structure = tree_flatten(result)
-        places = [i for i, value in enumerate(values) if _is_differentiable(value)]
-        if not places:
-            return result
-        storages = {tensor.untyped_storage()._cdata for tensor in shown}
-        tensors = [values[i] for i in places]
-        # A parameter itself, or a view of it, would keep all of it unsharded.
-        tensors = [each.clone() if each.untyped_storage()._cdata in storages else each for each in tensors]
-        trained = [shown[i] for i in self.trained]
-        for i, tensor in zip(places, _Exit.apply(self, len(tensors), *tensors, *trained), strict=True):
-            values[i] = tensor
-        return tree_unflatten(values, structure)
-
-    def gather_again(self) -> None:
-        """In backward, before the first read. Where nothing was saved, other ranks may still gather."""
-        if self.is_gathered_again or not self.saves_notes:
-            return
-        self.is_gathered_again = True
-        tensors = self.state.unit_order.gather(self.unit)
-        held = self.gathered()
-        if held is not None:
-            held.tensors = tensors
-        # A checkpoint inside of the unit reads them again, and records what it computes as forward did.
-        self.shown_again = [tensor.detach().requires_grad_(i in self.trained) for i, tensor in enumerate(tensors)]
-        self.unit.show(self.shown_again)
-
-    def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """All gradients of this forward are there, in the order of `trained`."""
-        if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in grads):
-            raise RuntimeError(
-                "zcompile: a gradient of a gradient (create_graph=True) through a sharded parameter is not supported"
-            )
-        self.unit.hide()
-        shown, self.shown_again = self.shown_again, []
-        of_all: list[torch.Tensor | None] = [None] * len(self.leaves)
-        for i, grad in zip(self.trained, grads, strict=True):
-            more = shown[i].grad if shown else None  # of a checkpoint inside of the unit that has a backward of its own
-            of_all[i] = grad if more is None else more if grad is None else grad + more
-        self.state.unit_order.reduce(self.unit, of_all, self.leaves)
-
-
-def _packing(run: UnitForward, held: _Gathered, positions: dict[int, int]) -> Any:
-    @never_compiled_alone
-    def pack(tensor: torch.Tensor) -> Any:
-        position = positions.get(tensor.untyped_storage()._cdata)
-        if position is None:
-            return tensor, tensor._version
-        return _Saved(run, held, position, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    return pack
-
-
-@never_compiled_alone
-def _unpack(saved: Any) -> torch.Tensor:
-    if not isinstance(saved, _Saved):
-        tensor: torch.Tensor = saved[0]
-        if tensor._version != saved[1]:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{list(tensor.shape)} is at version {tensor._version}; expected version {saved[1]} instead."
-            )
-        return tensor
-    saved.run.gather_again()
-    tensors = saved.gathered.tensors
-    assert tensors is not None
-    return tensors[saved.position].as_strided(saved.size, saved.stride, saved.offset)
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-class _Entry(torch.autograd.Function):
-    """From shards to what forward reads; in backward, all gradients meet here."""
-
-    @staticmethod
-    def forward(ctx: Any, run: UnitForward, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.run = run
-        return tuple(run.unsharded[i] for i in run.trained)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        ctx.run.reduce(grads)
-        return (None,) * (1 + len(grads))  # gradients are delivered when they are reduced
-
-
-class _Exit(torch.autograd.Function):
-    """The result, and edges to what forward read: so `_Entry` has a backward where this rank used none of it."""
-
-    @staticmethod
-    def forward(ctx: Any, run: UnitForward, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.run, ctx.others = run, len(tensors) - count
-        # A checkpoint recomputes up to what was saved last: on all ranks this, and not what a rank's experts saved.
-        ctx.save_for_backward(tensors[0].new_empty(0))
-        return tuple(tensor.detach() for tensor in tensors[:count])  # not a view, which nobody might change in place
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _ = ctx.saved_tensors  # here a checkpoint computes again
-        ctx.run.gather_again()
-        return (None, None, *grads, *[None] * ctx.others)
-
-
-@torch.compiler.disable
-def _begin(module: Any) -> "tuple[Unit, UnitForward | None] | None":
-    """Gather the unit `module`; None where it must run as if it were none, and no forward without grad mode."""
-    unit: Unit = module.__dict__[UNIT]
-    if unit.is_open or unit.has_given_parameters():
-        return None
-    state: ShardedModel = module.__dict__[STATE]
-    for sharded in unit.sharded:
-        sharded.leaf.requires_grad_(sharded.parameter.requires_grad)
-    gathered = state.unit_order.gather(unit)
-    if torch.is_grad_enabled():
-        return unit, UnitForward(unit, state, gathered)
-    unit.show(gathered)
-    return unit, None
-
-
-@torch._dynamo.disable(recursive=False, reason="a unit gathers its parameters before its forward: see zcompile.shard")
-def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """`call(module, *args, **kwargs)`, which calls a module that is a unit, with its hooks."""
-    begun = _begin(module)
-    if begun is None:
-        is_open = module.__dict__[UNIT].is_open  # it calls itself
-        return call(module, *args, **kwargs) if is_open else call_eagerly(call, (module, *args), kwargs)
-    unit, run = begun
-    unit.is_open = True
-    try:
-        if run is None:
-            return call(module, *args, **kwargs)
-        with run.enter():
-            result = call(module, *args, **kwargs)
-    finally:
-        unit.is_open = False
-        if run is None:
-            unit.hide()
-        else:
-            run.hide()
-    return run.leave(result)
