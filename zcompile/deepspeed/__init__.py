@@ -30,6 +30,7 @@ calls, sets or replaces. They are there in DeepSpeed 0.17 to 0.19. Tests ran on 
 | optimizer | `_grad_acc_hooks`, `_leaf_module_hooks` | hooks | removing gradient hooks |
 | optimizer | `parameter_offload._remove_module_hooks` | hooks | removing module hooks |
 | optimizer | `_coalesce_grad_reduction` (not in all) | takeover | refusing coalesced reduction |
+| optimizer | `_epilogue_ran_this_backward` (since 0.18) | optimizer_step | whether the step has its list of gradients |
 | optimizer | `__param_id_to_grad_partition` (name-mangled) | gradients | where DeepSpeed looks for gradients |
 | optimizer | `_get_norm_groups`, `_prepare_fp32_grad_for_sub_group`, `_optimizer_step` | optimizer_step | replaced |
 | `module._parameters` | `_in_forward` | hooks | ZeRO's dictionaries gather while it is set |
