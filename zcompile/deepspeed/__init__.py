@@ -8,6 +8,7 @@
 | takeover.py | takes an engine over and gives it back; `attach` |
 | engine_methods.py | what stands in for the engine's compile, forward, backward, step and destroy |
 | fallback.py | what may fail, and what happens then; running a forward again |
+| leaf_modules.py | DeepSpeed's leaf modules, which are units |
 | hooks.py | DeepSpeed's module and gradient hooks: removed, restored; what runs around a forward |
 | partitions.py | one ZeRO-3 parameter as a sharded parameter |
 | optimizer_step.py | the optimizer's step without copies of gradients and main parameters |
@@ -59,6 +60,6 @@ These names are public, but DeepSpeed does not document them:
 | optimizer | `torch_autocast_gradscaler` | sub_groups |
 | optimizer | the other methods in `LeanStep.REPLACED` | optimizer_step |
 | `zero.partition_parameters` | `InsertPostInitMethodToModuleSubClasses.linear_bk` | hooks |
-| `utils` | `z3_leaf_module` | fallback |
+| `utils` | `z3_leaf_module` | leaf_modules |
 | `runtime.zero.config` | `DeepSpeedZeroConfig.__init__`, which takes no unknown settings | zcompile_flag |
 """
