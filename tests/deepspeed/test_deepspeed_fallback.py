@@ -98,19 +98,6 @@ def test_an_engine_without_optimizer_stays_eager(ranks):
     ranks(2).run(rank_has_no_optimizer)
 
 
-def rank_has_leaf_modules(rank, world):
-    model = LanguageModel()
-    deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
-    engine = make_engine({}, model=model)
-    assert train(engine, rank, end=2)[-1][0] > 0
-    assert not is_taken_over(engine) and "leaf modules" in engine.zcompile.given_back
-    engine.destroy()
-
-
-def test_leaf_modules_stay_eager(ranks):
-    ranks(2).run(rank_has_leaf_modules)
-
-
 def rank_gives_back_between_microbatches(rank, world):
     curves = []
     for flag in (None, {}):

@@ -8,6 +8,7 @@
 | takeover.py | takes an engine over and gives it back; `attach` |
 | engine_methods.py | what stands in for the engine's compile, forward, backward, step and destroy |
 | fallback.py | what may fail, and what happens then; running a forward again |
+| leaf_modules.py | DeepSpeed's leaf modules, which are units |
 | hooks.py | DeepSpeed's module and gradient hooks: removed, restored; what runs around a forward |
 | partitions.py | one ZeRO-3 parameter as a sharded parameter |
 | optimizer_step.py | the optimizer's step without copies of gradients and main parameters |
@@ -30,6 +31,7 @@ calls, sets or replaces. They are there in DeepSpeed 0.17 to 0.19. Tests ran on 
 | optimizer | `_grad_acc_hooks`, `_leaf_module_hooks` | hooks | removing gradient hooks |
 | optimizer | `parameter_offload._remove_module_hooks` | hooks | removing module hooks |
 | optimizer | `_coalesce_grad_reduction` (not in all) | takeover | refusing coalesced reduction |
+| optimizer | `_epilogue_ran_this_backward` (since 0.18) | optimizer_step | whether the step has its list of gradients |
 | optimizer | `__param_id_to_grad_partition` (name-mangled) | gradients | where DeepSpeed looks for gradients |
 | optimizer | `_get_norm_groups`, `_prepare_fp32_grad_for_sub_group`, `_optimizer_step` | optimizer_step | replaced |
 | `module._parameters` | `_in_forward` | hooks | ZeRO's dictionaries gather while it is set |
@@ -58,6 +60,6 @@ These names are public, but DeepSpeed does not document them:
 | optimizer | `torch_autocast_gradscaler` | sub_groups |
 | optimizer | the other methods in `LeanStep.REPLACED` | optimizer_step |
 | `zero.partition_parameters` | `InsertPostInitMethodToModuleSubClasses.linear_bk` | hooks |
-| `utils` | `z3_leaf_module` | fallback |
+| `utils` | `z3_leaf_module` | leaf_modules |
 | `runtime.zero.config` | `DeepSpeedZeroConfig.__init__`, which takes no unknown settings | zcompile_flag |
 """

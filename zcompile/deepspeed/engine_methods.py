@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 from zcompile.deepspeed.fallback import Attempt, unsupported
 from zcompile.deepspeed.hooks import Hooks
 from zcompile.deepspeed.partitions import Partition
-from zcompile.sharding.model_state import ShardedModel
+from zcompile.sharding.accumulation import begin_accumulating, end_accumulating
+from zcompile.sharding.model_state import ShardedModel, models_of
+from zcompile.sharding.optimizer_steps import check_orders
 
 log = logging.getLogger("zcompile")
 
@@ -108,10 +110,11 @@ class EngineMethods(abc.ABC):
         self.backward_succeeded = self.backward_succeeded or self.delivered
         for partition in self.partitions.values():
             if partition.moved():
-                self.state.follow_storage(partition)
+                partition.state.follow_storage(partition)
         self.cache_across_microbatches(self.state)
         # DeepSpeed edits partitions in ways that no version counter sees. By now, whoever edits partitions has done so.
-        self.state.runtime.refresh()
+        for model in models_of(self.state):
+            model.runtime.refresh()
         with self.hooks.around_forward(inputs, kwargs) as (inputs, kwargs):
             outputs = self.original.forward(self.engine, *inputs, **kwargs)
         if self.attempt:
@@ -125,9 +128,9 @@ class EngineMethods(abc.ABC):
             return
         first = engine.micro_steps % engine.gradient_accumulation_steps() == 0
         if first and state.accumulates and not self.program_marks_boundaries:
-            state.end_accumulating()
+            end_accumulating(state)
         if torch.is_grad_enabled() and engine.module.training and not state.accumulates:
-            state.begin_accumulating(microbatch_cache_bytes)
+            begin_accumulating(state, microbatch_cache_bytes)
 
     @property
     def program_marks_boundaries(self) -> bool:
@@ -150,13 +153,13 @@ class EngineMethods(abc.ABC):
             RuntimeError: ranks started different gathers and reduces, so the step would use wrong gradients.
         """
         if self.state is not None and self.takes_a_step:
-            self.state.check_order()
+            check_orders(models_of(self.state))
         steps_before = self.engine.global_steps
         try:
             return self.original.step(self.engine, *args, **kwargs)
         finally:
             if self.state is not None and self.engine.global_steps != steps_before:
-                self.state.end_accumulating()
+                end_accumulating(self.state)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Stands in for `DeepSpeedEngine.backward`."""

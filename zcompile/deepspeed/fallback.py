@@ -28,6 +28,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zcompile.deepspeed.hooks import hooked_parameter
+from zcompile.deepspeed.leaf_modules import unsupported_leaf_module
 
 
 class Attempt:
@@ -58,8 +59,6 @@ class Attempt:
 
 def unsupported(engine: Any) -> str:
     """Why an engine that was made cannot be taken over; empty if it can."""
-    from deepspeed.utils import z3_leaf_module
-
     optimizer = engine.optimizer
     if type(engine).__name__ != "DeepSpeedEngine":
         return f"a {type(engine).__name__} has a forward of its own"
@@ -67,8 +66,6 @@ def unsupported(engine: Any) -> str:
         return f"the optimizer is a {type(optimizer).__name__}, not that of stage 3"
     if getattr(optimizer, "use_muon", False):
         return "Muon updates gradients where zcompile does not reduce them"
-    if any(z3_leaf_module(module) for module in engine.module.modules()):
-        return "z3 leaf modules reduce gradients of experts that a rank did not use, and zcompile does not yet"
     if name := hooked_parameter(engine):
         return f"parameter '{name}' has hooks, which under ZeRO-3 see its whole gradient before it is reduced"
-    return ""
+    return unsupported_leaf_module(engine.module)

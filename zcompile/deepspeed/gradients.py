@@ -4,12 +4,13 @@ DeepSpeed copies every reduced gradient to one flat buffer that always exists. `
 that each gradient stays where it was reduced. `Gradients` says where. DeepSpeed's methods look gradients up there, too.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from zcompile import _C
-from zcompile.deepspeed.partitions import ZeroParameter
+from zcompile.deepspeed.partitions import Partition, ZeroParameter
+from zcompile.sharding.model_state import ShardedModel
 
 
 def add(before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
@@ -80,14 +81,19 @@ class DeepSpeedBuffers:
 
 
 class ReducedSquares:
-    """Sums of squares that the runtime computes as it reduces gradients, so that the norm need not read them again."""
+    """Sums of squares that runtimes compute as they reduce gradients, so that the norm need not read them again."""
 
-    def __init__(self, runtime: _C.Model, indices: dict[int, int]):
-        """`indices`: `ds_id` -> the runtime's index of the parameter."""
-        self.runtime = runtime
-        self.indices = indices
+    def __init__(self, models: Iterable[ShardedModel], partitions: Mapping[int, Partition]):
+        """
+        Args:
+            models: those that have the partitions.
+            partitions: by `ds_id`.
+        """
+        self.runtimes = [model.runtime for model in models]
+        self.places = {ds_id: (each.state.runtime, each.index) for ds_id, each in partitions.items()}
         self.versions: dict[int, int] = {}  # `ds_id` -> the gradient's version when it arrived
-        runtime.collect_squares()
+        for runtime in self.runtimes:
+            runtime.collect_squares()
 
     def note(self, parameter: ZeroParameter, grad: torch.Tensor) -> None:
         """`grad` has arrived and is stored as it is."""
@@ -97,8 +103,10 @@ class ReducedSquares:
         """Partial sums of the squares of `grad`, [any] fp64; None if `grad` is not as it was reduced."""
         if self.versions.get(parameter.ds_id) != grad._version:
             return None
-        return self.runtime.squares_of(self.indices[parameter.ds_id], grad)
+        runtime, index = self.places[parameter.ds_id]
+        return runtime.squares_of(index, grad)
 
     def forget(self) -> None:
         """Begin with the next step's."""
-        self.runtime.clear_squares()
+        for runtime in self.runtimes:
+            runtime.clear_squares()

@@ -142,15 +142,18 @@ class LeanStep:
         """
         optimizer, gradients, ds_id = self.optimizer, self.gradients, parameter.ds_id
         grad = grad.to(optimizer.gradient_accumulation_dtype)
-        if optimizer.micro_step_id == 0:
+        # With `loss.backward()`, what only other ranks asked for comes when the step has its list of gradients already.
+        is_late = getattr(optimizer, "_epilogue_ran_this_backward", False)
+        if optimizer.micro_step_id == 0 and not is_late:
             optimizer.averaged_gradients = {}  # of a step that was not taken
         # One backward may give a parameter two gradients: what only other ranks asked for comes at its end.
         backward = torch._C._current_graph_task_id()
         same_backward = self.last_backward.get(ds_id, -1) == backward != -1
         self.last_backward[ds_id] = backward
         first = ds_id not in gradients or (optimizer.micro_step_id == 0 and not same_backward)
-        gradients[ds_id] = accumulate(None if first else gradients[ds_id], grad)
-        if first and self.reduced_squares:
+        total = accumulate(None if first else gradients[ds_id], grad)
+        gradients[ds_id] = gradients[ds_id].copy_(total) if is_late else total
+        if first and self.reduced_squares and not is_late:
             self.reduced_squares.note(parameter, grad)  # what is added later changes the version
 
     def forget_step(self) -> None:

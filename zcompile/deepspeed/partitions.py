@@ -27,6 +27,7 @@ class Partition(ShardedParameter):
     parameter: ZeroParameter
     rank: int
     accept: Callable[["Partition", torch.Tensor], None]
+    zeros_if_unused = True  # as leaf modules reduce; see leaf_modules.py
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -31,10 +31,12 @@ from zcompile.backend import compile_graph
 from zcompile.deepspeed.engine_methods import EngineMethods
 from zcompile.deepspeed.fallback import unsupported
 from zcompile.deepspeed.gradients import ReducedSquares, add
+from zcompile.deepspeed.leaf_modules import leaf_modules
 from zcompile.deepspeed.optimizer_step import LeanStep
 from zcompile.deepspeed.partitions import Partition, ZeroParameter, add_partition, partition_grads
 from zcompile.sharding.class_swap import install_readers, remove_readers
-from zcompile.sharding.model_state import ShardedModel
+from zcompile.sharding.model_state import ShardedModel, models_of
+from zcompile.sharding.unit_order import make_units, order_units
 
 log = logging.getLogger("zcompile")
 
@@ -67,31 +69,39 @@ class Takeover(EngineMethods):
             raise RuntimeError(reason)
         self.trained = {parameter.ds_id for parameters in optimizer.fp16_groups for parameter in parameters}
         self.hooks.release_parameters()
-        self.state = state = self.shard_engine()
+        mesh = DeviceMesh.from_group(optimizer.dp_process_group, self.engine.device.type)
+        self.state = state = ShardedModel(mesh)
+        self.shard_engine(state)
         if LeanStep.is_possible(optimizer):
             self.lean_step = LeanStep(optimizer, self.fail, self.reduced_squares(state))
             self.lean_step.install()
         self.hooks.remove()
         _let_timer_synchronize(self.engine, False)
-        install_readers(state, self.engine.module, None, single_rank=False)
+        install_readers(state, self.engine.module, None, single_rank=False, units=state.units)
         log.info(
-            "zcompile: trains this DeepSpeed engine, %d parameters; transport %s: %s",
+            "zcompile: trains this DeepSpeed engine, %d parameters, %d of them in leaf modules; transport %s: %s",
             len(self.partitions),
+            len(state.units.parameters) if state.units is not None else 0,
             *state.transport,
         )
 
-    def shard_engine(self) -> ShardedModel:
-        """The engine's partitions as a sharded model; all ranks together."""
-        engine = self.engine
-        state = ShardedModel(DeviceMesh.from_group(engine.optimizer.dp_process_group, engine.device.type))
+    def shard_engine(self, state: ShardedModel) -> None:
+        """Make the engine's partitions those of `state`, and leaf modules its units; all ranks together."""
+        model, mesh = self.engine.module, state.mesh
+        leaves = leaf_modules(model) if mesh.size() > 1 else {}
+        if leaves:
+            state.units = ShardedModel(mesh, has_units=True)
+        in_leaf = {below for leaf in leaves.values() for below in leaf.modules()}
         self.partitions = {}
-        for path, module in engine.module.named_modules():
+        for path, module in model.named_modules():
+            of_module = state.units if state.units is not None and module in in_leaf else state
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
-                    self.add(state, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
+                    self.add(of_module, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
+        units = make_units(state, self.engine.module, leaves, None)
         state.use_transport("auto")
         state.measure_memory()
-        return state
+        order_units(state, units)
 
     def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: ZeroParameter) -> None:
         """Make `module.attribute`, a ZeRO-3 parameter, one of `state`.
@@ -112,7 +122,7 @@ class Takeover(EngineMethods):
         """None where gradients of several microbatches are added up: squares of each say nothing about their sum."""
         if self.engine.gradient_accumulation_steps() > 1:
             return None
-        return ReducedSquares(state.runtime, {ds_id: partition.index for ds_id, partition in self.partitions.items()})
+        return ReducedSquares(models_of(state), self.partitions)
 
     def compile_modules(self, compile_kwargs: dict[str, Any]) -> None:
         """Compile the regions that were compiled with another backend before; if there are none, the whole module.
@@ -172,7 +182,10 @@ class Takeover(EngineMethods):
         for module in self.engine.module.modules():
             module._compiled_call_impl = None
         if self.state is not None:
-            remove_readers(self.state, self.engine.module)
+            if self.state.unit_order is not None:
+                self.state.unit_order.abandon()
+            for model in models_of(self.state):
+                remove_readers(model, self.engine.module)
             self.state = None
         try:
             _let_timer_synchronize(self.engine, True)

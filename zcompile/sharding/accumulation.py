@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zcompile.sharding.model_state import models_of, state_of
+from zcompile.sharding.model_state import ShardedModel, models_of, state_of
 
 
 @contextlib.contextmanager
@@ -37,14 +37,24 @@ def accumulate(model: nn.Module) -> Iterator[None]:
                 "zcompile: an optimizer steps inside of zcompile.accumulate. Move its step behind the block."
             )
 
-    state.begin_accumulating(state.microbatch_cache_limit())
-    if state.units is not None:
-        state.units.begin_accumulating(0)
+    begin_accumulating(state, state.microbatch_cache_limit())
     hook = register_optimizer_step_pre_hook(refuse)
     try:
         yield
     finally:
         hook.remove()
-        state.end_accumulating()
-        if state.units is not None:
-            state.units.end_accumulating()
+        end_accumulating(state)
+
+
+def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
+    """Parameters do not change from here on: gradients add up in place, and what is gathered stays unsharded, up to
+    `microbatch_cache_bytes`. Units are gathered anew."""
+    state.begin_accumulating(microbatch_cache_bytes)
+    if state.units is not None:
+        state.units.begin_accumulating(0)
+
+
+def end_accumulating(state: ShardedModel) -> None:
+    """Parameters may change again."""
+    for model in models_of(state):
+        model.end_accumulating()

@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ class ShardedParameter:
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     hooked_backward: int = -1  # autograd's number of the last backward whose gradient hooks saw
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
+    zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
 
     @property
     def leaf(self) -> nn.Parameter:

@@ -149,7 +149,8 @@ class Unit:
         flags = torch.tensor(used, dtype=self.use.dtype).to(self.use.device, non_blocking=True)
         wires.append(flags.repeat(self.world))  # each rank gets its slice of this, too
         started = reduce_group_start(wires, [*(leaves[i] for i in trained), self.use])
-        return Reduction(self, trained, [used[i] for i in trained], started, wires)
+        gives = [used[i] or self.sharded[i].zeros_if_unused for i in trained]
+        return Reduction(self, trained, gives, started, wires)
 
     def deliver_unclaimed(self, by_index: Mapping[int, torch.Tensor]) -> None:
         """Give gradients to the parameters that other ranks used in forwards that this rank did not run.
@@ -161,7 +162,7 @@ class Unit:
             return
         counts = by_index[self.use_index].tolist()
         for sharded, count in zip(self.sharded, counts, strict=True):
-            if count > 0 and sharded.index in by_index:
+            if (count > 0 or sharded.zeros_if_unused) and sharded.index in by_index:
                 _deliver(sharded, by_index[sharded.index])
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -200,7 +201,7 @@ class Reduction:
 
     unit: Unit
     trained: list[int]  # positions in unit.sharded
-    used: list[bool]  # by this rank; for each of `trained`
+    used: list[bool]  # by this rank, or to be treated so; for each of `trained`
     started: list[torch.Tensor]  # for each of `trained`, and the counts of use
     wires: list[torch.Tensor] = field(repr=False)  # read until the wait
     rest: list[int] = field(default_factory=list)  # of `trained`, by index: what `deliver_used` left

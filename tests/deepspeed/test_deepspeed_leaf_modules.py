@@ -1,0 +1,316 @@
+"""DeepSpeed's leaf modules with the flag: they are units, and train as in eager ZeRO-3."""
+
+import contextlib
+import functools
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support.deepspeed import deepspeed, is_taken_over, largest_differences, make_engine, stage3
+from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
+from tests.support.meshes import without_agreement
+from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, StackedExperts
+from zcompile.deepspeed.optimizer_step import LeanStep
+from zcompile.sharding.model_state import state_of
+
+ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each microbatch; no rank ever chooses expert 4
+CLIPPED = {"gradient_clipping": 0.1}
+NO_ACCUMULATION = CLIPPED | {"gradient_accumulation_steps": 1}
+
+matrix = functools.partial(pytest.param, marks=pytest.mark.matrix)
+
+
+class OutOfPlace(Mixture):
+    """Changes no result of a leaf module in place, which DeepSpeed's hooks on backward forbid."""
+
+    def forward(self, x, routes, skips_experts=False):
+        normed = self.norm(x)
+        weights, chosen = self.router(normed).softmax(-1)[:, routes].topk(min(2, len(routes)), -1)
+        return x + weights.sum(-1, keepdim=True) + self.mix(normed, torch.tensor(routes)[chosen], weights)
+
+    def mix(self, x, chosen, weights):
+        return self.experts(x, chosen, weights)
+
+
+class Skipping(OutOfPlace):
+    """May run without its experts, also on one rank alone: outside of compiled code, which is the same on all ranks."""
+
+    factor, skips = 1.0, False
+
+    @torch.compiler.disable
+    def mix(self, x, chosen, weights):
+        return torch.zeros_like(x) if self.skips else self.experts(x, chosen, weights) * self.factor
+
+
+class LossOfMixture(MixtureModel):
+    """The forward computes the loss."""
+
+    def __init__(self, experts=Experts, layers=2, layer_class=OutOfPlace):
+        super().__init__(experts, layers)
+        for layer in self.layers:
+            layer.__class__ = layer_class
+
+    def forward(self, x, routes):
+        return super().forward(x, routes).square().mean()
+
+
+def step_of(engine, microbatch, rank, how="engine.backward"):
+    """The loss of one microbatch, and the norm of the gradients if it ends a step."""
+    torch.manual_seed(100 * microbatch + rank)
+    x = torch.randn(3 + 2 * rank + microbatch % 2, WIDTH)
+    loss = engine(x, ROUTES[(rank + microbatch) % len(ROUTES)])
+    loss.backward() if how == "loss.backward" else engine.backward(loss)
+    engine.step()
+    ends_step = microbatch % MICROBATCHES == MICROBATCHES - 1
+    return loss.item(), float(engine.get_global_grad_norm()) if ends_step else 1.0
+
+
+def make(flag, leaf=Experts, layer_class=OutOfPlace, **config):
+    torch.manual_seed(0)
+    model = LossOfMixture(StackedExperts if leaf is StackedExperts else Experts, layer_class=layer_class)
+    deepspeed.utils.set_z3_leaf_modules(model, [leaf])
+    return make_engine(flag, model, **config)
+
+
+def parameters_of(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+def eager(rank, leaf=Experts, config=CLIPPED, steps=4):
+    """Losses and norms, and parameters, of an engine without the flag."""
+    engine = make(None, leaf, **config)
+    curve = [step_of(engine, i, rank) for i in range(steps * MICROBATCHES)]
+    parameters = parameters_of(engine)
+    engine.destroy()
+    return curve, parameters
+
+
+def same(engine, curve, expected):
+    """The same as `expected`, of `eager`."""
+    assert max(largest_differences(curve, expected[0])) <= 1e-6, (curve, expected[0])
+    for name, value in parameters_of(engine).items():
+        torch.testing.assert_close(value, expected[1][name], rtol=1e-5, atol=1e-7, msg=lambda text, of=name: of + text)
+
+
+def agreeing(agree):
+    return contextlib.nullcontext() if agree else without_agreement()
+
+
+def rank_trains(rank, world, leaf, flag, config, agree):
+    expected = eager(rank, leaf, config)
+    with agreeing(agree):
+        engine = make(flag, leaf, **config)
+        curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
+    assert is_taken_over(engine), engine.zcompile.given_back
+    assert state_of(engine.module).units.parameters
+    same(engine, curve, expected)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("agree", [False, matrix(True)])
+@pytest.mark.parametrize(
+    "leaf, flag, config",
+    [
+        pytest.param(Experts, {}, CLIPPED, id="modules"),
+        pytest.param(StackedExperts, {}, NO_ACCUMULATION, id="stacked"),
+        pytest.param(Experts, {"microbatch_cache_bytes": 1 << 20}, CLIPPED, id="cached microbatches"),
+        matrix(Mixture, {}, SUB_GROUPS, id="layers"),
+    ],
+)
+def test_leaf_modules_train_as_in_eager(ranks, leaf, flag, config, agree):
+    ranks(2).run(rank_trains, leaf, flag, config, agree)
+
+
+@pytest.mark.matrix
+def test_leaf_modules_of_three_ranks_train_as_in_eager(ranks):
+    ranks(3).run(rank_trains, Experts, {}, CLIPPED, False)
+
+
+def rank_trains_with_deepspeeds_step(rank, world):
+    expected = eager(rank)
+    with pytest.MonkeyPatch.context() as monkeypatch, without_agreement():
+        monkeypatch.setattr(LeanStep, "is_possible", staticmethod(lambda optimizer: False))
+        engine = make({}, **CLIPPED)
+        curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
+    assert is_taken_over(engine) and engine.zcompile.lean_step is None
+    same(engine, curve, expected)
+    engine.destroy()
+
+
+def test_an_unused_expert_has_zeros_in_deepspeeds_buffer(ranks):
+    """In fp16 and with an offloaded optimizer, that is where gradients go: the last step's must not stay there."""
+    ranks(2).run(rank_trains_with_deepspeeds_step)
+
+
+def rank_counts_transfers(rank, world):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    log = logging.getLogger("zcompile")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with without_agreement():
+            engine = make({}, **NO_ACCUMULATION)
+            step_of(engine, 0, rank)
+            zcompile.reset_stats(engine.module)
+            step_of(engine, 1, rank)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    moved = zcompile.stats(engine.module)
+    experts = sum("experts" in name for name, _ in engine.module.named_parameters())
+    others = len(list(engine.module.parameters())) - experts
+    layers = len(engine.module.layers)
+    assert 0 <= moved["gathers"] - 2 * experts - others <= others, moved  # a plan may gather others for backward, too
+    assert moved["reduces"] == experts + layers + others, moved  # and which experts were used
+    trains = [message for message in messages if "trains this DeepSpeed engine" in message]
+    assert len(trains) == 1 and f"{experts} of them in leaf modules" in trains[0], messages
+    engine.destroy()
+
+
+def test_a_leaf_module_is_gathered_twice_and_reduced_once(ranks):
+    ranks(2).run(rank_counts_transfers)
+
+
+def move_partitions(engine):
+    """Put the partitions elsewhere, as DeepSpeed does when it offloads and reloads states."""
+    optimizer = engine.optimizer
+    for flat, main, parameters in zip(
+        optimizer.fp16_partitioned_groups_flat,
+        optimizer.fp32_partitioned_groups_flat,
+        optimizer.fp16_groups,
+        strict=True,
+    ):
+        moved = flat.detach().clone()
+        for parameter, part in zip(parameters, moved.split([each.ds_tensor.numel() for each in parameters])):
+            parameter.ds_tensor.data = part
+        flat.detach().fill_(float("nan"))
+        flat.data = main.data = moved
+
+
+def rank_moves_partitions(rank, world):
+    expected = eager(rank)
+    with without_agreement():
+        engine = make({}, **CLIPPED)
+        curve = []
+        for i in range(4 * MICROBATCHES):
+            if i == 2 * MICROBATCHES:
+                move_partitions(engine)
+            curve.append(step_of(engine, i, rank))
+    assert is_taken_over(engine), engine.zcompile.given_back
+    same(engine, curve, expected)
+    engine.destroy()
+
+
+def test_leaf_modules_follow_partitions_that_move(ranks):
+    ranks(2).run(rank_moves_partitions)
+
+
+def rank_gives_back(rank, world, when):
+    expected = eager(rank)
+    with without_agreement():
+        engine = make({}, **CLIPPED)
+        takeover, curve = engine.zcompile, []
+
+        def fail(*args):
+            raise RuntimeError("injected")
+
+        if when == "the first backward":
+            takeover.accept = fail
+        for i in range(4 * MICROBATCHES):
+            if when == "between microbatches" and i == 2 * MICROBATCHES + 1:
+                takeover.give_back("asked for")
+            curve.append(step_of(engine, i, rank))
+    assert not is_taken_over(engine) and ("injected" in takeover.given_back or when == "between microbatches")
+    for module in engine.module.modules():
+        left = [name for name in vars(module) if name.startswith("_zcompile")]
+        assert not left, left
+    assert type(engine.module.layers[0].experts) is Experts
+    same(engine, curve, expected)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("when", ["the first backward", matrix("between microbatches")])
+def test_an_engine_with_leaf_modules_is_given_back(ranks, when):
+    ranks(2).run(rank_gives_back, when)
+
+
+class Tied(LossOfMixture):
+    """Its first layer outside of the experts is one of them, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.layers[0].experts.also = nn.Linear(WIDTH, WIDTH)
+        self.layers[0].experts.also.weight = self.enter.weight
+
+
+def rank_has_leaf_modules_that_are_no_units(rank, world):
+    refused = {
+        r"'layers.0.experts.also.weight' is tied to 'enter.weight', .* inside of leaf module 'layers.0.experts'": (
+            Tied,
+            Experts,
+        ),
+        r"leaf module 'layers.0.experts.experts' is a ModuleList, which has no forward": (
+            LossOfMixture,
+            nn.ModuleList,
+        ),
+    }
+    for reason, (model_class, leaf) in refused.items():
+        model = model_class()
+        modules = deepspeed.utils.set_z3_leaf_modules(model, [leaf])
+        for module in modules:
+            module._z3_leaf = module is not model.layers
+        engine = make_engine({}, model)
+        engine.compile()
+        assert re.search(reason, engine.zcompile.given_back), engine.zcompile.given_back
+        engine.destroy()
+
+
+def test_leaf_modules_that_cannot_be_units_stay_eager(ranks):
+    ranks(2).run(rank_has_leaf_modules_that_are_no_units)
+
+
+def rank_is_alone(rank, world):
+    expected = eager(rank)
+    engine = make({}, **CLIPPED)
+    curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
+    assert is_taken_over(engine) and engine.zcompile.state.units is None
+    same(engine, curve, expected)
+    engine.destroy()
+
+
+def test_one_rank_has_no_units(ranks):
+    ranks(1).run(rank_is_alone)
+
+
+def rank_skips(rank, world, how, config, agree):
+    """With the flag, a rank may skip a leaf module, for which eager waits for ever. What it gives is zero."""
+    trained = []
+    for skips in (False, True):
+        with agreeing(agree):
+            engine = make({}, layer_class=Skipping, **config)
+            if rank == 1:
+                engine.module.layers[0].factor, engine.module.layers[0].skips = 0.0, skips
+            curve = [step_of(engine, i, rank, how) for i in range(3 * MICROBATCHES)]
+        assert is_taken_over(engine), engine.zcompile.given_back
+        trained.append((curve, parameters_of(engine)))
+        same(engine, curve, trained[0])
+        engine.destroy()
+
+
+@pytest.mark.parametrize("agree", [matrix(False), True])
+@pytest.mark.parametrize(
+    "how, config", [matrix("engine.backward", CLIPPED), pytest.param("loss.backward", NO_ACCUMULATION)]
+)
+def test_a_rank_may_skip_a_leaf_module(ranks, how, config, agree):
+    if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
+        pytest.skip("this DeepSpeed wants engine.backward()")
+    ranks(2).run(rank_skips, how, config, agree)
