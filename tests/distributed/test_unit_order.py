@@ -20,9 +20,29 @@ def rank_skips(rank, world, prepared, skipped):
 
 
 @pytest.mark.parametrize("prepared", ["eager", pytest.param("compiled", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("skipped", [(0,), pytest.param((1,), marks=pytest.mark.matrix), (2,)])
+@pytest.mark.parametrize(
+    "skipped",
+    [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=pytest.mark.matrix) for each in [(1,), (1, 2), (0, 1)])],
+)
 def test_a_rank_may_skip_a_unit(ranks, prepared, skipped):
     ranks(2).run(rank_skips, prepared, skipped)
+
+
+def rank_skips_without_gathers_ahead(rank, world):
+    def prepare(model):
+        sharded(model)
+        state_of(model).unit_order.budget_bytes = 0
+        return model
+
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip_experts=(0, 1) if rank == 1 else ())
+
+    train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=3)
+
+
+@pytest.mark.matrix
+def test_a_rank_may_skip_units_that_are_not_gathered_ahead(ranks):
+    ranks(2).run(rank_skips_without_gathers_ahead)
 
 
 def rank_skips_layers(rank, world, skipped):
