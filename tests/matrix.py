@@ -33,10 +33,13 @@ TESTS = (
     "tests/distributed/test_explain.py",
     "tests/distributed/test_inductor_lifetimes.py",
     "tests/distributed/test_lifetimes.py",
+    "tests/distributed/test_mixtures.py",
     "tests/distributed/test_numerics.py",
     "tests/distributed/test_ops.py",
     "tests/distributed/test_rematerialize.py",
     "tests/distributed/test_training.py",
+    "tests/distributed/test_unit_order.py",
+    "tests/distributed/test_units.py",
     "tests/deepspeed",
 )
 SMOKE = (
