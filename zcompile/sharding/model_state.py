@@ -390,7 +390,8 @@ def warn_of_loop(sharded: ShardedParameter, times: int) -> None:
     owner = type(sharded.owners[0][0]).__name__ if sharded.owners else "its module"
     warnings.warn(
         f"zcompile: one forward gathered parameter '{sharded.name}' {times} times or more (rank {dist.get_rank()}): "
-        f"{owner} reads it in a loop. Make that a unit, which gathers once: zcompile.shard(model, units=[{owner}]).",
+        f"{owner} reads it in a loop. Make that a unit, which gathers once: zcompile.shard(model, units=[{owner}]), or "
+        f"deepspeed.utils.set_z3_leaf_modules(model, [{owner}]) with the DeepSpeed flag.",
         stacklevel=2,
     )
 

@@ -25,7 +25,7 @@ CLOSE_S = 10.0  # longest wait for the thread at the interpreter's end
 
 UNITS_HINT = (
     "Of a module that reads others on each rank, as a loop over experts does, make a unit: "
-    "zcompile.shard(model, units=[TheModule])."
+    "zcompile.shard(model, units=[TheModule]), or deepspeed.utils.set_z3_leaf_modules(model, [TheModule])."
 )
 
 _watches: dict[str, "OrderWatch"] = {}  # by the name of the group
