@@ -103,7 +103,7 @@ def shard(
         or check_units(model, wanted_units, ignored)
     )
     unit_modules = find_units(model, wanted_units) if error is None and mesh.size() > 1 else {}
-    options = f"{param_dtype=!s} {reduce_dtype=!s} {nccl_max_ctas=} {native_reduce=} units={list(unit_modules)}"
+    options = f"units={list(unit_modules)} {param_dtype=!s} {reduce_dtype=!s} {nccl_max_ctas=} {native_reduce=}"
     agree_on_model(mesh, error, [*signature(model, ignored), options])
 
     state = ShardedModel(mesh, nccl_max_ctas, native_reduce)
