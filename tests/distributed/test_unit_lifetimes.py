@@ -89,7 +89,7 @@ def rank_frees_the_model(rank, world, after):
 
 
 @pytest.mark.parametrize(
-    "after", [pytest.param("nothing", marks=matrix), pytest.param("a forward", marks=matrix), "a backward"]
+    "after", [pytest.param("nothing", marks=matrix), "a forward", pytest.param("a backward", marks=matrix)]
 )
 def test_a_model_with_units_is_freed_with_its_last_reference(ranks, after):
     """Without the garbage collector."""
