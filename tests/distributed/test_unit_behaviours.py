@@ -1,0 +1,484 @@
+"""What users may do with units: contents and results, in-place edits, unshard, dtypes, freezing, calls of parts.
+
+Backwards, hooks and checkpoints are in test_unit_backwards.py.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support.mixtures import MixtureModel, StackedExperts
+from tests.support.reference import close, train_beside
+from tests.support.unit_chains import (
+    KINDS,
+    WIDTH,
+    Chain,
+    Part,
+    chain_beside,
+    chain_loss,
+    inputs,
+    make_chain,
+    same_backward,
+    unsharded_and_sharded,
+    with_units,
+)
+from tests.support.units import routed_loss, sharded
+
+matrix = pytest.mark.matrix
+
+
+class PartsOnly(nn.Module):
+    """Parts behind one linear layer, without a forward of its own."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.first, self.parts = nn.Linear(WIDTH, WIDTH), nn.ModuleList(parts)
+
+
+# --- what a unit contains and returns --------------------------------------------------------------------------------
+
+
+def rank_trains_a_kind(rank, world, kind):
+    chain_beside(rank, world, make=functools.partial(make_chain, 2, kind), steps=2)
+
+
+@matrix
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_unit_may_contain(ranks, kind):
+    ranks(2).run(rank_trains_a_kind, kind)
+
+
+class ReturnsLoad(Part):
+    def forward(self, x):
+        return super().forward(x), x.detach().abs().sum(0)
+
+
+class CountsLoad(PartsOnly):
+    """Adds up, in a buffer, a result of its unit that needs no gradient."""
+
+    def __init__(self):
+        super().__init__(ReturnsLoad())
+        self.register_buffer("load", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        out, load = self.parts[0](self.first(x))
+        self.load += load
+        return out
+
+
+def rank_counts_load(rank, world):
+    model = with_units(CountsLoad())
+    for step in range(3):
+        chain_loss(model, step, rank).backward()
+        assert not model.load.requires_grad
+
+
+def test_a_result_that_needs_no_gradient_stays_so(ranks):
+    ranks(2).run(rank_counts_load)
+
+
+class ReturnsInput(Part):
+    def forward(self, x):
+        return x
+
+
+class ReturnsView(Part):
+    def forward(self, x):
+        return x.view(-1, 2, 3)
+
+
+class EditsResult(PartsOnly):
+    def forward(self, x):
+        x = self.first(x)
+        y = self.parts[0](x)
+        y.mul_(2)
+        return x.sin() + y.reshape(x.shape)
+
+
+def rank_edits_the_result(rank, world, kind):
+    chain_beside(rank, world, make=lambda: EditsResult(kind()), steps=1)
+
+
+@pytest.mark.parametrize("kind", [ReturnsInput, pytest.param(ReturnsView, marks=matrix)])
+def test_a_unit_may_return_its_input_which_is_then_edited_in_place(ranks, kind):
+    ranks(2).run(rank_edits_the_result, kind)
+
+
+class Opaque:
+    """Not a container that torch knows."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Both(NamedTuple):
+    out: torch.Tensor
+    more: dict[str, Any]
+
+
+class ReturnsStructure(Part):
+    def forward(self, x):
+        out = super().forward(x)
+        more = {"none": None, "indices": x.argmax(-1), "whole": self.a, "row": self.b[0], "opaque": Opaque(out * 2)}
+        return Both(out, more)
+
+
+class ReadsStructure(PartsOnly):
+    def forward(self, x):
+        x = self.first(x)
+        for part in self.parts:
+            both = part(x)
+            more = both.more
+            assert more["none"] is None and more["indices"].dtype == torch.int64
+            x = both.out + more["whole"].sum() + more["row"] * 2 + more["opaque"].value + x
+            both.out.add_(1)
+        return x
+
+
+def rank_returns_a_structure(rank, world):
+    chain_beside(rank, world, make=lambda: ReadsStructure(ReturnsStructure(), ReturnsStructure()))
+
+
+@matrix
+def test_a_unit_may_return_structures_with_parameters_of_it(ranks):
+    ranks(2).run(rank_returns_a_structure)
+
+
+class SavesItsResult(Part):
+    def forward(self, x):
+        return torch.exp(x @ self.a)
+
+
+def rank_edits_what_was_saved(rank, world):
+    model = with_units(Chain(SavesItsResult()))
+    out = model.parts[0](inputs(0, rank))
+    out.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@matrix
+def test_an_edit_of_what_a_unit_saved_for_backward_is_an_error(ranks):
+    ranks(2).run(rank_edits_what_was_saved)
+
+
+class Writes(Part):
+    def forward(self, x):
+        with torch.no_grad():
+            self.a.mul_(0.5)
+        return super().forward(x)
+
+
+def rank_writes_without_grad(rank, world):
+    model = with_units(Chain(Writes()))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=rf"'parts.0.a' was modified in place .* rank {rank}"):
+        model(inputs(0, rank))
+
+
+def test_a_write_in_a_forward_without_grad_mode_is_refused(ranks):
+    ranks(2).run(rank_writes_without_grad)
+
+
+# --- how units are called --------------------------------------------------------------------------------------------
+
+
+def rank_changes_parameters_between_parts(rank, world):
+    reference, model = unsharded_and_sharded()
+    x = inputs(0, 0)
+    with torch.no_grad():
+        model.parts[0](x)
+        for each in (model, reference):
+            for parameter in each.parameters():
+                parameter.mul_(2)
+        close(model.parts[1](x), reference.parts[1](x), 1e-5, "result")
+
+
+def test_a_gather_ahead_is_not_used_after_parameters_changed(ranks):
+    ranks(2).run(rank_changes_parameters_between_parts)
+
+
+class CallsTwice(Chain):
+    def forward(self, x):
+        x = self.first(x)
+        for part, dense in zip(self.parts, self.denses):
+            x = dense(x + part(x + part(x)))
+        return x
+
+
+def rank_calls_each_twice(rank, world):
+    chain_beside(rank, world, make=lambda: CallsTwice(Part(), Part()))
+
+
+@matrix
+def test_a_forward_may_call_a_unit_twice(ranks):
+    ranks(2).run(rank_calls_each_twice)
+
+
+class ReadsParts(Chain):
+    def forward(self, x):
+        return super().forward(x) @ self.parts[0].a + self.parts[1].b.sum()
+
+
+def rank_reads_parts(rank, world):
+    chain_beside(rank, world, make=lambda: ReadsParts(Part(), Part()))
+
+
+@matrix
+def test_a_parent_may_read_a_parameter_of_a_unit(ranks):
+    ranks(2).run(rank_reads_parts)
+
+
+def rank_reads_in_a_hook(rank, world):
+    model = sharded(MixtureModel())
+    wholes = [[each.up.weight.full_tensor() for each in layer.experts.experts] for layer in model.layers]
+    seen = []
+    for layer in model.layers:
+        layer.experts.register_forward_pre_hook(
+            lambda module, args: seen.append(module.experts[rank].up.weight.detach().clone())
+        )
+    routed_loss(model, 0, rank)
+    for ours, whole in zip(seen, wholes, strict=True):
+        close(ours, whole[rank], 1e-6, "weight")
+
+
+@matrix
+def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(ranks):
+    ranks(2).run(rank_reads_in_a_hook)
+
+
+def rank_applies_the_model_to_its_result(rank, world):
+    reference, model = unsharded_and_sharded()
+
+    def loss(model, rank):
+        out = model(inputs(0, rank), skip=(1,) if rank == 1 else ())
+        out = model(out, skip=(2,) if rank == 1 else ())
+        return model(out, skip=(0,) if rank == 0 else ()).square().mean()
+
+    for _ in range(2):
+        same_backward(rank, world, reference, model, loss)
+
+
+@matrix
+def test_a_model_may_be_applied_to_its_own_result(ranks):
+    ranks(2).run(rank_applies_the_model_to_its_result)
+
+
+def rank_trains_parts_in_turn(rank, world):
+    reference, model = unsharded_and_sharded()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(3):
+        same_backward(rank, world, reference, model, functools.partial(_part_loss, step=step))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _part_loss(model, rank, step):
+    return model.parts[step](inputs(step, rank)).square().mean()
+
+
+@matrix
+def test_units_may_be_trained_in_turn_without_the_model(ranks):
+    ranks(2).run(rank_trains_parts_in_turn)
+
+
+def rank_evaluates_first(rank, world, mode):
+    reference, model = unsharded_and_sharded()
+    skip = (1,) if rank == 1 else ()
+    with mode():
+        close(chain_loss(model, 0, rank, skip=skip), chain_loss(reference, 0, rank, skip=skip), 1e-5, "loss")
+    same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
+
+
+@matrix
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_rank_may_skip_a_unit_in_an_evaluation_before_the_first_step(ranks, mode):
+    ranks(2).run(rank_evaluates_first, mode)
+
+
+def rank_gives_a_parameter(rank, world):
+    reference, model = unsharded_and_sharded()
+    name = "parts.1.a"
+    ours, theirs = ({name: nn.Parameter(each.parts[1].a.detach() * 2)} for each in (model, reference))
+
+    def loss(model, rank):
+        given = theirs if model is reference else ours
+        return torch.func.functional_call(model, given, (inputs(0, rank),)).square().mean()
+
+    same_backward(rank, world, reference, model, loss)
+    close(ours[name].grad, theirs[name].grad, 1e-5, "gradient of what was given")
+
+
+@matrix
+def test_functional_call_may_give_a_parameter_of_a_unit(ranks):
+    ranks(2).run(rank_gives_a_parameter)
+
+
+def rank_compiles_around(rank, world, skipped):
+    reference, model = unsharded_and_sharded()
+    compiled_loss = torch.compile(chain_loss, backend="zcompile", options={"inner": "aot_eager"})
+    for step in range(3):
+
+        def loss(each, rank, step=step):
+            skip = skipped if rank == 1 else ()
+            return (compiled_loss if each is model else chain_loss)(each, step, rank, skip=skip)
+
+        same_backward(rank, world, reference, model, loss)
+
+
+@matrix
+@pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
+def test_a_compiled_function_may_call_a_model_with_units(ranks, skipped):
+    ranks(2).run(rank_compiles_around, skipped)
+
+
+def rank_compiles_units(rank, world, before):
+    def prepare(model):
+        if before:
+            for layer in model.layers:
+                layer.experts.compile(backend="aot_eager")
+        sharded(model)
+        if not before:
+            for layer in model.layers:
+                layer.experts.compile(backend="zcompile", options={"inner": "aot_eager"})
+        return model
+
+    train_beside(rank, world, prepare, make=lambda: MixtureModel(StackedExperts), loss=routed_loss, steps=3)
+
+
+@matrix
+@pytest.mark.parametrize("before", [True, False])
+def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(ranks, before):
+    ranks(2).run(rank_compiles_units, before)
+
+
+# --- unshard, values, dtypes, freezing -------------------------------------------------------------------------------
+
+
+def rank_calls_a_whole_model(rank, world):
+    reference, model = unsharded_and_sharded()
+    with zcompile.unshard(model), torch.no_grad():
+        zcompile.reset_stats(model)
+        if rank == 0:
+            close(model(inputs(0, 0)), reference(inputs(0, 0)), 1e-5, "result")
+        assert zcompile.stats(model)["gathers"] == 0
+    same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
+
+
+def test_one_rank_alone_may_call_a_model_that_is_whole(ranks):
+    ranks(2).run(rank_calls_a_whole_model)
+
+
+def rank_calls_a_whole_unit(rank, world):
+    reference, model = unsharded_and_sharded()
+    with zcompile.unshard(model.parts[1]), torch.no_grad():
+        close(model(inputs(0, 0)), reference(inputs(0, 0)), 1e-5, "result")
+
+
+@matrix
+def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(ranks):
+    ranks(2).run(rank_calls_a_whole_unit)
+
+
+def rank_writes_back(rank, world):
+    reference, model = unsharded_and_sharded()
+    with zcompile.unshard(model.parts[1], writeback=True), torch.no_grad():
+        for parameter in model.parts[1].parameters():
+            parameter.mul_(2)
+    with torch.no_grad():
+        for parameter in reference.parts[1].parameters():
+            parameter.mul_(2)
+    same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
+
+
+@matrix
+def test_what_unshard_writes_back_to_a_unit_is_gathered(ranks):
+    ranks(2).run(rank_writes_back)
+
+
+def rank_loads_by_assigning(rank, world):
+    reference, model = unsharded_and_sharded()
+    twice = {name: parameter.detach().clone() * 2 for name, parameter in model.state_dict().items()}
+    model.load_state_dict(twice, assign=True)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(2)
+    for step in range(2):
+        same_backward(rank, world, reference, model, lambda model, rank, step=step: chain_loss(model, step, rank))
+
+
+@matrix
+def test_load_state_dict_may_assign_to_units(ranks):
+    ranks(2).run(rank_loads_by_assigning)
+
+
+def rank_changes_dtype(rank, world):
+    reference, model = unsharded_and_sharded()
+    reference.double(), model.double()
+    x = inputs(0, rank).double()
+    with torch.no_grad():
+        close(model(x), reference(x), 1e-12, "result")
+
+
+@matrix
+def test_a_model_with_units_may_change_its_dtype(ranks):
+    ranks(2).run(rank_changes_dtype)
+
+
+def rank_names_a_list(rank, world):
+    with pytest.raises((ValueError, TypeError)):
+        zcompile.shard(make_chain(), units=[nn.ModuleList])
+
+
+@matrix
+def test_a_unit_without_a_forward_is_refused(ranks):
+    ranks(2).run(rank_names_a_list)
+
+
+def _freeze(module, frozen, how):
+    for parameter in module.parameters():
+        if how == "method":
+            parameter.requires_grad_(not frozen)
+        else:
+            parameter.requires_grad = not frozen
+
+
+def rank_freezes_in_turns(rank, world, how, skips):
+    reference, model = unsharded_and_sharded()
+    for step in range(4):
+        for each in (reference, model):
+            _freeze(each.parts[1], step % 2 == 1, how)
+
+        def loss(model, rank, step=step):
+            return chain_loss(model, step, rank, skip=(1,) if skips and rank == 1 else ())
+
+        same_backward(rank, world, reference, model, loss)
+
+
+@matrix
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("how", ["method", "attribute"])
+def test_a_unit_may_be_frozen_and_trained_in_turns(ranks, how, skips):
+    """Also where a rank skips it."""
+    ranks(2).run(rank_freezes_in_turns, how, skips)
+
+
+def rank_trains_what_was_frozen(rank, world):
+    """The order of units is taken from steps in which one is frozen."""
+    reference, model = unsharded_and_sharded()
+    for step in range(4):
+        for each in (reference, model):
+            _freeze(each.parts[1], step < 3, "method")
+
+        def loss(model, rank, step=step):
+            return chain_loss(model, step, rank, skip=(1,) if step == 3 and rank == 1 else ())
+
+        same_backward(rank, world, reference, model, loss)
+
+
+@matrix
+def test_a_rank_may_skip_a_unit_that_was_frozen_in_the_first_steps(ranks):
+    ranks(2).run(rank_trains_what_was_frozen)

@@ -1,0 +1,144 @@
+"""What units hold: nothing of a forward that was dropped or raised, of a model that is gone, of a frozen unit."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import zcompile
+from tests.support.unit_chains import Chain, Part, chain_loss, inputs, make_chain, with_units
+from zcompile.sharding.model_state import state_of
+
+matrix = pytest.mark.matrix
+SAVES = {"its input": torch.sin, "its result": torch.exp}  # what the op saves for backward
+
+
+class Fault(Exception):
+    """What tests raise."""
+
+
+class Watched(Part):
+    """Remembers, without holding them, an activation and an unsharded parameter of each forward."""
+
+    def __init__(self, op, raises):
+        super().__init__()
+        self.op, self.raises, self.seen = op, raises, []
+
+    def forward(self, x):
+        hidden = self.op(x @ self.a)
+        self.seen += [weakref.ref(hidden), weakref.ref(self.a)]
+        if self.raises:
+            raise Fault
+        return hidden @ self.b
+
+
+def nothing_is_left(model):
+    """Nor is the model, when it is dropped. `model` is a list of it alone."""
+    gc.collect()
+    (part,) = model[0].parts
+    assert part.seen and all(each() is None for each in part.seen)
+    leaves = [weakref.ref(each.leaf) for each in state_of(model[0]).units.parameters.values()]
+    del part
+    model.clear()
+    gc.collect()
+    assert leaves and all(each() is None for each in leaves)
+
+
+def rank_drops_a_forward(rank, world, saves):
+    model = [with_units(Chain(Watched(SAVES[saves], raises=False)))]
+    loss = chain_loss(model[0], 0, rank)
+    assert loss.requires_grad
+    del loss
+    nothing_is_left(model)
+
+
+@pytest.mark.parametrize("saves", [pytest.param("its input", marks=matrix), "its result"])
+def test_a_dropped_forward_leaves_no_memory(ranks, saves):
+    ranks(2).run(rank_drops_a_forward, saves)
+
+
+def rank_raises_in_a_unit(rank, world, saves):
+    model = [with_units(Chain(Watched(SAVES[saves], raises=True)))]
+    for _ in range(2):
+        with pytest.raises(Fault):
+            chain_loss(model[0], 0, rank)
+    nothing_is_left(model)
+
+
+@pytest.mark.parametrize("saves", [pytest.param("its input", marks=matrix), "its result"])
+def test_an_exception_in_a_unit_leaves_no_memory(ranks, saves):
+    ranks(2).run(rank_raises_in_a_unit, saves)
+
+
+def rank_frees_the_model(rank, world, after):
+    model = with_units(make_chain(2))
+    if after != "nothing":
+        loss = chain_loss(model, 0, rank)
+        if after == "a backward":
+            loss.backward()
+        del loss
+    gc.collect()
+    gc.disable()
+    try:
+        seen = weakref.ref(model.parts[0].a)
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "after", [pytest.param("nothing", marks=matrix), "a forward", pytest.param("a backward", marks=matrix)]
+)
+def test_a_model_with_units_is_freed_with_its_last_reference(ranks, after):
+    """Without the garbage collector."""
+    ranks(2).run(rank_frees_the_model, after)
+
+
+def rank_freezes_units(rank, world):
+    model = with_units(make_chain(8))
+    for part in model.parts:
+        part.requires_grad_(False)
+    for _ in range(2):
+        chain_loss(model, 0, rank).backward()
+    zcompile.reset_stats(model)
+    chain_loss(model, 0, rank).backward()
+    unit = sum(parameter.numel() for parameter in model.parts[0].parameters()) * 4
+    dense = sum(parameter.numel() for name, parameter in model.named_parameters() if "parts" not in name) * 4
+    peak = zcompile.stats(model)["peak_unsharded_bytes"]
+    assert peak <= 3 * unit + dense, (peak, unit, dense)
+
+
+def test_frozen_units_are_freed_during_backward(ranks):
+    ranks(2).run(rank_freezes_units)
+
+
+def rank_calls_a_part_alone(rank, world):
+    model = with_units(make_chain())
+    with torch.no_grad():
+        model.parts[0](inputs(0, rank))
+    assert not state_of(model).unit_order.forward.ahead
+
+
+@matrix
+def test_no_gather_is_ahead_after_a_part_was_called_alone(ranks):
+    ranks(2).run(rank_calls_a_part_alone)
+
+
+class ReturnsItsInput(Chain):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+def rank_returns_a_leaf(rank, world):
+    model = with_units(ReturnsItsInput(Part(), Part()))
+    x = inputs(0, rank).requires_grad_()
+    for _ in range(4):
+        model(x)
+    assert not x._backward_hooks
+
+
+@matrix
+def test_forwards_without_backward_leave_no_hooks_on_a_leaf_that_the_model_returns(ranks):
+    ranks(2).run(rank_returns_a_leaf)
