@@ -65,7 +65,7 @@ class Mixture(nn.Module):
         if skips_experts:
             return x + normed * scores.square().sum(-1, keepdim=True)
         weights, chosen = scores.topk(min(TOP, len(routes)), -1)
-        chosen = torch.tensor(routes)[chosen]
+        chosen = torch.tensor(routes, device=x.device)[chosen]
         out = self.experts(normed, chosen, weights)
         out += x
         return out

@@ -14,7 +14,7 @@ ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each step; no ra
 
 def routed_loss(model, step, rank, **how):
     torch.manual_seed(100 * step + rank)
-    x = torch.randn(3 + 2 * rank + step % 2, WIDTH)
+    x = torch.randn(3 + 2 * rank + step % 2, WIDTH).to(next(model.parameters()).device)
     return model(x, ROUTES[(rank + step) % len(ROUTES)], **how).square().mean()
 
 
