@@ -126,25 +126,28 @@ class ShardedParameter:
         grad, leaf.grad = leaf.grad, None
         if grad is None:  # a compiled graph that found the parameter to have no effect
             return
-        parameter = self.parameter
+        parameter: Any = self.parameter
         if self.owner_parameters.get(self.attribute) is not parameter:
             raise RuntimeError(replaced_message(self.name))
         if not parameter.requires_grad:
             return
         hooks = parameter._backward_hooks
-        if self.has_hooks:
+        if hooks or parameter._post_accumulate_grad_hooks:
             self.refuse_second_part()
         if hooks:
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
+        accumulates = getattr(leaf, MODEL).accumulates  # of each parameter in each step: what follows is short for that
         dtensor_grad: Any = parameter.grad
         if dtensor_grad is None:
-            spec = cast(DTensor, parameter)._spec
-            dtensor_grad = parameter.grad = DTensor(self.add_grad(None, grad), spec, requires_grad=False)
-        else:
+            local = self.add_grad(None, grad) if accumulates else grad
+            dtensor_grad = parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+        elif accumulates:
             dtensor_grad._local_tensor = self.add_grad(dtensor_grad._local_tensor, grad)
+        else:
+            dtensor_grad._local_tensor.add_(grad)
         if parameter._post_accumulate_grad_hooks:
             run_post_accumulate_hooks(self.name, parameter)
-        if not hooks:  # which see the gradient of each backward alone
+        if accumulates and not hooks:  # which see the gradient of each backward alone
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
 
     def refuse_second_part(self) -> None:
@@ -323,7 +326,8 @@ class ShardedModel:
             warn_of_loop(next(each for each in self.parameters.values() if each.index == repeated), times)
         has_others = False
         for sharded in self.parameters.values():
-            parameter, leaf = sharded.parameter, sharded.leaf
+            parameter: Any = sharded.parameter
+            leaf: Any = sharded.leaf_reference()  # modules hold it
             if sharded.owner_parameters.get(sharded.attribute) is not parameter:
                 has_others = True
             if parameter.requires_grad is not leaf.requires_grad:
