@@ -163,9 +163,7 @@ def rank_holds_memory(rank, world):
     for step in range(2):
         routed_loss(model, step, rank).backward()
     loss = routed_loss(model, 3, rank)
-    zcompile.reset_stats(model)
-    with torch.no_grad():
-        model.leave.weight.full_tensor()
+    zcompile.reset_stats(model)  # the first gather of backward counts what is still unsharded
     loss.backward()
     one = sum(p.numel() for p in StackedExperts().parameters()) * 4
     peak = zcompile.stats(model)["peak_unsharded_bytes"]

@@ -42,9 +42,9 @@ class UnitForward:
         self.trained = [i for i, leaf in enumerate(self.leaves) if leaf.requires_grad]
         self.unsharded: list[torch.Tensor] = gathered  # while forward runs
         # Whoever had hooks for saved tensors before keeps them. A checkpoint saves nothing, and computes again.
-        self.is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         self.recomputes = torch._C._current_graph_task_id() != -1  # backward is about to read it
-        self.saves_notes = not self.is_hooked and not self.recomputes
+        self.saves_notes = not is_hooked and not self.recomputes
         self.is_gathered_again = False
         self.shown_again: list[torch.Tensor] = []  # from the gather in backward to the reduce
         self.gathered: weakref.ref[_Gathered] = lambda: None  # type: ignore[assignment]
@@ -154,6 +154,8 @@ class UnitForward:
 
 
 def _packing(run: UnitForward, held: _Gathered, positions: dict[int, int]) -> Any:
+    """A hook for saved tensors. `positions`: of an unsharded parameter in `unit.sharded`, by its storage."""
+
     @never_compiled_alone
     def pack(tensor: torch.Tensor) -> Any:
         has_storage = tensor.layout == torch.strided

@@ -1,11 +1,12 @@
 """In which order units gather and reduce: the same on all ranks, whichever units a rank calls.
 
 [Note: order of units]
-A collective needs every rank. But a rank may skip a unit, and nothing tells the others. So all ranks have the same two
-lists of collectives. In forward, each unit is gathered; in backward, each is gathered again and reduced. Before a rank
-does what it comes to, it makes up for what the lists have before: it gathers the units that it skipped and drops them,
-and reduces zeros for them. What is left is made up for at the end of the model's forward, and of backward. So every
-step moves every unit, called or not.
+A collective needs every rank. But a rank may skip a unit, and nothing tells the others. Where it calls the module that
+calls the unit, that module sees at its end that the unit was left out, and does what the unit would have done
+(`call_parent` in unit_forward.py). For all other cases, all ranks have the same two lists of collectives. In forward,
+each unit is gathered; in backward, each is gathered again and reduced. Before a rank does what it comes to, it makes up
+for what the lists have before: it gathers the units that it skipped and drops them, and reduces zeros for them. What is
+left is made up for at the end of the model's forward, and of backward. So every step moves every unit, called or not.
 
 A rank that skipped a unit makes up for it at its next unit, which is later than others do it. Its collectives
 therefore have process groups of their own, in which nothing else has to wait for them. And a unit is gathered when the
