@@ -22,6 +22,7 @@ if _C.built_for_torch != torch.__version__:
     )
 
 from zcompile.sharding.accumulation import accumulate
+from zcompile.sharding.clipping import clip_grad_norm_
 from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
@@ -39,6 +40,7 @@ __all__ = [
     "Placement",
     "__version__",
     "accumulate",
+    "clip_grad_norm_",
     "explain",
     "fuse_optimizer",
     "register_forward_method",
