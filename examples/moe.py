@@ -6,6 +6,8 @@
 keeps each expert as a module of its own, and a loop calls those that this rank's tokens hit. Both begin with the same
 values. Each run writes OUT/moe-ENGINE-EXPERTS.json, and draws all runs of OUT into OUT/loss.png and OUT/load.png.
 
+With `--ep 2`, ranks divide the experts of a layer: tokens travel to their experts and back, over two ranks each.
+
 The model follows arXiv:2412.19437: sigmoid affinities, the best few experts for each token, one shared expert, a dense
 first layer, and a balance by a bias that no gradient reaches (arXiv:2408.15664). Attention is that of train.py.
 """
@@ -20,9 +22,12 @@ sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolv
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from train import LanguageModel, SwiGLU, Training, make_parser, run
 
 import zcompile
@@ -38,6 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--experts", choices=["grouped", "looped"], default="grouped", help="one product over all, or a loop over hits")
     add("--routed", type=int, default=16, help="experts of a layer, without the shared one")
     add("--active", type=int, default=2, help="of the routed experts, for each token")
+    add("--ep", type=int, default=1, help="ranks that divide the experts of a layer; grouped ones only")
     add("--hidden", type=int, default=128, help="of an expert")
     add("--dense-layers", type=int, default=1, help="the first ones, which have no experts")
     add("--balance", type=float, default=3e-3, help="step of the bias that evens out the load; 0: none")
@@ -46,6 +52,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--active must be from 1 to the {args.routed} experts of --routed, not {args.active}")
     if not 0 <= args.dense_layers < args.layers:
         parser.error(f"--dense-layers must be less than the {args.layers} of --layers, not {args.dense_layers}")
+    if args.ep > 1 and (args.experts != "grouped" or args.engine == "fsdp2" or args.routed % args.ep):
+        parser.error("--ep needs --experts grouped, an engine of zcompile, and --routed to be a multiple of it")
     return args
 
 
@@ -101,9 +109,17 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, dim: int, hidden: int, experts: int):
         super().__init__()
+        self.count = experts
+        self.mesh: DeviceMesh | None = None  # of the ranks that divide them
         self.gate = nn.Parameter(torch.empty(experts, hidden, dim))
         self.up = nn.Parameter(torch.empty(experts, hidden, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, hidden))
+
+    def spread(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's part of the experts. Values are those of all ranks, which are alike."""
+        self.mesh = mesh
+        for name, whole in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])))
 
     def matrices(self) -> list[torch.Tensor]:
         """Gate, up and down of each expert in turn."""
@@ -112,12 +128,29 @@ class GroupedExperts(nn.Module):
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Of x [tokens, dim], what the chosen experts make of it, summed up by their weights: [tokens, dim]."""
         order = chosen.flatten().argsort(stable=True)
-        ends = F.one_hot(chosen.flatten(), len(self.gate)).sum(0).cumsum(0).to(torch.int32)
+        counts = F.one_hot(chosen.flatten(), self.count).sum(0)
         rows = x[order // chosen.shape[1]]
-        made = F.silu(grouped(rows, self.gate, ends)) * grouped(rows, self.up, ends)
-        made = grouped(made, self.down, ends)
+        made = self.compute(rows, counts) if self.mesh is None else self.travel(rows, counts, self.mesh)
         made = made[order.argsort()].unflatten(0, chosen.shape)
         return (made * weights[..., None]).sum(1).to(x.dtype)
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """What experts make of rows that are sorted by expert, `counts` of them for each."""
+        ends = counts.cumsum(0).to(torch.int32)
+        made = F.silu(grouped(rows, self.gate, ends)) * grouped(rows, self.up, ends)
+        return grouped(made, self.down, ends)
+
+    def travel(self, rows: torch.Tensor, counts: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """The same, where each rank has some of the experts: rows go to them, and what they make comes back."""
+        group, ranks = mesh.get_group(), mesh.size()
+        theirs = funcol.all_to_all_single(counts, None, None, group)  # of each rank, for each expert here
+        sent, received = (each.view(ranks, -1).sum(1).tolist() for each in (counts, theirs))
+        rows = funcol.all_to_all_single_autograd(rows, received, sent, group)
+        here = self.count // ranks
+        experts = torch.arange(len(theirs), device=rows.device) % here
+        by_expert = experts.repeat_interleave(theirs).argsort(stable=True)
+        made = self.compute(rows[by_expert], theirs.view(ranks, here).sum(0))[by_expert.argsort()]
+        return funcol.all_to_all_single_autograd(made, sent, received, group)
 
 
 def grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -218,7 +251,18 @@ def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
                 raise SystemExit("--engine fsdp2 --experts looped needs torch 2.13, whose FSDP2 reduces unused experts")
             model.set_reduce_scatter_unused_params(True)
         return model
-    zcompile.shard(model)
+    experts = [module for module in model.modules() if args.ep > 1 and isinstance(module, GroupedExperts)]
+    if dist.get_world_size() % args.ep:
+        raise SystemExit(f"--ep {args.ep} must divide the {dist.get_world_size()} ranks")
+    shape = (dist.get_world_size() // args.ep, args.ep)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("efsdp", "ep"))
+    for module in experts:
+        module.to(device).spread(mesh["ep"])
+    if experts:
+        model.to(device)
+    spread = {parameter for module in experts for parameter in module.parameters()}
+    of_experts = zcompile.Placement(Shard(0), mesh["efsdp"], local=True)
+    zcompile.shard(model, shard_placement_fn=lambda parameter: of_experts if parameter in spread else None)
     if args.engine == "zcompile":
         model.compile(backend="zcompile", options={"inner": args.inner, "transport": args.transport})
     return model
@@ -233,7 +277,7 @@ class MixtureTraining(Training):
 
     def __init__(self, args: argparse.Namespace, model: nn.Module):
         super().__init__(args, model)
-        self.name = f"moe-{args.engine}-{args.experts}"
+        self.name = f"moe-{args.engine}-{args.experts}" + (f"-ep{args.ep}" if args.ep > 1 else "")
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.counts = torch.zeros_like(torch.stack([router.load for router in self.routers]))
 

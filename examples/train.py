@@ -27,7 +27,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zcompile
 from zcompile.planning.extras import require
@@ -45,7 +47,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--inner", choices=["inductor", "aot_eager"], default="inductor", help="what zcompile hands its graphs to")
     add("--transport", choices=["auto", "p2p", "nccl", "gloo"], default="auto", help="of zcompile")
     add("--steps", type=int, default=250)
-    add("--batch", type=int, default=32, help="sequences per step over all ranks; a multiple of their number")
+    add("--batch", type=int, default=32, help="sequences per step over all ranks; a multiple of ranks / --tp")
     add("--tokens", type=int, default=128, help="bytes per sequence")
     add("--lr", type=float, default=3e-3, help="at the end of the warm-up")
     add("--warmup", type=int, default=40, help="steps")
@@ -60,6 +62,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--resume", type=Path, help="a checkpoint directory, of any engine and number of ranks")
     add("--stop-after", type=int, help="end at this step of the schedule, as an interrupted run would")
     add("--out", type=Path, default=Path("out"))
+    parser.set_defaults(tp=1)
     return parser
 
 
@@ -68,16 +71,16 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.head_dim = dim // heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        batch, tokens, dim = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        # Heads come first, and are those of this rank under tensor parallelism.
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, dim))
+        return self.out(y.transpose(1, 2).flatten(-2))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -152,10 +155,13 @@ def read_corpus(limit_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_batch(corpus: torch.Tensor, seed: int, args: argparse.Namespace, device: torch.device):
-    """This rank's slice of the batch that `seed` stands for. No state, so a resumed run goes on where it was."""
+    """This rank's slice of the batch that `seed` stands for. No state, so a resumed run goes on where it was.
+
+    Ranks of tensor parallelism have one slice.
+    """
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(corpus) - args.tokens, (args.batch,), generator=generator)
-    mine = starts.chunk(dist.get_world_size())[dist.get_rank()]
+    mine = starts.chunk(dist.get_world_size() // args.tp)[dist.get_rank() // args.tp]
     sequences = corpus[mine[:, None] + torch.arange(args.tokens + 1)].to(device, torch.int64)
     return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
@@ -164,15 +170,36 @@ def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """The sharded model. Every rank seeds alike: each keeps its slice of its own initial values."""
     torch.manual_seed(args.seed)
     model = LanguageModel(args.dim, args.layers, args.heads, args.tokens)
-    if args.engine == "fsdp2":
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    if args.tp > 1 or args.engine == "fsdp2":
         model.to(device)
+    if args.tp > 1:
+        parallelize_module(model, mesh["tp"], TENSOR_PARALLEL)
+    if args.engine == "fsdp2":
         for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
-    zcompile.shard(model)
+            fully_shard(block, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+    zcompile.shard(model, mesh["dp"])
     if args.engine == "zcompile":
         model.compile(backend="zcompile", options={"inner": args.inner, "transport": args.transport})
     return model
+
+
+TENSOR_PARALLEL = {
+    "blocks.*.attention.qkv": ColwiseParallel(),
+    "blocks.*.attention.out": RowwiseParallel(),
+    "blocks.*.mlp.gate": ColwiseParallel(),
+    "blocks.*.mlp.up": ColwiseParallel(),
+    "blocks.*.mlp.down": RowwiseParallel(),
+}
+
+
+def by_mesh(model: nn.Module) -> list[dict]:
+    """A group of parameters for each mesh: fused optimizers take DTensors of one."""
+    groups: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(parameter.device_mesh, []).append(parameter)
+    return [{"params": group} for group in groups.values()]
 
 
 def cosine(args: argparse.Namespace, step: int) -> float:
@@ -192,7 +219,7 @@ class Training(Stateful):
 
     def __init__(self, args: argparse.Namespace, model: nn.Module):
         self.args, self.model, self.name = args, model, args.engine
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(by_mesh(model), lr=args.lr, betas=(0.9, 0.95), fused=True)
         if args.engine != "fsdp2":
             zcompile.fuse_optimizer(model, self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: cosine(args, step))
@@ -219,7 +246,7 @@ class Training(Stateful):
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.args.bf16):
             loss = self.model(inputs, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        zcompile.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -335,8 +362,11 @@ def run(args: argparse.Namespace, build: Build, training_type: type[Training] = 
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    if args.batch % dist.get_world_size():
-        raise SystemExit(f"--batch {args.batch} must be a multiple of the number of ranks, {dist.get_world_size()}")
+    if dist.get_world_size() % args.tp or args.heads % args.tp:
+        raise SystemExit(f"--tp {args.tp} must divide the {dist.get_world_size()} ranks and the heads, {args.heads}")
+    if args.batch % (dist.get_world_size() // args.tp):
+        slices = dist.get_world_size() // args.tp
+        raise SystemExit(f"--batch {args.batch} must be a multiple of {slices}, the ranks that see other batches")
     args.out.mkdir(parents=True, exist_ok=True)
 
     training_bytes, validation_bytes = read_corpus(int(args.corpus_mb * 1e6))
@@ -357,7 +387,10 @@ def run(args: argparse.Namespace, build: Build, training_type: type[Training] = 
 
 def main() -> None:
     require("examples/train.py", "train", "matplotlib", "tqdm")
-    run(make_parser(__doc__).parse_args(), build)
+    parser = make_parser(__doc__)
+    about = "ranks of tensor parallelism, which divide the heads and see the same batches"
+    parser.add_argument("--tp", type=int, default=1, help=about)
+    run(parser.parse_args(), build)
 
 
 if __name__ == "__main__":

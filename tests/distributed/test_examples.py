@@ -25,6 +25,8 @@ MOE = ["--batch", "4", "--corpus-mb", "0.2", "--layers", "2", "--hidden", "16", 
     [
         ("train.py", ZCOMPILE, "zcompile"),
         pytest.param("train.py", FSDP2, "fsdp2", marks=pytest.mark.matrix),
+        pytest.param("train.py", [*ZCOMPILE, "--tp", "2"], "zcompile", marks=pytest.mark.matrix),
+        pytest.param("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2", marks=pytest.mark.matrix),
         ("deepspeed_train.py", ["--engine", "eager"], "deepspeed-eager"),
         ("moe.py", MOE, "moe-zcompile-grouped"),
         pytest.param("moe.py", [*MOE, "--experts", "looped"], "moe-zcompile-looped", marks=pytest.mark.matrix),
