@@ -106,6 +106,12 @@ asan: install
 	cd $(ASAN) && LD_PRELOAD="$(ASAN_LIBRARIES)" ASAN_OPTIONS=$(ASAN_OPTIONS) OMP_NUM_THREADS=1 \
 		$(PYTHON) -m pytest -p no:cacheprovider -m "not matrix" $(ASAN_TESTS) $(ARGS)
 
+# Tensor and expert parallelism in every combination, and a thousand steps with delayed ranks: about an hour.
+.PHONY: compose
+compose: install
+	ZCOMPILE_COMPOSE_ORDERS=1000 OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m "" tests/distributed/test_compose.py \
+		tests/distributed/test_compose_fsdp2.py $(ARGS)
+
 # A hundred runs in which a rank fails at a random place (tests/support/chaos.py): about ten minutes.
 .PHONY: chaos
 chaos: install

@@ -1,6 +1,9 @@
 """Together with tensor, sequence and expert parallelism: as the unsharded model in one process."""
 
 import functools
+import os
+import random
+import time
 
 import pytest
 import torch
@@ -247,3 +250,40 @@ def rank_differs(rank, world):
 
 def test_ranks_that_place_parameters_otherwise_are_told(ranks):
     ranks(2).run(rank_differs)
+
+
+ORDERS = int(os.environ.get("ZCOMPILE_COMPOSE_ORDERS", "20"))
+
+
+def rank_is_delayed(rank, world, inner):
+    """Gradients of delayed steps are those of steps without delays, bit by bit."""
+    chance, delays = random.Random(rank), False
+
+    def maybe_sleep(*_):
+        if delays and chance.random() < 0.2:
+            time.sleep(0.01 * chance.random())
+
+    torch.manual_seed(0)
+    model = sorting() if inner == "eager" else Mixture()
+    if inner == "eager":
+        for module in model.modules():
+            module.register_forward_pre_hook(maybe_sleep)
+            module.register_full_backward_pre_hook(maybe_sleep)
+    expert_parallel(inner, Shard(0), False, model)
+    for step in range(ORDERS):
+        gradients = []
+        for delayed in (False, True):
+            delays = delayed
+            maybe_sleep()
+            loss = unequal_loss(model, step, rank) if inner == "eager" else token_loss(model, step, rank)
+            maybe_sleep()
+            loss.backward()
+            gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
+            model.zero_grad()
+        assert all(map(torch.equal, *gradients)), step
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_delays_of_ranks_change_nothing(ranks, inner):
+    """ZCOMPILE_COMPOSE_ORDERS: how many steps."""
+    ranks(4).run(rank_is_delayed, inner, timeout=60 + 3 * ORDERS)
