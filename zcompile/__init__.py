@@ -21,6 +21,8 @@ if _C.built_for_torch != torch.__version__:
         "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
     )
 
+from zcompile.analysis.costs.registry import register_cost
+from zcompile.analysis.costs.work import TensorSize, Work
 from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.forward_scope import register_forward_method
@@ -35,10 +37,13 @@ if TYPE_CHECKING:
 watch()
 
 __all__ = [
+    "TensorSize",
+    "Work",
     "__version__",
     "accumulate",
     "explain",
     "fuse_optimizer",
+    "register_cost",
     "register_forward_method",
     "reset_stats",
     "shard",

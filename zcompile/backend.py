@@ -183,6 +183,7 @@ def _program(reads: Sequence[tuple[int, str]], plan: Plan, settings: Settings, a
     names = {id(sharded.leaf): name for model in _models(args) for name, sharded in model.parameters.items()}
     return [
         *(f"reads '{names.get(id(args[i]), '?') if i >= 0 else '?'}' {what}" for i, what in reads),
+        f"has costs of {dict(plan.costs) or 'no ops'} by zcompile.register_cost",
         f"plans under {plan}",
         f"caches {settings.microbatch_cache_bytes} bytes across microbatches",
         f"has torch {torch.__version__} and zcompile {source_hash()[:12]}",

@@ -56,6 +56,8 @@ class PlannedGraph:
         memory: at most about `predict.POINTS` points of (ms since the graph began, live bytes as above, bytes of
             unsharded parameters that this graph gathered).
         transfers: (begin, end) in ms since the graph began, of each gather and reduce in the order of their starts.
+        without_formula: (op, ms of `compute_ms`) for each op that no formula is known for. These count as bytes; see
+            `zcompile.register_cost`.
     """
 
     kind: str
@@ -74,6 +76,7 @@ class PlannedGraph:
     saved_bytes: int
     memory: tuple[tuple[float, int, int], ...]
     transfers: tuple[tuple[float, float], ...]
+    without_formula: tuple[tuple[str, float], ...] = ()
 
     @property
     def total_ms(self) -> float:

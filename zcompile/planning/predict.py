@@ -126,9 +126,15 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
         bound_bytes=lifetimes.bound_bytes(plan.gather_budget_bytes),
         live_bytes=max(live),
         saved_bytes=sum(sum(result_bytes(node)) for node in inputs) if traced.kind == "backward" else 0,
+        without_formula=tuple((name, 1e3 * seconds) for name, seconds in _largest(costs.without_formula)),
         memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
         transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
     )
+
+
+def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """What takes most comes first."""
+    return sorted(seconds.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _gathers(

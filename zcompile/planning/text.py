@@ -56,6 +56,9 @@ def add_graph(page: Page, graph: PlannedGraph, rows: int = ROWS) -> None:
         page.add(
             f"of {matrix.parameter}, only the rows that the batch reads: {matrix.nbytes / MIB:.2f} MiB {matrix.dtype}"
         )
+    for op, ms in graph.without_formula:
+        share = ms / graph.compute_ms if graph.compute_ms else 0.0
+        page.add(f"{op} counts as the bytes of its tensors, {share:.1%} of compute: see zcompile.register_cost")
     if not graph.gathers:
         return
     table = empty_table(

@@ -1,0 +1,60 @@
+"""Collectives of the user's own model, such as the exchange of tokens between experts: time on the wire.
+
+They start and are waited for where the model has them. Ranks of one group are taken to share the fast links as those of
+the sharded model do.
+"""
+
+from torch.fx import Node
+
+from zcompile.analysis.costs.work import nbytes_of, sizes_of
+from zcompile.analysis.hardware import Link
+
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the copy engines do not
+
+
+def is_collective(node: Node) -> bool:
+    """Whether `node` starts a collective of the user's."""
+    return _name(node) not in ("", "wait_tensor")
+
+
+def is_collective_wait(node: Node) -> bool:
+    """Whether `node` waits for one."""
+    return _name(node) == "wait_tensor"
+
+
+def _name(node: Node) -> str:
+    """The op's name if it is a functional collective; else empty."""
+    if node.op != "call_function" or getattr(node.target, "namespace", "") not in NAMESPACES:
+        return ""
+    packet = getattr(node.target, "overloadpacket", None)
+    return "" if packet is None else str(packet.__name__)
+
+
+def collective_s(node: Node, link: Link) -> float:
+    """Seconds that a collective takes alone on the wire."""
+    name, given, result = _name(node), nbytes_of(sizes_of(node.args)), nbytes_of(sizes_of(node.meta.get("val")))
+    of_group = _link_of(node, link)
+    if name.startswith("all_gather"):
+        return of_group.gather_s(result)
+    if name.startswith("reduce_scatter"):
+        return of_group.reduce_s(given)
+    if name.startswith("all_reduce"):  # a reduce-scatter, then an all-gather
+        return of_group.reduce_s(given) + of_group.gather_s(given)
+    return of_group.gather_s(max(given, result))  # all_to_all, broadcast: each rank receives what others have
+
+
+def collective_bytes(node: Node) -> int:
+    """Bytes of the unsharded tensors that a collective moves."""
+    return max(nbytes_of(sizes_of(node.args)), nbytes_of(sizes_of(node.meta.get("val"))))
+
+
+def _link_of(node: Node, link: Link) -> Link:
+    """The link of the collective's group: as many ranks as the op says, else as the model has."""
+    hardware = link.hardware
+    known = {wire.transport for wire in hardware.wires}
+    transport = next((name for name in COLLECTIVES if name in known), link.wire.transport)
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args)) | node.kwargs
+    world = given.get("group_size", link.world)
+    return hardware.over(transport, world if isinstance(world, int) else link.world)
