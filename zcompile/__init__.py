@@ -27,6 +27,7 @@ from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
+from zcompile.sharding.measure_machine import calibrate
 from zcompile.sharding.shard import shard
 from zcompile.sharding.unshard import unshard
 from zcompile_flag import watch
@@ -41,6 +42,7 @@ __all__ = [
     "Work",
     "__version__",
     "accumulate",
+    "calibrate",
     "explain",
     "fuse_optimizer",
     "register_cost",

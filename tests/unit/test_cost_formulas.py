@@ -26,6 +26,7 @@ MACHINE = replace(
     attention_flops_s=1e12,
     bytes_s=1e9,
     kernel_s=1e-6,
+    grouped_share=0.5,
 )
 TINY_BYTES = replace(MACHINE, bytes_s=1e30)  # so that operations decide
 KERNEL_S = 1e-6
@@ -100,7 +101,7 @@ def test_grouped_products_read_the_matrices_that_are_hit_and_compute_whole_tiles
     slow_compute = replace(TINY_BYTES, kernel_s=0.0)
     padded = {8: hits * 64, 4096: 4096 + 64 * hits}[rows]
     computed_s = seconds(aten._grouped_mm.default, left, right, offsets, out=out, hardware=slow_compute)
-    assert computed_s == pytest.approx(2 * padded * k * n / 1e12)
+    assert computed_s == pytest.approx(2 * padded * k * n / 0.5e12)
     read_s = seconds(aten._grouped_mm.default, left, right, offsets, out=out)
     assert read_s == pytest.approx((2 * rows * k + 2 * hits * k * n + 2 * rows * n) / 1e9)
 
@@ -109,7 +110,7 @@ def test_gradients_of_grouped_matrices_pad_what_groups_divide():
     left, right, offsets = meta(64, 4096), meta(4096, 32), meta(16, dtype=torch.int32)
     slow_compute = replace(TINY_BYTES, kernel_s=0.0)
     given = seconds(aten._grouped_mm.default, left, right, offsets, out=meta(16, 64, 32), hardware=slow_compute)
-    assert given == pytest.approx(2 * 64 * (4096 + 16 * 64) * 32 / 1e12)
+    assert given == pytest.approx(2 * 64 * (4096 + 16 * 64) * 32 / 0.5e12)
 
 
 def test_a_loop_over_groups_starts_a_kernel_for_each_and_waits_for_the_device():

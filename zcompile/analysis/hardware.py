@@ -1,7 +1,7 @@
 """What a machine can do, as plans see it: tables of rates and of transfer times, the same on all ranks of a model."""
 
 from bisect import bisect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -68,6 +68,7 @@ class Hardware:
         source: what the figures rest on; `explain` prints it.
         attention_by_kernel: (kernel, operations a second) of other kernels, where they were measured. The others have a
             share of `attention_flops_s`; see ATTENTION_SHARES.
+        grouped_share: what grouped matmuls reach of the rate of plain ones, padding counted.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Hardware:
     memory_bytes: int
     source: str
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
+    grouped_share: float = 0.8
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
         """Operations a second that matmuls of `dtype` reach.
@@ -200,18 +202,3 @@ CPU = Hardware(
     source="one thread of a server with AMX, and gloo between two ranks on one host; other CPUs differ by factors; "
     "between hosts, 8 Gb/s are assumed",
 )
-
-TABLES = {"h200": H200, "cpu": CPU}
-
-
-def table_of(device: torch.device) -> Hardware:
-    """The shipped table for a device. A GPU without a table gets that of the H200, and `source` says so.
-
-    The kind of device alone decides, so that all ranks have the same table.
-    """
-    if device.type != "cuda":
-        return CPU
-    name = torch.cuda.get_device_name(device)
-    if "H200" in name:
-        return H200
-    return replace(H200, source=f"there is no table for {name}: that of the H200")

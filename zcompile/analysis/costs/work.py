@@ -41,6 +41,7 @@ class Work:
         dtype: whose rate they run at. Default: that of the call's first floating-point tensor.
         nbytes: bytes that are read from memory and written to it. Default: all arguments and results, once.
         launches: kernels that run one after the other.
+        grouped: whether they are those of grouped matmuls.
         attention: if `flops` are those of attention, which kernel it is: "flash", "efficient", "cudnn", "flex" or
             "math".
         seconds: time in addition, such as a wait of the host for the device.
@@ -50,6 +51,7 @@ class Work:
     dtype: torch.dtype | None = None
     nbytes: float | None = None
     launches: int = 1
+    grouped: bool = False
     attention: str | None = None
     seconds: float = 0.0
 
@@ -62,8 +64,12 @@ class Work:
         memory_s = (nbytes if self.nbytes is None else self.nbytes) / hardware.bytes_s
         seconds = max(memory_s, self.launches * hardware.kernel_s)
         if self.flops:
-            rate = hardware.attention_rate(self.attention) if self.attention else 0.0
-            seconds = max(seconds, self.flops / (rate or hardware.matmul_rate(self.dtype or dtype)))
+            if self.attention:
+                rate = hardware.attention_rate(self.attention)
+            else:
+                share = hardware.grouped_share if self.grouped else 1.0
+                rate = share * hardware.matmul_rate(self.dtype or dtype)
+            seconds = max(seconds, self.flops / rate)
         return seconds + self.seconds
 
 
