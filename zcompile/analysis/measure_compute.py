@@ -120,13 +120,13 @@ def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable
     """A call of a matmul [n, n] x [n, n] of `dtype`."""
     if dtype is torch.int8:
         a, b = (torch.randint(-8, 8, (n, n), device=device, dtype=dtype) for _ in range(2))
-        return lambda: torch._int_mm(a, b)
+        return partial(torch._int_mm, a, b)
     a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
     if dtype is torch.float8_e4m3fn:
         left, right, one = a.to(dtype), b.to(dtype).t(), torch.ones((), device=device)
-        return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+        return partial(torch._scaled_mm, left, right, one, one, out_dtype=torch.bfloat16)
     narrow_a, narrow_b = a.to(dtype), b.to(dtype)
-    return lambda: torch.mm(narrow_a, narrow_b)
+    return partial(torch.mm, narrow_a, narrow_b)
 
 
 def _grouped_rate(device: torch.device, sizes: Sizes) -> float:
@@ -143,7 +143,7 @@ def grouped_product(device: torch.device, rows: int, groups: int, inner: int, co
     a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
     b = torch.randn(groups, columns, inner, device=device, dtype=torch.bfloat16).transpose(1, 2)
     ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * (rows // groups)
-    return lambda: torch._grouped_mm(a, b, ends)
+    return partial(torch._grouped_mm, a, b, ends)
 
 
 def attention_rate(device: torch.device, kernel: str, shape: tuple[int, int, int, int]) -> float:
