@@ -1,6 +1,7 @@
 """`python -m zcompile.explain`: predicts a step of a model without running it, for any number of ranks."""
 
 import argparse
+import contextlib
 import json
 import time
 from dataclasses import asdict, replace
@@ -12,11 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.analysis.calibration import Calibration, merged
-from zcompile.analysis.hardware import Hardware, Link
+from zcompile.analysis.hardware import CPU, Hardware, Link
 from zcompile.analysis.hardware_tables import TABLES
 from zcompile.backend import parse_options
 from zcompile.options import Plan
 from zcompile.planning.argument_parser import Parser, positive
+from zcompile.planning.device_attention import DeviceAttention
 from zcompile.planning.explanation import Explanation, comparison
 from zcompile.planning.llama import SIZES
 from zcompile.planning.predict import predict_step
@@ -167,8 +169,9 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
 
 
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
-    """The graphs of the model, and how many elements its parameters have."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs."""
+    on_device = contextlib.nullcontext() if plan.link.hardware.name == CPU.name else DeviceAttention()
+    with FakeTensorMode(allow_non_fake_inputs=True), on_device:
         workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         names = install_trace_readers(workload, PRECISIONS[arguments.precision])
