@@ -28,6 +28,7 @@ from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
 from zcompile.sharding.measure_machine import calibrate
+from zcompile.sharding.placement import Placement
 from zcompile.sharding.shard import shard
 from zcompile.sharding.unshard import unshard
 from zcompile_flag import watch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 watch()
 
 __all__ = [
+    "Placement",
     "TensorSize",
     "Work",
     "__version__",

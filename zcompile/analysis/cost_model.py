@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.analysis.costs.collectives import collective_bytes, collective_s, is_collective, is_collective_wait
+from zcompile.analysis.costs.collectives import collective_bytes, collective_s, is_collective_wait
 from zcompile.analysis.costs.formulas import find_work
 from zcompile.analysis.costs.memory_ops import gathers_items, read_bytes_at
 from zcompile.analysis.costs.work import Work, sizes_of
@@ -27,6 +27,7 @@ from zcompile.analysis.fx_utils import (
     WAITS,
     args_of,
     aten,
+    is_user_collective,
     result_bytes,
     started_tensors,
     transfer_bytes,
@@ -75,7 +76,7 @@ class Costs:
     def _seconds_of(self, node: Node) -> float:
         if node.op != "call_function" or node.target in GATHERS | REDUCES | WAITS:
             return 0.0
-        if is_collective(node) or is_collective_wait(node):  # on the wire; see `simulate`
+        if is_user_collective(node) or is_collective_wait(node):  # on the wire; see `simulate`
             return 0.0
         hardware = self.link.hardware
         work, name = find_work(node)
@@ -202,7 +203,7 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
                 exposed_s += wire_free_s - now_s
                 transfer.exposed_s = wire_free_s - now_s
                 now_s = wire_free_s
-        elif is_collective(node):  # of the user's: it has the wire as gathers do
+        elif is_user_collective(node):  # of the user's: it has the wire as gathers do
             collective = _Running(collective_bytes(node), max(now_s, wire_free_s), 0.0, 0.0)
             wire_free_s = collective.ends_s = collective.begins_s + collective_s(node, link)
             running[node] = collective

@@ -19,8 +19,17 @@ from itertools import accumulate
 from torch.fx import Graph, Node
 
 from zcompile.analysis.cost_model import Costs, transfer_s
-from zcompile.analysis.costs.collectives import collective_s, is_collective
-from zcompile.analysis.fx_utils import GATHER_GROUP_START, GATHERS, REDUCES, WAITS, args_of, waits_of
+from zcompile.analysis.costs.collectives import collective_s
+from zcompile.analysis.fx_utils import (
+    GATHER_GROUP_START,
+    GATHERS,
+    REDUCES,
+    WAITS,
+    args_of,
+    is_user_collective,
+    value,
+    waits_of,
+)
 
 
 def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> float:
@@ -41,7 +50,7 @@ def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -
                 due_s[_first_wait(start, position)] += transfer_s(start, costs.link)
         elif start.target in REDUCES:
             begun_s[_made_at(start, position)] += transfer_s(start, costs.link)
-        elif is_collective(start):
+        elif is_user_collective(start):
             begun_s[position[start]] += collective_s(start, costs.link)
     compute_s = before_s[-1]
     arrived_s = list(accumulate(due_s))
@@ -56,9 +65,10 @@ def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -
 
 def _gathered_by(start: Node) -> set[tuple[object, ...]]:
     """What a gather brings: (shard, dtype) of each tensor."""
-    shards, dtype = start.args[0], start.args[-1]
-    several = args_of(start)[0] if start.target is GATHER_GROUP_START else [shards]
-    return {(shard, dtype) for shard in several}
+    is_group = start.target is GATHER_GROUP_START
+    shards = args_of(start)[0] if is_group else args_of(start)[:1]
+    fakes = start.meta["val"] if is_group else [value(start)]
+    return {(shard, fake.dtype) for shard, fake in zip(shards, fakes, strict=True)}
 
 
 def _first_wait(start: Node, position: dict[Node, int]) -> int:

@@ -7,33 +7,21 @@ the sharded model do.
 from torch.fx import Node
 
 from zcompile.analysis.costs.work import nbytes_of, sizes_of
+from zcompile.analysis.fx_utils import NO_COLLECTIVES
 from zcompile.analysis.hardware import Link
 
-NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the copy engines do not
 
 
-def is_collective(node: Node) -> bool:
-    """Whether `node` starts a collective of the user's."""
-    return _name(node) not in ("", "wait_tensor")
-
-
 def is_collective_wait(node: Node) -> bool:
-    """Whether `node` waits for one."""
-    return _name(node) == "wait_tensor"
-
-
-def _name(node: Node) -> str:
-    """The op's name if it is a functional collective; else empty."""
-    if node.op != "call_function" or getattr(node.target, "namespace", "") not in NAMESPACES:
-        return ""
-    packet = getattr(node.target, "overloadpacket", None)
-    return "" if packet is None else str(packet.__name__)
+    """Whether `node` waits for a collective of the user's."""
+    return node.op == "call_function" and node.target in NO_COLLECTIVES
 
 
 def collective_s(node: Node, link: Link) -> float:
     """Seconds that a collective takes alone on the wire."""
-    name, given, result = _name(node), nbytes_of(sizes_of(node.args)), nbytes_of(sizes_of(node.meta.get("val")))
+    name = str(node.target.overloadpacket.__name__)  # type: ignore[union-attr]
+    given, result = nbytes_of(sizes_of(node.args)), nbytes_of(sizes_of(node.meta.get("val")))
     of_group = _link_of(node, link)
     if name.startswith("all_gather"):
         return of_group.gather_s(result)
