@@ -155,8 +155,8 @@ def _compiled_graphs(run: Callable[[], torch.Tensor], grad_like: torch.Tensor | 
         graphs.append(gm.graph)
         return gm.forward
 
-    torch._dynamo.reset()
-    out = torch.compile(lambda: run(), backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))()
+    with torch._dynamo.config.patch(recompile_limit=64):  # each case has the same code
+        out = torch.compile(lambda: run(), backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))()
     if grad_like is not None:
         out.backward(torch.ones_like(out))
         return graphs

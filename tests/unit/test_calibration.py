@@ -44,6 +44,10 @@ def of_this_machine(tmp_path, monkeypatch):
     return measured(device=module.device_name(DEVICE), driver="")
 
 
+def test_only_a_gpu_has_a_driver_which_tells_it_from_cpus():
+    assert module.driver_of(DEVICE) == "" and module.driver_of(torch.device("cuda"))
+
+
 def test_what_is_written_is_read_again(of_this_machine):
     file = write_calibration(of_this_machine)
     assert read_calibration(DEVICE, 2) == (of_this_machine, "")

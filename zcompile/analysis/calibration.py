@@ -5,6 +5,7 @@ for no other. Figures of it replace those of the shipped table where the two dif
 calibration, or that of an equal machine, changes no plan, and compiled graphs are found in caches.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -216,10 +217,15 @@ def device_name(device: torch.device) -> str:
 
 
 def driver_of(device: torch.device) -> str:
-    """The version of a GPU's driver; empty for CPUs."""
+    """The version of CUDA that a GPU's driver has, "unknown" if it does not say; empty for CPUs."""
     if device.type != "cuda":
         return ""
-    return str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        failed = 1
+    return "unknown" if failed else str(version.value)
 
 
 def cache_folder() -> Path | None:

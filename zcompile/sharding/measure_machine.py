@@ -27,6 +27,8 @@ ops = torch.ops.zcompile
 GPU_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64, 128, 256))
 CPU_BYTES = tuple(1024 * kib for kib in (16, 64, 256, 1024, 4096, 16384))
 GPU_PRODUCT, CPU_PRODUCT = 4096, 256  # rows of the matmuls that run beside transfers
+SEVERAL = 8  # transfers in a row on GPUs, where one is short: ranks do not begin at the same moment
+LARGE_BYTES = 8 * MIB
 ROUNDS = 15  # of which the lower quartile counts
 
 
@@ -58,12 +60,12 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
         device_type = "cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     group, device = shard_group_of(mesh), device_of(mesh)
-    compute = measure_compute(device) if group.rank() == 0 else None  # alone: on CPUs, others would take its memory
-    all_gather_object(group, None)  # the others wait here
+    all_gather_object(group, None)  # all measure at once: as in a step, ranks on CPUs share memory and cores
+    compute = measure_compute(device)
     wires = tuple(_wires(mesh, device)) if group.size() > 1 else ()
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory_bytes()
-    measured = compute and Calibration(
+    measured = Calibration(
         device=device_name(device),
         driver=driver_of(device),
         torch=torch.__version__,
@@ -84,27 +86,34 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
 def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
     """One for each transport that this mesh can use."""
     groups = groups_of(mesh, None)
-    names = ["nccl", "p2p"] if device.type == "cuda" else ["gloo"]
-    possible = []
-    for name in names:
-        runtime = _C.Model(**{**groups, "number": -1})
+
+    def new_runtime() -> _C.Model:
+        return _C.Model(**{**groups, "number": -1})
+
+    wires = []
+    for name in ["nccl", "p2p"] if device.type == "cuda" else ["gloo"]:
         try:
-            choose(name, mesh, lambda: _C.Model(**{**groups, "number": -1}))
-            runtime.use_transport("p2p" if name == "p2p" else "c10d")
-            problem = ""
-        except (ValueError, RuntimeError) as error:
-            problem = str(error)
-        if any(all_gather_object(shard_group_of(mesh), problem)):
+            choose(name, mesh, new_runtime)
+        except ValueError as error:
+            log.info("zcompile: transfers over %s are not measured: %s", name, error)
             continue
-        possible.append(_Transport(name, runtime, mesh, device).wire())
-    return possible
+        transport, problem = _Transport(name, new_runtime(), mesh, device), ""
+        try:
+            transport.runtime.use_transport("p2p" if name == "p2p" else "c10d")
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        if failed := next(filter(None, all_gather_object(shard_group_of(mesh), problem)), ""):
+            log.info("zcompile: transfers over %s are not measured: %s", name, failed)
+            continue
+        wires.append(transport.wire())
+    return wires
 
 
 class _Transport:
     """Transfers of one transport, timed.
 
     Args:
-        runtime: an empty one, which uses the transport.
+        runtime: an empty one. Before anything is measured, it must use the transport.
     """
 
     def __init__(self, name: str, runtime: _C.Model, mesh: DeviceMesh, device: torch.device):
@@ -145,7 +154,8 @@ class _Transport:
         for i in reversed(range(len(self.tensors))):
             _, grad, _ = self.tensors[i]
             transfer = partial(_wait_at_once, partial(start, i))
-            seconds = self._slowest(self._seconds(transfer))
+            count = SEVERAL if self.device.type == "cuda" and grad.nbytes < LARGE_BYTES else 1
+            seconds = self._slowest(self._seconds(transfer, count))
             received = grad.nbytes // self.world * (self.world - 1)
             points.append((received, min(seconds, points[-1][1] if points else seconds)))
         return tuple(points[::-1])
@@ -171,8 +181,8 @@ class _Transport:
         quiet_s, beside_s = self._slowest(products(False)), self._slowest(products(True))
         return min(1.0, max(0.0, (beside_s - quiet_s) / transfer_s))
 
-    def _seconds(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call that all ranks begin together."""
+    def _seconds(self, call: Callable[[], Any], count: int = 1) -> float:
+        """Seconds of one of `count` calls in a row, which all ranks begin at about the same time."""
         times = []
         for _ in range(ROUNDS + 2):
             all_gather_object(self.group, None)
@@ -181,14 +191,16 @@ class _Transport:
                 torch.cuda.synchronize()
                 torch.cuda._sleep(2_000_000)
                 begin.record()
-                call()
+                for _ in range(count):
+                    call()
                 end.record()
                 torch.cuda.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3)
+                times.append(begin.elapsed_time(end) / 1e3 / count)
             else:
                 begin_s = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - begin_s)
+                for _ in range(count):
+                    call()
+                times.append((time.perf_counter() - begin_s) / count)
         return quantiles(times[2:], n=4)[0]  # what disturbs a transfer never makes it shorter
 
     def _slowest(self, seconds: float) -> float:
