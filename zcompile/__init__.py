@@ -24,6 +24,7 @@ if _C.built_for_torch != torch.__version__:
 from zcompile.analysis.costs.registry import register_cost
 from zcompile.analysis.costs.work import TensorSize, Work
 from zcompile.sharding.accumulation import accumulate
+from zcompile.sharding.clipping import clip_grad_norm_
 from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
@@ -45,6 +46,7 @@ __all__ = [
     "__version__",
     "accumulate",
     "calibrate",
+    "clip_grad_norm_",
     "explain",
     "fuse_optimizer",
     "register_cost",

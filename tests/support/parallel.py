@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 import zcompile
 
-WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 12, 20, 4, 2, 6
+WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 12, 22, 4, 2, 6
 
 
 class Attention(nn.Module):
@@ -24,7 +24,8 @@ class Attention(nn.Module):
     def __init__(self, heads: int = 2):
         super().__init__()
         self.head = WIDTH // heads
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.q, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.k = nn.Linear(WIDTH, WIDTH, bias=False)  # a bias would have no effect, and a gradient of rounding alone
 
     def forward(self, x):
         q, k, v = (project(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for project in (self.q, self.k, self.v))
@@ -98,20 +99,47 @@ def spread_dense(model: Dense, mesh: DeviceMesh, sequence: bool) -> Dense:
 class Experts(nn.Module):
     """Experts whose weights expert parallelism divides. Tokens travel to their experts and back."""
 
-    def __init__(self):
+    def __init__(self, sorts: bool):
         super().__init__()
+        self.sorts = sorts
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
         self.group = None  # of the ranks that each have some experts
         self.ranks = 1
 
     def forward(self, x, chosen, weights):
-        """Each pair of a token and an expert has a slot of its own, so shapes are static.
-
+        """
         Args:
             x: [tokens, width].
             chosen, weights: [tokens, experts of a token].
         """
+        return (self.forward_sorted if self.sorts else self.forward_slots)(x, chosen, weights)
+
+    def forward_sorted(self, x, chosen, weights):
+        """Tokens sorted by their experts, and no more rows than there are: shapes follow from values."""
+        order = chosen.flatten().argsort(stable=True)
+        rows = x[order // chosen.shape[1]]
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        sent, received = [len(rows)], [len(rows)]
+        if self.group is not None:
+            theirs = funcol.all_to_all_single(counts, None, None, self.group)
+            sent, received = (each.view(self.ranks, -1).sum(1).tolist() for each in (counts, theirs))
+            rows = funcol.all_to_all_single_autograd(rows, received, sent, self.group)
+            counts = theirs
+        here = torch.arange(counts.numel(), device=x.device) % (EXPERTS // self.ranks)
+        experts = here.repeat_interleave(counts)
+        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
+        out = torch.zeros_like(rows)
+        for i in range(len(up)):
+            at = torch.where(experts == i)[0]
+            out = out.index_add(0, at, nn.functional.silu(rows[at] @ up[i]) @ down[i])
+        if self.group is not None:
+            out = funcol.all_to_all_single_autograd(out, sent, received, self.group)
+        weighted = out * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // chosen.shape[1], weighted)
+
+    def forward_slots(self, x, chosen, weights):
+        """Each pair of a token and an expert has a slot of its own, so shapes are static."""
         slots = torch.zeros(EXPERTS, *x.shape, dtype=x.dtype, device=x.device)
         picked = nn.functional.one_hot(chosen, EXPERTS).sum(1).T.unsqueeze(-1)  # [experts, tokens, 1]
         slots = slots + picked * x
@@ -129,31 +157,35 @@ class Experts(nn.Module):
 
 
 class MixtureBlock(nn.Module):
-    def __init__(self):
+    def __init__(self, sorts: bool):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm2, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts()
+        self.norm2, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts(sorts)
 
-    def forward(self, x):
+    def forward(self, x, only=None):
+        """`only`: the experts that tokens may choose; default: all."""
         x = x + self.attention(self.norm1(x))
         tokens = self.norm2(x).flatten(0, 1)
-        weights, chosen = self.router(tokens).softmax(-1).topk(TOP, -1)
+        scores = self.router(tokens)
+        if only is not None:
+            scores = scores + torch.where(torch.tensor([i in only for i in range(EXPERTS)]), 0.0, -1e4)
+        weights, chosen = scores.softmax(-1).topk(TOP, -1)
         return x + self.experts(tokens, chosen, weights).view_as(x)
 
 
 class Mixture(nn.Module):
     """A mixture of experts between dense layers."""
 
-    def __init__(self, blocks: int = 2):
+    def __init__(self, blocks: int = 2, sorts: bool = False):
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(MixtureBlock() for _ in range(blocks))
+        self.blocks = nn.ModuleList(MixtureBlock(sorts) for _ in range(blocks))
         self.leave = nn.Linear(WIDTH, 3)
 
-    def forward(self, x):
+    def forward(self, x, only=None):
         x = self.enter(x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, only)
         return self.leave(x)
 
 
@@ -163,7 +195,8 @@ def spread_experts(model: Mixture, mesh: DeviceMesh) -> Mixture:
         experts.group, experts.ranks = mesh.get_group(), mesh.size()
         for name in ("up", "down"):
             whole = getattr(experts, name)
-            setattr(experts, name, nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])))
+            spread = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+            setattr(experts, name, nn.Parameter(spread, requires_grad=whole.requires_grad))
     return model
 
 
