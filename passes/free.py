@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.cost_model import is_matmul
+from zcompile.analysis.costs.products import is_matmul
 from zcompile.analysis.fx_utils import (
     GATHER,
     MOVEMENT,

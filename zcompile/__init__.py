@@ -21,11 +21,14 @@ if _C.built_for_torch != torch.__version__:
         "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
     )
 
+from zcompile.analysis.costs.registry import register_cost
+from zcompile.analysis.costs.work import TensorSize, Work
 from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.clipping import clip_grad_norm_
 from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
+from zcompile.sharding.measure_machine import calibrate
 from zcompile.sharding.placement import Placement
 from zcompile.sharding.shard import shard
 from zcompile.sharding.unshard import unshard
@@ -38,11 +41,15 @@ watch()
 
 __all__ = [
     "Placement",
+    "TensorSize",
+    "Work",
     "__version__",
     "accumulate",
+    "calibrate",
     "clip_grad_norm_",
     "explain",
     "fuse_optimizer",
+    "register_cost",
     "register_forward_method",
     "reset_stats",
     "shard",

@@ -184,6 +184,7 @@ def _program(reads: Sequence[tuple[int, str, str]], plan: Plan, settings: Settin
     names = {id(sharded.leaf): name for model in _models(args) for name, sharded in model.parameters.items()}
     return [
         *(Line(f"reads '{names.get(id(args[i]), '?') if i >= 0 else '?'}' {what}", place) for i, what, place in reads),
+        Line(f"has costs of {dict(plan.costs) or 'no ops'} by zcompile.register_cost"),
         Line(f"plans under {plan}"),
         Line(f"caches {settings.microbatch_cache_bytes} bytes across microbatches"),
         Line(f"has torch {torch.__version__} and zcompile {source_hash()[:12]}"),

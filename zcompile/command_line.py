@@ -25,6 +25,11 @@ SUBCOMMANDS = {
         "Show the plan of a model and predict its step time and memory for any number of ranks, without running it.",
         "zcompile explain --model 2b --ranks 8,64 --hardware h200",
     ),
+    "calibrate": Subcommand(
+        "zcompile.planning.calibrate_command",
+        "Measure what this machine reaches, once, so that plans and predictions rest on it.",
+        "zcompile calibrate",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zcompile.analysis.costs.registry import registered_costs
 from zcompile.analysis.hardware import Link
 from zcompile.old_names import current_options
 
@@ -40,6 +41,7 @@ class Plan:
         link: the machine, the transport and the number of ranks; the same on all ranks.
         fused: whether what runs the graph fuses pointwise nodes.
         disabled: names of passes to leave out, of OPTIONAL_PASSES.
+        costs: (op, version) of the formulas that users registered; see `zcompile.register_cost`.
         others: see the fields of these names in `zcompile.options.Settings`.
     """
 
@@ -51,6 +53,7 @@ class Plan:
     rematerialize: bool = True
     fused: bool = True
     disabled: tuple[str, ...] = ()
+    costs: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,4 +181,5 @@ class Settings:
             rematerialize=self.rematerialize,
             fused=self.inner == "inductor",
             disabled=tuple(self.skip_passes),
+            costs=registered_costs(),
         )

@@ -15,13 +15,13 @@ LINK = H200.over("p2p", 8)  # for which the decoder is traced
 FREE_BYTES = 1 << 30
 
 
-def trace_decoder():
-    """Forward and backward of a small decoder, not yet scheduled."""
+def trace_decoder(size=SIZE):
+    """Forward and backward of a decoder, a small one by default, not yet scheduled."""
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = Llama(SIZE)
+        model = Llama(size)
         workload = load("tiny", None, 2, 24, False)
         workload.model = model
         names = install_trace_readers(workload, torch.bfloat16)
-        tokens = torch.zeros(2, 25, dtype=torch.int64)
+        tokens = torch.zeros(size.sequences, size.tokens + 1, dtype=torch.int64)
         return trace(lambda: model(tokens), Settings().plan(LINK, FREE_BYTES), lambda leaf: names.get(id(leaf)))

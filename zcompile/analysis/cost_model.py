@@ -1,22 +1,22 @@
 """How long a graph's nodes and transfers take: compute by the roofline model, transfers by the tables of `hardware.py`.
 
 Sources: S. Williams, A. Waterman, D. Patterson, Roofline: An insightful visual performance model for multicore
-architectures, 2009; counts of operations from `torch.utils.flop_counter`, and for attention from arXiv:2205.14135.
+architectures, 2009; what single ops do, and where that is known from, is in `costs/`.
 
-Everything here is a function of the graph and the table. So ranks that compile one graph make one plan.
+Everything here is a function of the graph, the table and the formulas that users registered. So ranks that compile one
+graph make one plan.
 """
 
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
-from torch.utils.flop_counter import flop_registry
 
+from zcompile.analysis.costs.collectives import collective_bytes, collective_s, is_collective_wait
+from zcompile.analysis.costs.formulas import find_work
+from zcompile.analysis.costs.memory_ops import gathers_items, read_bytes_at
+from zcompile.analysis.costs.work import Work, sizes_of
 from zcompile.analysis.fx_utils import (
     GATHER,
     GATHER_ROWS,
@@ -27,83 +27,23 @@ from zcompile.analysis.fx_utils import (
     WAITS,
     args_of,
     aten,
+    is_user_collective,
     result_bytes,
-    shape_hint,
     started_tensors,
     transfer_bytes,
-    value,
 )
 from zcompile.analysis.hardware import Link
 from zcompile.analysis.liveness import Liveness, Storage, aliases, fuses
-
-log = logging.getLogger("zcompile")
-
-
-def is_matmul(node: Node) -> bool:
-    """Whether `node` is a matmul, a convolution or an attention, of whatever sizes: what torch counts operations of."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet is not None and (
-        packet in flop_registry or packet.__name__ == "_grouped_mm" or "scaled_dot_product" in packet.__name__
-    )
+from zcompile.analysis.unbacked_sizes import note_unbacked_sizes
 
 
-def flops(node: Node) -> int:
-    """Floating-point operations of a matmul, a convolution or an attention; 0 for other nodes. Dynamic sizes as traced.
+def flops(node: Node) -> float:
+    """Operations of a matmul, a convolution or an attention; 0 for other nodes. Dynamic sizes as traced.
 
-    Torch's formulas give them, except for attention and grouped matmuls. Torch's formula for attention knows neither
-    grouped queries nor the CPU's kernel nor causal masks.
+    Without those that a causal mask leaves out; with those of padding, in a grouped matmul.
     """
-    if not is_matmul(node):
-        return 0
-    packet = cast(OpOverload, node.target).overloadpacket
-    if "scaled_dot_product" in packet.__name__:
-        return _attention_flops(node)
-    if packet.__name__ == "_grouped_mm":
-        return _grouped_matmul_flops(node)
-    formula = flop_registry[packet]
-
-    def shape(argument: Any) -> Any:
-        fake = argument.meta["val"] if isinstance(argument, Node) else argument
-        return shape_hint(fake) if isinstance(fake, torch.Tensor) else fake
-
-    args: Any = map_aggregate(node.args, shape)
-    kwargs: Any = map_aggregate(node.kwargs, shape)
-    result = node.meta["val"]
-    out_shape = tuple(map(shape, result)) if isinstance(result, (tuple, list)) else shape(result)
-    try:
-        return formula(*args, **kwargs, out_val=out_shape)
-    except Exception as error:  # some formulas look at tensors, not shapes; an estimate is no reason to fail
-        log.debug("zcompile: %s is taken to compute nothing: %s", node.target, error)
-        return 0
-
-
-def _attention_flops(node: Node) -> int:
-    """Operations of attention, without those that a causal mask leaves out.
-
-    Queries [b, h, s, d], keys [b, h', t, d] and values [b, h', t, e] have two matmuls. The backward of flash attention
-    has five, since it computes the scores again (arXiv:2205.14135).
-    """
-    target = cast(OpOverload, node.target)
-    is_backward = "backward" in target.name()
-    query, key, values = (shape_hint(value(source)) for source in args_of(node)[1 if is_backward else 0 :][:3])
-    batch, heads, rows, width = query
-    flops_per_column = 2 * batch * heads * rows * key[-2]
-    columns = 3 * width + 2 * values[-1] if is_backward else width + values[-1]
-    names = [arg.name for arg in target._schema.arguments]
-    given = dict(zip(names, node.args)) | node.kwargs
-    return flops_per_column * columns // (2 if given.get("is_causal") else 1)
-
-
-def _grouped_matmul_flops(node: Node) -> int:
-    """Operations of matmuls of groups of rows with a matrix each.
-
-    Rows [m, k] with matrices [g, k, n]; or, for gradients of the matrices, [m, k] with [k, n], where groups divide k.
-    """
-    left, right = (shape_hint(value(source)) for source in args_of(node)[:2])
-    if len(left) == len(right) == 2:
-        return 2 * left[0] * left[1] * right[1]
-    rows = left.numel() // left[-1]
-    return 2 * rows * left[-1] * right[-1]
+    work = find_work(node).work if node.op == "call_function" else None
+    return 0 if work is None else work.flops
 
 
 class Costs:
@@ -119,34 +59,40 @@ class Costs:
     Attributes:
         liveness: of the same graph, with the same `fused`.
         seconds: node -> its compute time in seconds.
+        without_formula: seconds of compute of ops that no formula is known for, by their names. They count as bytes.
     """
 
     def __init__(self, graph: Graph, link: Link, fused: bool = True):
         self.link = link
+        note_unbacked_sizes(graph)
         self.liveness = Liveness(graph, fused)
         self.seconds: dict[Node, float] = {}
+        self.without_formula: dict[str, float] = {}
         self._segment = -1
         self._read: set[Storage] = set()  # by the kernels of that segment
         for node in self.liveness.nodes:
             self.seconds[node] = self._seconds_of(node)
 
     def _seconds_of(self, node: Node) -> float:
-        if node.op != "call_function" or node.target in GATHERS | REDUCES | WAITS or aliases(node) is not None:
+        if node.op != "call_function" or node.target in GATHERS | REDUCES | WAITS:
+            return 0.0
+        if is_user_collective(node) or is_collective_wait(node):  # on the wire; see `simulate`
             return 0.0
         hardware = self.link.hardware
+        work, name = find_work(node)
+        if work is None and not name and aliases(node) is not None:
+            return 0.0
         written_bytes = sum(result_bytes(node)) if node in self.liveness.written else 0
-        if fuses(node):
+        if work is None and not name and fuses(node):
             memory_s = (self._newly_read_bytes(node) + written_bytes) / hardware.bytes_s
             return memory_s + (hardware.kernel_s if written_bytes else 0.0)
         if node.target is GATHER_ROWS:
             read_bytes = written_bytes
         else:
             read_bytes = sum(sum(result_bytes(source)) for source in node.all_input_nodes)
-        seconds = max((read_bytes + written_bytes) / hardware.bytes_s, hardware.kernel_s)
-        if count := flops(node):
-            is_attention = "scaled_dot_product" in cast(OpOverload, node.target).name()
-            flops_s = hardware.attention_flops_s if is_attention else hardware.matmul_rate(_dtype(node))
-            seconds = max(seconds, count / flops_s)
+        seconds = (work or Work()).on(hardware, _dtype(node), read_bytes + written_bytes)
+        if name:
+            self.without_formula[name] = self.without_formula.get(name, 0.0) + seconds
         return seconds
 
     def _newly_read_bytes(self, node: Node) -> int:
@@ -160,19 +106,23 @@ class Costs:
                 is_made_here = self.liveness.segment[storage.maker] == segment and fuses(storage.maker)
                 if storage in self._read or is_made_here:
                     continue
+                source_bytes = min(storage.nbytes, sum(result_bytes(source)) or storage.nbytes)
+                if source is node.args[0] and (is_by_item := gathers_items(node.target)) is not None:
+                    sizes, out = sizes_of(source), sizes_of(node)
+                    total += min(source_bytes, read_bytes_at(sizes, out, is_by_item))
+                    continue  # others may read the rest of it
                 self._read.add(storage)
-                total += min(storage.nbytes, sum(result_bytes(source)) or storage.nbytes)
+                total += source_bytes
         if node.target is aten.embedding.default:  # reads only the rows that it returns
             total = min(total, 2 * sum(result_bytes(node)))
         return total
 
 
 def _dtype(node: Node) -> torch.dtype:
-    """Of the result, or of its first tensor."""
-    result = node.meta["val"]
-    if isinstance(result, torch.Tensor):
-        return result.dtype
-    return next(tensor for tensor in result if tensor is not None).dtype
+    """Of the first floating-point tensor that `node` reads; else of the first one that it reads or returns."""
+    fakes = [source.meta.get("val") for source in node.all_input_nodes] + [node.meta.get("val")]
+    dtypes = [fake.dtype for fake in fakes if isinstance(fake, torch.Tensor)]
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else torch.float32)
 
 
 @dataclass(frozen=True)
@@ -253,6 +203,18 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
                 exposed_s += wire_free_s - now_s
                 transfer.exposed_s = wire_free_s - now_s
                 now_s = wire_free_s
+        elif is_user_collective(node):  # of the user's: it has the wire as gathers do
+            collective = _Running(collective_bytes(node), max(now_s, wire_free_s), 0.0, 0.0)
+            wire_free_s = collective.ends_s = collective.begins_s + collective_s(node, link)
+            running[node] = collective
+            ends_s[node] = wire_free_s
+        elif is_collective_wait(node):
+            collective_start = _started_by(node, running)
+            if collective_start is not None:
+                waited_s = max(0.0, ends_s[collective_start] - now_s)
+                exposed_s += waited_s
+                now_s += waited_s
+                running[collective_start].exposed_s += waited_s
         elif node.target in WAITS:
             tensor = args_of(node)[0]
             waited_s = max(0.0, ends_s[tensor] - now_s)
@@ -267,6 +229,16 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
     hidden_s = max(0.0, sum(transfer.ends_s - transfer.begins_s for transfer in running.values()) - exposed_s)
     transfers = tuple(Transfer(start, **vars(transfer)) for start, transfer in running.items())
     return Timeline(transfers, compute_s, exposed_s, hidden_s * link.wire.interference, tuple(begins_s))
+
+
+def _started_by(wait: Node, running: Collection[Node]) -> Node | None:
+    """The user's collective that `wait` waits for; None if another graph started it."""
+    node = args_of(wait)[0]
+    while isinstance(node, Node) and node.op == "call_function":
+        if node in running:
+            return node
+        node = next(iter(node.args), None)  # an item of a collective of several tensors, or a view of it
+    return None
 
 
 def transfer_s(start: Node, link: Link) -> float:

@@ -19,6 +19,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_aggregate
 
+from zcompile.analysis.unbacked_sizes import size_hint
+
 aten = torch.ops.aten
 ops = torch.ops.zcompile
 
@@ -124,15 +126,8 @@ def nbytes(node: Node) -> int:
     return value(node).numel() * value(node).dtype.itemsize
 
 
-def size_hint(size: int | torch.SymInt) -> int:
-    """A size. Of a dynamic one, what it was when the graph was traced."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 1
-
-
 def shape_hint(tensor: torch.Tensor) -> torch.Size:
-    """The shape of a fake value, dynamic sizes as traced."""
+    """The shape of a fake value, dynamic sizes as traced; see [Note: hints of unbacked sizes]."""
     return torch.Size([size_hint(size) for size in tensor.shape])
 
 

@@ -1,7 +1,7 @@
 """What a machine can do, as plans see it: tables of rates and of transfer times, the same on all ranks of a model."""
 
 from bisect import bisect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -33,14 +33,31 @@ class Network:
     latency_s: float
 
 
+# What an attention kernel reaches of flash attention's rate. Estimates, of Hopper; `zcompile calibrate` measures.
+ATTENTION_SHARES = {"flash": 1.0, "cudnn": 1.4, "flex": 1.0, "efficient": 0.6, "math": 0.1}
+
+# dtype -> the one whose matmul rate stands in where a table has no figure, and the share of that rate.
+STAND_INS = {
+    torch.float8_e5m2: (torch.float8_e4m3fn, 1.0),
+    torch.float8_e4m3fn: (torch.bfloat16, 1.0),  # a card without them computes in bf16
+    torch.uint8: (torch.int8, 1.0),
+    torch.int8: (torch.bfloat16, 1.0),
+    torch.float16: (torch.bfloat16, 1.0),
+    torch.bfloat16: (torch.float32, 1.0),
+    torch.float64: (torch.float32, 0.5),
+    torch.complex64: (torch.float32, 0.25),
+    torch.complex128: (torch.float64, 0.25),
+}
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One machine. Rates are what kernels reach, not what the maker promises.
 
     Attributes:
         matmul_flops_s: (dtype, operations a second that large matmuls reach), for each dtype that was measured.
-        attention_flops_s: operations a second that attention reaches. Operations that a causal mask leaves out are not
-            counted.
+        attention_flops_s: operations a second that flash attention reaches. Operations that a causal mask leaves out
+            are not counted.
         bytes_s: bytes of memory a second that a pointwise kernel reads and writes.
         kernel_s: the least time of a kernel, in seconds.
         wires: what was measured. Of a transport's wires, `over` takes the one with the most ranks that are not more
@@ -49,6 +66,9 @@ class Hardware:
         network: what connects domains.
         memory_bytes: of one device.
         source: what the figures rest on; `explain` prints it.
+        attention_by_kernel: (kernel, operations a second) of other kernels, where they were measured. The others have a
+            share of `attention_flops_s`; see ATTENTION_SHARES.
+        grouped_share: what grouped matmuls reach of the rate of plain ones, padding counted.
     """
 
     name: str
@@ -61,11 +81,26 @@ class Hardware:
     network: Network
     memory_bytes: int
     source: str
+    attention_by_kernel: tuple[tuple[str, float], ...] = ()
+    grouped_share: float = 0.8
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
-        """Operations a second that matmuls of `dtype` reach; a dtype without a figure counts as fp32."""
+        """Operations a second that matmuls of `dtype` reach.
+
+        A dtype without a figure counts as the next wider one of its kind that has one. Integers that no tensor core
+        multiplies read both factors of each multiply-add at the rate of memory.
+        """
         rates = dict(self.matmul_flops_s)
-        return rates.get(dtype, rates[torch.float32])
+        while dtype not in rates:
+            if dtype not in STAND_INS:
+                return self.bytes_s / dtype.itemsize
+            dtype, share = STAND_INS[dtype]
+            rates = {known: rate * share for known, rate in rates.items()}
+        return rates[dtype]
+
+    def attention_rate(self, kernel: str) -> float:
+        """Operations a second that an attention kernel reaches, one of ATTENTION_SHARES."""
+        return dict(self.attention_by_kernel).get(kernel, self.attention_flops_s * ATTENTION_SHARES[kernel])
 
     def over(self, transport: str, world: int) -> "Link":
         """The link of `world` ranks over `transport`. Where the table lacks it, its first transport stands in."""
@@ -117,7 +152,14 @@ MIB = 1 << 20
 
 H200 = Hardware(
     name="H200",
-    matmul_flops_s=((torch.bfloat16, 740e12), (torch.float16, 740e12), (torch.float32, 50e12)),
+    matmul_flops_s=(
+        (torch.bfloat16, 740e12),
+        (torch.float16, 740e12),
+        (torch.float32, 50e12),
+        (torch.float8_e4m3fn, 1300e12),
+        (torch.int8, 1390e12),
+        (torch.float64, 55e12),
+    ),
     attention_flops_s=350e12,
     bytes_s=3.5e12,
     kernel_s=3e-6,
@@ -133,7 +175,8 @@ H200 = Hardware(
     network=Network(bytes_s=45e9, latency_s=15e-6),
     memory_bytes=140 << 30,
     source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 "
-    "(docs/lab/measurements.md); attention and launches estimated; between hosts, 400 Gb/s for each GPU are assumed",
+    "(docs/lab/measurements.md); attention, launches, fp8, int8 and fp64 estimated; between hosts, 400 Gb/s for each "
+    "GPU are assumed",
 )
 
 KIB = 1 << 10
@@ -159,18 +202,3 @@ CPU = Hardware(
     source="one thread of a server with AMX, and gloo between two ranks on one host; other CPUs differ by factors; "
     "between hosts, 8 Gb/s are assumed",
 )
-
-TABLES = {"h200": H200, "cpu": CPU}
-
-
-def table_of(device: torch.device) -> Hardware:
-    """The shipped table for a device. A GPU without a table gets that of the H200, and `source` says so.
-
-    The kind of device alone decides, so that all ranks have the same table.
-    """
-    if device.type != "cuda":
-        return CPU
-    name = torch.cuda.get_device_name(device)
-    if "H200" in name:
-        return H200
-    return replace(H200, source=f"there is no table for {name}: that of the H200")

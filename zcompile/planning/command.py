@@ -1,6 +1,7 @@
 """`python -m zcompile.explain`: predicts a step of a model without running it, for any number of ranks."""
 
 import argparse
+import contextlib
 import json
 import time
 from dataclasses import asdict, replace
@@ -11,10 +12,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zcompile.analysis.hardware import TABLES, Hardware, Link
+from zcompile.analysis.calibration import Calibration, merged
+from zcompile.analysis.hardware import CPU, Hardware, Link
+from zcompile.analysis.hardware_tables import TABLES
 from zcompile.backend import parse_options
 from zcompile.options import Plan
 from zcompile.planning.argument_parser import Parser, positive
+from zcompile.planning.device_attention import DeviceAttention
 from zcompile.planning.explanation import Explanation, comparison
 from zcompile.planning.llama import SIZES
 from zcompile.planning.predict import predict_step
@@ -51,7 +55,7 @@ def parser() -> Parser:
     add("--model", default="2b", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path")
     add("--module", metavar="FILE.py:FUNCTION", help="your own, as for zcompile.profile")
     add("--ranks", default="8", help="how many, or several numbers with commas between them")
-    add("--hardware", choices=TABLES, default="h200", help="whose tables to use")
+    add("--hardware", default="h200", help=f"{', '.join(TABLES)}, or a file that `zcompile calibrate` wrote")
     add("--transport", help="p2p or nccl, gloo on CPUs; p2p where all ranks share the fast links, else nccl")
     add("--batch", type=positive, help="sequences a rank; 1, or 8 of the tiny model")
     add("--tokens", type=positive, help="per sequence")
@@ -85,6 +89,24 @@ def _numbers(name: str, text: str) -> list[int]:
     if any(number < least for number in numbers):
         raise BadInput(f"{name} takes whole numbers with commas between them, not {text!r}")
     return numbers
+
+
+def _hardware(name: str) -> Hardware:
+    """The shipped table `name`, or that of a file.
+
+    Raises:
+        BadInput: there is no such table, or the file is none that `zcompile calibrate` wrote.
+    """
+    if name in TABLES:
+        return TABLES[name]
+    try:
+        calibration = Calibration.from_json(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        what = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise BadInput(
+            f"--hardware takes {', '.join(TABLES)} or a file that `zcompile calibrate` wrote, not {name!r}: {what}"
+        ) from None
+    return merged(calibration.shipped, calibration)
 
 
 def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
@@ -134,7 +156,7 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
     ranks, budgets_mib = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
     if not ranks:
         raise BadInput("--ranks takes at least one number")
-    hardware = TABLES[arguments.hardware]
+    hardware = _hardware(arguments.hardware)
     save_mib = _numbers("--save-for-backward", arguments.save_for_backward or "")
     settings = parse_options({"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {})
     plans = [settings.plan(_link(hardware, arguments.transport, world), hardware.memory_bytes) for world in ranks]
@@ -147,8 +169,9 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
 
 
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
-    """The graphs of the model, and how many elements its parameters have."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs."""
+    on_device = contextlib.nullcontext() if plan.link.hardware.name == CPU.name else DeviceAttention()
+    with FakeTensorMode(allow_non_fake_inputs=True), on_device:
         workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         names = install_trace_readers(workload, PRECISIONS[arguments.precision])

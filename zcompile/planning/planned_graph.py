@@ -56,6 +56,13 @@ class PlannedGraph:
         memory: at most about `predict.POINTS` points of (ms since the graph began, live bytes as above, bytes of
             unsharded parameters that this graph gathered).
         transfers: (begin, end) in ms since the graph began, of each gather and reduce in the order of their starts.
+        least_exposed_ms: what is exposed in any schedule of these transfers, were there no limit of memory; see
+            [Note: the bound] in bound.py.
+        held_by: what most of `exposed_ms` is due to: "wire", which is too slow for any schedule; "budget", the bytes
+            that may be unsharded or on their way at once; "order" of transfers, and where they start. Empty if little
+            is exposed.
+        without_formula: (op, ms of `compute_ms`) for each op that no formula is known for. These count as bytes; see
+            `zcompile.register_cost`.
     """
 
     kind: str
@@ -74,6 +81,9 @@ class PlannedGraph:
     saved_bytes: int
     memory: tuple[tuple[float, int, int], ...]
     transfers: tuple[tuple[float, float], ...]
+    least_exposed_ms: float = 0.0
+    held_by: str = ""
+    without_formula: tuple[tuple[str, float], ...] = ()
 
     @property
     def total_ms(self) -> float:

@@ -1,6 +1,7 @@
 """Predicts the time and the memory of a step from its traced graphs, a plan, and the figures of a machine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from torch.fx import Graph, Node
@@ -23,6 +24,7 @@ from zcompile.analysis.hardware import Link
 from zcompile.analysis.param_lifetimes import ParamLifetime, ParamLifetimes
 from zcompile.options import Plan
 from zcompile.passes import pipeline
+from zcompile.planning.bound import least_exposed_s
 from zcompile.planning.curve import thinned
 from zcompile.planning.explanation import Explanation
 from zcompile.planning.planned_graph import Gather, PlannedGraph, Rows, in_order
@@ -33,6 +35,8 @@ ADAM_BYTES = 28
 STATE_BYTES = 12  # of a parameter: weight and two moments
 GRADIENT_BYTES = 4  # of an element of a shard
 STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
+LITTLE = 0.005  # of a graph's time that is exposed is not worth a reason
+UNLIMITED_BYTES = 1 << 60
 POINTS = 100  # of a graph's curve of memory
 
 Key = tuple[str, str]  # a parameter's name, and the dtype in which it is gathered
@@ -99,6 +103,7 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
     costs = Costs(graph, plan.link, plan.fused)
     hits = {start for start in calls(graph, GATHER_CACHED_START) if _key(start, names) in (cached or ())}
     timeline = simulate(graph, costs, hits)
+    least_s = least_exposed_s(graph, costs, hits)
     lifetimes = ParamLifetimes(graph)
     shards = _shards(graph)
     # Inside of `zcompile.accumulate`, later microbatches need the shards, so gradients have memory of their own.
@@ -126,9 +131,29 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
         bound_bytes=lifetimes.bound_bytes(plan.gather_budget_bytes),
         live_bytes=max(live),
         saved_bytes=sum(sum(result_bytes(node)) for node in inputs) if traced.kind == "backward" else 0,
+        least_exposed_ms=1e3 * min(least_s, timeline.exposed_s),
+        held_by=_held_by(traced, plan, timeline, least_s) if cached is None else "",
+        without_formula=tuple((name, 1e3 * seconds) for name, seconds in _largest(costs.without_formula)),
         memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
         transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
     )
+
+
+def _held_by(traced: Traced, plan: Plan, timeline: Timeline, least_s: float) -> str:
+    """What most of a graph's exposed time is due to; see `PlannedGraph.held_by`."""
+    if timeline.exposed_s < LITTLE * timeline.total_s:
+        return ""
+    graph, _ = copied(traced.graph)
+    unlimited = replace(plan, gather_budget_bytes=UNLIMITED_BYTES, reduce_budget_bytes=UNLIMITED_BYTES)
+    pipeline.run_passes(graph, pipeline.schedule_passes(unlimited))
+    exposed_s = simulate(graph, Costs(graph, plan.link, plan.fused)).exposed_s
+    parts = {"wire": least_s, "budget": timeline.exposed_s - exposed_s, "order": exposed_s - least_s}
+    return max(parts, key=lambda part: parts[part])
+
+
+def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """What takes most comes first."""
+    return sorted(seconds.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _gathers(

@@ -56,6 +56,9 @@ def add_graph(page: Page, graph: PlannedGraph, rows: int = ROWS) -> None:
         page.add(
             f"of {matrix.parameter}, only the rows that the batch reads: {matrix.nbytes / MIB:.2f} MiB {matrix.dtype}"
         )
+    for op, ms in graph.without_formula:
+        share = ms / graph.compute_ms if graph.compute_ms else 0.0
+        page.add(f"{op} counts as the bytes of its tensors, {share:.1%} of compute: see zcompile.register_cost")
     if not graph.gathers:
         return
     table = empty_table(
@@ -81,8 +84,10 @@ def table_text(first: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 def _heading(graph: PlannedGraph) -> str:
     on_their_way = f", at most {graph.reduce_budget_bytes / MIB:.0f} on their way" if graph.reduced_bytes else ""
+    held_by = f", held by {graph.held_by}" if graph.held_by else ""
+    exposed = f"exposed {graph.exposed_ms:.2f} ms (at least {graph.least_exposed_ms:.2f}{held_by})"
     return (
-        f"\n{graph.kind}, {graph.nodes} nodes: compute {graph.compute_ms:.2f} ms, exposed {graph.exposed_ms:.2f} ms, "
+        f"\n{graph.kind}, {graph.nodes} nodes: compute {graph.compute_ms:.2f} ms, {exposed}, "
         f"slowed by transfers {graph.slowed_ms:.2f} ms; gathers {graph.gathered_bytes / MIB:.0f} MiB, "
         f"reduces {graph.reduced_bytes / MIB:.0f} MiB{on_their_way}; "
         f"unsharded at once {graph.unsharded_bytes / MIB:.0f} MiB of {graph.bound_bytes / MIB:.0f}; "

@@ -56,6 +56,7 @@ def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     """A copy of `graph`, and the copy of each of its nodes."""
     copy, copies = Graph(), dict[Node, Node]()
     copy.output(copy.graph_copy(graph, copies))
+    copy.owning_module = graph.owning_module  # which has the subgraphs that nodes name
     return copy, copies
 
 

@@ -11,7 +11,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from zcompile.analysis.calibration import read_calibration
+from zcompile.analysis.hardware_tables import stand_in_notice
 from zcompile.planning.argument_parser import Parser, positive
+from zcompile.planning.calibrate_command import main as calibrate
 from zcompile.planning.llama import SIZES
 from zcompile.planning.workloads import BadInput
 from zcompile.profile import report
@@ -60,6 +63,12 @@ def parser() -> Parser:
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds that one run may take")
     add("--output", type=Path, default=Path("out/profile"), help="a folder")
+    add(
+        "--calibrate",
+        action="store_true",
+        help="first measure this machine, for plans and predictions, as `zcompile calibrate` does; without this option "
+        "only a GPU that has no table and was not measured yet",
+    )
     add(
         "--trace",
         action="store_true",
@@ -117,6 +126,13 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
     return job, engines
 
 
+def _lacks_table(job: Job) -> bool:
+    """Whether another GPU's table stands in for that of this machine, which was not measured either."""
+    if job.device != "cuda" or not stand_in_notice(torch.device("cuda")):
+        return False
+    return read_calibration(torch.device("cuda"), job.ranks)[0] is None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compare and report.
 
@@ -143,6 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         job, engines = job_of(arguments)
+        if "zcompile" in arguments.engines and (arguments.calibrate or _lacks_table(job)):
+            calibrate(["--ranks", str(job.ranks)])
         counted = count(job)
         report.clear(arguments.output)
         with Progress(*columns, console=console, transient=True) as progress:

@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile import _C
-from zcompile.analysis.hardware import table_of
 from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
 from zcompile.sharding.find_units import ExpertsImplementation
+from zcompile.sharding.machine_table import agreed_table
 from zcompile.sharding.memory import memory_bytes_of_a_rank
 from zcompile.sharding.order_check import OrderCheck
 from zcompile.sharding.order_watch import started_by_rank, watch_order
@@ -234,7 +234,7 @@ class ShardedModel:
         self.order_check = OrderCheck(mesh, self.runtime.world) if self.runtime.order_digests() else None
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
-        self.hardware = table_of(torch.device(mesh.device_type))
+        self.hardware = agreed_table(mesh)
         self.memory_bytes = 0  # of a rank; see measure_memory
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`

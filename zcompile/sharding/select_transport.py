@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
+from zcompile.analysis.calibration import cache_folder
 from zcompile.options import TRANSPORTS
 from zcompile.sharding.process_groups import all_gather_object, all_gather_over_mesh, shard_group_of
 
@@ -164,11 +165,8 @@ def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[st
 
 def _cache_file() -> Path | None:
     """The file of measured times; None for a user without a home."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(folder) if folder else Path.home() / ".cache") / "zcompile" / "transport.json"
-    except RuntimeError:
-        return None
+    folder = cache_folder()
+    return None if folder is None else folder / "transport.json"
 
 
 def _read_cache() -> dict[str, dict[str, float]]:

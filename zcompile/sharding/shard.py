@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zcompile.analysis.costs.registry import registered_costs
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
 from zcompile.sharding.find_units import UnitLike, check_units, default_units, find_units, implementations
@@ -134,7 +135,8 @@ def shard(
         f"units={list(unit_modules)} {param_dtype=!s} {reduce_dtype=!s} {gradient_divide_factor=} {nccl_max_ctas=} "
         f"{native_reduce=}"
     )
-    agree_on_model(mesh, error, [*signature(model, ignored), *_describe(placements), options])
+    costs = [f"the cost of {op} in version {version}" for op, version in registered_costs()]
+    agree_on_model(mesh, error, [*signature(model, ignored), *_describe(placements), options, *costs])
 
     state = ShardedModel(mesh, nccl_max_ctas, native_reduce, divisor=gradient_divide_factor)
     if unit_modules:

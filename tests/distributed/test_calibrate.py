@@ -1,0 +1,108 @@
+"""`zcompile.calibrate` on CPU ranks, and whose figures plans take."""
+
+import logging
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.analysis import measure_compute
+from zcompile.analysis.calibration import Calibration, calibration_file, device_name, read_calibration
+from zcompile.analysis.hardware import CPU
+from zcompile.planning.command import main as explain
+from zcompile.sharding import machine_table, measure_machine
+from zcompile.sharding.model_state import state_of
+
+CPU_DEVICE = torch.device("cpu")
+SMALL = measure_compute.Sizes((32, 64, 128), (64,), 2, 16, 16, (1, 2, 32, 16), 1 << 16)
+
+
+def calibrate_quickly():
+    with (
+        mock.patch.object(measure_compute, "CPU_SIZES", SMALL),
+        mock.patch.object(measure_machine, "CPU_BYTES", (1 << 12, 1 << 14, 1 << 16)),
+        mock.patch.object(measure_machine, "ROUNDS", 4),
+    ):
+        return zcompile.calibrate()
+
+
+def rank_calibrates(rank, world, folder):
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"):
+        calibration = calibrate_quickly()
+        kept = read_calibration(CPU_DEVICE, world)
+        return calibration.to_json(), kept[0] == calibration, state_of(zcompile.shard(nn.Linear(2, 2))).hardware
+
+
+def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, tmp_path):
+    """Homes differ, as those of hosts do: only the first rank's has a file."""
+    (first, kept, table), (second, kept_there, other_table) = ranks(2).run(rank_calibrates, str(tmp_path))
+    assert first == second and kept and not kept_there and table == other_table
+    calibration = Calibration.from_json(first)
+    (wire,) = calibration.wires
+    assert (wire.transport, wire.world, len(wire.gather), len(wire.reduce)) == ("gloo", 2, 3, 3)
+    assert {name for name, _ in calibration.matmul_flops_s} == {"bfloat16", "float32"}
+    assert table != CPU and "measured by zcompile calibrate" in table.source  # matmuls this small reach less
+
+
+def rank_has_a_broken_file(rank, world, folder):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    machine_table.log.addHandler(handler)
+    try:
+        with mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"):
+            file = calibration_file(device_name(CPU_DEVICE), world)
+            file.parent.mkdir(parents=True)
+            file.write_text("{")
+            tables = [state_of(zcompile.shard(nn.Linear(2, 2))).hardware for _ in range(2)]
+    finally:
+        machine_table.log.removeHandler(handler)
+    return tables, [message for message in messages if "does not count" in message]
+
+
+def test_a_broken_file_is_one_line_on_one_rank_and_plans_take_the_shipped_table(ranks, tmp_path):
+    (tables, told), (others, told_there) = ranks(2).run(rank_has_a_broken_file, str(tmp_path))
+    assert tables == others == [CPU] * 2
+    assert len(told) == 1 and "\n" not in told[0] and not told_there
+
+
+def rank_cannot_keep_it(rank, world, file):
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=file):
+        return calibrate_quickly().world
+
+
+def test_what_cannot_be_kept_is_returned(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert ranks(2).run(rank_cannot_keep_it, str(tmp_path / "file")) == [2, 2]
+
+
+def test_calibrating_needs_a_process_group():
+    with pytest.raises(RuntimeError, match=r"zcompile\.calibrate needs a process group"):
+        zcompile.calibrate()
+
+
+def run_calibrate(*arguments):
+    command = [sys.executable, "-m", "zcompile", "calibrate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_measures_and_explain_takes_its_file(tmp_path, capsys):
+    file = tmp_path / "machine.json"
+    made = run_calibrate("--output", file)
+    assert made.returncode == 0, made.stderr
+    assert "gloo gather, 16 MiB" in made.stdout and str(file) in made.stdout
+    assert explain(["--model", "tiny", "--tokens", "32", "--ranks", "2", "--hardware", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "over gloo" in told and "measured by zcompile calibrate" in told
+
+
+@pytest.mark.matrix
+def test_the_command_says_in_one_line_why_it_cannot_keep_what_it_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    refused = run_calibrate("--ranks", "1", "--output", tmp_path / "file" / "below")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "could not be kept" in refused.stderr

@@ -1,0 +1,81 @@
+"""Costs that users register: ranks must have the same ones, and `explain` says what has none."""
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.analysis.costs.registry import unregister_cost
+from zcompile.sharding.model_state import state_of
+
+OP = "zcompile_test_costs::doubled"
+
+
+@torch.library.custom_op(OP, mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """A user's op without a formula."""
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda context, grad: 2 * grad)
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return doubled(self.layer(x)).sum()
+
+
+def rank_registers_another_version(rank, world):
+    zcompile.register_cost(OP, lambda x, *, out: zcompile.Work(flops=out.numel), version=rank)
+    try:
+        message = f"rank 0 has the cost of {OP} in version 0, rank 1 has the cost of {OP} in version 1"
+        with pytest.raises(RuntimeError, match=message):
+            zcompile.shard(Doubling())
+    finally:
+        unregister_cost(OP)
+
+
+def test_ranks_that_register_different_costs_are_told_by_shard(ranks):
+    ranks(2).run(rank_registers_another_version)
+
+
+def rank_registers_late(rank, world):
+    model = zcompile.shard(Doubling())
+    state_of(model).agreement = state_of(model).new_agreement()
+    if rank == 1:
+        zcompile.register_cost(OP, lambda x, *, out: zcompile.Work(flops=out.numel), version=1)
+    try:
+        model.compile(backend="zcompile", options={"inner": "aot_eager"})
+        message = f"has costs of .*no ops.*has costs of .*{OP}|has costs of .*{OP}.*has costs of no ops"
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(2, 8))
+    finally:
+        unregister_cost(OP)
+
+
+def test_ranks_that_register_different_costs_later_are_told_before_a_graph_runs(ranks):
+    ranks(2).run(rank_registers_late)
+
+
+def rank_explains(rank, world):
+    model = zcompile.shard(Doubling())
+    without = zcompile.explain(model, torch.ones(2, 8))
+    zcompile.register_cost(OP, lambda x, *, out: zcompile.Work(seconds=1.0), version=1)
+    try:
+        return without, str(without), zcompile.explain(model, torch.ones(2, 8))
+    finally:
+        unregister_cost(OP)
+
+
+def test_explain_says_which_op_counts_as_bytes_and_what_share_of_compute_that_is(ranks):
+    without, text, registered = ranks(2).run(rank_explains)[0]
+    ((name, ms),) = without.graphs[0].without_formula
+    assert name == OP and 0 < ms < without.graphs[0].compute_ms
+    share = f"{ms / without.graphs[0].compute_ms:.1%} of compute"
+    assert f"{OP} counts as the bytes of its tensors, {share}: see zcompile.register_cost" in text
+    assert not registered.graphs[0].without_formula and registered.step_ms > 1000

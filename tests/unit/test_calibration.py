@@ -1,0 +1,169 @@
+"""What `zcompile calibrate` keeps: files that do not count, and what plans take of those that do."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zcompile.analysis import calibration as module
+from zcompile.analysis.calibration import Calibration, merged, read_calibration, write_calibration
+from zcompile.analysis.hardware import CPU, H200, Wire
+from zcompile.options import Settings
+
+DEVICE = torch.device("cpu")
+
+
+def measured(**changed):
+    """What a machine that reaches exactly what the H200's table says would give."""
+    link = H200.over("nccl", 2)
+    points = tuple((nbytes, link.gather_s(2 * nbytes)) for nbytes in (1 << 20, 16 << 20, 64 << 20))
+    reduces = tuple((nbytes, link.reduce_s(2 * nbytes)) for nbytes in (1 << 20, 16 << 20, 64 << 20))
+    given = {
+        "device": "NVIDIA H200",
+        "driver": "12080",
+        "torch": torch.__version__,
+        "world": 2,
+        "memory_bytes": H200.memory_bytes,
+        "matmul_flops_s": (("bfloat16", 740e12), ("int8", 1390e12)),
+        "grouped_share": H200.grouped_share,
+        "attention_flops_s": (("flash", 350e12), ("efficient", 210e12)),
+        "bytes_s": H200.bytes_s,
+        "kernel_s": H200.kernel_s,
+        "wires": (Wire("nccl", 2, points, reduces, 0.4),),
+    }
+    return Calibration(**{**given, **changed})
+
+
+@pytest.fixture
+def of_this_machine(tmp_path, monkeypatch):
+    """A calibration of this machine for two ranks, and a home for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return measured(device=module.device_name(DEVICE), driver="")
+
+
+def test_only_a_gpu_has_a_driver_which_tells_it_from_cpus():
+    assert module.driver_of(DEVICE) == "" and module.driver_of(torch.device("cuda"))
+
+
+def test_what_is_written_is_read_again(of_this_machine):
+    file = write_calibration(of_this_machine)
+    assert read_calibration(DEVICE, 2) == (of_this_machine, "")
+    assert Calibration.from_json(file.read_text()) == of_this_machine
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def test_a_machine_within_a_quarter_of_its_table_keeps_it_and_its_plans():
+    near = measured(bytes_s=1.2 * H200.bytes_s, kernel_s=0.8 * H200.kernel_s, matmul_flops_s=(("bfloat16", 600e12),))
+    assert merged(H200, near) is H200
+
+
+def test_only_what_differs_by_more_than_a_quarter_is_replaced_and_the_source_names_it():
+    far = merged(H200, measured(bytes_s=2.04e12, matmul_flops_s=(("bfloat16", 300e12), ("float16", 700e12))))
+    expected = {**dict(H200.matmul_flops_s), torch.bfloat16: 300e12}
+    assert dict(far.matmul_flops_s) == expected and far.bytes_s == 2.0e12
+    assert (far.wires, far.kernel_s, far.attention_flops_s) == (H200.wires, H200.kernel_s, H200.attention_flops_s)
+    assert far.source.startswith("bfloat16, memory measured by zcompile calibrate on NVIDIA H200; else ")
+
+
+def test_a_slower_wire_replaces_that_of_its_transport_and_ranks_alone():
+    wire = measured().wires[0]
+    slow = replace(wire, gather=tuple((nbytes, 8 * seconds) for nbytes, seconds in wire.gather))
+    table = merged(H200, measured(wires=(slow,)))
+    assert table.over("nccl", 2).gather_s(128 << 20) == pytest.approx(
+        8 * H200.over("nccl", 2).gather_s(128 << 20), rel=0.05
+    )
+    for transport, world in (("nccl", 8), ("p2p", 2)):
+        assert table.over(transport, world).wire == H200.over(transport, world).wire
+    assert [each.transport for each in table.wires] == [each.transport for each in H200.wires]
+
+
+def test_a_measured_table_is_part_of_the_plan_which_keys_inductors_cache():
+    plans = [Settings().plan(table.over("nccl", 2), 1 << 30) for table in (H200, merged(H200, measured(bytes_s=1e12)))]
+    assert str(plans[0]) != str(plans[1])
+
+
+def damaged(text):
+    read = json.loads(text)
+    yield "it is no JSON", text[: len(text) // 2]
+    yield "it is not of version 1", json.dumps({**read, "version": 99})
+    yield "it is not of version 1", "[]"
+    yield "it has no usable", json.dumps({name: each for name, each in read.items() if name != "bytes_s"})
+    yield "no positive number", json.dumps({**read, "kernel_s": -1.0})
+    yield "no positive number", json.dumps({**read, "bytes_s": "fast"})
+    yield "it has no usable", json.dumps({**read, "matmul_flops_s": [["bfloat16", 0]]})
+    falling = {**read["wires"][0], "gather": [[1000, 2.0], [2000, 1.0]]}
+    yield "it has no usable", json.dumps({**read, "wires": [falling]})
+    yield "is of torch 1.0 and not", json.dumps({**read, "torch": "1.0"})
+    yield "is of device abacus and not", json.dumps({**read, "device": "abacus"})
+    yield "is of driver 1 and not", json.dumps({**read, "driver": "1"})
+    yield "is of world 3 and not 2", json.dumps({**read, "world": 3})
+
+
+def test_a_broken_or_foreign_file_does_not_count_and_one_line_says_so(of_this_machine):
+    file = write_calibration(of_this_machine)
+    for why, text in damaged(file.read_text()):
+        file.write_text(text)
+        found, problem = read_calibration(DEVICE, 2)
+        assert found is None and why in problem and "\n" not in problem, problem
+        assert str(file) in problem and problem.endswith("run `zcompile calibrate` again")
+
+
+def test_a_calibration_of_another_number_of_ranks_does_not_count_and_a_line_says_what_to_run(of_this_machine):
+    write_calibration(of_this_machine)
+    write_calibration(replace(of_this_machine, world=8))
+    found, problem = read_calibration(DEVICE, 4)
+    assert found is None and "is for 2 and 8 ranks and not for 4: run `zcompile calibrate --ranks 4`" in problem
+
+
+def test_without_a_calibration_nothing_is_said(of_this_machine):
+    assert read_calibration(DEVICE, 2) == (None, "")
+
+
+def test_machines_that_share_a_home_have_files_of_their_own(of_this_machine):
+    files = {write_calibration(replace(of_this_machine, device=device)) for device in ("NVIDIA A", "NVIDIA B")}
+    assert len(files) == 2
+
+
+def test_without_a_home_nothing_is_read_and_writing_says_what_to_do(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert read_calibration(DEVICE, 2) == (None, "")
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME, or give --output FILE"):
+        write_calibration(measured())
+
+
+def test_a_home_that_cannot_be_written_is_an_error_of_writing_alone(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found, problem = read_calibration(DEVICE, 2)
+    assert found is None and problem.count("\n") == 0
+    with pytest.raises(OSError):
+        write_calibration(measured())
+
+
+def test_a_write_that_fails_leaves_the_earlier_file_and_nothing_else(of_this_machine, monkeypatch):
+    file = write_calibration(of_this_machine)
+    before = file.read_text()
+
+    def fails(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="no space"):
+        write_calibration(replace(of_this_machine, bytes_s=1.0))
+    assert file.read_text() == before and os.listdir(file.parent) == [file.name]
+
+
+def test_a_cpu_without_figures_of_its_own_keeps_its_table():
+    points = tuple((nbytes, CPU.over("gloo", 2).gather_s(2 * nbytes)) for nbytes in (32_768, 1 << 20))
+    reduces = tuple((nbytes, CPU.over("gloo", 2).reduce_s(2 * nbytes)) for nbytes in (32_768, 1 << 20))
+    wires = (Wire("gloo", 2, points, reduces, 0.1),)
+    rates = (("float32", 105e9),)
+    figures = {"bytes_s": CPU.bytes_s, "kernel_s": CPU.kernel_s, "attention_flops_s": (("flash", 30e9),)}
+    assert merged(CPU, measured(driver="", wires=wires, matmul_flops_s=rates, grouped_share=None, **figures)) is CPU

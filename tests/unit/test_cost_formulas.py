@@ -1,0 +1,386 @@
+"""Each formula of `zcompile/analysis/costs` against arithmetic by hand, on a machine with round numbers."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch.fx import Graph
+
+import zcompile
+from zcompile.analysis.cost_model import Costs, simulate
+from zcompile.analysis.costs import formulas, registry
+from zcompile.analysis.costs.work import Call, nbytes_of
+from zcompile.analysis.hardware import CPU, Hardware
+from zcompile.options import Settings
+
+aten = torch.ops.aten
+bf16, fp32, int64, int8, fp8 = torch.bfloat16, torch.float32, torch.int64, torch.int8, torch.float8_e4m3fn
+
+# A second is 1e12 operations of bf16, 0.5e12 of fp32, 2e12 of fp8 and int8, and 1e9 bytes; a kernel takes 1 us.
+MACHINE = replace(
+    CPU,
+    matmul_flops_s=((bf16, 1e12), (fp32, 0.5e12), (fp8, 2e12), (int8, 2e12)),
+    attention_flops_s=1e12,
+    bytes_s=1e9,
+    kernel_s=1e-6,
+    grouped_share=0.5,
+)
+TINY_BYTES = replace(MACHINE, bytes_s=1e30)  # so that operations decide
+KERNEL_S = 1e-6
+
+
+def meta(*shape, dtype=bf16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call(op, *args, out, hardware: Hardware = MACHINE, modules=None, **kwargs):
+    """A graph with one call of `op`, and its costs. Tensors among `args` become inputs; strings name subgraphs."""
+    owner = nn.Module()
+    for name, module in (modules or {}).items():
+        owner.add_module(name, module)
+    graph = Graph(owner)
+    values = {}
+
+    def argument(value):
+        if isinstance(value, torch.Tensor):
+            if id(value) not in values:
+                values[id(value)] = graph.placeholder(f"x{len(values)}")
+                values[id(value)].meta["val"] = value
+            return values[id(value)]
+        if isinstance(value, tuple):
+            return tuple(map(argument, value))
+        return graph.get_attr(value) if isinstance(value, str) and value in (modules or {}) else value
+
+    args = tuple(map(argument, args))
+    node = graph.call_function(op, args, {name: argument(value) for name, value in kwargs.items()})
+    node.meta["val"] = out
+    graph.output((node,))
+    costs = Costs(graph, hardware.over("gloo", 2))
+    return costs.seconds[node], costs
+
+
+def seconds(op, *args, **kwargs):
+    return call(op, *args, **kwargs)[0]
+
+
+def test_int8_and_fp8_products_run_at_the_rate_of_what_they_read():
+    product = 2 * 64 * 32 * 128
+    left, right, scale = meta(64, 32, dtype=int8), meta(32, 128, dtype=int8), meta(1, dtype=fp32)
+    given = seconds(aten._int_mm.default, left, right, out=meta(64, 128, dtype=torch.int32), hardware=TINY_BYTES)
+    assert given == max(product / 2e12, KERNEL_S) == KERNEL_S
+    fast = replace(TINY_BYTES, kernel_s=0.0)
+    assert seconds(
+        aten._int_mm.default, left, right, out=meta(64, 128, dtype=torch.int32), hardware=fast
+    ) == pytest.approx(product / 2e12)
+    left, right = meta(64, 32, dtype=fp8), meta(32, 128, dtype=fp8)
+    given = seconds(aten._scaled_mm.default, left, right, scale, scale, out=meta(64, 128), hardware=fast)
+    assert given == pytest.approx(product / 2e12)
+
+
+def test_a_product_of_integers_without_tensor_cores_reads_both_factors_of_each_operation():
+    left, right = meta(64, 32, dtype=int64), meta(32, 128, dtype=int64)
+    given = seconds(aten.mm.default, left, right, out=meta(64, 128, dtype=int64))
+    assert given == pytest.approx(2 * 64 * 32 * 128 * 8 / 1e9)
+
+
+def test_a_dtype_without_a_rate_has_that_of_the_next_wider_one():
+    bare = replace(MACHINE, matmul_flops_s=((fp32, 4.0),))
+    assert bare.matmul_rate(fp8) == bare.matmul_rate(int8) == bare.matmul_rate(torch.float16) == 4.0
+    assert bare.matmul_rate(torch.float64) == 2.0 and bare.matmul_rate(torch.complex128) == 0.5
+
+
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_grouped_products_read_the_matrices_that_are_hit_and_compute_whole_tiles(rows):
+    groups, k, n = 16, 64, 32
+    hits = 16 * (1 - (15 / 16) ** rows)
+    left, right, offsets = meta(rows, k), meta(groups, k, n), meta(groups, dtype=torch.int32)
+    out = meta(rows, n)
+    slow_compute = replace(TINY_BYTES, kernel_s=0.0)
+    padded = {8: hits * 64, 4096: 4096 + 64 * hits}[rows]
+    computed_s = seconds(aten._grouped_mm.default, left, right, offsets, out=out, hardware=slow_compute)
+    assert computed_s == pytest.approx(2 * padded * k * n / 0.5e12)
+    read_s = seconds(aten._grouped_mm.default, left, right, offsets, out=out)
+    assert read_s == pytest.approx((2 * rows * k + 2 * hits * k * n + 2 * rows * n) / 1e9)
+
+
+def test_gradients_of_grouped_matrices_pad_what_groups_divide():
+    left, right, offsets = meta(64, 4096), meta(4096, 32), meta(16, dtype=torch.int32)
+    slow_compute = replace(TINY_BYTES, kernel_s=0.0)
+    given = seconds(aten._grouped_mm.default, left, right, offsets, out=meta(16, 64, 32), hardware=slow_compute)
+    assert given == pytest.approx(2 * 64 * (4096 + 16 * 64) * 32 / 0.5e12)
+
+
+def test_a_loop_over_groups_starts_a_kernel_for_each_and_waits_for_the_device():
+    name = "transformers::grouped_mm_fallback"
+    left, right = zcompile.TensorSize((8, 64), fp32), zcompile.TensorSize((16, 64, 32), fp32)
+    work = formulas.BUILT_IN[name](Call(name, (left, right), {}, zcompile.TensorSize((8, 32), fp32)))
+    assert work.on(replace(TINY_BYTES, kernel_s=1e-6), fp32, 0) == pytest.approx(16e-6 + 20e-6)
+    assert work.on(replace(TINY_BYTES, kernel_s=0.0), fp32, 0) == pytest.approx(2 * 8 * 64 * 32 / 0.5e12 + 20e-6)
+
+
+def test_attention_with_a_mask_computes_everything_at_its_kernels_rate():
+    q = meta(2, 4, 1024, 64)
+    mask = meta(2, 4, 1024, 1024)
+    flops = 2 * 2 * 2 * 4 * 1024 * 1024 * 64
+    outs = (q, meta(2, 4, 1024, dtype=fp32), meta(dtype=int64), meta(dtype=int64))
+    given = seconds(
+        aten._scaled_dot_product_efficient_attention.default, q, q, q, mask, True, out=outs, hardware=TINY_BYTES
+    )
+    assert given == pytest.approx(flops / 0.6e12)
+    flash = aten._scaled_dot_product_flash_attention.default
+    given = seconds(flash, q, q, q, 0.0, True, out=(q, meta(2, 4, 1024, dtype=fp32)), hardware=TINY_BYTES)
+    assert given == pytest.approx(flops / 2 / 1e12)
+
+
+class Causal(nn.Module):
+    def forward(self, batch, head, row, column):
+        return row >= column
+
+
+class Documents(nn.Module):
+    def forward(self, batch, head, row, column, documents):
+        return documents[row] == documents[column]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_flex_attention_computes_the_blocks_that_its_mask_lets_through(backward):
+    """Of 8 x 8 blocks a causal mask computes 36. A mask that reads tensors may compute all."""
+    q = meta(1, 2, 1024, 64)
+    counts, indices = meta(1, 1, 8, dtype=torch.int32), meta(1, 1, 8, 8, dtype=torch.int32)
+    op = torch.ops.higher_order.flex_attention_backward if backward else torch.ops.higher_order.flex_attention
+    logsumexp, documents = meta(1, 2, 1024, dtype=fp32), meta(1024, dtype=int64)
+    full = (5 if backward else 2) * 2 * 2 * 1024 * 1024 * 64
+
+    def given(mask, others=()):
+        block_mask = (1024, 1024, counts, indices, None, None, counts, indices, None, None, 128, 128, mask)
+        first = (q, q, q, q, logsumexp, q, None, None, None) if backward else (q, q, q, None)
+        modules = {"causal": Causal(), "documents": Documents()}
+        rest = (block_mask, 0.125, {}, (), others)
+        return seconds(op, *first, *rest, out=(q, logsumexp), hardware=TINY_BYTES, modules=modules)
+
+    assert given("causal") == pytest.approx(full * 36 / 64 / 1e12)
+    assert given("documents", (documents,)) == pytest.approx(full / 1e12)
+
+
+def test_select_and_sort_pass_several_times_over_what_they_read():
+    scores = meta(1000, 128, dtype=fp32)
+    outs = (meta(1000, 8, dtype=fp32), meta(1000, 8, dtype=int64))
+    assert seconds(aten.topk.default, scores, 8, out=outs) == pytest.approx((16 * 512_000 + 8 * 96_000) / 1e9)
+    outs = (scores, meta(1000, 128, dtype=int64))
+    assert seconds(aten.sort.default, scores, out=outs) == pytest.approx(8 * 128_000 * 12 / 1e9)
+    long = meta(100_000, dtype=int64)
+    assert seconds(aten.sort.default, long, out=(long, long)) == pytest.approx(2 * 8 * 100_000 * 16 / 1e9)
+    few = meta(5000, dtype=int8)
+    outs = (few, meta(5000, dtype=int64))
+    assert seconds(aten.sort.default, few, out=outs, hardware=TINY_BYTES) == pytest.approx(4 * KERNEL_S)
+
+
+def test_scans_and_counts_take_few_passes_and_several_kernels():
+    x = meta(1 << 20, dtype=fp32)
+    assert seconds(aten.cumsum.default, x, 0, out=x) == pytest.approx(2 * (4 << 20) / 1e9)
+    assert seconds(aten.cumsum.default, x, 0, out=x, hardware=TINY_BYTES) == pytest.approx(2 * KERNEL_S)
+    counts = meta(64, dtype=fp32)
+    assert seconds(aten.histc.default, x, 64, 0, 63, out=counts) == pytest.approx((2 * (4 << 20) + 256) / 1e9)
+    assert seconds(aten.histc.default, x, 64, 0, 63, out=counts, hardware=TINY_BYTES) == pytest.approx(4 * KERNEL_S)
+
+
+def test_a_loss_reads_one_item_of_each_row():
+    scores, targets = meta(4096, 32_000, dtype=fp32), meta(4096, dtype=int64)
+    outs = (meta(dtype=fp32), meta(dtype=fp32))
+    given = seconds(aten.nll_loss_forward.default, scores, targets, None, 1, -100, out=outs)
+    assert given == pytest.approx(4096 * (32 + 8) / 1e9)
+    one = meta(dtype=fp32)
+    given = seconds(aten.nll_loss_backward.default, one, scores, targets, None, 1, -100, one, out=scores)
+    assert given == pytest.approx((4096 * 32_000 * 4 + 4096 * 8) / 1e9)
+
+
+def test_gathers_read_what_they_return_and_not_their_whole_source():
+    table, rows = meta(1_000_000, 64, dtype=fp32), meta(100, dtype=int64)
+    given = seconds(aten.index.Tensor, table, (rows,), out=meta(100, 64, dtype=fp32))
+    assert given == pytest.approx((100 * 256 + 800 + 100 * 256) / 1e9 + KERNEL_S)
+    given = seconds(aten.index_select.default, table, 0, rows, out=meta(100, 64, dtype=fp32))
+    assert given == pytest.approx((100 * 256 + 800 + 100 * 256) / 1e9)
+    columns = meta(1_000_000, 1, dtype=int64)
+    given = seconds(aten.gather.default, table, 1, columns, out=meta(1_000_000, 1, dtype=fp32))
+    assert given == pytest.approx((32 + 8 + 4) * 1_000_000 / 1e9 + KERNEL_S)
+
+
+@pytest.mark.parametrize("op, args", [(aten.empty_like.default, 1), (aten.empty.memory_format, 0)])
+def test_memory_that_nobody_writes_takes_no_time(op, args):
+    x = meta(1 << 20)
+    assert seconds(op, *([x] if args else [[1 << 20]]), out=x) == 0.0
+
+
+@torch.library.custom_op("zcompile_costs::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A user's op that computes."""
+    return a @ b
+
+
+@pytest.fixture
+def clean_registry():
+    before = dict(registry._registered)
+    formulas._told.clear()
+    yield
+    registry._registered.clear()
+    registry._registered.update(before)
+
+
+OP = torch.ops.zcompile_costs.product.default
+
+
+def test_an_op_without_a_formula_counts_as_bytes_and_is_told_once(clean_registry, caplog):
+    x = meta(64, 64, dtype=fp32)
+    with caplog.at_level(logging.INFO, "zcompile"):
+        given, costs = call(OP, x, x, out=x)
+        call(OP, x, x, out=x)
+    assert given == pytest.approx(2 * 64 * 64 * 4 / 1e9) and costs.without_formula == {"zcompile_costs::product": given}
+    assert len([line for line in caplog.messages if "zcompile_costs::product" in line]) == 1
+
+
+@pytest.mark.parametrize("op", [product, OP, torch.ops.zcompile_costs.product, "zcompile_costs::product"])
+def test_a_registered_cost_counts_however_the_op_is_named(op, clean_registry):
+    zcompile.register_cost(op, lambda a, b, *, out: zcompile.Work(flops=2 * out.numel * a.shape[-1]), version=1)
+    x = meta(64, 64, dtype=fp32)
+    given, costs = call(OP, x, x, out=x, hardware=replace(TINY_BYTES, kernel_s=0.0))
+    assert given == pytest.approx(2 * 64**3 / 0.5e12) and not costs.without_formula
+
+
+def test_a_registered_cost_replaces_a_built_in_one(clean_registry):
+    zcompile.register_cost(torch.ops.aten.topk, lambda *args, out, **kwargs: zcompile.Work(seconds=7.0, nbytes=0), 1)
+    x = meta(8, 8)
+    assert seconds(aten.topk.default, x, 2, out=(x, x), hardware=TINY_BYTES) == pytest.approx(7.0 + KERNEL_S)
+
+
+@pytest.mark.parametrize("wrong", [lambda a, b, *, out: 3.0, lambda a: None])
+def test_a_registered_cost_that_fails_warns_and_counts_as_bytes(wrong, clean_registry, caplog):
+    zcompile.register_cost(OP, wrong, 1)
+    x = meta(64, 64, dtype=fp32)
+    given, costs = call(OP, x, x, out=x)
+    assert given == pytest.approx(2 * 64 * 64 * 4 / 1e9) and list(costs.without_formula) == ["zcompile_costs::product"]
+    assert any("zcompile_costs::product is not used" in line for line in caplog.messages)
+
+
+def test_an_op_that_writes_to_its_arguments_has_its_own_formula(clean_registry):
+    zcompile.register_cost("aten::add_", lambda *, self, other, out, **_: zcompile.Work(nbytes=other.nbytes), 1)
+    x, y = meta(1 << 20), meta(1 << 10)
+    op = torch.ops.higher_order.auto_functionalized_v2
+    given = seconds(op, aten.add_.Tensor, other=y, _self_base_index=0, _all_bases=(x,), out=(None, x))
+    assert given == pytest.approx(2 * (1 << 10) / 1e9)
+
+
+def kernel_body(x, out, n):
+    """What a Triton kernel has in `fn`."""
+
+
+class Kernel:
+    """A Triton kernel as torch.compile keeps it: an autotuner around a compiled function around a Python function."""
+
+    def __init__(self, fn):
+        self.fn = fn
+
+
+def triton_call():
+    kernel = Kernel(Kernel(kernel_body))
+    given = {"kernel_idx": kernel_side_table.add_kernel(kernel)}
+    given["constant_args_idx"] = kernel_side_table.add_constant_args({"n": 4096})
+    x, out = meta(4096), meta(4096)
+    given |= {"grid": [(32, 1, 1)], "tma_descriptor_metadata": {}}
+    return kernel, {**given, "kwargs": {"x": x, "out": out}, "tensors_to_clone": ["out"]}, out
+
+
+def test_a_triton_kernel_counts_its_tensors_or_what_was_registered(clean_registry):
+    kernel, kwargs, out = triton_call()
+    op = torch.ops.higher_order.triton_kernel_wrapper_functional
+    graph = Graph()
+    tensors = {}
+    for name, tensor in kwargs["kwargs"].items():
+        tensors[name] = graph.placeholder(name)
+        tensors[name].meta["val"] = tensor
+    node = graph.call_function(op, (), {**kwargs, "kwargs": tensors})
+    node.meta["val"] = {"out": out}
+    graph.output((node,))
+    costs = Costs(graph, MACHINE.over("gloo", 2))
+    assert costs.seconds[node] == pytest.approx(2 * 4096 * 2 / 1e9) and len(costs.without_formula) == 1
+    zcompile.register_cost(
+        kernel, lambda x, out, n, grid: zcompile.Work(flops=n * grid[0], dtype=x.dtype, nbytes=0), version="2"
+    )
+    costs = Costs(graph, replace(TINY_BYTES, kernel_s=0.0).over("gloo", 2))
+    assert costs.seconds[node] == pytest.approx(4096 * 32 / 1e12) and not costs.without_formula
+
+
+@pytest.mark.parametrize("op", ["product", 3, torch.nn.Linear, lambda x: x])
+def test_what_is_no_op_cannot_be_registered(op):
+    with pytest.raises(TypeError, match="is no op of torch's and no Triton kernel"):
+        zcompile.register_cost(op, lambda *args, out: zcompile.Work(), 1)
+
+
+def test_a_cost_needs_a_function_and_a_version():
+    with pytest.raises(TypeError, match="must be callable"):
+        zcompile.register_cost(OP, 3, 1)
+    with pytest.raises(TypeError, match="version must be"):
+        zcompile.register_cost(OP, lambda *args, out: zcompile.Work(), None)
+
+
+def test_a_plan_names_the_costs_it_rests_on(clean_registry):
+    link = CPU.over("gloo", 2)
+    before = Settings().plan(link, 1 << 30)
+    zcompile.register_cost(OP, lambda a, b, *, out: zcompile.Work(), version=1)
+    first = Settings().plan(link, 1 << 30)
+    zcompile.register_cost(OP, lambda a, b, *, out: zcompile.Work(), version=2)
+    second = Settings().plan(link, 1 << 30)
+    assert len({str(before), str(first), str(second)}) == 3 and ("zcompile_costs::product", "2") in second.costs
+
+
+def arguments_for(name, size):
+    """Arguments and a result of the op `name`, whose sizes grow with `size`."""
+    rows, square = zcompile.TensorSize((size, 64), fp32), zcompile.TensorSize((size, size), fp32)
+    index, heads = zcompile.TensorSize((size,), int64), zcompile.TensorSize((2, 4, size, 64), bf16)
+    matrices = zcompile.TensorSize((8, 64, 32), fp32)
+    if "attention" in name:
+        return (heads,) * (4 if "backward" in name else 3), (heads,)
+    if "grouped" in name:
+        return (rows, matrices, index), zcompile.TensorSize((size, 32), fp32)
+    if name.startswith(("aten::_int_mm", "aten::_scaled_mm")):
+        return (square, square), square
+    if "nll_loss" in name:
+        return (square, index, index), square
+    return (square, 0, index), (square, index)
+
+
+def test_larger_calls_take_no_less_time():
+    """Each built-in formula but those of flex attention, at sizes that double."""
+    for name in sorted(name for name in formulas.BUILT_IN if "flex" not in name):
+        times = []
+        for size in (64, 128, 256, 512, 1024):
+            args, out = arguments_for(name, size)
+            work = formulas.BUILT_IN[name](Call(name, args, {}, out))
+            times.append(work.on(MACHINE, fp32, nbytes_of(args) + nbytes_of(out)))
+        assert times == sorted(times) and (times[0] < times[-1] or "empty" in name), name
+
+
+def test_users_collectives_take_the_wire_and_not_memory():
+    """Each against the link's own times; the wait for one is exposed, compute beside it is not."""
+    c10d, link = torch.ops._c10d_functional, MACHINE.over("gloo", 2)
+    small, large = meta(1 << 20, dtype=fp32), meta(2 << 20, dtype=fp32)
+    for op, args, out, wire_s in (
+        (c10d.all_gather_into_tensor.default, (small, 2, "0"), large, link.gather_s(8 << 20)),
+        (c10d.reduce_scatter_tensor.default, (large, "sum", 2, "0"), small, link.reduce_s(8 << 20)),
+        (c10d.all_reduce.default, (small, "sum", "0"), small, link.reduce_s(4 << 20) + link.gather_s(4 << 20)),
+        (c10d.all_to_all_single.default, (small, [1, 1], [1, 1], "0"), small, link.gather_s(4 << 20)),
+    ):
+        graph = Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = args[0]
+        started = graph.call_function(op, (x, *args[1:]))
+        sine = graph.call_function(aten.sin.default, (x,))
+        waited = graph.call_function(c10d.wait_tensor.default, (started,))
+        started.meta["val"] = waited.meta["val"] = out
+        sine.meta["val"] = args[0]
+        graph.output((waited, sine))
+        costs = Costs(graph, link)
+        assert costs.seconds[started] == costs.seconds[waited] == 0.0 < costs.seconds[sine]
+        assert simulate(graph, costs).exposed_s == pytest.approx(max(0.0, wire_s - costs.seconds[sine]))

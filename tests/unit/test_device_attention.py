@@ -1,0 +1,89 @@
+"""Which attention a graph has that is traced on the CPU for a GPU."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import scaled_dot_product_attention
+
+from zcompile.planning.command import main
+from zcompile.planning.device_attention import DeviceAttention
+
+EFFICIENT, CPU_FLASH = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def ops_of(widths, dtype=torch.bfloat16, mask=False, **how):
+    """The names of the attention ops, forward and backward, of heads whose queries and values have `widths`."""
+    with FakeTensorMode():
+        query, key = (torch.empty(2, 4, 64, widths[0], dtype=dtype, requires_grad=True) for _ in range(2))
+        value = torch.empty(2, 4, 64, widths[1], dtype=dtype, requires_grad=True)
+        if mask:
+            how["attn_mask"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
+
+        def step(query, key, value):
+            out = scaled_dot_product_attention(query, key, value, **how)
+            return out, *torch.autograd.grad(out.sum(), (query, key, value))
+
+        with DeviceAttention():
+            gm = make_fx(step)(query, key, value)
+    names = [str(node.target).split(".")[1] for node in gm.graph.nodes if "dot_product" in str(node.target)]
+    shapes = [tuple(value.shape) for value in gm.graph.output_node().args[0] and _values(gm)]
+    assert shapes == [(2, 4, 64, widths[1]), *((2, 4, 64, width) for width in (widths[0], *widths))]
+    return names
+
+
+def _values(gm):
+    return [node.meta["val"] for node in gm.graph.output_node().args[0]]
+
+
+@pytest.mark.parametrize(
+    "case, kernel",
+    [
+        ({"widths": (64, 64), "is_causal": True}, CPU_FLASH),
+        ({"widths": (192, 128), "is_causal": True}, EFFICIENT),
+        ({"widths": (64, 64), "mask": True}, EFFICIENT),
+        ({"widths": (64, 64), "dropout_p": 0.1}, EFFICIENT),
+        ({"widths": (64, 64), "dtype": torch.float32}, CPU_FLASH),
+    ],
+)
+def test_attention_is_the_kernel_that_a_gpu_has_for_it(case, kernel):
+    assert ops_of(**case) == [kernel, f"{kernel}_backward"]
+
+
+def test_what_no_kernel_fits_stays_plain_matmuls():
+    assert ops_of((20, 12)) == []
+
+
+class LatentAttention(nn.Module):
+    """Heads whose values are narrower than their queries, as in DeepSeek-V3."""
+
+    def __init__(self, heads=8, queries=192, values=128):
+        super().__init__()
+        self.heads, self.queries, self.values = heads, queries, values
+        self.project = nn.Linear(64, heads * (2 * queries + values))
+
+    def forward(self, x):
+        parts = self.project(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        query, key, value = parts.split([self.queries, self.queries, self.values], -1)
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def latent():
+    """What `zcompile explain --module` takes."""
+    return LatentAttention(), lambda step, rank: torch.randn(1, 4096, 64), lambda model, x: model(x).float().mean()
+
+
+def test_explain_for_a_gpu_has_no_scores_in_memory(tmp_path):
+    """On the CPU, where they are, they are 8 x 4096 x 4096 numbers."""
+    live = {}
+    for hardware in ("h200", "cpu"):
+        file = tmp_path / f"{hardware}.json"
+        arguments = ["--module", f"{__file__}:latent", "--ranks", "2", "--hardware", hardware, "--json", str(file)]
+        assert main(arguments) == 0
+        (plan,) = json.loads(file.read_text())["ranks"]
+        live[hardware] = max(graph["live_bytes"] for graph in plan["graphs"])
+    scores_bytes = 2 * 8 * 4096 * 4096
+    assert live["h200"] < scores_bytes < live["cpu"]

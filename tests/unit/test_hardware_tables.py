@@ -1,0 +1,67 @@
+"""Which table a GPU gets by its name, and whether tables are possible machines."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from zcompile.analysis.hardware import H200
+from zcompile.analysis.hardware_tables import TABLES, stand_in_notice, table_of, table_of_name
+
+
+@pytest.mark.parametrize(
+    "name, table",
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+    ],
+)
+def test_a_gpu_has_the_table_of_its_name(name, table):
+    assert table_of_name(name) == (TABLES[table.lower()], True) and TABLES[table.lower()].name == table
+
+
+@pytest.mark.parametrize(
+    "name, table",
+    [
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA A100-PCIE-40GB", "A100"),
+        ("NVIDIA GB200", "B200"),
+        ("NVIDIA GH200 480GB", "H200"),
+        ("NVIDIA L4", "L40S"),
+        ("an abacus", "H200"),
+    ],
+)
+def test_for_a_gpu_without_a_table_its_nearest_kin_stands_in_and_the_source_says_so(name, table):
+    given, is_of_it = table_of_name(name)
+    assert not is_of_it and given.name == table and given.source == f"there is no table for {name}: that of the {table}"
+
+
+def test_the_notice_names_the_gpu_the_table_and_the_command_that_mends_it(monkeypatch):
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    notice = stand_in_notice(device)
+    assert "\n" not in notice
+    assert "NVIDIA H100 PCIe rest on a table of the H100" in notice and "`zcompile calibrate`" in notice
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert stand_in_notice(device) == "" == stand_in_notice(torch.device("cpu")) and table_of(device) is H200
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_tables_have_rates_of_what_trains_and_times_that_rise_with_bytes(table):
+    rates = dict(table.matmul_flops_s)
+    assert rates[torch.bfloat16] > rates[torch.float32] > 0 and table.attention_flops_s < rates[torch.bfloat16]
+    for wire in table.wires:
+        for points in (wire.gather, wire.reduce):
+            assert all(less < more for pair in pairwise(points) for less, more in zip(*pair, strict=True))
+
+
+def test_machines_are_ordered_as_their_data_sheets_are():
+    """Compute and memory, and the time of a large gather between eight GPUs."""
+    order = [TABLES[name] for name in ("l40s", "a100", "h100", "h200", "b200")]
+    for less, more in pairwise(order):
+        assert less.matmul_rate(torch.bfloat16) <= more.matmul_rate(torch.bfloat16) and less.bytes_s < more.bytes_s
+        assert less.over("nccl", 8).gather_s(1 << 30) >= more.over("nccl", 8).gather_s(1 << 30)

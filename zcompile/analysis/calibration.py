@@ -1,0 +1,296 @@
+"""What `zcompile calibrate` measured of a machine: as JSON in a cache, and merged with a shipped table.
+
+A file is of one device and one number of ranks. It names the driver and the torch that it was measured with, and counts
+for no other. Figures of it replace those of the shipped table where the two differ by more than a quarter: so a second
+calibration, or that of an equal machine, changes no plan, and compiled graphs are found in caches.
+"""
+
+import ctypes
+import json
+import math
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcompile.analysis.hardware import CPU, Hardware, Points, Wire
+from zcompile.analysis.hardware_tables import table_of_name
+
+VERSION = 1  # of the file: raised when something else is measured
+DIFFERS = 0.25  # a measured figure replaces a shipped one if it is further from it than this share of it
+DIGITS = 2  # that are kept of a figure: the others change from run to run
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of one machine, in the units of `zcompile.analysis.hardware.Hardware`.
+
+    Attributes:
+        device: as torch names it; of a CPU, its model and the threads of a rank.
+        driver: of the device; empty for CPUs.
+        torch: its version.
+        world: how many ranks transfers were measured between.
+        memory_bytes: of one device.
+        matmul_flops_s: by the name of the dtype, such as "bfloat16".
+        grouped_share: what grouped matmuls reach of the rate of plain ones; None if they were not measured.
+        attention_flops_s: by kernel; see `hardware.ATTENTION_SHARES`.
+        wires: one for each transport.
+    """
+
+    device: str
+    driver: str
+    torch: str
+    world: int
+    memory_bytes: int
+    matmul_flops_s: tuple[tuple[str, float], ...]
+    grouped_share: float | None
+    attention_flops_s: tuple[tuple[str, float], ...]
+    bytes_s: float
+    kernel_s: float
+    wires: tuple[Wire, ...]
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Calibration":
+        """Raises:
+        ValueError: `text` is not what `to_json` writes; the text says what is wrong.
+        """
+        try:
+            read = json.loads(text)
+        except ValueError:
+            raise ValueError("it is no JSON") from None
+        if not isinstance(read, dict) or read.get("version") != VERSION:
+            raise ValueError(f"it is not of version {VERSION}")
+        try:
+            wires = tuple(_wire(wire) for wire in read["wires"])
+            given = {field.name: read[field.name] for field in fields(cls)}
+            pairs = {name: _rates(given[name]) for name in ("matmul_flops_s", "attention_flops_s")}
+            made = cls(**{**given, **pairs, "wires": wires})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"it has no usable {error}") from None
+        numbers = [made.bytes_s, made.kernel_s, made.world, made.memory_bytes, made.grouped_share or 1.0]
+        texts = [made.device, made.driver, made.torch]
+        if not all(_is_positive(number) for number in numbers) or not all(isinstance(each, str) for each in texts):
+            raise ValueError("it has a figure that is no positive number, or a name that is no text")
+        return made
+
+    @property
+    def shipped(self) -> Hardware:
+        """The shipped table of the device, or the one that stands in."""
+        return table_of_name(self.device)[0] if self.driver else CPU
+
+
+def _is_positive(number: Any) -> bool:
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    return is_number and math.isfinite(number) and number > 0
+
+
+def _rates(pairs: Any) -> tuple[tuple[str, float], ...]:
+    if not all(isinstance(name, str) and _is_positive(rate) for name, rate in pairs):
+        raise ValueError("rates")
+    return tuple((name, float(rate)) for name, rate in pairs)
+
+
+def _wire(read: dict[str, Any]) -> Wire:
+    def points(pairs: Any) -> Points:
+        made = tuple((int(nbytes), float(seconds)) for nbytes, seconds in pairs)
+        if len(made) < 2 or not all(map(_is_positive, (number for pair in made for number in pair))):
+            raise ValueError("wires")
+        rises = all(x[0] < y[0] and x[1] <= y[1] for x, y in pairwise(made))
+        if not rises:
+            raise ValueError("wires")
+        return made
+
+    if not isinstance(read["transport"], str) or not _is_positive(read["world"]):
+        raise ValueError("wires")
+    interference = float(read["interference"])
+    if not math.isfinite(interference) or interference < 0:
+        raise ValueError("wires")
+    return Wire(read["transport"], read["world"], points(read["gather"]), points(read["reduce"]), interference)
+
+
+def rounded(figure: float) -> float:
+    """`figure` to DIGITS digits."""
+    return float(f"{figure:.{DIGITS}g}")
+
+
+def merged(shipped: Hardware, calibration: Calibration) -> Hardware:
+    """`shipped`, with what was measured where that differs by more than DIFFERS. The same object if nothing does."""
+    changed: list[str] = []
+
+    def taken(what: str, old: float, measured: float) -> float:
+        if abs(measured - old) <= DIFFERS * old:
+            return old
+        changed.append(what)
+        return rounded(measured)
+
+    rates = dict(shipped.matmul_flops_s)
+    for name, rate in calibration.matmul_flops_s:
+        dtype = getattr(torch, name, None)
+        if isinstance(dtype, torch.dtype):
+            old = shipped.matmul_rate(dtype)
+            if (new := taken(name, old, rate)) != old:
+                rates[dtype] = new
+    attention = dict(calibration.attention_flops_s)
+    kernels = dict(shipped.attention_by_kernel)
+    flash = taken("attention", shipped.attention_flops_s, attention.pop("flash", shipped.attention_flops_s))
+    for kernel, rate in attention.items():
+        old = shipped.attention_rate(kernel)
+        if (new := taken(f"{kernel} attention", old, rate)) != old:
+            kernels[kernel] = new
+    share = shipped.grouped_share
+    made = replace(
+        shipped,
+        matmul_flops_s=tuple(rates.items()),
+        attention_flops_s=flash,
+        attention_by_kernel=tuple(sorted(kernels.items())),
+        bytes_s=taken("memory", shipped.bytes_s, calibration.bytes_s),
+        kernel_s=taken("launches", shipped.kernel_s, calibration.kernel_s),
+        grouped_share=taken("grouped matmuls", share, calibration.grouped_share or share),
+    )
+    made = _with_wires(made, calibration, changed)
+    if not changed:
+        return shipped
+    made = replace(made, memory_bytes=calibration.memory_bytes)
+    what = ", ".join(changed)
+    return replace(made, source=f"{what} measured by zcompile calibrate on {calibration.device}; else {shipped.source}")
+
+
+def _with_wires(made: Hardware, calibration: Calibration, changed: list[str]) -> Hardware:
+    """`made` with the measured wires that differ; `changed` gets their names."""
+    different = [wire for wire in calibration.wires if _differs(made, wire)]
+    if not different:
+        return made
+    changed += [f"transfers over {wire.transport}" for wire in different]
+    replaced = {(wire.transport, wire.world) for wire in different}
+    others = [wire for wire in made.wires if (wire.transport, wire.world) not in replaced]
+    known = list(dict.fromkeys(wire.transport for wire in made.wires))
+    wires = sorted([*others, *map(_rounded_wire, different)], key=lambda wire: _order(known, wire))
+    return replace(made, wires=tuple(wires), domain=max(made.domain, calibration.world))
+
+
+def _order(known: list[str], wire: Wire) -> tuple[int, int]:
+    """Transports stay in the order of the table: the first one stands in for those that it lacks."""
+    return known.index(wire.transport) if wire.transport in known else len(known), wire.world
+
+
+def _differs(table: Hardware, wire: Wire) -> bool:
+    if wire.transport not in {known.transport for known in table.wires}:
+        return True
+    link = table.over(wire.transport, wire.world)
+
+    def far(time_s: Callable[[int], float], points: Points) -> bool:
+        whole = [(nbytes * wire.world // max(1, wire.world - 1), seconds) for nbytes, seconds in points]
+        return any(abs(seconds - time_s(nbytes)) > DIFFERS * time_s(nbytes) for nbytes, seconds in whole)
+
+    return far(link.gather_s, wire.gather) or far(link.reduce_s, wire.reduce)
+
+
+def _rounded_wire(wire: Wire) -> Wire:
+    def points(measured: Points) -> Points:
+        return tuple((nbytes, rounded(seconds)) for nbytes, seconds in measured)
+
+    return replace(
+        wire, gather=points(wire.gather), reduce=points(wire.reduce), interference=rounded(wire.interference)
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Of a GPU, torch's name of it; of a CPU, its model and how many threads a rank has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{next(iter(models), platform.machine())}, {torch.get_num_threads()} threads"
+
+
+def driver_of(device: torch.device) -> str:
+    """The version of CUDA that a GPU's driver has, "unknown" if it does not say; empty for CPUs."""
+    if device.type != "cuda":
+        return ""
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        failed = 1
+    return "unknown" if failed else str(version.value)
+
+
+def cache_folder() -> Path | None:
+    """Where what was measured is kept; None for a user without a home."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(folder) if folder else Path.home() / ".cache") / "zcompile"
+    except RuntimeError:
+        return None
+
+
+def calibration_file(device: str, world: int | str) -> Path | None:
+    """Where a calibration is kept; None for a user without a home."""
+    folder = cache_folder()
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
+    return None if folder is None else folder / f"calibration-{slug}-x{world}.json"
+
+
+def write_calibration(calibration: Calibration, file: Path | None = None) -> Path:
+    """Write `calibration` to `file`, by default to the cache. Nobody ever reads a part of it.
+
+    Raises:
+        OSError: it cannot be written there, or there is no home for a cache.
+    """
+    file = file or calibration_file(calibration.device, calibration.world)
+    if file is None:
+        raise OSError("there is no home directory: set XDG_CACHE_HOME, or give --output FILE")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        unfinished.write_text(calibration.to_json())
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return file
+
+
+def read_calibration(device: torch.device, world: int) -> tuple[Calibration | None, str]:
+    """What was measured of `device` between `world` ranks, and why nothing of it counts: a line, or nothing."""
+    name, again = device_name(device), "run `zcompile calibrate` again"
+    file = calibration_file(name, world)
+    if file is None:
+        return None, ""
+    try:
+        calibration = Calibration.from_json(file.read_text())
+    except FileNotFoundError:
+        return None, _for_other_worlds(name, world)
+    except (OSError, ValueError) as error:
+        return None, f"the calibration in {file} does not count, {error}: {again}"
+    expected = {"device": name, "driver": driver_of(device), "torch": torch.__version__, "world": world}
+    for what, value in expected.items():
+        if (theirs := getattr(calibration, what)) != value:
+            return None, f"the calibration in {file} does not count, it is of {what} {theirs} and not {value}: {again}"
+    return calibration, ""
+
+
+def _for_other_worlds(name: str, world: int) -> str:
+    pattern = calibration_file(name, "*")
+    try:
+        others = sorted(each.stem.rpartition("x")[2] for each in pattern.parent.glob(pattern.name)) if pattern else []
+    except OSError:
+        others = []
+    if not others:
+        return ""
+    return (
+        f"a calibration of this machine is for {' and '.join(others)} ranks and not for {world}: "
+        f"run `zcompile calibrate --ranks {world}`"
+    )

@@ -1,0 +1,117 @@
+"""Attention: torch's kernels, and flex attention by its block mask."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zcompile.analysis.costs.work import Call, TensorSize, Work, nbytes_of
+
+MASK_BLOCKS = 128  # most blocks in a row or column of a mask that are looked at
+SAMPLES = 4  # of a block's rows and columns, the first and the last among them
+
+
+def scaled_dot_product(call: Call) -> Work:
+    """Operations of attention, without those that a causal mask leaves out.
+
+    A mask that is given as a tensor is read, and saves no operations.
+    """
+    is_backward = "backward" in call.name
+    query, key, values = call.args[1 if is_backward else 0 :][:3]
+    flops = attention_flops(query, key, values, is_backward)
+    return Work(flops=flops // (2 if call.argument("is_causal") else 1), attention=_kernel_of(call.name))
+
+
+def _kernel_of(name: str) -> str:
+    return next((kernel for kernel in ("efficient", "cudnn", "math") if kernel in name), "flash")
+
+
+def attention_flops(query: TensorSize, key: TensorSize, values: TensorSize, is_backward: bool) -> int:
+    """Operations of attention over all pairs of a query and a key.
+
+    Queries [b, h, s, d], keys [b, h', t, d] and values [b, h', t, e] have two matmuls. The backward of flash attention
+    has five, since it computes the scores again (arXiv:2205.14135).
+    """
+    batch, heads, rows, width = query.shape
+    flops_per_column = 2 * batch * heads * rows * key.shape[-2]
+    columns = 3 * width + 2 * values.shape[-1] if is_backward else width + values.shape[-1]
+    return flops_per_column * columns
+
+
+def flex_attention(call: Call) -> Work:
+    """Forward or backward, in the blocks that the mask does not leave out.
+
+    The mask's blocks are values, and plans know none. The mask's function is in the graph: it is asked about a few
+    places of each block. If it reads tensors, such as the documents of tokens, all blocks count.
+    """
+    is_backward = call.name.endswith("backward")
+    query, key, values = call.args[:3]
+    flops = attention_flops(query, key, values, is_backward) * _share_of_blocks(call, 9 if is_backward else 4)
+    read_bytes = nbytes_of(call.args[: 6 if is_backward else 3])
+    return Work(flops=flops, attention="flex", nbytes=read_bytes + nbytes_of(call.out))
+
+
+def _share_of_blocks(call: Call, i: int) -> float:
+    """The share of blocks that are computed, of the block mask in argument `i`; 1 if it cannot be known."""
+    assert call.node is not None
+    mask: Any = call.args[i] if i < len(call.args) else call.argument("block_mask")
+    if not isinstance(mask, (tuple, list)) or len(mask) < 5:
+        return 1.0
+    rows, columns = call.args[0].shape[-2], call.args[1].shape[-2]
+    *_, block_rows, block_columns, function = mask
+    others = call.argument("mask_mod_other_buffers", call.args[-1] if call.args else ())
+    module = _module_of(call.node.graph, function)
+    if module is None or others or not (isinstance(block_rows, int) and isinstance(block_columns, int)):
+        return 1.0
+    try:
+        with _disable_current_modes():  # a compiler works on tensors without values
+            return _computed_share(module, (rows, columns), (block_rows, block_columns))
+    except Exception:  # it reads what only a run has
+        return 1.0
+
+
+def _module_of(graph: Graph, function: Any) -> torch.nn.Module | None:
+    """The subgraph that a node of `graph` stands for."""
+    owner = graph.owning_module
+    if owner is None or not isinstance(function, Node) or function.op != "get_attr":
+        return None
+    found = getattr(owner, str(function.target), None)
+    return found if isinstance(found, torch.nn.Module) else None
+
+
+def _computed_share(mask: Callable[..., torch.Tensor], sizes: Sequence[int], blocks: Sequence[int]) -> float:
+    """The share of blocks in which `mask(batch, head, row, column)` lets a pair through, by samples."""
+    rows, columns = (_sampled(size, min(block, size)) for size, block in zip(sizes, blocks))
+    row, column = rows.flatten()[:, None], columns.flatten()[None, :]
+    zero = torch.zeros((), dtype=torch.int64)
+    passes = torch.as_tensor(mask(zero, zero, row, column))
+    if passes.dtype is not torch.bool or type(passes) is not torch.Tensor:
+        return 1.0
+    passes = passes.expand(row.shape[0], column.shape[1])
+    computed = passes.view(len(rows), SAMPLES, len(columns), SAMPLES).any(3).any(1)
+    return computed.float().mean().item()
+
+
+def _sampled(size: int, block: int) -> torch.Tensor:
+    """Places [blocks, SAMPLES] in evenly spread blocks of a dimension."""
+    count = -(-size // block)
+    firsts = torch.linspace(0, count - 1, min(count, MASK_BLOCKS)).long() * block
+    inside = torch.linspace(0, block - 1, SAMPLES).long()
+    return (firsts[:, None] + inside).clamp(max=size - 1)
+
+
+KERNELS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+FORMULAS: dict[str, Callable[[Call], Work]] = {
+    **{f"aten::{kernel}{end}": scaled_dot_product for kernel in KERNELS for end in ("", "_backward")},
+    "higher_order::flex_attention": flex_attention,
+    "higher_order::flex_attention_backward": flex_attention,
+}

@@ -1,0 +1,144 @@
+"""Which formula a node has: the user's, a built-in one, torch's count of operations, or none."""
+
+import logging
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch.fx import Node
+
+from zcompile.analysis.costs import attention, memory_ops, products
+from zcompile.analysis.costs.registry import KERNEL, Registered, kernel_function, name_of, registered
+from zcompile.analysis.costs.work import Call, Work, sizes_of
+
+log = logging.getLogger("zcompile")
+
+BUILT_IN = {**products.FORMULAS, **attention.FORMULAS, **memory_ops.FORMULAS}
+TRITON = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
+FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")  # calls of ops that write to their arguments
+
+# Ops of these namespaces take the time of their bytes, but for those that begin with one of COMPUTE.
+KNOWN_NAMESPACES = ("aten", "prims", "inductor_prims", "zcompile", "_c10d_functional", "_c10d_functional_autograd")
+COMPUTE = ("linalg_", "_linalg_", "_fft_", "cholesky", "_cdist", "_trilinear", "lu_", "geqrf", "triangular_solve")
+
+_told: set[str] = set()  # ops of which the log has said something
+
+
+class Found(NamedTuple):
+    """What is known of the time of a node.
+
+    Attributes:
+        work: None if no formula is known; then its bytes count.
+        name: of an op or a kernel that computes something that no formula tells; else empty.
+    """
+
+    work: Work | None
+    name: str = ""
+
+
+NO_FORMULA = Found(None)
+
+
+def find_work(node: Node) -> Found:
+    """What `node`, a call, does. Pointwise nodes and others that only move bytes have no formula."""
+    target: Any = node.target
+    is_higher = isinstance(target, torch._ops.HigherOrderOperator)
+    schema: Any = getattr(target, "_schema", None)
+    if schema is None and not is_higher:  # a Python function, such as an item of a tuple
+        return NO_FORMULA
+    if not is_higher and not registered(schema.name) and schema.name not in BUILT_IN:  # most nodes
+        if products.is_matmul(node):
+            count = products.counted_by_torch(node)
+            return Found(Work(flops=count, dtype=_dtype_of_product(node))) if count else NO_FORMULA
+        return _without_formula(schema.name) if _computes(schema.name) else NO_FORMULA
+    call = call_of(node)
+    entry = registered(call.name)
+    if entry is not None:
+        work = _by_user(entry, call)
+        return Found(work, "" if work is not None else call.name)
+    if call.name in BUILT_IN:
+        return Found(BUILT_IN[call.name](call))
+    return _without_formula(call.name) if _computes(call.name) else NO_FORMULA
+
+
+def call_of(node: Node) -> Call:
+    """The call that `node` makes, without what wraps it."""
+    target: Any = node.target
+    higher = target.name() if isinstance(target, torch._ops.HigherOrderOperator) else ""
+    out = sizes_of(node.meta.get("val"))
+    if higher in TRITON:
+        return _kernel_call(node, out)
+    if higher in FUNCTIONALIZED:
+        op: Any = node.args[0]
+        names = tuple(argument.name for argument in op._schema.arguments)
+        return Call(op._schema.name, (), _given_kwargs(node, names), out, names, node)
+    if higher:
+        return Call(f"higher_order::{higher}", sizes_of(node.args), sizes_of(node.kwargs), out, (), node)
+    names = tuple(argument.name for argument in target._schema.arguments)
+    return Call(target._schema.name, sizes_of(node.args), sizes_of(node.kwargs), out, names, node)
+
+
+def _given_kwargs(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of an op that writes to some of them. These stand in a list beside the others."""
+    bases = cast(list[Any], node.kwargs.get("_all_bases", []))
+    kwargs = {name: node.kwargs[name] for name in names if name in node.kwargs}
+    for name in names:
+        i = node.kwargs.get(f"_{name}_base_index")
+        if isinstance(i, int):
+            kwargs[name] = bases[i]
+    return sizes_of(kwargs)
+
+
+def _kernel_call(node: Node, out: Any) -> Call:
+    """A Triton kernel's arguments by name, its grid among them."""
+    kernel = kernel_side_table.get_kernel(cast(int, node.kwargs["kernel_idx"]))
+    constants = kernel_side_table.get_constant_args(cast(int, node.kwargs["constant_args_idx"]))
+    grid = cast(list[Any], node.kwargs["grid"])
+    kwargs = {**constants, **sizes_of(node.kwargs["kwargs"]), "grid": sizes_of(grid[0]) if grid else ()}
+    name = name_of(kernel) if kernel_function(kernel) is not None else f"{KERNEL}unknown"
+    return Call(name, (), kwargs, out, (), node)
+
+
+def _by_user(entry: Registered, call: Call) -> Work | None:
+    """What the user's formula says. It must not end a compilation, so an error is a warning."""
+    result = {} if call.name.startswith(KERNEL) else {"out": call.out}
+    try:
+        work = entry.function(*call.args, **call.kwargs, **result)
+        if isinstance(work, Work):
+            return work
+        problem = f"it returned {work!r} and not a zcompile.Work"
+    except Exception as error:
+        problem = f"it raised {type(error).__name__}: {error}"
+    _tell(logging.WARNING, call.name, "the cost that was registered for %s is not used: %s", call.name, problem)
+    return None
+
+
+def _without_formula(name: str) -> Found:
+    _tell(
+        logging.INFO,
+        name,
+        "nothing says how long %s takes, so plans count the bytes of its tensors: see zcompile.register_cost",
+        name,
+    )
+    return Found(None, name)
+
+
+def _tell(level: int, name: str, text: str, *args: Any) -> None:
+    """Log something of an op, once in a process."""
+    if name not in _told:
+        _told.add(name)
+        log.log(level, f"zcompile: {text}", *args)
+
+
+def _computes(name: str) -> bool:
+    """Whether an op or a Triton kernel may compute more than its bytes tell."""
+    namespace, _, op = name.partition("::")
+    return namespace not in KNOWN_NAMESPACES or op.startswith(COMPUTE)
+
+
+def _dtype_of_product(node: Node) -> torch.dtype:
+    """Of the result, or of its first tensor."""
+    result = node.meta["val"]
+    if isinstance(result, torch.Tensor):
+        return result.dtype
+    return next(tensor for tensor in result if tensor is not None).dtype

@@ -1,0 +1,116 @@
+"""Ops that only move bytes, where those of their arguments and results would say too much or too little.
+
+Sources: the kernels of ATen (TensorTopK.cu, Sort.cu, SummaryOps.cu), of which radix sorts and selects pass several
+times over what they read.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from zcompile.analysis.costs.work import NOTHING, Call, TensorSize, Work, nbytes_of
+
+SECTOR_BYTES = 32  # the least that a read from memory takes
+INDEX_BYTES = 8  # of int64
+SMALL_SLICE = 4096  # a slice of at most so many items is sorted within one kernel
+BLOCK_SORT_PASSES = 8  # over what such a kernel holds, in units of its reads and writes
+SELECT_BITS = 2  # of a key that one pass of a select decides
+RADIX_BITS = 8  # of a key that one pass of a sort decides
+
+
+def nothing(call: Call) -> Work:
+    """Memory that nobody has written: no kernel runs."""
+    return NOTHING
+
+
+def topk(call: Call) -> Work:
+    """A radix select in each slice, then a sort of what it found."""
+    source = call.args[0]
+    passes = 8 * source.dtype.itemsize // SELECT_BITS
+    return Work(nbytes=passes * source.nbytes + BLOCK_SORT_PASSES * nbytes_of(call.out), launches=3)
+
+
+def sort(call: Call) -> Work:
+    """A sort with its indices: within one kernel for short slices, by radix for long ones."""
+    source: TensorSize = call.args[1] if isinstance(call.args[0], bool) else call.args[0]
+    dim = call.argument("dim", -1)
+    length = source.shape[dim] if source.shape else 1
+    pair_bytes = source.numel * (source.dtype.itemsize + INDEX_BYTES)
+    if length <= SMALL_SLICE:
+        return Work(nbytes=BLOCK_SORT_PASSES * pair_bytes, launches=2)
+    passes = 8 * source.dtype.itemsize // RADIX_BITS
+    return Work(nbytes=2 * passes * pair_bytes, launches=passes + 3)
+
+
+def scan(call: Call) -> Work:
+    """Running sums and the like: every item is read and written once, in two kernels where there is one slice."""
+    source = call.args[0]
+    dim = call.argument("dim", -1)
+    is_one_slice = not source.shape or source.shape[dim] == source.numel
+    return Work(launches=2 if is_one_slice else 1)
+
+
+def count_values(call: Call) -> Work:
+    """`histc` and `bincount`: the least and the largest value, then a count."""
+    return Work(nbytes=2 * call.args[0].nbytes + nbytes_of(call.out), launches=4)
+
+
+def negative_log_likelihood(call: Call) -> Work:
+    """Reads one item of each row of log probabilities [n, classes], and the n targets."""
+    scores, targets = call.args[:2]
+    rows = scores.numel // max(1, scores.shape[-1])
+    return Work(nbytes=rows * SECTOR_BYTES + targets.nbytes)
+
+
+def negative_log_likelihood_backward(call: Call) -> Work:
+    """Writes zeros for each class and a number for each row."""
+    return Work(nbytes=nbytes_of(call.out) + nbytes_of(call.args[2]), launches=2)
+
+
+def read_bytes_at(source: TensorSize, out: TensorSize, is_by_item: bool) -> int:
+    """Bytes of `source` that a gather of `out` reads: what it returns, in sectors at least, and no more than all.
+
+    Args:
+        is_by_item: whether each item has an index of its own; else rows of the last dimension are taken.
+    """
+    run = 1 if is_by_item or not out.shape else out.shape[-1]
+    runs = out.numel // max(1, run)
+    return min(source.nbytes, runs * max(run * source.dtype.itemsize, SECTOR_BYTES))
+
+
+def select_rows(call: Call) -> Work:
+    """`index_select`: reads and writes the rows that it returns, and reads their indices."""
+    source, index = call.args[0], call.args[2]
+    out = call.outs[0]
+    return Work(nbytes=read_bytes_at(source, out, is_by_item=False) + out.nbytes + nbytes_of(index))
+
+
+def nonzero(call: Call) -> Work:
+    """Counts, tells the host, then writes."""
+    return Work(nbytes=2 * call.args[0].nbytes + nbytes_of(call.out), launches=5)
+
+
+def gathers_items(target: object) -> bool | None:
+    """Whether a node that fuses reads single items of its first argument (True) or rows (False); else None."""
+    if target is torch.ops.aten.gather.default:
+        return True
+    return False if target is torch.ops.aten.index.Tensor else None
+
+
+EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+
+FORMULAS: dict[str, Callable[[Call], Work]] = {
+    **{f"aten::{name}": nothing for name in EMPTY},
+    **{f"aten::{name}": scan for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")},
+    "aten::topk": topk,
+    "aten::sort": sort,
+    "aten::argsort": sort,
+    "aten::histc": count_values,
+    "aten::bincount": count_values,
+    "aten::nll_loss_forward": negative_log_likelihood,
+    "aten::nll_loss2d_forward": negative_log_likelihood,
+    "aten::nll_loss_backward": negative_log_likelihood_backward,
+    "aten::nll_loss2d_backward": negative_log_likelihood_backward,
+    "aten::index_select": select_rows,
+    "aten::nonzero": nonzero,
+}

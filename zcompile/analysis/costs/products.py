@@ -1,0 +1,125 @@
+"""Matmuls of all kinds and convolutions.
+
+[Note: grouped products]
+A grouped matmul multiplies groups of rows with a matrix each, as a mixture of experts does. How many rows a group has
+is a value, which plans do not know. They take rows to be spread at random: of G groups, m rows hit
+G * (1 - (1 - 1/G) ** m). Only matrices of groups that were hit are read. A kernel computes whole tiles of rows: a group
+that was hit has half a tile of padding on average, and at least one tile.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from zcompile.analysis.costs.work import Call, TensorSize, Work, nbytes_of, sizes_of
+
+log = logging.getLogger("zcompile")
+
+TILE_ROWS = 128  # of a grouped matmul's kernel; 64 where there are few rows
+SMALL_TILE_ROWS = 64
+HOST_WAIT_S = 20e-6  # the host reads a value of the device, then starts kernels anew
+
+
+def is_matmul(node: Node) -> bool:
+    """Whether `node` is a matmul, a convolution or an attention, of whatever sizes: what torch counts operations of."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is not None and (
+        packet in flop_registry or packet.__name__ == "_grouped_mm" or "scaled_dot_product" in packet.__name__
+    )
+
+
+def counted_by_torch(node: Node) -> int:
+    """Operations of a matmul or a convolution by torch's formula; 0 where it has none."""
+    formula = flop_registry.get(cast(OpOverload, node.target).overloadpacket)
+    if formula is None:
+        return 0
+
+    def shape(argument: Any) -> Any:
+        if isinstance(argument, TensorSize):
+            return torch.Size(argument.shape)
+        return tuple(map(shape, argument)) if isinstance(argument, (tuple, list)) else argument
+
+    args, kwargs = shape(sizes_of(node.args)), {name: shape(each) for name, each in sizes_of(node.kwargs).items()}
+    try:
+        return formula(*args, **kwargs, out_val=shape(sizes_of(node.meta["val"])))
+    except Exception as error:  # some formulas look at tensors, not shapes; an estimate is no reason to fail
+        log.debug("zcompile: %s is taken to compute nothing: %s", node.target, error)
+        return 0
+
+
+def narrow_product(call: Call) -> Work:
+    """`_int_mm` and `_scaled_mm`: rows [m, k] with [k, n], at the rate of what they read, not of what they write."""
+    left, right = call.args[:2]
+    return Work(flops=2 * left.shape[0] * left.shape[1] * right.shape[1], dtype=left.dtype)
+
+
+def grouped_product(call: Call) -> Work:
+    """Products of groups; see the note above. Shapes as for `torch.nn.functional.grouped_mm`.
+
+    Rows [m, k] with matrices [g, k, n]; gradients of matrices [m, k] with [k, n], where groups divide k; or [g, m, k]
+    with [k, n], where they divide n.
+    """
+    left, right = call.args[:2]
+    if len(left.shape) == len(right.shape) == 2:
+        return _divided_inner(left, right, call)
+    if len(left.shape) == len(right.shape) == 3:
+        return Work(flops=2 * left.numel * right.shape[-1], dtype=left.dtype, grouped=True)
+    rows, matrices = (left, right) if len(left.shape) == 2 else (right, left)
+    m = rows.shape[0] if rows is left else rows.shape[1]
+    groups, wide = matrices.shape[0], matrices.shape[1] * matrices.shape[2]
+    hits = expected_hits(groups, m)
+    nbytes = nbytes_of(rows, call.out) + hits * wide * matrices.dtype.itemsize
+    return Work(flops=2 * padded_rows(m, hits) * wide, dtype=left.dtype, nbytes=nbytes, grouped=True)
+
+
+def _divided_inner(left: TensorSize, right: TensorSize, call: Call) -> Work:
+    k = left.shape[1]
+    groups = call.outs[0].shape[0]
+    padded = padded_rows(k, expected_hits(groups, k))
+    return Work(flops=2 * left.shape[0] * padded * right.shape[1], dtype=left.dtype, grouped=True)
+
+
+def expected_hits(groups: int, rows: int) -> float:
+    """How many of `groups` get one of `rows` at least, if each row goes to any of them."""
+    return groups * (1 - (1 - 1 / groups) ** rows) if groups else 0.0
+
+
+def padded_rows(rows: int, hits: float) -> float:
+    """Rows that a kernel computes for `hits` groups that share `rows`: whole tiles."""
+    if not rows or not hits:
+        return 0.0
+    tile = SMALL_TILE_ROWS if rows <= TILE_ROWS else TILE_ROWS
+    return max(hits * tile, rows + hits * tile / 2)
+
+
+def looped_product(call: Call) -> Work:
+    """`transformers::grouped_mm_fallback`: the host reads the groups' sizes, then starts a matmul for each group."""
+    rows, matrices = call.args[:2]
+    groups = matrices.shape[0]
+    hits = expected_hits(groups, rows.shape[0])
+    nbytes = nbytes_of(rows, call.out) + hits * matrices.nbytes / groups
+    flops = 2 * rows.numel * matrices.shape[-1]
+    return Work(flops=flops, dtype=rows.dtype, nbytes=nbytes, launches=groups, seconds=HOST_WAIT_S)
+
+
+def looped_product_backward(call: Call) -> Work:
+    """Its backward: two matmuls for each group, and all matrices' gradients are written."""
+    rows, matrices = call.args[:2]
+    flops = 4 * rows.numel * matrices.shape[-1]
+    return Work(flops=flops, dtype=rows.dtype, launches=2 * matrices.shape[0], seconds=HOST_WAIT_S)
+
+
+FORMULAS: dict[str, Callable[[Call], Work]] = {
+    "aten::_int_mm": narrow_product,
+    "aten::_scaled_mm": narrow_product,
+    "aten::_scaled_mm_v2": narrow_product,
+    "aten::_grouped_mm": grouped_product,
+    "aten::_scaled_grouped_mm": grouped_product,
+    "transformers::grouped_mm_fallback": looped_product,
+    "transformers::grouped_mm_fallback_backward": looped_product_backward,
+}

@@ -1,0 +1,141 @@
+"""What a call does, as far as its time goes, and the sizes from which a formula finds it out."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from zcompile.analysis.fx_utils import shape_hint
+from zcompile.analysis.hardware import Hardware
+from zcompile.analysis.unbacked_sizes import size_hint
+
+
+@dataclass(frozen=True)
+class TensorSize:
+    """A tensor as formulas see it: no values, and dynamic sizes as traced."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call does. Its time is that of its operations, of its bytes, or of its launches, whichever is most.
+
+    Attributes:
+        flops: operations of matmuls or attention; a multiply-add is two.
+        dtype: whose rate they run at. Default: that of the call's first floating-point tensor.
+        nbytes: bytes that are read from memory and written to it. Default: all arguments and results, once.
+        launches: kernels that run one after the other.
+        grouped: whether they are those of grouped matmuls.
+        attention: if `flops` are those of attention, which kernel it is: "flash", "efficient", "cudnn", "flex" or
+            "math".
+        seconds: time in addition, such as a wait of the host for the device.
+    """
+
+    flops: float = 0.0
+    dtype: torch.dtype | None = None
+    nbytes: float | None = None
+    launches: int = 1
+    grouped: bool = False
+    attention: str | None = None
+    seconds: float = 0.0
+
+    def on(self, hardware: Hardware, dtype: torch.dtype, nbytes: float) -> float:
+        """Seconds on `hardware`.
+
+        Args:
+            dtype, nbytes: what the fields of these names are by default.
+        """
+        memory_s = (nbytes if self.nbytes is None else self.nbytes) / hardware.bytes_s
+        seconds = max(memory_s, self.launches * hardware.kernel_s)
+        if self.flops:
+            if self.attention:
+                rate = hardware.attention_rate(self.attention)
+            else:
+                share = hardware.grouped_share if self.grouped else 1.0
+                rate = share * hardware.matmul_rate(self.dtype or dtype)
+            seconds = max(seconds, self.flops / rate)
+        return seconds + self.seconds
+
+
+NOTHING = Work(nbytes=0, launches=0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as formulas see it.
+
+    Attributes:
+        name: of the op, without its overload, such as "aten::topk".
+        args, kwargs: with a `TensorSize` for each tensor, and a number for each dynamic size.
+        out: a `TensorSize`, or a tuple of them and None.
+        names: of the op's parameters, from its schema. Empty if there is none.
+        node: where it stands; for formulas that look at more than sizes.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: Any
+    names: tuple[str, ...] = ()
+    node: Node | None = field(default=None, compare=False)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The argument `name`, by position or by keyword; `default` if it is not given."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        i = self.names.index(name) if name in self.names else len(self.args)
+        return self.args[i] if i < len(self.args) else default
+
+    @property
+    def outs(self) -> list[TensorSize]:
+        """The tensors of the result."""
+        return tensors_in(self.out)
+
+
+def tensors_in(value: Any) -> list[TensorSize]:
+    """Each `TensorSize` in nested arguments."""
+    if isinstance(value, TensorSize):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def nbytes_of(*values: Any) -> int:
+    """Bytes of all tensors in `values`."""
+    return sum(tensor.nbytes for tensor in tensors_in(values))
+
+
+def sizes_of(value: Any) -> Any:
+    """`value`, an argument or a fake result, with a `TensorSize` for each tensor and a number for each size."""
+
+    def leaf(each: Any) -> Any:
+        fake = each.meta.get("val", each) if isinstance(each, Node) else each
+        if isinstance(fake, torch.Tensor):
+            return TensorSize(tuple(shape_hint(fake)), fake.dtype)
+        if isinstance(fake, torch.SymInt):
+            return size_hint(fake)
+        if fake is not each and isinstance(fake, (tuple, list, dict)):
+            return sizes_of(fake)
+        return each
+
+    if isinstance(value, Mapping):
+        return {key: sizes_of(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(map(sizes_of, value))
+    return map_aggregate(value, leaf)

@@ -1,0 +1,176 @@
+"""Measures what kernels of this machine reach: matmuls, attention, memory, launches. One rank, a few seconds."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROUNDS = 5  # of which the median counts
+ROUND_S = 0.03  # about how long a round takes, so that clocks settle
+MOST_CALLS = 50  # in a round
+
+
+class Compute(NamedTuple):
+    """Rates as in `zcompile.analysis.calibration.Calibration`."""
+
+    matmul_flops_s: tuple[tuple[str, float], ...]
+    grouped_share: float | None
+    attention_flops_s: tuple[tuple[str, float], ...]
+    bytes_s: float
+    kernel_s: float
+
+
+class Sizes(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        products: rows of square matmuls.
+        grouped_rows: rows of all groups together.
+        groups, inner, columns: of grouped matmuls.
+        attention: batch, heads, rows, width.
+        memory_bytes: of a tensor that a pointwise kernel reads.
+    """
+
+    products: tuple[int, ...]
+    grouped_rows: tuple[int, ...]
+    groups: int
+    inner: int
+    columns: int
+    attention: tuple[int, int, int, int]
+    memory_bytes: int
+
+
+GPU_SIZES = Sizes((2048, 4096, 8192), (2048, 8192, 32768), 16, 2048, 1408, (4, 16, 4096, 128), 512 << 20)
+CPU_SIZES = Sizes((256, 512, 1024), (256, 512, 1024), 8, 256, 256, (1, 4, 512, 64), 64 << 20)
+
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8)
+CPU_DTYPES = (torch.bfloat16, torch.float32)
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, calls: int | None = None) -> float:
+    """Median seconds of one call, over ROUNDS rounds of `calls` calls in a row; the device's own time on a GPU."""
+    call()
+    if calls is None:
+        once_s = max(_round_s(call, device, 1), 1e-7)
+        calls = max(1, min(MOST_CALLS, int(ROUND_S / once_s)))
+    return median(_round_s(call, device, calls) / calls for _ in range(ROUNDS))
+
+
+def _round_s(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return time.perf_counter() - begin_s
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)  # so that the host is ahead of the device
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def measure_compute(device: torch.device) -> Compute:
+    """What `device` reaches. What it does not have, such as fp8 on an older GPU, is left out."""
+    on_gpu = device.type == "cuda"
+    sizes, dtypes = (GPU_SIZES, GPU_DTYPES) if on_gpu else (CPU_SIZES, CPU_DTYPES)
+    found = {dtype: _if_possible(partial(_matmul_rate, device, dtype, sizes)) for dtype in dtypes}
+    rates = {dtype: rate for dtype, rate in found.items() if rate is not None}
+    grouped = _if_possible(partial(_grouped_rate, device, sizes)) if on_gpu else None
+    plain = rates.get(torch.bfloat16)
+    attention = {
+        kernel: _if_possible(partial(attention_rate, device, kernel, sizes.attention))
+        for kernel in (KERNELS if on_gpu else ("flash",))
+    }
+    return Compute(
+        matmul_flops_s=tuple((str(dtype).removeprefix("torch."), rate) for dtype, rate in rates.items()),
+        grouped_share=None if grouped is None or plain is None else grouped / plain,
+        attention_flops_s=tuple((kernel, rate) for kernel, rate in attention.items() if rate is not None),
+        bytes_s=memory_rate(device, sizes.memory_bytes),
+        kernel_s=_kernel_s(device),
+    )
+
+
+def _if_possible(measure: Callable[[], float]) -> float | None:
+    try:
+        return measure()
+    except (RuntimeError, NotImplementedError, ValueError):  # this device, or this torch, has no such kernel
+        return None
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    """Operations a second: the median over sizes."""
+    return median(2 * n**3 / seconds_of(square_product(device, dtype, n), device) for n in sizes.products)
+
+
+def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable[[], object]:
+    """A call of a matmul [n, n] x [n, n] of `dtype`."""
+    if dtype is torch.int8:
+        a, b = (torch.randint(-8, 8, (n, n), device=device, dtype=dtype) for _ in range(2))
+        return partial(torch._int_mm, a, b)
+    a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    if dtype is torch.float8_e4m3fn:
+        left, right, one = a.to(dtype), b.to(dtype).t(), torch.ones((), device=device)
+        return partial(torch._scaled_mm, left, right, one, one, out_dtype=torch.bfloat16)
+    narrow_a, narrow_b = a.to(dtype), b.to(dtype)
+    return partial(torch.mm, narrow_a, narrow_b)
+
+
+def _grouped_rate(device: torch.device, sizes: Sizes) -> float:
+    """Operations a second of groups of equal size, which need no padding: the median over counts of rows."""
+    return median(
+        2 * rows * sizes.inner * sizes.columns
+        / seconds_of(grouped_product(device, rows, sizes.groups, sizes.inner, sizes.columns), device)
+        for rows in sizes.grouped_rows
+    )  # fmt: skip
+
+
+def grouped_product(device: torch.device, rows: int, groups: int, inner: int, columns: int) -> Callable[[], object]:
+    """A call of a grouped matmul of `rows` in groups of equal size, in bf16."""
+    a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
+    b = torch.randn(groups, columns, inner, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * (rows // groups)
+    return partial(torch._grouped_mm, a, b, ends)
+
+
+def attention_rate(device: torch.device, kernel: str, shape: tuple[int, int, int, int]) -> float:
+    """Operations a second of forward and backward together, without a mask."""
+    batch, heads, rows, width = shape
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, device=device, dtype=dtype)
+
+    def step() -> object:
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        return torch.autograd.grad(out, (query, key, value), grad)
+
+    flops = (2 + 5) * 2 * batch * heads * rows * rows * width
+    if device.type != "cuda":
+        return flops / seconds_of(step, device)
+    with sdpa_kernel(KERNELS[kernel]):
+        return flops / seconds_of(step, device)
+
+
+def memory_rate(device: torch.device, nbytes: int) -> float:
+    """Bytes a second that an addition of two tensors of `nbytes` each reads and writes."""
+    a, b, out = (torch.ones(nbytes // 4, device=device) for _ in range(3))
+    return 3 * nbytes / seconds_of(lambda: torch.add(a, b, out=out), device)
+
+
+def _kernel_s(device: torch.device) -> float:
+    """Seconds of the least kernel, one after the other."""
+    x = torch.ones(16, device=device)
+    return seconds_of(lambda: x.add_(1), device, calls=200)

@@ -1,0 +1,152 @@
+"""Sizes that no input decides, such as how many tokens an expert gets: what plans take them for.
+
+[Note: hints of unbacked sizes]
+An op whose result's size depends on values has a size that the trace does not know, an unbacked symbol of SymPy. Plans
+need a number. It is the expected one where the graph tells it: tokens are taken to be spread evenly over experts and
+ranks. Else it is the most that the op can return. What is found is kept by shape environment, which forward and
+backward of a model share. It follows from the graph alone, so all ranks find the same.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+MOST = 1 << 40  # a bound above it says nothing
+
+_hints: "weakref.WeakKeyDictionary[Any, dict[sympy.Symbol, int]]" = weakref.WeakKeyDictionary()  # by shape environment
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size. Of a dynamic one, what it was when the graph was traced; of an unbacked one, see the note above."""
+    if isinstance(size, int):
+        return size
+    if size.node.has_hint():
+        return int(size.node.hint)
+    return _hint_of(size)
+
+
+def _hint_of(size: torch.SymInt) -> int:
+    environment, expression = cast(Any, size.node.shape_env), size.node.expr
+    known = _hints.get(environment, {})
+    counts = {symbol: known.get(symbol, _most(environment, symbol) or 1) for symbol in _unbacked_in(size)}
+    values = {symbol: sympy.Integer(count) for symbol, count in counts.items()}
+    found = environment.replace(expression.xreplace(values))
+    for symbol in found.free_symbols:
+        found = found.xreplace({symbol: _backed(environment).get(symbol, sympy.Integer(1))})
+    return max(0, int(found))
+
+
+def _most(environment: Any, symbol: sympy.Symbol) -> int | None:
+    """The upper bound of an unbacked size, if one is known."""
+    bounds = environment.var_to_range.get(symbol)
+    upper = None if bounds is None else bounds.upper
+    return int(upper) if isinstance(upper, (int, sympy.Integer)) and upper < MOST else None
+
+
+def _backed(environment: Any) -> Any:
+    """The sizes that the trace knows, by symbol. Their attribute has another name in some versions of torch."""
+    known = getattr(environment, "backed_var_to_val", None)
+    return environment.var_to_val if known is None else known
+
+
+def _unbacked_in(size: Any) -> list[sympy.Symbol]:
+    """The unbacked symbols of a size, in a fixed order."""
+    if not isinstance(size, torch.SymInt) or size.node.has_hint():
+        return []
+    backed = _backed(size.node.shape_env)
+    return sorted((symbol for symbol in size.node.expr.free_symbols if symbol not in backed), key=str)
+
+
+def note_unbacked_sizes(graph: Graph) -> None:
+    """Find hints for the unbacked sizes of `graph`; see the note above. What is known already stays."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    for node in nodes:  # these say most: how many parts share a known number
+        _note_parts(node)
+    for node in nodes:
+        if node.target is aten.nonzero.default:
+            (mask,) = node.all_input_nodes
+            _note(_sizes_of(node), _numel(mask) // _experts_of(mask))
+        elif unknown := [symbol for size in _sizes_of(node) for symbol in _unbacked_in(size)]:
+            sources = [size for source in node.all_input_nodes for size in _sizes_of(source)]
+            given = {symbol for size in sources for symbol in _unbacked_in(size)}
+            if node.all_input_nodes and not given.intersection(unknown):
+                _note(_sizes_of(node), max(map(_numel, node.all_input_nodes)))
+
+
+def _note_parts(node: Node) -> None:
+    """Of a list of sizes that split one tensor: each is an equal part."""
+    name = str(node.target)
+    if name.startswith("_c10d_functional.all_to_all_single"):
+        source, outputs, inputs = node.args[:3]
+    elif node.target is aten.split_with_sizes.default:
+        source, outputs, inputs = node.args[0], (), node.args[1]
+    else:
+        return
+    fake = cast(Node, source).meta["val"]
+    dim = cast(int, node.args[2]) if len(node.args) > 2 and node.target is aten.split_with_sizes.default else 0
+    rows = size_hint(fake.shape[dim])
+    for sizes in (inputs, outputs):  # balanced: as many come as go
+        values = [size.meta.get("val") if isinstance(size, Node) else size for size in cast(Sequence[Any], sizes)]
+        for value in values:
+            _note([value], rows // len(values))
+
+
+def _note(sizes: Sequence[Any], count: int) -> None:
+    """Take each unbacked symbol among `sizes` for `count`, within its bounds, unless it is known already."""
+    for size in sizes:
+        for symbol in _unbacked_in(size):
+            environment = size.node.shape_env
+            most = _most(environment, symbol)
+            known = _hints.setdefault(environment, {})
+            known.setdefault(symbol, max(1, count if most is None else min(count, most)))
+
+
+def _sizes_of(node: Node) -> list[Any]:
+    """All sizes in the result of `node`, a dynamic number among them."""
+    return list(_sizes_in(node.meta.get("val")))
+
+
+def _sizes_in(result: Any) -> Iterator[Any]:
+    if isinstance(result, torch.Tensor):
+        yield from result.shape
+    elif isinstance(result, torch.SymInt):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for each in result:
+            yield from _sizes_in(each)
+
+
+def _numel(node: Node) -> int:
+    fake = node.meta.get("val")
+    if not isinstance(fake, torch.Tensor):
+        return 0
+    count = 1
+    for size in fake.shape:
+        count *= size_hint(size)
+    return count
+
+
+def _experts_of(mask: Node) -> int:
+    """Into how many equal parts the values that `mask` compares with one of them fall.
+
+    `topk(scores)[1] == expert`: as many as `scores` has columns. An item of one-hot rows: as many as these have items.
+    """
+    seen: set[Node] = set()
+    node: Node | None = mask
+    while node is not None and node not in seen:
+        seen.add(node)
+        if node.target is aten.topk.default:
+            scores, _, *rest = node.args
+            shape = cast(Node, scores).meta["val"].shape
+            return max(1, size_hint(shape[cast(int, rest[0]) if rest else -1]))
+        if node.target is aten.select.int:
+            source, dim, _ = cast(tuple[Node, int, Any], node.args)
+            return max(1, size_hint(source.meta["val"].shape[dim]))
+        node = next(iter(node.all_input_nodes), None)
+    return 1

@@ -1,0 +1,154 @@
+"""`zcompile calibrate`: measures this machine, once, for plans and predictions."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zcompile.analysis.calibration import Calibration, merged, write_calibration
+from zcompile.analysis.hardware import Hardware
+from zcompile.planning.argument_parser import Parser, positive
+from zcompile.planning.text import table_text
+from zcompile.sharding.measure_machine import calibrate
+
+CHILD = "ZCOMPILE_CALIBRATES"  # set in the ranks that this command starts
+TIMEOUT_S = 300.0
+MIB = 1 << 20
+
+
+def parser() -> Parser:
+    """All options, each with its reason or default in its help."""
+    options = Parser(
+        prog="zcompile calibrate",
+        description="Measure what this machine reaches, in less than 20 s, with nothing else running on it. Plans and "
+        "predictions then use what was measured where it differs by more than a quarter from the shipped table.",
+        epilog="Across hosts, start one process a GPU: torchrun --nnodes ... -m zcompile calibrate",
+    )
+    add = options.add_argument
+    add("--ranks", type=positive, help="between how many transfers are measured; all GPUs, or 2 where there is none")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write there and not to the cache; for `zcompile explain --hardware`",
+    )
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, keep what was measured, and print it beside the shipped table.
+
+    Returns:
+        The exit code: 0, or 1 if a rank failed. Bad input, and a place that cannot be written, exit with 2.
+    """
+    options = parser()
+    arguments = options.parse_args(argv)
+    if "RANK" in os.environ:
+        return _measure(options, arguments)
+    gpus = torch.cuda.device_count()
+    ranks = arguments.ranks or gpus or 2
+    if gpus and ranks > gpus:
+        options.error(f"{ranks} ranks need as many GPUs, and there are {gpus}")
+    return _start(ranks, argv if argv is not None else sys.argv[1:])
+
+
+def _start(ranks: int, argv: list[str]) -> int:
+    """Start the ranks and wait for them."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launch, "-m", "zcompile", "calibrate", *argv]
+    environment = {**os.environ, CHILD: "1"}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it, under which models train
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        print(f"zcompile calibrate: the ranks have not ended within {TIMEOUT_S:.0f} s", file=sys.stderr)
+        return 1
+    print(ended.stdout, end="")
+    if ended.returncode == 0:
+        return 0
+    own = [line for line in ended.stderr.splitlines() if line.startswith("zcompile calibrate: ")]
+    if own:
+        print(own[0], file=sys.stderr)
+        return 2
+    errors = [line.strip() for line in ended.stderr.splitlines() if "Error" in line] or ["they said nothing"]
+    print(f"zcompile calibrate: a rank failed: {errors[-1]}", file=sys.stderr)
+    return 1
+
+
+def _measure(options: Parser, arguments: argparse.Namespace) -> int:
+    """As one rank of several. The first one keeps and prints what was measured."""
+    on_gpu = torch.cuda.is_available()
+    how: dict[str, Any] = {}
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        how["device_id"] = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl" if on_gpu else "gloo", **how)
+    problem = ""
+    try:
+        begin_s = time.monotonic()
+        calibration = calibrate(write=False)
+        if dist.get_rank() == 0:
+            try:
+                file = write_calibration(calibration, arguments.output)
+                print(f"{describe(calibration)}\nIn {file}, after {time.monotonic() - begin_s:.1f} s.")
+            except OSError as error:
+                problem = f"what was measured could not be kept: {error}"
+    finally:
+        dist.destroy_process_group()
+    if problem:
+        options.error(problem)
+    return 0
+
+
+def describe(calibration: Calibration) -> str:
+    """What was measured beside the shipped table, and what plans take."""
+    shipped = calibration.shipped
+    taken = merged(shipped, calibration)
+    rows = [_row(what, old, new, used) for what, old, new, used in _figures(calibration, shipped, taken)]
+    heading = f"{calibration.device}, {calibration.world} ranks, torch {calibration.torch}"
+    sizes = "Transfers by the bytes of the unsharded tensor."
+    return "\n".join([heading, table_text("", (shipped.name, "measured", "plans use"), rows).rstrip(), sizes])
+
+
+def _row(what: str, old: float, new: float, used: float) -> tuple[str, ...]:
+    return what, f"{old:.3g}", f"{new:.3g}", f"{used:.3g}"
+
+
+def _figures(calibration: Calibration, shipped: Hardware, taken: Hardware) -> list[tuple[str, float, float, float]]:
+    """(name with its unit, shipped, measured, taken) of everything."""
+    tera, micro = 1e12, 1e-6
+    rows: list[tuple[str, float, float, float]] = []
+    for name, rate in calibration.matmul_flops_s:
+        dtype = getattr(torch, name)
+        rows.append(
+            (f"{name} matmuls, Tflop/s", *_in(tera, shipped.matmul_rate(dtype), rate, taken.matmul_rate(dtype)))
+        )
+    for kernel, rate in calibration.attention_flops_s:
+        old, new = shipped.attention_rate(kernel), taken.attention_rate(kernel)
+        rows.append((f"{kernel} attention, Tflop/s", *_in(tera, old, rate, new)))
+    if calibration.grouped_share is not None:
+        old, new = shipped.grouped_share, taken.grouped_share
+        rows.append(("grouped matmuls, share of others' rate", old, calibration.grouped_share, new))
+    rows.append(("memory, GB/s", *_in(1e9, shipped.bytes_s, calibration.bytes_s, taken.bytes_s)))
+    rows.append(("least kernel, us", *_in(micro, shipped.kernel_s, calibration.kernel_s, taken.kernel_s)))
+    for wire in calibration.wires:
+        before, after = (table.over(wire.transport, wire.world) for table in (shipped, taken))
+        for direction in ("gather", "reduce"):
+            for received, seconds in getattr(wire, direction):
+                whole = received * wire.world // (wire.world - 1)
+                times = (getattr(link, f"{direction}_s")(whole) for link in (before, after))
+                old, new = times
+                name = f"{wire.transport} {direction}, {whole / MIB:.3g} MiB, us"
+                rows.append((name, *_in(micro, old, seconds, new)))
+    return rows
+
+
+def _in(unit: float, *figures: float) -> tuple[float, float, float]:
+    old, new, used = (figure / unit for figure in figures)
+    return old, new, used

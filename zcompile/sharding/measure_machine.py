@@ -1,0 +1,218 @@
+"""Measures the machine that the ranks of a mesh run on: `zcompile.calibrate`."""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zcompile import _C
+from zcompile.analysis.calibration import Calibration, device_name, driver_of, write_calibration
+from zcompile.analysis.hardware import MIB, Points, Wire
+from zcompile.analysis.measure_compute import measure_compute, square_product
+from zcompile.sharding.memory import host_memory_bytes
+from zcompile.sharding.process_groups import all_gather_object, device_of, groups_of, shard_group_of
+from zcompile.sharding.select_transport import choose
+
+log = logging.getLogger("zcompile")
+
+ops = torch.ops.zcompile
+
+# Bytes of unsharded tensors, of which each rank receives what others hold.
+GPU_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64, 128, 256))
+CPU_BYTES = tuple(1024 * kib for kib in (16, 64, 256, 1024, 4096, 16384))
+GPU_PRODUCT, CPU_PRODUCT = 4096, 256  # rows of the matmuls that run beside transfers
+SEVERAL = 8  # transfers in a row on GPUs, where one is short: ranks do not begin at the same moment
+LARGE_BYTES = 8 * MIB
+ROUNDS = 15  # of which the lower quartile counts
+
+
+def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibration:
+    """Measure this machine for plans: matmuls, attention, memory, and transfers between the ranks.
+
+    All ranks call it together, with nothing else on the machine. It takes less than 20 s. From then on
+    `zcompile.shard` takes what was measured where it differs by more than a quarter from the shipped table of this
+    device. The first rank's figures are everybody's.
+
+    Args:
+        mesh: the ranks, whose last dimension shares the shards. Default: all ranks, on GPUs if the process group's
+            backend is NCCL.
+        write: keep it in the user's cache (`XDG_CACHE_HOME`, or `.cache` in the home), on the first rank. If that is
+            not possible, a warning says why.
+
+    Returns:
+        What was measured, the same on all ranks.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "zcompile.calibrate needs a process group: call torch.distributed.init_process_group() first, or run "
+            "`zcompile calibrate`."
+        )
+    if mesh is None:
+        device_type = "cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    group, device = shard_group_of(mesh), device_of(mesh)
+    all_gather_object(group, None)  # all measure at once: as in a step, ranks on CPUs share memory and cores
+    compute = measure_compute(device)
+    wires = tuple(_wires(mesh, device)) if group.size() > 1 else ()
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory_bytes()
+    measured = Calibration(
+        device=device_name(device),
+        driver=driver_of(device),
+        torch=torch.__version__,
+        world=group.size(),
+        memory_bytes=memory,
+        **compute._asdict(),
+        wires=wires,
+    )
+    calibration: Calibration = all_gather_object(group, measured)[0]
+    if write and dist.get_rank() == 0:
+        try:
+            log.info("zcompile: what was measured is in %s", write_calibration(calibration))
+        except OSError as error:
+            log.warning("zcompile: what was measured could not be kept: %s", error)
+    return calibration
+
+
+def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
+    """One for each transport that this mesh can use."""
+    groups = groups_of(mesh, None)
+
+    def new_runtime() -> _C.Model:
+        return _C.Model(**{**groups, "number": -1})
+
+    wires = []
+    for name in ["nccl", "p2p"] if device.type == "cuda" else ["gloo"]:
+        try:
+            choose(name, mesh, new_runtime)
+        except ValueError as error:
+            log.info("zcompile: transfers over %s are not measured: %s", name, error)
+            continue
+        transport, problem = _Transport(name, new_runtime(), mesh, device), ""
+        try:
+            transport.runtime.use_transport("p2p" if name == "p2p" else "c10d")
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        if failed := next(filter(None, all_gather_object(shard_group_of(mesh), problem)), ""):
+            log.info("zcompile: transfers over %s are not measured: %s", name, failed)
+            continue
+        wires.append(transport.wire())
+    return wires
+
+
+class _Transport:
+    """Transfers of one transport, timed.
+
+    Args:
+        runtime: an empty one. Before anything is measured, it must use the transport.
+    """
+
+    def __init__(self, name: str, runtime: _C.Model, mesh: DeviceMesh, device: torch.device):
+        self.name, self.runtime, self.device = name, runtime, device
+        self.group = shard_group_of(mesh)
+        self.world = self.group.size()
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.tensors: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []  # shard, gradient, shape
+        for i, nbytes in enumerate(GPU_BYTES if device.type == "cuda" else CPU_BYTES):
+            chunk = nbytes // self.dtype.itemsize // self.world
+            shape = [self.world, chunk]
+            shard = torch.randn(chunk, device=device)
+            grad = torch.randn(shape, device=device, dtype=self.dtype)
+            runtime.add(name=f"measured{i}", shard=shard, shape=shape, chunk=chunk, replicated=False, reduce_dtype=None)
+            self.tensors.append((shard, grad, shape))
+
+    def wire(self) -> Wire:
+        """Times by size in both directions, and what compute loses beside transfers."""
+        gather, reduce = (self._points(start) for start in (self._start_gather, self._start_reduce))
+        return Wire(self.name, self.world, gather, reduce, self._interference(gather[-1][1]))
+
+    def _start_gather(self, i: int) -> Callable[[], Any]:
+        shard, _, shape = self.tensors[i]
+        started = ops.gather_start(shard, shape, self.dtype)
+        return lambda: ops.gather_wait(started)
+
+    def _start_reduce(self, i: int) -> Callable[[], Any]:
+        shard, grad, _ = self.tensors[i]
+        started = ops.reduce_start(grad, shard)
+        return lambda: ops.reduce_wait(started, grad)
+
+    def _points(self, start: Callable[[int], Callable[[], Any]]) -> Points:
+        """(bytes that a rank receives, seconds), on the slowest rank.
+
+        Times do not fall as bytes rise. Where they do, the smaller transfer was disturbed.
+        """
+        points: list[tuple[int, float]] = []
+        for i in reversed(range(len(self.tensors))):
+            _, grad, _ = self.tensors[i]
+            transfer = partial(_wait_at_once, partial(start, i))
+            count = SEVERAL if self.device.type == "cuda" and grad.nbytes < LARGE_BYTES else 1
+            seconds = self._slowest(self._seconds(transfer, count))
+            received = grad.nbytes // self.world * (self.world - 1)
+            points.append((received, min(seconds, points[-1][1] if points else seconds)))
+        return tuple(points[::-1])
+
+    def _interference(self, transfer_s: float) -> float:
+        """Seconds that matmuls lose for each second of a transfer beside them."""
+        on_gpu = self.device.type == "cuda"
+        dtype, rows = (torch.bfloat16, GPU_PRODUCT) if on_gpu else (torch.float32, CPU_PRODUCT)
+        product = square_product(self.device, dtype, rows)
+        alone_s = self._slowest(self._seconds(product))
+        count = max(1, round(2 * transfer_s / max(alone_s, 1e-7)))  # twice as long as the transfer
+        last = len(self.tensors) - 1
+
+        def products(beside: bool) -> float:
+            def run() -> None:
+                for _ in range(count):
+                    product()
+
+            if not beside:
+                return self._seconds(run)
+            return self._seconds(partial(_beside, partial(self._start_gather, last), run))
+
+        quiet_s, beside_s = self._slowest(products(False)), self._slowest(products(True))
+        return min(1.0, max(0.0, (beside_s - quiet_s) / transfer_s))
+
+    def _seconds(self, call: Callable[[], Any], count: int = 1) -> float:
+        """Seconds of one of `count` calls in a row, which all ranks begin at about the same time."""
+        times = []
+        for _ in range(ROUNDS + 2):
+            all_gather_object(self.group, None)
+            if self.device.type == "cuda":
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                torch.cuda._sleep(2_000_000)
+                begin.record()
+                for _ in range(count):
+                    call()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3 / count)
+            else:
+                begin_s = time.perf_counter()
+                for _ in range(count):
+                    call()
+                times.append((time.perf_counter() - begin_s) / count)
+        return quantiles(times[2:], n=4)[0]  # what disturbs a transfer never makes it shorter
+
+    def _slowest(self, seconds: float) -> float:
+        return float(max(all_gather_object(self.group, seconds)))
+
+
+def _wait_at_once(start: Callable[[], Callable[[], Any]]) -> None:
+    start()()
+
+
+def _beside(start: Callable[[], Callable[[], Any]], run: Callable[[], None]) -> None:
+    """`run` while a transfer that `start` begins is under way."""
+    wait = start()
+    run()
+    wait()
