@@ -107,6 +107,7 @@ def shard(
     agree_on_model(mesh, error, [*signature(model, ignored), options])
 
     state = ShardedModel(mesh, nccl_max_ctas, native_reduce)
+    state.shard_options = options
     if unit_modules:
         state.units = ShardedModel(mesh, nccl_max_ctas, native_reduce, has_units=True)
     in_units = {below for unit in unit_modules.values() for below in unit.modules()}
