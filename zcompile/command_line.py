@@ -25,6 +25,11 @@ SUBCOMMANDS = {
         "Show the plan of a model and predict its step time and memory for any number of ranks, without running it.",
         "zcompile explain --model 2b --ranks 8,64 --hardware h200",
     ),
+    "precompile": Subcommand(
+        "zcompile.precompile",
+        "Compile a model once, into a file that all ranks of a training run load.",
+        "zcompile precompile --module train.py:build --ranks 8 --out model.zc",
+    ),
 }
 
 

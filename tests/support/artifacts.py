@@ -35,6 +35,7 @@ class Mixed(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, 6)
         self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
         self.up.bias.requires_grad_(False)
+        self.drop = nn.Dropout(0.0)  # reads `training`
         self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1))
         self.register_buffer("offset", torch.arange(6.0))
         self.head = nn.Linear(6, VOCABULARY, bias=False)
@@ -42,7 +43,7 @@ class Mixed(nn.Module):
 
     def forward(self, tokens):
         x = self.embed(tokens)
-        x = x + self.down(squared_relu(self.up(x))) * self.scale
+        x = x + self.down(squared_relu(self.up(self.drop(x)))) * self.scale
         return self.head(x + self.shift * self.offset)
 
 
@@ -55,9 +56,9 @@ def tokens_of(step, rank, length=4):
     return torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def sharded(**how):
+def sharded(make_model=Mixed, **how):
     torch.manual_seed(0)
-    return zcompile.shard(Mixed(), **how)
+    return zcompile.shard(make_model(), **how)
 
 
 def make_file(path, world, *, autocast=False, options=None, **how):
@@ -93,3 +94,12 @@ def as_bytes(tensor):
 def compiler_counts():
     """What torch counted of its own work: graphs, frames, cache lookups."""
     return {name: dict(counts) for name, counts in counters.items() if counts}
+
+
+class Broken(Mixed):
+    """Its graph breaks."""
+
+    def forward(self, tokens):
+        x = super().forward(tokens)
+        torch._dynamo.graph_break()
+        return x + 1

@@ -130,7 +130,7 @@ def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
         "ties": _digest(reads),
         "unsharded parameters": _digest(others),
         "buffers": _digest(f"{name} {described(buffer)}" for name, buffer in model.named_buffers()),
-        "hooks": _digest(_hooks(model)),
+        "hooks": _digest(hooks_of(model)),
     }
 
 
@@ -164,7 +164,7 @@ def _code_text(code: types.CodeType) -> str:
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {constants}"
 
 
-def _hooks(model: nn.Module) -> list[str]:
+def hooks_of(model: nn.Module) -> list[str]:
     """Hooks of modules, which Dynamo traces."""
     return [
         f"{path} {kind} {_function_name(hook)}"

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils.hooks import RemovableHandle
 
 from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, encode
-from zcompile.artifact.fingerprint import code_hash, fingerprint
+from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of
 from zcompile.backend import compile_planned, link_of
 from zcompile.options import Settings
 from zcompile.sharding.model_state import ShardedParameter, models_of, state_of
@@ -117,6 +118,7 @@ class Program:
         self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.parameters.values()]
         classes = {type(module) for module in model.modules()}
         self.forwards = [(each, each.forward) for each in classes]
+        self.hooks = _Hooks(model)
 
     def _check_functions(self, model: nn.Module, functions: Sequence[Sequence[Any]], name: str) -> None:
         """Compare functions with those that were traced, and remember the global ones."""
@@ -142,6 +144,8 @@ class Program:
         for each, forward in self.forwards:
             if each.forward is not forward:
                 return f"the forward of {each.__qualname__} was replaced after the artifact was loaded"
+        if self.hooks.changed(model):
+            return "a hook of a module was registered or removed after the artifact was loaded"
         now = self.loaded.look_up(self.watched, model)
         if not all(map(operator.is_, now, self.found)):
             return "a function that the model calls was replaced after the artifact was loaded"
@@ -173,6 +177,26 @@ class _Shard:
                 return f"parameter '{self.sharded.name}' is {leaf.dtype} on {leaf.device.type} now"
             self.leaf = self.sharded.leaf_reference
         return ""
+
+
+class _Hooks:
+    """Hooks of modules as they were when the file was loaded. Dynamo traces them, and guards none of them."""
+
+    def __init__(self, model: nn.Module):
+        self.registered = RemovableHandle.next_id  # hooks of any kind that this process has registered ever
+        self.names = hooks_of(model)
+        tables = (getattr(module, kind) for module in model.modules() for kind in HOOKS)
+        self.used = [(table, len(table)) for table in tables if table]
+
+    def changed(self, model: nn.Module) -> bool:
+        """Whether there are others now. Looks at all modules only if some hook was registered since."""
+        if any(len(table) != count for table, count in self.used):
+            return True
+        if self.registered != RemovableHandle.next_id:
+            if hooks_of(model) != self.names:
+                return True
+            self.registered = RemovableHandle.next_id
+        return False
 
 
 def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:

@@ -1,0 +1,188 @@
+"""What changes after a file was loaded is an error or a compile, never old code."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support import artifacts
+from tests.support.artifacts import cache_in, make_file, sharded, tokens_of
+from zcompile.sharding.model_state import state_of
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache folder that all compiles of this file share, those on ranks too."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        with cache_in(folder):
+            yield folder
+
+
+@pytest.fixture(scope="module")
+def file(cache, tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifact") / "model.zc"
+    make_file(path, 1)
+    return path
+
+
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def freeze(model):
+    model.down.weight.requires_grad_(False)
+    return model, contextlib.nullcontext()
+
+
+def freeze_by_attribute(model):
+    model.down.weight.requires_grad = False
+    return model, contextlib.nullcontext()
+
+
+def unfreeze(model):
+    model.up.bias.requires_grad_(True)
+    return model, contextlib.nullcontext()
+
+
+def evaluate(model):
+    return model.eval(), contextlib.nullcontext()
+
+
+def evaluate_one_module(model):
+    model.drop.eval()
+    return model, contextlib.nullcontext()
+
+
+def no_grad(model):
+    return model, torch.no_grad()
+
+
+def autocast(model):
+    return model, torch.autocast("cpu", torch.bfloat16)
+
+
+def deterministic(model):
+    @contextlib.contextmanager
+    def on():
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return model, on()
+
+
+def other_function(model):
+    return model, replaced(artifacts, "squared_relu", torch.relu)
+
+
+def other_forward(model):
+    return model, replaced(artifacts.Mixed, "forward", lambda self, tokens: self.head(self.embed(tokens)))
+
+
+def other_forward_of_one_module(model):
+    model.down.forward = lambda x: nn.functional.linear(x, model.down.weight)
+    return model, contextlib.nullcontext()
+
+
+def other_buffer(model):
+    model.offset = torch.zeros(6, dtype=torch.float64)
+    return model, contextlib.nullcontext()
+
+
+def new_hook(model):
+    model.down.register_forward_hook(lambda module, args, output: 2 * output)
+    return model, contextlib.nullcontext()
+
+
+def other_dtype(model):
+    model.double()
+    return model, contextlib.nullcontext()
+
+
+CHANGES = {
+    freeze: "'down.weight' was frozen",
+    freeze_by_attribute: "'down.weight' was frozen",
+    unfreeze: "'up.bias' was unfrozen",
+    evaluate: "training",
+    evaluate_one_module: "training",
+    no_grad: "grad",
+    autocast: "autocast",
+    deterministic: "deterministic",
+    other_function: "a function that the model calls was replaced",
+    other_forward: "the forward of Mixed was replaced",
+    other_forward_of_one_module: "forward",
+    other_buffer: "offset",
+    new_hook: "hook",
+    other_dtype: "torch.float64",
+}
+
+
+def rank_changes(rank, world, path, name):
+    """The error of a call after the change."""
+    change = next(each for each in CHANGES if each.__name__ == name)
+    model = zcompile.compile(sharded(), artifact=path, require=True)
+    model(tokens_of(0, rank))
+    assert zcompile.stats(model)["compiled"].startswith("loaded")
+    model, context = change(model)
+    try:
+        with context:
+            model(tokens_of(0, rank))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch._dynamo.reset()
+    return "no error"
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_after_loading_is_noticed(ranks, cache, file, change):
+    (error,) = ranks(1).run(rank_changes, file, change.__name__)
+    assert "does not serve a call on rank 0" in error and CHANGES[change] in error
+
+
+def rank_calls_with_another_length(rank, world, folder, path):
+    with cache_in(folder):
+        model = zcompile.compile(sharded(), artifact=path)
+        model(tokens_of(0, rank))
+        with pytest.warns(UserWarning, match="does not serve a call on rank 0.*size mismatch"):
+            longer = model(tokens_of(1, rank, length=7))
+        with torch.compiler.set_stance("force_eager"):
+            expected = model(tokens_of(1, rank, length=7))
+        assert torch.allclose(longer, expected, atol=1e-6)
+        program = model._compiled_call_impl.program
+        assert not program.changed(model, (tokens_of(0, rank),), {}), "the first length still runs what was loaded"
+
+
+def test_another_length_is_compiled(ranks, cache, file):
+    ranks(1).run(rank_calls_with_another_length, cache, file)
+
+
+def rank_frees(rank, world, path):
+    import gc
+    import weakref
+
+    model = zcompile.compile(sharded(), artifact=path, require=True)
+    model(tokens_of(0, rank)).sum().backward()
+    gc.disable()
+    try:
+        state = weakref.ref(state_of(model))
+        del model
+        assert state() is None
+    finally:
+        gc.enable()
+
+
+def test_the_last_reference_to_a_model_frees_what_it_loaded(ranks, cache, file):
+    ranks(1).run(rank_frees, file)
