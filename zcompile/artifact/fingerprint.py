@@ -198,7 +198,7 @@ def modes(model: nn.Module) -> dict[str, str]:
         "autocast": ", ".join(autocast) or "off",
         "gradients": f"grad={torch.is_grad_enabled()} inference={torch.is_inference_mode_enabled()}",
         "determinism": f"{torch.get_deterministic_debug_mode()} cudnn={torch.backends.cudnn.deterministic}",
-        "precision": f"{[each.fp32_precision for each in precisions]} {reduced}",
+        "precision": f"{[each.fp32_precision.replace('none', 'ieee') for each in precisions]} {reduced}",
         "default dtype": str(torch.get_default_dtype()),
     }
 
