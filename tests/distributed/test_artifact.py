@@ -182,3 +182,22 @@ def test_a_model_with_graph_breaks_is_compiled_by_every_rank(ranks, tmp_path):
 
 def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(ranks, cache, file, tmp_path):
     check(ranks(2), file, cache, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_file_for_another_number_of_ranks(ranks, cache, tmp_path, world):
+    make_file(tmp_path / "model.zc", world)
+    check(ranks(world), tmp_path / "model.zc", cache, tmp_path)
+
+
+@pytest.mark.matrix
+def test_a_file_for_autocast(ranks, cache, tmp_path):
+    make_file(tmp_path / "model.zc", 2, autocast=True)
+    check(ranks(2), tmp_path / "model.zc", cache, tmp_path, autocast=True)
+
+
+@pytest.mark.matrix
+def test_a_file_for_another_param_dtype(ranks, cache, tmp_path):
+    make_file(tmp_path / "model.zc", 2, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    check(ranks(2), tmp_path / "model.zc", cache, tmp_path, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

@@ -44,7 +44,7 @@ class Mixed(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens)
         x = x + self.down(squared_relu(self.up(self.drop(x)))) * self.scale
-        return self.head(x + self.shift * self.offset)
+        return self.head(x + self.shift * self.offset.to(x.dtype))
 
 
 def squared_relu(x):
