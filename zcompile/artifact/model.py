@@ -20,6 +20,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,8 @@ def compile(
         `model`.
 
     Raises:
-        RuntimeError: `model` is not sharded; this torch cannot save compiled models; the DeepSpeed flag has it. At the
-            first call, with `require`: why the file cannot be used.
-        ValueError: an option that is unknown or wrong.
+        RuntimeError: `model` is not sharded. At the first call, with `require`: why the file cannot be used.
+        ValueError: an option that is unknown or wrong, or a torch that cannot save compiled models.
     """
     settings = parse_options(options)
     install(model, Path(artifact), settings, mode, require or sha256 is not None, sha256)
@@ -83,15 +83,34 @@ def compile(
 
 
 def install(
-    model: nn.Module, path: Path, settings: Settings, mode: str | None, require: bool, sha256: str | None
+    model: nn.Module,
+    path: Path,
+    settings: Settings,
+    mode: str | None,
+    require: bool = False,
+    sha256: str | None = None,
+    around_make: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Let `model` take its code from `path` from its next call on; see `compile`."""
+    """Let `model` take its code from `path` from its next call on; see `compile`.
+
+    Args:
+        around_make: makes a context in which the file is made, if it is.
+    """
     state_of(model)
+    check_artifact(settings)
+    model._compiled_call_impl = FromFile(model, path, settings, mode, require, sha256, around_make)
+
+
+def check_artifact(settings: Settings) -> None:
+    """Refuse settings, or a torch, with which no file can be made.
+
+    Raises:
+        ValueError: says what is missing.
+    """
     if reason := aot.lacking():
-        raise RuntimeError(f"zcompile.compile: {reason}. Leave artifact= out: model.compile(backend='zcompile').")
+        raise ValueError(f"zcompile: an artifact is not possible here: {reason}. Leave 'artifact' out.")
     if settings.inner != "inductor":
-        raise ValueError(f"zcompile.compile: artifact= needs the option inner='inductor', not {settings.inner!r}.")
-    model._compiled_call_impl = FromFile(model, path, settings, mode, require, sha256)
+        raise ValueError(f"zcompile: an artifact needs the option inner='inductor', not {settings.inner!r}.")
 
 
 @dataclass(frozen=True)
@@ -117,11 +136,18 @@ class FromFile:
     """
 
     def __init__(
-        self, model: nn.Module, path: Path, settings: Settings, mode: str | None, require: bool, sha256: str | None
+        self,
+        model: nn.Module,
+        path: Path,
+        settings: Settings,
+        mode: str | None,
+        require: bool,
+        sha256: str | None,
+        around_make: Callable[[], AbstractContextManager[None]],
     ):
         self.model = weakref.ref(model)
         self.path, self.settings, self.mode = path, settings, mode
-        self.require, self.sha256 = require, sha256
+        self.require, self.sha256, self.around_make = require, sha256, around_make
         self.decided = False
         self.program: Program | None = None
         self.warned = False
@@ -223,7 +249,8 @@ class FromFile:
         mesh, data, reason = state_of(model).mesh, b"", ""
         if not any(mesh.get_coordinate() or ()):
             try:
-                data = make(model, self.settings, self.mode, args, kwargs)
+                with self.around_make():
+                    data = make(model, self.settings, self.mode, args, kwargs)
             except Exception as error:
                 log.info("zcompile: %s could not be made", self.path, exc_info=True)
                 reason = f"Rank {dist.get_rank()} could not make it: {_first_line(error)}"
