@@ -23,6 +23,7 @@ from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
 from zcompile.sharding.forward_scope import checking_requires_grad
 from zcompile.sharding.model_state import ShardedModel, model_of
+from zcompile.sharding.rank_agreement import Line
 from zcompile.source_hash import source_hash
 
 
@@ -152,7 +153,7 @@ def prepare(model: ShardedModel, settings: Settings) -> None:
 
 
 def _on_first_run(
-    compiled: Callable[..., Any], settings: Settings, program: Callable[[Sequence[Any]], list[str]]
+    compiled: Callable[..., Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Callable[..., Any]:
     """`compiled`, which prepares each model when it first runs it.
 
@@ -180,14 +181,14 @@ def _on_first_run(
     return run
 
 
-def _reads(gm: GraphModule) -> list[tuple[int, str]]:
+def _reads(gm: GraphModule) -> list[tuple[int, str, str]]:
     """For each gather of a Dynamo graph: which input is the shard, and what is read of it, where."""
     positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     reads = []
     for node in calls(gm.graph, GATHER):
         shard, shape, dtype = cast(tuple[Node, list[int], torch.dtype], node.args)
         place = " ".join(map(_without_folder, (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]))
-        reads.append((positions.get(shard, -1), f"{list(shape)} {dtype} ({place})"))
+        reads.append((positions.get(shard, -1), f"{list(shape)} {dtype}", place))
     return reads
 
 
@@ -201,14 +202,14 @@ def _without_folder(line: str) -> str:
     return '"'.join(quoted)
 
 
-def _program(reads: Sequence[tuple[int, str]], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[str]:
+def _program(reads: Sequence[tuple[int, str, str]], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[Line]:
     """What decides which parameters travel, in which order and groups: a line for each thing that ranks must share."""
     names = {id(sharded.leaf): name for model in _models(args) for name, sharded in model.parameters.items()}
     return [
-        *(f"reads '{names.get(id(args[i]), '?') if i >= 0 else '?'}' {what}" for i, what in reads),
-        f"plans under {plan}",
-        f"caches {settings.microbatch_cache_bytes} bytes across microbatches",
-        f"has torch {torch.__version__} and zcompile {source_hash()[:12]}",
+        *(Line(f"reads '{names.get(id(args[i]), '?') if i >= 0 else '?'}' {what}", place) for i, what, place in reads),
+        Line(f"plans under {plan}"),
+        Line(f"caches {settings.microbatch_cache_bytes} bytes across microbatches"),
+        Line(f"has torch {torch.__version__} and zcompile {source_hash()[:12]}"),
     ]
 
 

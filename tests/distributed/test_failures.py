@@ -16,6 +16,7 @@ from tests.support.models import Transformer
 from tests.support.raising import RAISES, MayRaise
 from tests.support.reference import compiled, lm_loss
 from zcompile.sharding.model_state import state_of
+from zcompile.sharding.rank_agreement import Line
 
 
 def raises(error, pattern, call):
@@ -153,7 +154,7 @@ def rank_waits_for_another(rank, world):
     agreement = type(state_of(model).new_agreement())("alone", rank, world, timeout_s=0.5)
     if rank == 0:
         message = "rank 0 has waited 0 s for rank 1 to come to a graph that begins with: first"
-        raises(RuntimeError, message, lambda: agreement.check(["first"]))
+        raises(RuntimeError, message, lambda: agreement.check([Line("first")]))
 
 
 def test_a_rank_whose_graph_no_other_runs_is_told(ranks):

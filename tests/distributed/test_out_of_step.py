@@ -16,6 +16,7 @@ from tests.support.models import Chain
 from tests.support.raising import RAISES, MayRaise
 from tests.support.reference import FP32, close, same_grads
 from zcompile.sharding.model_state import state_of
+from zcompile.sharding.rank_agreement import Line
 
 
 def sharded_beside(*layers):
@@ -299,9 +300,9 @@ def rank_differs_twice(rank, world):
     agreement = state_of(zcompile.shard(nn.Linear(2, 2), short_mesh(10))).new_agreement()
     for lines in (["same"], [f"of rank {rank}"], ["one" if rank else "two"]):
         with contextlib.nullcontext() if lines == ["same"] else pytest.raises(RuntimeError, match="First difference"):
-            agreement.check(lines)
-    agreement.check(["of rank 0"])  # with which one rank came alone before
-    agreement.check(["two"])
+            agreement.check(list(map(Line, lines)))
+    agreement.check([Line("of rank 0")])  # with which one rank came alone before
+    agreement.check([Line("two")])
 
 
 def test_an_agreement_holds_after_differences(ranks):

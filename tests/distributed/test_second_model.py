@@ -59,7 +59,7 @@ def rank_compares_second(rank, world):
         for _ in range(2):
             model(torch.ones(2, 6))
     assert len(checked) == 2 and checked[0] == checked[1]
-    assert "reads '0.weight' [6, 6] torch.float32" in checked[0][0]
+    assert "reads '0.weight' [6, 6] torch.float32" in checked[0][0].text
 
 
 def test_the_program_of_a_second_model_of_a_class_is_compared(ranks):

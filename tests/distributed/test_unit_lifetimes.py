@@ -5,8 +5,11 @@ import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcompile
+from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.unit_chains import Chain, Part, chain_loss, inputs, make_chain, with_units
 from zcompile.sharding.model_state import state_of
 
@@ -142,3 +145,33 @@ def rank_returns_a_leaf(rank, world):
 @matrix
 def test_forwards_without_backward_leave_no_hooks_on_a_leaf_that_the_model_returns(ranks):
     ranks(2).run(rank_returns_a_leaf)
+
+
+class NotesCasts(TorchDispatchMode):
+    """Notes the storages that casts to bf16 make."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and made.dtype == torch.bfloat16:
+            self.storages.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+
+def rank_alone_casts_experts(rank, world):
+    """One rank has whole parameters, which it casts."""
+    model = zcompile.shard(MixtureModel(StackedExperts), param_dtype=torch.bfloat16, units=[StackedExperts])
+    with NotesCasts() as casts:
+        loss = model(torch.randn(6, WIDTH), list(range(EXPERTS))).square().mean()
+    alive = sum(not storage.expired() for storage in casts.storages)
+    dense = sum("experts" not in name for name, _ in model.named_parameters())
+    assert alive <= dense + 1, (alive, dense)  # and the input
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_one_rank_keeps_no_copy_of_a_unit_for_each_expert(ranks):
+    ranks(1).run(rank_alone_casts_experts)

@@ -26,6 +26,7 @@ from zcompile.sharding.unshard import whole_parameters
 gather = torch.ops.zcompile.gather.default
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name and unsharded shape of each parameter of a module
+_MakeReader = Callable[[str, list[int], torch.dtype | None], Callable[[Any], torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ def _sharded_class(base: type, kind: _Kind) -> type:
     Cached: equal blocks have one class, and so share compiled code.
     """
     shapes, param_dtype = kind.shapes, kind.param_dtype
-    make = _casting_reader if kind.single_rank else _unit_reader if kind.in_unit else _gathering_reader
+    make = _casting_reader if kind.single_rank else _gathering_reader
+    if kind.in_unit:
+        make = functools.partial(_unit_reader, make)
     namespace: dict[str, Any] = {name: property(make(name, list(shape), param_dtype)) for name, shape in shapes}
     if kind.in_unit:
         namespace |= {UNSHARDED + name: None for name, _ in shapes}
@@ -199,13 +202,15 @@ def _gathering_reader(name: str, shape: list[int], param_dtype: torch.dtype | No
     return never_compiled_alone(read)
 
 
-def _unit_reader(name: str, shape: list[int], param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
-    """Reads a parameter of a unit: what the unit has gathered, while its forward runs."""
-    gather_alone, unsharded_name = _gathering_reader(name, shape, param_dtype), UNSHARDED + name
+def _unit_reader(
+    make_reader: _MakeReader, name: str, shape: list[int], param_dtype: torch.dtype | None
+) -> Callable[[Any], torch.Tensor]:
+    """Reads a parameter of a unit: what the unit has gathered, while its forward runs. Else as `make_reader` does."""
+    read_alone, unsharded_name = make_reader(name, shape, param_dtype), UNSHARDED + name
 
     def read(self: Any) -> torch.Tensor:
         unsharded: torch.Tensor | None = getattr(self, unsharded_name)
-        return gather_alone(self) if unsharded is None else unsharded
+        return read_alone(self) if unsharded is None else unsharded
 
     return never_compiled_alone(read)
 

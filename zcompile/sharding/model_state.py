@@ -35,7 +35,7 @@ from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
 from zcompile.sharding.find_units import ExpertsImplementation
 from zcompile.sharding.memory import memory_bytes_of_a_rank
 from zcompile.sharding.order_check import OrderCheck
-from zcompile.sharding.order_watch import watch_order
+from zcompile.sharding.order_watch import started_by_rank, watch_order
 from zcompile.sharding.process_groups import groups_of, timeout_of
 from zcompile.sharding.rank_agreement import Agreement
 from zcompile.sharding.select_transport import Choice, choose, log
@@ -258,7 +258,9 @@ class ShardedModel:
         self.wanted_transport, self.transport = wanted, choice
         if self.units is not None:
             self.units.use_transport(wanted)
-        self.agreement = self.new_agreement() if choice.transport == "nccl" and self.runtime.world > 1 else None
+        # Over gloo, ranks agree before each collective; peer to peer, by the signals for which they wait.
+        agrees_otherwise = choice.transport == "p2p" or bool(self.groups["control"]) or self.runtime.world == 1
+        self.agreement = None if agrees_otherwise else self.new_agreement()
         log.info("zcompile: transport %s: %s", *choice)
 
     def new_runtime(self) -> _C.Model:
@@ -266,11 +268,10 @@ class ShardedModel:
         return _C.Model(**{**self.groups, "number": -1})
 
     def new_agreement(self) -> Agreement:
-        """For the ranks that share the shards, over NCCL. Over gloo, ranks agree before each collective; peer to
-        peer, by the signals for which they wait."""
+        """For the ranks that share the shards."""
         prefix = f"zcompile/{self.groups['reduce']}/{self.groups['number']}"
-        timeout_s = timeout_of(self.mesh).total_seconds()
-        return Agreement(prefix, self.groups["rank"], self.groups["world"], timeout_s)
+        rank, timeout_s = self.groups["rank"], timeout_of(self.mesh).total_seconds()
+        return Agreement(prefix, rank, self.groups["world"], timeout_s, started_by_rank(self.runtime, self.groups))
 
     def check_order(self) -> None:
         """Before an optimizer uses gradients: whether all ranks, which call together, started the same.

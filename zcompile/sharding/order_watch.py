@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -39,6 +39,19 @@ def watch_order(runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float) 
         _watches[groups["gather"]] = OrderWatch(runtime, groups, timeout_s)
 
 
+def started_by_rank(runtime: _C.Model, groups: Mapping[str, Any]) -> Callable[[int], int]:
+    """A function: rank -> how many collectives it has started. Of others, that is what their threads last published."""
+    store = _order_store_of(groups)
+
+    def started(rank: int) -> int:
+        if rank == groups["rank"]:
+            return runtime.order_digests()[0][0] if runtime.order_digests() else 0
+        marks: Marks = json.loads(store.get(f"{rank}")) if store.check([f"{rank}"]) else []
+        return marks[-1][0] if marks else 0
+
+    return started
+
+
 class OrderWatch:
     """A thread that compares this rank with the one before it, and learns what others found.
 
@@ -51,7 +64,7 @@ class OrderWatch:
         self.rank, self.world, self.timeout_s = groups["rank"], groups["world"], timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 10)
         self.base = _base_store()
-        self.store = order_store(f"zcompile/order/{groups['gather']}/{groups['reduce']}")
+        self.store = _order_store_of(groups)
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
         self.idle_s, self.last_number, self.told = 0.0, 0, False
@@ -131,6 +144,10 @@ class OrderWatch:
 def order_store(prefix: str) -> dist.Store:
     """The store by which ranks met, for keys of this prefix."""
     return dist.PrefixStore(prefix, _base_store())
+
+
+def _order_store_of(groups: Mapping[str, Any]) -> dist.Store:
+    return order_store(f"zcompile/order/{groups['gather']}/{groups['reduce']}")
 
 
 def _base_store() -> dist.Store:

@@ -1,17 +1,37 @@
 """Whether all ranks are about to run the same program, where a difference would hang or mix up collectives."""
 
 import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
+
+
+class Line(NamedTuple):
+    """One thing of a program that ranks must share.
+
+    Attributes:
+        text: the same on all ranks.
+        place: where in the model's source that is. It may differ: a rank that skips a part compiles other code around
+            the same reads.
+    """
+
+    text: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.place})" if self.place else self.text
 
 
 class Agreement:
     """Compares what the ranks of one model run, through the store of the process group.
 
     No collective is used: a rank that runs something else may never call it. A program is compared when a rank first
-    runs it. So later steps cost nothing, and ranks may compile at different times.
+    runs it. So later steps cost nothing, and ranks may compile at different times. A rank may also compile alone, for
+    a branch or a length that others do not have, and they run what they know already: once they have started a later
+    collective than this rank, it goes on, too. Whether those are the same tells order_watch.py.
 
     A difference ends a round: every rank whose check is of that round raises, now or when it comes to it, and its next
     check is of the next round. So nothing that was said before a difference counts after it.
@@ -19,46 +39,54 @@ class Agreement:
     Args:
         prefix: of the model, the same on its ranks and different from other models'.
         timeout_s: the longest wait for a rank that does not come at all; it may be compiling.
+        started: how many collectives of the model a rank has started, as far as is known here.
     """
 
-    def __init__(self, prefix: str, rank: int, world: int, timeout_s: float):
+    def __init__(
+        self, prefix: str, rank: int, world: int, timeout_s: float, started: Callable[[int], int] = lambda rank: 0
+    ):
         self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self.rank, self.world, self.timeout_s, self.started = rank, world, timeout_s, started
         self.known: set[str] = set()
         self.round = 0
 
-    def check(self, lines: Sequence[str]) -> None:
-        """Return when every rank has come to the program that `lines` describe.
+    def check(self, lines: Sequence[Line]) -> None:
+        """Return when every rank has come to the program that `lines` describe, or has passed this place without it.
 
         Raises:
-            RuntimeError: another rank waits with another program, which raises on both, and names the first line that
-                differs; or a rank does not come in time.
+            RuntimeError: another rank waits at this place with another program, which raises on both, and names the
+                first line that differs; or a rank does not come in time.
         """
-        program = "\n".join(lines)
-        key = hashlib.sha256(program.encode()).hexdigest()
+        key = hashlib.sha256("\n".join(line.text for line in lines).encode()).hexdigest()
         if key in self.known:
             return
-        self.store.set(f"{self.round}/{key}/{self.rank}", program)
-        self.store.set(f"{self.round}/waiting/{self.rank}", key)
+        position = self.started(self.rank)
+        self.store.set(f"{self.round}/{key}/{self.rank}", json.dumps(list(map(str, lines))))
+        self.store.set(f"{self.round}/waiting/{self.rank}", json.dumps((key, position)))
         deadline = time.monotonic() + self.timeout_s
-        while missing := [rank for rank in range(self.world) if not self._has_come(rank, key)]:
+        while missing := [rank for rank in range(self.world) if not self._has_come(rank, key, position)]:
             if self.store.check([f"{self.round}/failed"]):
                 self._fail(self.store.get(f"{self.round}/failed").decode())
             for rank in missing:
                 theirs = self._waiting_program(rank, key)
-                if theirs is not None and not self._has_come(rank, key):  # it may have come, and gone on, meanwhile
-                    self._fail(self._difference(lines, rank, theirs))
+                # It may have come, and gone on, meanwhile.
+                if theirs is not None and not self._has_come(rank, key, position):
+                    self._fail(self._difference(list(map(str, lines)), rank, theirs))
             if time.monotonic() > deadline:
                 self._fail(
                     f"zcompile: rank {self.rank} has waited {self.timeout_s:.0f} s for rank {missing[0]} to come to a "
                     f"graph that begins with: {lines[0]}"
                 )
             time.sleep(0.02)
-        self.store.set(f"{self.round}/waiting/{self.rank}", "")
+        self.store.set(f"{self.round}/waiting/{self.rank}", "null")
         self.known.add(key)
 
-    def _has_come(self, rank: int, key: str) -> bool:
-        return self.store.check([f"{self.round}/{key}/{rank}"])
+    def _has_come(self, rank: int, key: str, position: int) -> bool:
+        """Whether `rank` has come to the program, or has started a later collective than `position`."""
+        if self.store.check([f"{self.round}/{key}/{rank}"]):
+            return True
+        waiting = self._waiting(rank)
+        return max(self.started(rank), waiting[1] if waiting else 0) > position
 
     def _fail(self, message: str) -> None:
         """End the round on all ranks."""
@@ -66,17 +94,23 @@ class Agreement:
         self.round += 1
         raise RuntimeError(message)
 
+    def _waiting(self, rank: int) -> tuple[str, int] | None:
+        """The key of the program with which `rank` waits, and how many collectives it has started."""
+        name = f"{self.round}/waiting/{rank}"
+        value = json.loads(self.store.get(name)) if self.store.check([name]) else None
+        return None if value is None else (value[0], value[1])
+
     def _waiting_program(self, rank: int, key: str) -> list[str] | None:
         """The lines with which `rank` waits, if they are others than those of `key`.
 
-        What is known here waits for no rank any more: `rank` has only not seen it yet.
+        What is known here waits for no rank any more: `rank` has only not seen it yet. A rank that has started less
+        is still to come.
         """
-        if not self.store.check([f"{self.round}/waiting/{rank}"]):
+        waiting = self._waiting(rank)
+        if waiting is None or waiting[0] == key or waiting[0] in self.known or waiting[1] < self.started(self.rank):
             return None
-        theirs = self.store.get(f"{self.round}/waiting/{rank}").decode()
-        if theirs in ("", key) or theirs in self.known:
-            return None
-        return self.store.get(f"{self.round}/{theirs}/{rank}").decode().split("\n")
+        lines: list[str] = json.loads(self.store.get(f"{self.round}/{waiting[0]}/{rank}"))
+        return lines
 
     def _difference(self, lines: Sequence[str], rank: int, theirs: Sequence[str]) -> str:
         shorter = min(len(lines), len(theirs))

@@ -102,7 +102,9 @@ def shard(
         or check_max_ctas(mesh, nccl_max_ctas)
         or check_units(model, wanted_units, ignored)
     )
-    unit_modules = find_units(model, wanted_units) if error is None and mesh.size() > 1 else {}
+    # One rank has whole parameters. Its loops over experts would still cast the weights of all for each.
+    gathers = mesh.size() > 1 or param_dtype is not None
+    unit_modules = find_units(model, wanted_units) if error is None and gathers else {}
     options = f"units={list(unit_modules)} {param_dtype=!s} {reduce_dtype=!s} {nccl_max_ctas=} {native_reduce=}"
     agree_on_model(mesh, error, [*signature(model, ignored), options])
 
@@ -122,7 +124,7 @@ def shard(
     state.use_transport("auto")
     state.measure_memory()
     order_units(state, made)
-    state.experts = implementations(model) if mesh.size() > 1 else []
+    state.experts = implementations(model) if gathers else []
     state.unreduced = UnreducedParameters(model) if mesh.size() > 1 else None
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
