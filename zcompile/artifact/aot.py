@@ -1,5 +1,7 @@
 """One graph compiled ahead of time by torch, as bytes, and loaded again. The only file that knows how torch does it."""
 
+import importlib
+import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,13 +51,14 @@ class Made:
     """One compiled graph.
 
     Attributes:
-        program: what `load` takes.
+        program, objects: what `Loaded` takes.
         libraries: C++ kernels, see kernels.py.
         sources: (module, first line, line after the last, SHA-256) of all functions that were traced.
         dropped: what Dynamo guards and the program does not.
     """
 
     program: bytes = b""
+    objects: bytes = b""
     libraries: dict[str, bytes] = field(default_factory=dict)
     sources: list[tuple[str, int, int, str]] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
@@ -91,7 +94,36 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend) ->
     artifacts.source_info.inlined_sources.clear()  # it has the text of each module
     made.libraries = artifacts.compiled_fn.take_kernels()
     made.program = type(function).serialize(function).serialized_data
+    made.objects = _save_objects(artifacts)
     return made
+
+
+def _is_dynamos(name: str) -> bool:
+    """Whether Dynamo put a global of this name into a module, as it does for what its bytecode refers to."""
+    return name.startswith(("___", "__compiled", "__resume", "__import_", "__builtins_dict"))
+
+
+def _save_objects(artifacts: Any) -> bytes:
+    """What Dynamo put into globals for the bytecode, and does not save itself. Modules are saved by name.
+
+    Raises:
+        RuntimeError: something of it cannot be pickled.
+    """
+    environment, scope = artifacts.runtime_env, nn.Module._call_impl.__globals__
+    saved = {*environment.import_sources, *environment.used_globals, artifacts.backend_id}
+    objects = {name: scope[name] for name in environment.external_refs if _is_dynamos(name) and name not in saved}
+    named = {name: _Imported(value.__name__) if inspect.ismodule(value) else value for name, value in objects.items()}
+    try:
+        return pickle.dumps(named)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise RuntimeError(f"an object that the model's code refers to cannot be saved: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Imported:
+    """A module, by its name."""
+
+    name: str
 
 
 def _keep(guard: Any, made: Made) -> bool:
@@ -140,11 +172,14 @@ class _Saved(SerializableCallable):
 class Loaded:
     """A compiled graph of a model, as `compile_ahead` made it, in this process or in another one."""
 
-    def __init__(self, program: bytes, libraries: Mapping[str, bytes]):
-        """Unpickles `program`, so it must be trusted; compiles nothing, and starts no process."""
+    def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes]):
+        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process."""
         kernels.install_kernels(libraries)
+        scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
+        for name, value in pickle.loads(objects).items():
+            scope[name] = importlib.import_module(value.name) if isinstance(value, _Imported) else value
         with kernels.in_this_process():
-            self.function = AOTCompiledFunction.deserialize(program, nn.Module._call_impl.__globals__)
+            self.function = AOTCompiledFunction.deserialize(program, scope)
         self.function.disable_guard_check()  # the caller asks `holds` first
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:

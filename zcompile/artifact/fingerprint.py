@@ -153,9 +153,9 @@ def module_name(made: type | types.FunctionType) -> str:
     return name
 
 
-def code_hash(function: Callable[..., Any]) -> str:
+def code_hash(function: Callable[..., Any] | types.CodeType) -> str:
     """A hash of what a function does, without the place where it stands."""
-    code = getattr(function, "__code__", None)
+    code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
     return hashlib.sha256(_code_text(code).encode()).hexdigest()[:16] if code is not None else str(function)
 
 

@@ -69,16 +69,14 @@ def make(
         "functions": _functions(made, model),
     }
     libraries = {LIBRARY + key: library for key, library in made.libraries.items()}
-    return encode(fields, facts, {"program": made.program, **libraries})
+    return encode(fields, facts, {"program": made.program, "objects": made.objects, **libraries})
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
     """Of each function that a guard compared by identity: how to come to it, what it is, and whether it is global."""
-    loaded = aot.Loaded(made.program, made.libraries)
+    loaded = aot.Loaded(made.program, made.objects, made.libraries)
     found: dict[str, tuple[str, str, bool]] = {}
     for each in made.dropped:
-        if each.expression.startswith("G['__builtins_dict__"):  # a name that Dynamo gave to what never changes
-            continue
         try:
             is_there = loaded.look_up(each.expression, model) is each.value
         except Exception:  # what Dynamo cannot name in Python
@@ -89,9 +87,10 @@ def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
 
 
 def _identity(value: Any) -> str:
-    """What tells a function or class from others, in another process too."""
-    name = getattr(value, "__qualname__", None) or str(value)
-    return f"{name} {code_hash(value)}" if isinstance(value, types.FunctionType) else name
+    """What tells a function, class or other object from others, in another process too."""
+    name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None) or getattr(value, "__name__", "")
+    code = code_hash(value) if isinstance(value, (types.FunctionType, types.CodeType)) else ""
+    return f"{name or type(value).__qualname__} of {getattr(value, '__module__', None)} {code}"
 
 
 class Program:
@@ -111,7 +110,7 @@ class Program:
             libraries = {
                 part.removeprefix(LIBRARY): data for part, data in artifact.parts.items() if part.startswith(LIBRARY)
             }
-            self.loaded = aot.Loaded(artifact.parts["program"], libraries)
+            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries)
         self.watched: Any = ""  # global functions that the code calls, as one expression
         self.found: tuple[Any, ...] = ()  # what they were
         self._check_functions(model, artifact.facts["functions"], name)
@@ -129,7 +128,7 @@ class Program:
             except Exception as error:
                 raise ArtifactError(f"zcompile: {name} calls {expression}, which is not there: {error!r}.") from None
             if _identity(value) != identity:
-                raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity.split()[0]}.")
+                raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}.")
             if is_global:
                 watched.append(expression)
                 found.append(value)
