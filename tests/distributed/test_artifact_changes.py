@@ -1,6 +1,7 @@
 """What changes after a file was loaded is an error or a compile, never old code."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import zcompile
 from tests.support import artifacts
 from tests.support.artifacts import cache_in, make_file, sharded, tokens_of
+from zcompile.artifact import program
 from zcompile.sharding.model_state import state_of
 
 
@@ -150,6 +152,80 @@ def rank_changes(rank, world, path, name):
 def test_a_change_after_loading_is_noticed(ranks, cache, file, change):
     (error,) = ranks(1).run(rank_changes, file, change.__name__)
     assert "does not serve a call on rank 0" in error and CHANGES[change] in error
+
+
+def rank_loads_where(rank, world, path, owner, name, value):
+    with replaced(owner, name, value):
+        model = zcompile.compile(sharded(), artifact=path, require=True)
+        try:
+            model(tokens_of(0, rank))
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def rank_loads_beside_another_function(rank, world, path):
+    return rank_loads_where(rank, world, path, artifacts, "squared_relu", artifacts.as_bytes)
+
+
+def rank_loads_beside_another_forward(rank, world, path):
+    return rank_loads_where(rank, world, path, artifacts.Mixed, "forward", lambda self, tokens: tokens)
+
+
+def rank_loads_beside_an_edited_source(rank, world, path):
+    lines = program._source_lines.__wrapped__
+
+    def edited(module):
+        return [line.replace("x.relu()", "x.sigmoid()") for line in lines(module)]
+
+    return rank_loads_where(rank, world, path, program, "_source_lines", edited)
+
+
+@pytest.mark.parametrize(
+    "load, expected",
+    [
+        (rank_loads_beside_another_function, "was made with another .*squared_relu"),
+        (rank_loads_beside_another_forward, "modules: made for"),
+        (rank_loads_beside_an_edited_source, r"lines \d+ to \d+ of module tests.support.artifacts have changed since"),
+    ],
+)
+def test_a_file_is_not_loaded_beside_other_code(ranks, cache, file, load, expected):
+    (error,) = ranks(1).run(load, file)
+    assert re.search(f"is required and cannot be used.*{expected}", error), error
+
+
+def freeze_inside(wrapper):
+    wrapper.model.down.weight.requires_grad = False
+
+
+class Wrapper(nn.Module):
+    """Is not sharded itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(tokens).sum()
+
+
+def rank_wraps(rank, world, folder, path):
+    with cache_in(folder):
+        for _ in range(2):
+            wrapper = zcompile.compile(Wrapper(sharded()), artifact=path)
+            wrapper(tokens_of(0, rank)).backward()
+        assert zcompile.stats(wrapper)["compiled"] == f"loaded from {path}"
+        freeze_inside(wrapper)
+        with (
+            pytest.warns(UserWarning, match="'down.weight' was frozen"),
+            pytest.raises(RuntimeError, match="requires_grad"),
+        ):
+            wrapper(tokens_of(0, rank))
+
+
+@pytest.mark.matrix
+def test_a_wrapper_around_a_sharded_model_is_loaded_and_sees_what_is_frozen(ranks, cache, tmp_path):
+    ranks(1).run(rank_wraps, cache, tmp_path / "model.zc")
 
 
 def rank_calls_with_another_length(rank, world, folder, path):

@@ -89,7 +89,7 @@ def install_kernels(libraries: Mapping[str, bytes]) -> None:
     They are files in Inductor's cache folder, because only a file can be loaded. Ranks of a host share them.
     """
     for key, library in libraries.items():
-        if key not in _files:
+        if key not in _files or not _files[key].exists():
             _files[key] = _stored(library)
 
 

@@ -189,8 +189,12 @@ class FromFile:
             RuntimeError: the file is required, and a rank cannot use it.
         """
         state = state_of(model)
-        here = fingerprint(model, self.settings, self.mode, state.memory_bytes, args, kwargs)
-        data, mine = self.examine(model, here, args, kwargs)
+        here: dict[str, str] = {}
+        try:
+            here = fingerprint(model, self.settings, self.mode, state.memory_bytes, args, kwargs)
+            data, mine = self.examine(model, here, args, kwargs)
+        except Exception as error:  # of this rank alone, perhaps: others wait for what it says
+            data, mine = b"", _Report(dist.get_rank(), f"{type(error).__name__}: {error}", "", "")
         reports = all_gather_over_mesh(state.mesh, mine)
         reason, how = _obstacle(reports, here, state.mesh, self.require), f"loaded from {self.path}"
         owners = [i for i, report in enumerate(reports) if report.verdict == FITS]

@@ -169,7 +169,8 @@ class _Shard:
     def changed(self) -> str:
         """How it differs, in words; empty if it does not."""
         leaf: Any = self.sharded.leaf_reference()
-        if leaf.requires_grad is not self.trains:
+        # A wrapper around a sharded model lets no leaves follow before its call, so the parameters are asked, too.
+        if leaf.requires_grad is not self.trains or self.sharded.parameter.requires_grad is not self.trains:
             return f"parameter '{self.sharded.name}' was {'frozen' if self.trains else 'unfrozen'}"
         if self.sharded.leaf_reference is not self.leaf:
             if (leaf.dtype, leaf.device.type) != (self.dtype, self.device):
