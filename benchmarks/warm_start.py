@@ -77,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--probes-off", action="store_true", help="measure that, too")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--file", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -89,11 +90,11 @@ def main() -> None:
         results = {
             "cold": run(f"{folder}/cache", *size),
             "warm": run(f"{folder}/cache", *size),
-            "cold, probes off": run(f"{folder}/quiet", *size, probes=False),
-            "warm, probes off": run(f"{folder}/quiet", *size, probes=False),
             "cold, making the file": run(f"{folder}/other", *size, file=file),
             "from the file": run(f"{folder}/empty", *size, file=file),
         }
+        for name in ("cold, probes off", "warm, probes off") if arguments.probes_off else ():
+            results[name] = run(f"{folder}/quiet", *size, probes=False)
         megabytes = Path(file).stat().st_size / 1e6
     print(f"{arguments.blocks} blocks, {arguments.ranks} ranks; a file of {megabytes:.1f} MB")
     for name, result in results.items():

@@ -40,8 +40,8 @@ def rank_trains(rank, world, folder, path):
     return losses, compiled, bool(counters["stats"])
 
 
-def test_an_engine_loads_what_an_earlier_one_compiled(ranks, tmp_path):
-    path, cache = tmp_path / "model.zc", tmp_path / "cache"
+def test_an_engine_loads_what_an_earlier_one_compiled(ranks, inductor_folder, tmp_path):
+    path, cache = tmp_path / "model.zc", inductor_folder
     expected = ranks(2).run(rank_trains, cache, None)
     first = ranks(2).run(rank_trains, cache, path)
     second = ranks(2).run(rank_trains, tmp_path / "empty", path)

@@ -15,13 +15,12 @@ from zcompile.sharding.model_state import state_of
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A cache folder that all compiles of this file share, those on ranks too."""
-    folder = tmp_path_factory.mktemp("cache")
+def cache(inductor_folder):
+    """The cache folder of all compiles of this file, those on ranks too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-        with cache_in(folder):
-            yield folder
+        with cache_in(inductor_folder):
+            yield inductor_folder
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from tests.support.artifacts import cache_in
 from tests.support.fake_ranks import as_rank
 from tests.support.reference import compiled
 
@@ -25,12 +26,14 @@ class Uneven(nn.Module):
         return self.b(self.a(x).relu()) * self.scale
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache folder, in which nothing probes the processor's instructions."""
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    with torch._inductor.utils.fresh_cache(dir=tmp_path):
-        yield tmp_path
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """A cache folder in which the second test finds the C++ kernels of the first; the probes are off."""
+    folder = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        with cache_in(folder):
+            yield folder
 
 
 def step():
@@ -38,12 +41,12 @@ def step():
     compiled(Uneven(), inner="inductor")(torch.ones(2, 5)).sum().backward()
 
 
-def test_code_is_the_same_on_all_ranks(cache):
+def test_code_is_the_same_on_all_ranks(kernels):
     codes = []
     for rank in range(3):
         with as_rank(rank, 3), torch._inductor.config.patch(fx_graph_cache=False):
             step()
-        written = [path for path in cache.rglob("*.py") if "def call" in path.read_text()]
+        written = [path for path in kernels.rglob("*.py") if "def call" in path.read_text()]
         codes.append(sorted(without_number(path.read_text()) for path in written))
         for path in written:
             path.unlink()
@@ -71,7 +74,7 @@ def free_memory(monkeypatch, nbytes):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, 1 << 40))
 
 
-def test_a_run_with_other_free_memory_hits_the_cache(cache, monkeypatch):
+def test_a_run_with_other_free_memory_hits_the_cache(kernels, monkeypatch):
     for free_gib, expected in ((64, "fxgraph_cache_miss"), (3, "fxgraph_cache_hit")):
         free_memory(monkeypatch, free_gib << 30)
         counters.clear()

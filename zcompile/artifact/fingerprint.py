@@ -144,9 +144,9 @@ def _modules(model: nn.Module) -> list[str]:
     return lines
 
 
-def module_name(made: type | types.FunctionType) -> str:
+def module_name(value: Any) -> str:
     """The module of a class or function; a program that is run as a file has the name of that file."""
-    name = made.__module__
+    name = getattr(value, "__module__", None) or ""
     if name == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
         return Path(file).stem if file else name
@@ -176,7 +176,7 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 def _function_name(function: Any) -> str:
     inner = getattr(function, "func", function)  # of a functools.partial
-    return f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+    return f"{module_name(inner)}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
 def modes(model: nn.Module) -> dict[str, str]:

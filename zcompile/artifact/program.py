@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, encode
-from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of
+from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
 from zcompile.backend import compile_planned, link_of
 from zcompile.options import Settings
 from zcompile.sharding.model_state import ShardedParameter, models_of, state_of
@@ -90,7 +90,7 @@ def _identity(value: Any) -> str:
     """What tells a function, class or other object from others, in another process too."""
     name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None) or getattr(value, "__name__", "")
     code = code_hash(value) if isinstance(value, (types.FunctionType, types.CodeType)) else ""
-    return f"{name or type(value).__qualname__} of {getattr(value, '__module__', None)} {code}"
+    return f"{name or type(value).__qualname__} of {module_name(value)} {code}"
 
 
 class Program:
