@@ -236,13 +236,16 @@ void bind_model(py::module& module) {
   py::class_<Model, std::shared_ptr<Model>>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
-                      int64_t world, bool native_reduce, int64_t number) {
+                      int64_t world, bool native_reduce, int64_t number, int64_t domain,
+                      std::optional<double> divisor) {
             auto groups = Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)};
             return std::shared_ptr<Model>(
-                new Model(std::move(groups), rank, world, native_reduce, number), delete_without_gil);
+                new Model(std::move(groups), rank, world, native_reduce, number, {domain, divisor}),
+                delete_without_gil);
           }),
           py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"),
-          py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false, py::arg("number") = 0)
+          py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false, py::arg("number") = 0,
+          py::arg("domain") = 0, py::arg("divisor") = py::none())
       .def(
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
           py::arg("replicated"), py::arg("reduce_dtype"))

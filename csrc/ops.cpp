@@ -18,33 +18,42 @@ namespace zcompile {
 
 namespace {
 
-at::Tensor call_reduce(const at::Tensor& grad, const at::Tensor& shard) {
+at::Tensor call_reduce(const at::Tensor& grad, const at::Tensor& shard, int64_t domain) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("zcompile::reduce", "")
-                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
-  return op.call(grad, shard);
+                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t)>();
+  return op.call(grad, shard, domain);
 }
 
-at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, int64_t domain) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("zcompile::gather", "")
-                       .typed<at::Tensor(const at::Tensor&, at::IntArrayRef, at::ScalarType)>();
-  return op.call(shard, shape, dtype);
+                       .typed<at::Tensor(const at::Tensor&, at::IntArrayRef, at::ScalarType, int64_t)>();
+  return op.call(shard, shape, dtype, domain);
 }
 
 std::vector<at::Tensor> call_gather_group(
-    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t domain) {
   static auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("zcompile::gather_group", "")
-          .typed<std::vector<at::Tensor>(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::ScalarType)>();
-  return op.call(shards, sizes, dims, dtype);
+          .typed<std::vector<at::Tensor>(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::ScalarType, int64_t)>();
+  return op.call(shards, sizes, dims, dtype, domain);
 }
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-std::shared_ptr<ParamState> find_with_shape(const at::Tensor& shard, at::IntArrayRef shape, const char* op) {
+std::shared_ptr<ParamState> find_in_domain(const at::Tensor& shard, int64_t domain, const char* op) {
   auto param = find_param(shard);
+  TORCH_CHECK(
+      param->model->domain() == domain, "zcompile::", op, ": '", param->name, "' is in domain ", param->model->domain(),
+      ", asked for ", domain);
+  return param;
+}
+
+std::shared_ptr<ParamState> find_with_shape(
+    const at::Tensor& shard, at::IntArrayRef shape, int64_t domain, const char* op) {
+  auto param = find_in_domain(shard, domain, op);
   TORCH_CHECK(
       shape == at::IntArrayRef(param->shape), "zcompile::", op, ": '", param->name, "' has shape ",
       at::IntArrayRef(param->shape), ", asked for ", shape);
@@ -65,8 +74,8 @@ void refuse_lost_writes(ParamState& param) {
       "or initialise before zcompile.shard(). The parameter is as it was before.");
 }
 
-std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape) {
-  auto param = find_with_shape(shard, shape, "gather");
+std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape, int64_t domain) {
+  auto param = find_with_shape(shard, shape, domain, "gather");
   TORCH_CHECK(
       !param->is_whole, "zcompile: compiled code gathers parameter '", param->name,
       "' inside of zcompile.unshard (rank ", param->model->rank(),
@@ -93,23 +102,24 @@ std::vector<at::IntArrayRef> split_sizes(at::IntArrayRef sizes, at::IntArrayRef 
   return shapes;
 }
 
-at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+at::Tensor gather_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, int64_t domain) {
   at::AutoDispatchBelowADInplaceOrView below;
-  const auto param = find_to_gather(shard, shape);
+  const auto param = find_to_gather(shard, shape, domain);
   return std::move(gather_start(param.get(), dtype).front());
 }
 
-at::Tensor gather_cached_start_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+at::Tensor gather_cached_start_kernel(
+    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, int64_t domain) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return gather_cached_start(find_to_gather(shard, shape).get(), dtype);
+  return gather_cached_start(find_to_gather(shard, shape, domain).get(), dtype);
 }
 
 std::vector<at::Tensor> gather_group_start_kernel(
-    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t domain) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto shapes = split_sizes(sizes, dims);
   std::vector<std::shared_ptr<ParamState>> params;
-  for (size_t i = 0; i < shards.size(); ++i) params.push_back(find_to_gather(shards[i], shapes[i]));
+  for (size_t i = 0; i < shards.size(); ++i) params.push_back(find_to_gather(shards[i], shapes[i], domain));
   return gather_start(pointers(params), dtype);
 }
 
@@ -119,29 +129,29 @@ at::Tensor gather_wait_kernel(const at::Tensor& unsharded) {
   return at::native::alias(unsharded);
 }
 
-at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
-  auto unsharded = gather_start_kernel(shard, shape, dtype);
+at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, int64_t domain) {
+  auto unsharded = gather_start_kernel(shard, shape, dtype, domain);
   gather_wait(unsharded);
   return unsharded;
 }
 
 std::vector<at::Tensor> gather_group_kernel(
-    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
-  auto results = gather_group_start_kernel(shards, sizes, dims, dtype);
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t domain) {
+  auto results = gather_group_start_kernel(shards, sizes, dims, dtype, domain);
   for (const auto& unsharded : results) gather_wait(unsharded);
   return results;
 }
 
-at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard) {
+at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard, int64_t domain) {
   at::AutoDispatchBelowADInplaceOrView below;
-  const auto param = find_param(shard);
+  const auto param = find_in_domain(shard, domain, "reduce");
   return std::move(reduce_start(param.get(), grad).front());
 }
 
-std::vector<at::Tensor> reduce_group_start_kernel(at::TensorList grads, at::TensorList shards) {
+std::vector<at::Tensor> reduce_group_start_kernel(at::TensorList grads, at::TensorList shards, int64_t domain) {
   at::AutoDispatchBelowADInplaceOrView below;
   std::vector<std::shared_ptr<ParamState>> params;
-  for (const auto& shard : shards) params.push_back(find_param(shard));
+  for (const auto& shard : shards) params.push_back(find_in_domain(shard, domain, "reduce"));
   return reduce_start(pointers(params), grads);
 }
 
@@ -151,55 +161,56 @@ at::Tensor reduce_wait_kernel(const at::Tensor& pending, const at::Tensor& /*gra
   return at::native::alias(pending);
 }
 
-at::Tensor reduce_kernel(const at::Tensor& grad, const at::Tensor& shard) {
-  auto out = reduce_start_kernel(grad, shard);
+at::Tensor reduce_kernel(const at::Tensor& grad, const at::Tensor& shard, int64_t domain) {
+  auto out = reduce_start_kernel(grad, shard, domain);
   reduce_wait(out);
   return out;
 }
 
 at::Tensor gather_rows_kernel(
-    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
+    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices, int64_t domain) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return gather_rows(find_to_gather(shard, shape).get(), dtype, indices);
+  return gather_rows(find_to_gather(shard, shape, domain).get(), dtype, indices);
 }
 
 at::Tensor reduce_rows_start_kernel(
     const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
-    const at::Tensor& indices) {
+    const at::Tensor& indices, int64_t domain) {
   at::AutoDispatchBelowADInplaceOrView below;
-  return reduce_rows_start(find_with_shape(shard, shape, "reduce_rows").get(), grad, indices, dtype);
+  return reduce_rows_start(find_with_shape(shard, shape, domain, "reduce_rows").get(), grad, indices, dtype);
 }
 
 at::Tensor reduce_rows_kernel(
     const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
-    const at::Tensor& indices) {
-  auto out = reduce_rows_start_kernel(grad, shard, shape, dtype, indices);
+    const at::Tensor& indices, int64_t domain) {
+  auto out = reduce_rows_start_kernel(grad, shard, shape, dtype, indices, domain);
   reduce_wait(out);
   return out;
 }
 
 // --- shapes and dtypes only -----------------------------------------------------------------------------------------
 
-at::Tensor gather_meta(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+at::Tensor gather_meta(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, int64_t /*domain*/) {
   return at::empty(shape, shard.options().dtype(dtype).requires_grad(false));
 }
 
 std::vector<at::Tensor> gather_group_meta(
-    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t /*domain*/) {
   const auto shapes = split_sizes(sizes, dims);
   std::vector<at::Tensor> results;
-  for (size_t i = 0; i < shards.size(); ++i) results.push_back(gather_meta(shards[i], shapes[i], dtype));
+  for (size_t i = 0; i < shards.size(); ++i) results.push_back(gather_meta(shards[i], shapes[i], dtype, 0));
   return results;
 }
 
 at::Tensor gather_wait_meta(const at::Tensor& unsharded) { return at::alias(unsharded); }
 
-at::Tensor reduce_meta(const at::Tensor& /*grad*/, const at::Tensor& shard) {
+at::Tensor reduce_meta(const at::Tensor& /*grad*/, const at::Tensor& shard, int64_t /*domain*/) {
   return at::empty_like(shard, shard.options().requires_grad(false), at::MemoryFormat::Contiguous);
 }
 
 at::Tensor gather_rows_meta(
-    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices) {
+    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const at::Tensor& indices,
+    int64_t /*domain*/) {
   auto sizes = indices.sym_sizes().vec();
   sizes.emplace_back(shape.back());
   return at::empty_symint(sizes, shard.options().dtype(dtype).requires_grad(false));
@@ -207,13 +218,13 @@ at::Tensor gather_rows_meta(
 
 at::Tensor reduce_rows_meta(
     const at::Tensor& grad, const at::Tensor& shard, at::IntArrayRef /*shape*/, at::ScalarType /*dtype*/,
-    const at::Tensor& /*indices*/) {
-  return reduce_meta(grad, shard);
+    const at::Tensor& /*indices*/, int64_t domain) {
+  return reduce_meta(grad, shard, domain);
 }
 
-std::vector<at::Tensor> reduce_group_meta(at::TensorList grads, at::TensorList shards) {
+std::vector<at::Tensor> reduce_group_meta(at::TensorList grads, at::TensorList shards, int64_t domain) {
   std::vector<at::Tensor> outs;
-  for (size_t i = 0; i < shards.size(); ++i) outs.push_back(reduce_meta(grads[i], shards[i]));
+  for (size_t i = 0; i < shards.size(); ++i) outs.push_back(reduce_meta(grads[i], shards[i], domain));
   return outs;
 }
 
@@ -226,6 +237,7 @@ at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*
 // not the leaf, which its next edge has: a node may outlive its graph, for as long as somebody refers to it weakly.
 struct ReduceBackward : public torch::autograd::Node {
   at::Tensor shard;
+  int64_t domain = 0;
 
   // The highest number, as of the nodes that accumulate: the engine takes it as soon as its gradients are there. With
   // the number of the first gather, it would wait for all that was recorded since, and a node may be shared by the
@@ -236,14 +248,15 @@ struct ReduceBackward : public torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     if (!grads[0].defined()) return {at::Tensor()};
-    return {call_reduce(grads[0], shard)};
+    return {call_reduce(grads[0], shard, domain)};
   }
 };
 
 // `memory`: the shard, or what has its memory.
-NodePtr make_backward(const at::Tensor& shard, const at::Tensor& memory) {
+NodePtr make_backward(const at::Tensor& shard, const at::Tensor& memory, int64_t domain) {
   auto node = NodeTraits<NodePtr>::make<ReduceBackward>();
   node->shard = memory;
+  node->domain = domain;
   node->set_next_edges(torch::autograd::collect_next_edges(shard));
   return node;
 }
@@ -268,13 +281,13 @@ void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at
       return;
     }
   }
-  auto node = make_backward(shard, param.shard);
+  auto node = make_backward(shard, param.shard, param.model->domain());
   torch::autograd::set_history(unsharded, node);
   param.backward.insert_or_assign(unsharded.scalar_type(), NodeTraits<NodePtr>::weak(node));
 }
 
 // Lets the gradient of `unsharded`, which was gathered from `shard`, be reduced, and writes to `unsharded` be seen.
-void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool differentiable) {
+void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool differentiable, int64_t domain) {
   const auto param = is_real(shard) ? find_param(shard) : nullptr;
   if (param && !unsharded.is_inference()) {
     param->unsharded_version = unsharded.unsafeGetTensorImpl()->version_counter();
@@ -283,72 +296,77 @@ void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool different
   if (param) {
     attach_shared_backward(*param, shard, unsharded);
   } else {
-    torch::autograd::set_history(unsharded, make_backward(shard, shard));
+    torch::autograd::set_history(unsharded, make_backward(shard, shard, domain));
   }
 }
 
-at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, int64_t domain) {
   const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
   at::Tensor unsharded;
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    unsharded = call_gather(shard, shape, dtype);
+    unsharded = call_gather(shard, shape, dtype, domain);
   }
-  attach(shard, unsharded, differentiable);
+  attach(shard, unsharded, differentiable, domain);
   return unsharded;
 }
 
 std::vector<at::Tensor> gather_group_autograd(
-    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype) {
+    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t domain) {
   std::vector<at::Tensor> results;
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    results = call_gather_group(shards, sizes, dims, dtype);
+    results = call_gather_group(shards, sizes, dims, dtype, domain);
   }
   for (size_t i = 0; i < results.size(); ++i) {
-    attach(shards[i], results[i], at::GradMode::is_enabled() && shards[i].requires_grad());
+    attach(shards[i], results[i], at::GradMode::is_enabled() && shards[i].requires_grad(), domain);
   }
   return results;
 }
 
-at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard) {
+at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard, int64_t domain) {
   TORCH_CHECK(
       !(at::GradMode::is_enabled() && grad.requires_grad()),
       "zcompile: a gradient of a gradient (create_graph=True) through a sharded parameter is not supported");
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_reduce(grad, shard);
+  return call_reduce(grad, shard, domain);
 }
 
 }  // namespace
 
+// `domain` is that of the shard; see Domain in transport/context.h.
 TORCH_LIBRARY(zcompile, library) {
   // The unsharded parameter, downcast on the way. A new tensor: aliases nothing.
-  library.def("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  library.def("gather(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
   // Several at once, in one transfer. `sizes` are those of all, `dims` says how many each has.
-  library.def("gather_group(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype) -> Tensor[]");
+  library.def("gather_group(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype, int domain=0) -> Tensor[]");
   // This rank's slice of the mean gradient. A new tensor: aliases nothing.
-  library.def("reduce(Tensor grad, Tensor shard) -> Tensor");
+  library.def("reduce(Tensor grad, Tensor shard, int domain=0) -> Tensor");
   // A new tensor that is being filled: only gather_wait may read it.
-  library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
   // The same, but the runtime may cache the result for the next microbatch. Then nobody may give its memory to another
   // result. No schema can say so (an alias of the shard would live as long as the shard), so the backend tells
   // Inductor; see _lower_cached.
-  library.def("gather_cached_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  library.def("gather_cached_start(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
   // New tensors that are being filled together. `sizes` are those of all, `dims` says how many each has.
-  library.def("gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype) -> Tensor[]");
+  library.def(
+      "gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype, int domain=0) -> Tensor[]");
   // The same memory, filled. It lives as long as its last reader, which the annotation tells Inductor.
   library.def("gather_wait(Tensor(a) unsharded) -> Tensor(a)");
   // A new tensor that is being filled, while `grad` is being read.
-  library.def("reduce_start(Tensor grad, Tensor shard) -> Tensor");
+  library.def("reduce_start(Tensor grad, Tensor shard, int domain=0) -> Tensor");
   // New tensors that are being filled together, while `grads` are being read.
-  library.def("reduce_group_start(Tensor[] grads, Tensor[] shards) -> Tensor[]");
+  library.def("reduce_group_start(Tensor[] grads, Tensor[] shards, int domain=0) -> Tensor[]");
   // Rows of the unsharded parameter, a matrix, downcast on the way: [*indices.shape, columns]. A new tensor: aliases
   // nothing.
-  library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
+  library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> Tensor");
   // As reduce, of the gradient of such rows: zeros of `shape`, to which `grad` is added in fp32 in the order of
   // `indices`, rounded to `dtype`. Negative indices count for nothing.
-  library.def("reduce_rows(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
-  library.def("reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices) -> Tensor");
+  library.def(
+      "reduce_rows(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> Tensor");
+  library.def(
+      "reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> "
+      "Tensor");
   // The same memory, filled. Takes `grad` because it is read until here: nobody may reuse it before.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }

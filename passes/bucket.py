@@ -12,6 +12,8 @@ from zcompile.analysis.fx_utils import (
     REDUCE_START,
     args_of,
     calls,
+    domain_args,
+    domain_of,
     insert,
     insert_items,
     is_returned,
@@ -28,9 +30,10 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
     Why: a small transfer costs latency, not bandwidth.
 
     How: a large transfer travels alone and does not end a group. So the first reader of a group waits for at most
-    `gather_bytes`, and of each dtype at most as much is unsharded early, or kept as gradients for long. The order in
-    which parameters are read and their sizes decide, and nothing else, so that ranks that see other sizes of batches
-    decide alike. Each tensor keeps a wait of its own.
+    `gather_bytes`, and of each dtype at most as much is unsharded early, or kept as gradients for long. Parameters of
+    other domains go over other process groups, and travel apart. The order in which parameters are read and their sizes
+    decide, and nothing else, so that ranks that see other sizes of batches decide alike. Each tensor keeps a wait of
+    its own.
 
     A gather that `regather` made is no part of a group: it must not come early. Nor is a reduce whose result the graph
     itself reads.
@@ -46,20 +49,21 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
 
 
 def _groups(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
-    """Groups of two and more starts of one dtype that fit into one bucket."""
+    """Groups of two and more starts of one domain and dtype that fit into one bucket."""
     groups: list[list[Node]] = []
-    open_groups: dict[torch.dtype, tuple[list[Node], int]] = {}  # dtype -> the group that the next may join, its bytes
+    # domain and dtype -> the group that the next may join, its bytes
+    open_groups: dict[tuple[int, torch.dtype], tuple[list[Node], int]] = {}
     for start in starts:
         start_bytes = transfer_bytes(start)
         if start_bytes > bucket_bytes:
             continue
-        dtype = value(start).dtype
-        group, used_bytes = open_groups.get(dtype, ([], bucket_bytes))
+        kind = domain_of(start), value(start).dtype
+        group, used_bytes = open_groups.get(kind, ([], bucket_bytes))
         if used_bytes + start_bytes > bucket_bytes:
             group, used_bytes = [], 0
             groups.append(group)
         group.append(start)
-        open_groups[dtype] = group, used_bytes + start_bytes
+        open_groups[kind] = group, used_bytes + start_bytes
     return [group for group in groups if len(group) > 1]
 
 
@@ -69,9 +73,8 @@ def _merge_gathers(graph: Graph, group: list[Node]) -> None:
     shapes = [list(args_of(start)[1]) for start in group]
     sizes = [size for shape in shapes for size in shape]
     dims = [len(shape) for shape in shapes]
-    dtype = group[0].args[2]
-    fakes = list(map(value, group))
-    merged = insert(graph, group[0], GATHER_GROUP_START, shards, sizes, dims, dtype, like=group[0], fake=fakes)
+    arguments = (shards, sizes, dims, group[0].args[2], *domain_args(group[0]))
+    merged = insert(graph, group[0], GATHER_GROUP_START, *arguments, like=group[0], fake=list(map(value, group)))
     for start, item in zip(group, insert_items(graph, merged, len(group)), strict=True):
         replace_and_erase(graph, start, item)
 
@@ -80,7 +83,8 @@ def _merge_reduces(graph: Graph, group: list[Node]) -> None:
     """One start, where the last of the group starts, and all waits behind it."""
     grads, shards = ([start.args[i] for start in group] for i in (0, 1))
     waits = [wait for start in group for wait in waits_of(start)]
-    merged = insert(graph, group[-1], REDUCE_GROUP_START, grads, shards, like=group[-1], fake=list(map(value, group)))
+    arguments = (grads, shards, *domain_args(group[-1]))
+    merged = insert(graph, group[-1], REDUCE_GROUP_START, *arguments, like=group[-1], fake=list(map(value, group)))
     items = insert_items(graph, merged, len(group))
     for start, item in zip(group, items, strict=True):
         replace_and_erase(graph, start, item)

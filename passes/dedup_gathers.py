@@ -15,7 +15,7 @@ def dedup_gathers(graph: Graph) -> None:
     """
     first_gather: dict[tuple, Node] = {}
     for gather in calls(graph, GATHER):
-        shard, shape, dtype = args_of(gather)
+        shard, shape, dtype, *_ = args_of(gather)
         first = first_gather.setdefault((shard, tuple(shape), dtype), gather)
         if first is not gather:
             replace_and_erase(graph, gather, first)

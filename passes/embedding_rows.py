@@ -14,6 +14,7 @@ from zcompile.analysis.fx_utils import (
     args_of,
     aten,
     calls,
+    domain_args,
     insert,
     is_cast,
     is_widening,
@@ -58,7 +59,8 @@ def _gather_rows(graph: Graph, gather: Node) -> None:
     (embedding,) = gather.users
     if embedding.target is not aten.embedding.default or embedding.args[0] is not gather:
         return
-    rows = insert(graph, embedding, GATHER_ROWS, *gather.args, embedding.args[1], like=embedding)
+    arguments = (*gather.args[:3], embedding.args[1], *domain_args(gather))
+    rows = insert(graph, embedding, GATHER_ROWS, *arguments, like=embedding)
     rows.meta |= {key: embedding.meta[key] for key in ("recompute", "ac_graph_id") if key in embedding.meta}
     rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # or sizes would decide which gathers backward has
     replace_and_erase(graph, embedding, rows)
@@ -66,7 +68,7 @@ def _gather_rows(graph: Graph, gather: Node) -> None:
 
 
 def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
-    dense, shard = args_of(reduce)
+    dense, shard, *domain = args_of(reduce)
     shape, dtype = [*value(dense).shape], value(dense).dtype
     before_cast = args_of(dense)[0] if is_cast(dense) else dense
     if not (_has_one_reader(dense) and _has_one_reader(before_cast)):
@@ -75,7 +77,7 @@ def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
     if rows is None:
         return
     indices = _indices_to_reduce(graph, reduce, rows)
-    reduce_rows = insert(graph, reduce, REDUCE_ROWS, rows.grad, shard, shape, dtype, indices, like=reduce)
+    reduce_rows = insert(graph, reduce, REDUCE_ROWS, rows.grad, shard, shape, dtype, indices, *domain, like=reduce)
     replace_and_erase(graph, reduce, reduce_rows)
     graph.eliminate_dead_code()
 

@@ -18,10 +18,10 @@ def merge_reduces(graph: Graph) -> None:
         terms = args_of(add)
         if not all(isinstance(term, Node) and term.target is REDUCE and len(term.users) == 1 for term in terms):
             continue
-        (left, left_shard), (right, right_shard) = map(args_of, terms)
+        (left, left_shard, *domain), (right, right_shard, *_) = map(args_of, terms)
         if left_shard is not right_shard or terms[0] is terms[1] or add.kwargs:
             continue
         total = insert(graph, add, aten.add.Tensor, left, right, like=add)
-        replace_and_erase(graph, add, insert(graph, add, REDUCE, total, left_shard, like=add))
+        replace_and_erase(graph, add, insert(graph, add, REDUCE, total, left_shard, *domain, like=add))
         for term in terms:
             graph.erase_node(term)

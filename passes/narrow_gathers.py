@@ -27,8 +27,8 @@ def narrow_gathers(graph: Graph) -> None:
         casts = narrowing_casts(gather)
         if not casts:
             continue
-        shard, shape, _ = args_of(gather)
-        gather.args = (shard, shape, value(casts[0]).dtype)
+        shard, shape, _, *domain = args_of(gather)
+        gather.args = (shard, shape, value(casts[0]).dtype, *domain)
         for cast in casts:
             replace_and_erase(graph, cast, args_of(cast)[0])
         retype(gather)

@@ -23,6 +23,7 @@ On each of the graphs that come of it (`schedule_passes`):
 | narrow_gathers | as above | one of two gathers that were one may now be narrower |
 | split_collectives | makes a start and a wait of each collective | the two can move apart |
 | bucket | merges small transfers | they cost latency, not bandwidth |
+| cross_collectives | moves starts of gathers before a collective of the user's | as below, on all ranks alike |
 | prefetch | moves starts of gathers up | transfers hide behind compute |
 | defer_reduce_waits | moves waits of reduces down | transfers hide behind compute |
 | warn_over_budget | changes nothing; warns where the budget is broken | a user should report it |
@@ -44,6 +45,7 @@ from torch.fx import Graph
 from zcompile.options import Plan
 from zcompile.passes.bucket import bucket
 from zcompile.passes.cache_across_microbatches import cache_across_microbatches
+from zcompile.passes.cross_collectives import cross_collectives
 from zcompile.passes.dedup_gathers import dedup_gathers
 from zcompile.passes.defer_reduce_waits import defer_reduce_waits
 from zcompile.passes.embedding_rows import embedding_rows
@@ -95,6 +97,7 @@ def schedule_passes(plan: Plan) -> tuple[Pass, ...]:
         narrow_gathers,
         split_collectives,
         partial(bucket, gather_bytes=gather_bucket_bytes, reduce_bytes=plan.bucket_bytes),
+        partial(cross_collectives, gather_budget_bytes=budget_bytes),
         partial(prefetch, link=plan.link, gather_budget_bytes=budget_bytes, fused=plan.fused),
         partial(defer_reduce_waits, reduce_budget_bytes=plan.reduce_budget_bytes),
         partial(warn_over_budget, gather_budget_bytes=budget_bytes),

@@ -13,6 +13,7 @@ from zcompile.analysis.fx_utils import (
     GATHER_START,
     REDUCE_STARTS,
     calls,
+    is_user_collective,
     started_tensors,
     waits_of,
 )
@@ -32,7 +33,7 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
     How: the wire serves one gather after the other, so each must also be done when the next must begin. In backward
     gathers share the wire with reduces. Starts keep their order. A gather starts later than that where unsharded
     parameters would take more than `ParamLifetimes.bound_bytes`; and where a parameter is gathered again, after the
-    last reader of the gather before.
+    last reader of the gather before. None crosses a collective of the user's; see `cross_collectives`.
 
     Args:
         link: what to compute times of transfers and of compute from.
@@ -42,12 +43,13 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     if not starts:
         return
+    fixed = [i for i, node in enumerate(graph.nodes) if is_user_collective(node)]
     lifetimes = ParamLifetimes(graph)
     nodes, position = lifetimes.liveness.nodes, lifetimes.liveness.position
     seconds = Costs(graph, link, fused).seconds
     before_s = list(accumulate((seconds[node] for node in nodes), initial=0.0))
     needs = _needs(graph, starts, link, position, before_s)
-    goals = _goals(starts, needs, lifetimes, before_s, lifetimes.bound_bytes(gather_budget_bytes))
+    goals = _goals(starts, needs, lifetimes, before_s, lifetimes.bound_bytes(gather_budget_bytes), fixed)
     items = {start: started_tensors(start) if start.target is GATHER_GROUP_START else [] for start in starts}
     moving = {node for start in starts for node in (start, *items[start])}
     for start, goal in zip(starts, goals, strict=True):
@@ -88,9 +90,18 @@ def _needs(
 
 
 def _goals(
-    starts: list[Node], needs: list[_Needs], lifetimes: ParamLifetimes, before_s: list[float], bound_bytes: int
+    starts: list[Node],
+    needs: list[_Needs],
+    lifetimes: ParamLifetimes,
+    before_s: list[float],
+    bound_bytes: int,
+    fixed: list[int],
 ) -> list[int]:
-    """For each start, the position before which it should stand: rising, and never behind where it stands."""
+    """For each start, the position before which it should stand: rising, and never behind where it stands.
+
+    Args:
+        fixed: positions of nodes that no start crosses, rising.
+    """
     position = lifetimes.liveness.position
     unsharded_bytes = lifetimes.unsharded_bytes()
     bytes_of: Counter[Node] = Counter()  # a start -> what it adds to `unsharded_bytes`
@@ -104,8 +115,9 @@ def _goals(
     for start, need in zip(starts, needs, strict=True):
         queued_s = wire_free_s - waited_s - need.takes_s  # started before that, it would wait for the wire in memory
         earliest_s = max(need.begins_s, queued_s) - EARLY_SHARE * need.takes_s - EARLY_S
-        goal = max(goal, bisect_right(before_s, earliest_s) - 1, regathered_from.get(start, 0))
         i = position[start]
+        behind = fixed[bisect_right(fixed, i) - 1] + 1 if fixed and fixed[0] < i else 0
+        goal = max(goal, behind, bisect_right(before_s, earliest_s) - 1, regathered_from.get(start, 0))
         while i > goal and unsharded_bytes[i - 1] + bytes_of[start] <= bound_bytes:
             i -= 1
             unsharded_bytes[i] += bytes_of[start]

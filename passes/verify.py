@@ -59,7 +59,7 @@ def _verify_gathers(graph: Graph, after: str) -> None:
         shards = args_of(start)[0] if start.target is GATHER_GROUP_START else args_of(start)[:1]
         for tensor, shard in zip(_waited_once(start, after, len(shards), GATHER_WAIT), shards, strict=True):
             started.add(tensor)
-            gathers.append((tensor, (shard, start.args[-1])))
+            gathers.append((tensor, (shard, start.args[3 if start.target is GATHER_GROUP_START else 2])))
     for wait in calls(graph, GATHER_WAIT):
         _require(wait.args[0] in started, after, wait, "waits for something that is no gather")
     _require_unique(after, "gathers a parameter again", gathers, unless=_is_regather(graph))
@@ -70,7 +70,7 @@ def _verify_reduces(graph: Graph, after: str) -> None:
     grad_of: dict[Node, Node] = {}  # tensor of a start -> the gradient that it reduces
     for start in calls(graph, *REDUCE_STARTS):
         is_group = start.target is REDUCE_GROUP_START
-        grads, shards = args_of(start) if is_group else ([arg] for arg in args_of(start)[:2])
+        grads, shards = args_of(start)[:2] if is_group else ([arg] for arg in args_of(start)[:2])
         tensors = _waited_once(start, after, len(shards), REDUCE_WAIT)
         for tensor, grad, shard in zip(tensors, grads, shards, strict=True):
             grad_of[tensor] = grad

@@ -34,6 +34,8 @@ class Model:
         world: int,
         native_reduce: bool = False,
         number: int = 0,
+        domain: int = 0,
+        divisor: float | None = None,
     ) -> None: ...
     @property
     def world(self) -> int: ...

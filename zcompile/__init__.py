@@ -22,9 +22,11 @@ if _C.built_for_torch != torch.__version__:
     )
 
 from zcompile.sharding.accumulation import accumulate
+from zcompile.sharding.clipping import clip_grad_norm_
 from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
+from zcompile.sharding.placement import Placement
 from zcompile.sharding.shard import shard
 from zcompile.sharding.unshard import unshard
 from zcompile_flag import watch
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
 watch()
 
 __all__ = [
+    "Placement",
     "__version__",
     "accumulate",
+    "clip_grad_norm_",
     "compile",
     "explain",
     "fuse_optimizer",

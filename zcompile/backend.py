@@ -186,7 +186,7 @@ def _reads(gm: GraphModule) -> list[tuple[int, str, str]]:
     positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     reads = []
     for node in calls(gm.graph, GATHER):
-        shard, shape, dtype = cast(tuple[Node, list[int], torch.dtype], node.args)
+        shard, shape, dtype = cast(tuple[Node, list[int], torch.dtype], node.args[:3])
         place = " ".join(map(_without_folder, (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]))
         reads.append((positions.get(shard, -1), f"{list(shape)} {dtype}", place))
     return reads

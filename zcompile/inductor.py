@@ -9,7 +9,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-from torch._inductor.lowering import fallback_handler
+from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 
@@ -24,6 +24,7 @@ from zcompile.analysis.fx_utils import (
     REDUCE_WAIT,
     SAVED_FOR_BACKWARD,
     calls,
+    is_user_collective,
     nodes_in,
 )
 from zcompile.options import Plan
@@ -125,6 +126,8 @@ class _Schedule(_Passes):
         shards = _shards_of(graph)
         for node in calls(graph, *LOWERED):
             node.target = _lowering_of(node)
+        for node in filter(is_user_collective, graph.nodes):
+            node.target = _is_lowering(_chained_lowering_of(node.target), node)
         for saved in graph.find_nodes(op="placeholder"):
             if saved.meta.get(SAVED_FOR_BACKWARD):
                 _call_at_begin(graph, _never_reuse, saved)
@@ -184,11 +187,12 @@ def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
     """
 
     @functools.wraps(lower)
-    def lowering(*args: Any) -> Any:
-        return lower(*args)
+    def lowering(*args: Any, **kwargs: Any) -> Any:
+        return lower(*args, **kwargs)
 
     lowering._inductor_lowering_function = True  # type: ignore[attr-defined]
-    lowering._inductor_lowering_output_metadata_fn = lambda *args: node.meta["val"]  # type: ignore[attr-defined]
+    metadata_of = lambda *args, **kwargs: node.meta["val"]
+    lowering._inductor_lowering_output_metadata_fn = metadata_of  # type: ignore[attr-defined]
     return lowering
 
 
@@ -219,12 +223,32 @@ def _lower(fallback: Callable[..., Any], *args: Any) -> Any:
     for operation in operations:  # the runtime checks shapes and aligns; in Python that is 2 us per parameter and step
         operation.codegen_size_asserts = lambda wrapper: None
         operation.codegen_alignment_asserts = lambda wrapper: None
+    _chain(operations)
+    return result
+
+
+def _chain(operations: Sequence[Any]) -> None:
+    """Have Inductor run `operations` behind what was chained before."""
+    graph: Any = V.graph
     previous = getattr(graph, "zcompile_previous", None)
     if previous is not None:
         for operation in operations:
             graph.additional_buffer_deps[operation.get_operation_name()].add(previous)
     graph.zcompile_previous = operations[-1].get_name()
-    return result
+
+
+def _chained_lowering_of(op: Any) -> Callable[..., Any]:
+    """Inductor's own lowering of a collective of the user's, in FX order with zcompile's ops."""
+    lower = lowerings[op]
+
+    def chained(*args: Any, **kwargs: Any) -> Any:
+        graph: Any = V.graph
+        before = len(graph.operations)
+        result = lower(*args, **kwargs)
+        _chain(graph.operations[before:])
+        return result
+
+    return chained
 
 
 def _lower_cached(fallback: Callable[..., Any], *args: Any) -> Any:

@@ -25,6 +25,7 @@ OPTIONAL_PASSES = (
     "sink_gathers",
     "regather",
     "bucket",
+    "cross_collectives",
     "prefetch",
     "defer_reduce_waits",
     "cache_across_microbatches",

@@ -250,9 +250,7 @@ ReduceExtras Reducer::Part::extras(int64_t numel) const {
 }
 
 // With replicas, the mean is taken when their sums are added.
-double Reducer::divisor() const {
-  return context_.groups().replicate.empty() ? static_cast<double>(context_.world()) : 1.0;
-}
+double Reducer::divisor() const { return context_.groups().replicate.empty() ? context_.divisor() : 1.0; }
 
 int64_t Reducer::Part::length_of(int64_t rank) const {
   return std::clamp<int64_t>(request->param->length_of(rank) - begin, 0, most);

@@ -14,8 +14,8 @@
 
 namespace zcompile {
 
-Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number)
-    : TransportContext(std::move(groups), rank, world, native_reduce, number),
+Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain)
+    : TransportContext(std::move(groups), rank, world, native_reduce, number, domain),
       agreement_(RankAgreement::of(this->groups().control)),
       orders_(OrderLog::of_model(*this)),
       transport_(make_c10d_transport(*this)) {}

@@ -24,7 +24,8 @@ namespace zcompile {
 
 class Model : public TransportContext, public std::enable_shared_from_this<Model> {
  public:
-  Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number);  // see TransportContext
+  // See TransportContext.
+  Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain);
   ~Model() override;
 
   // `leaf` is the autograd leaf over the shard; see [Note: who owns a model] in param_state.h.

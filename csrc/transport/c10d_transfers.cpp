@@ -22,7 +22,7 @@ void C10dReduce::wait() {
   for (const auto& [received, out, extras, sent] : sums_) {
     const auto rows = received.narrow(1, 0, out.numel()).unbind(0);
     if (context_.groups().replicate.empty()) {
-      mean(rows, static_cast<double>(context_.world()), out, extras);
+      mean(rows, context_.divisor(), out, extras);
       continue;
     }
     auto sum = at::empty({out.numel()}, received.options().dtype(sum_dtype(received.scalar_type())));
@@ -35,7 +35,7 @@ void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Te
   auto replicas = resolve_group(context.groups().replicate);
   auto rows = at::empty({replicas->getSize(), sum.numel()}, sum.options());
   all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
-  mean(rows.unbind(0), static_cast<double>(context.world() * replicas->getSize()), out, extras);
+  mean(rows.unbind(0), context.divisor(replicas->getSize()), out, extras);
 }
 
 }  // namespace zcompile

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -18,13 +19,24 @@ struct Groups {
   std::string control;  // all ranks of the mesh, on the host; empty where ranks must agree by construction
 };
 
+// Parameters that are sharded over one mesh. A model may have several: dense layers over one, experts over another.
+struct Domain {
+  int64_t number = 0;  // the same on all ranks; ops carry it, so that passes keep domains apart
+  std::optional<double> divisor;  // of summed gradients; default: the ranks of the mesh
+};
+
 class TransportContext {
  public:
   // `rank` and `world` are those of the gather group. With `native_reduce`, collectives reduce by the backend's own
   // reduce-scatter, which adds up in its order, at the width of the wire. `number` tells the model from others over the
   // same ranks, which have the same one for it.
-  TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number)
-      : groups_(std::move(groups)), rank_(rank), world_(world), native_reduce_(native_reduce), number_(number) {}
+  TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain)
+      : groups_(std::move(groups)),
+        rank_(rank),
+        world_(world),
+        native_reduce_(native_reduce),
+        number_(number),
+        domain_(domain) {}
   virtual ~TransportContext() = default;
   TransportContext(const TransportContext&) = delete;
   TransportContext& operator=(const TransportContext&) = delete;
@@ -34,6 +46,11 @@ class TransportContext {
   int64_t world() const { return world_; }
   bool native_reduce() const { return native_reduce_; }
   int64_t number() const { return number_; }
+  int64_t domain() const { return domain_.number; }
+  // Of sums over `replicas` times the ranks that share the shards.
+  double divisor(int64_t replicas = 1) const {
+    return domain_.divisor.value_or(static_cast<double>(world_ * replicas));
+  }
 
   virtual int64_t num_params() const = 0;
   virtual const ShardedParam& param(int64_t index) const = 0;
@@ -57,6 +74,7 @@ class TransportContext {
   int64_t world_;
   bool native_reduce_;
   int64_t number_;
+  Domain domain_;
 };
 
 }  // namespace zcompile

@@ -91,4 +91,4 @@ def test_models_of_other_kinds_train_as_unsharded(ranks, task, kind):
 @pytest.mark.matrix
 @pytest.mark.parametrize("task, kind", UNDER_INDUCTOR)
 def test_models_of_all_kinds_train_under_inductor(ranks, task, kind):
-    assert ranks(2).run(rank_trains, task, kind, "inductor") == [None, None]
+    assert ranks(2).run(rank_trains, task, kind, "inductor", timeout=600) == [None, None]

@@ -166,6 +166,8 @@ def _make(task: str, kind: str, arguments: dict[str, Any]) -> Any:
         shrink(config)
         if task != "seq2seq" and config.get_text_config() is not config:
             shrink(config.get_text_config())
+    if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = SIZES["decoder_start_token_id"]  # newer ones have it for generation only
     if hasattr(config, "vision_config"):
         _shrink_vision(config)
     _without_dropout(config)

@@ -13,7 +13,7 @@ Words used throughout:
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -75,6 +75,9 @@ MOVEMENT = {
     operator.getitem,
 }
 
+# What torch has beside its collectives: neither starts one.
+NO_COLLECTIVES = (torch.ops._c10d_functional.wait_tensor.default,)
+
 # Gradients of movement: they copy their first argument into zeros. They commute with a cast, as movement does.
 SCATTERS = {aten.select_backward.default, aten.slice_backward.default}
 
@@ -87,6 +90,28 @@ def calls(graph: Graph, *targets: object) -> list[Node]:
 def value(node: Node) -> torch.Tensor:
     """The fake value of a node whose result is one tensor."""
     return node.meta["val"]
+
+
+def is_user_collective(node: Node) -> bool:
+    """Whether `node` starts a collective that the model asks for itself, as tensor and expert parallelism do."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace == "_c10d_functional_autograd":
+        return True
+    return node.target.namespace == "_c10d_functional" and node.target not in NO_COLLECTIVES
+
+
+def domain_of(node: Node) -> int:
+    """The domain of a gather, a reduce, or a start of either: parameters of one domain are sharded over one mesh."""
+    schema = cast(torch._ops.OpOverload, node.target)._schema
+    place = next(i for i, argument in enumerate(schema.arguments) if argument.name == "domain")
+    return cast(int, node.args[place]) if len(node.args) > place else 0
+
+
+def domain_args(node: Node) -> tuple[int, ...]:
+    """The last argument of another gather or reduce of the domain of `node`; none for the first domain, the default."""
+    domain = domain_of(node)
+    return (domain,) if domain else ()
 
 
 def args_of(node: Node) -> tuple[Any, ...]:

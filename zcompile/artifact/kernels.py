@@ -67,6 +67,11 @@ def take_kernels(entry: Any) -> dict[str, bytes]:
                 argument_types, source = arguments
                 kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)
                 libraries[kernel_key(argument_types, source)] = Path(kernel.__self__.__file__).read_bytes()
+        if "_c10d_functional" in graph.source_code:
+            raise RuntimeError(
+                "zcompile: the model has collectives of its own, as under tensor or expert parallelism. Its code names "
+                "their process groups, which differ between ranks, so no artifact can hold it."
+            )
         graph.source_code = graph.source_code.replace(MAKE, MAKE_FROM_FILE)
         graph.cache_key = code_hash(graph.source_code)
         graph.counter_deltas.clear()  # what compiling counted, which loading would count again

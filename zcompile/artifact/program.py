@@ -48,6 +48,8 @@ def make(
     if settings.inner != "inductor":
         raise ArtifactError(f"zcompile: artifact= needs the option inner='inductor', not {settings.inner!r}.")
     state = state_of(model)
+    if state.others:
+        raise ArtifactError("zcompile: parameters are sharded over several meshes, for which there are no artifacts.")
     fields = fingerprint(model, settings, mode, state.memory_bytes, args, kwargs)
     plan = settings.plan(link_of(state, settings), state.memory_bytes)
 

@@ -15,6 +15,7 @@ from torch import nn
 from zcompile import _C
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.sharding.placement import Layout
 
 ZeroParameter: TypeAlias = Any
 """An `nn.Parameter` with what ZeRO-3 puts on it: `ds_id`, `ds_tensor`, `ds_numel`, `ds_shape` and other attributes."""
@@ -28,11 +29,6 @@ class Partition(ShardedParameter):
     rank: int
     accept: Callable[["Partition", torch.Tensor], None]
     zeros_if_unused = True  # as leaf modules reduce; see leaf_modules.py
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the unsharded parameter."""
-        return tuple(self.parameter.ds_shape)
 
     def local(self) -> torch.Tensor:
         """This rank's partition, [elements without padding]."""
@@ -78,7 +74,13 @@ def add_partition(
         reduce_dtype=None,
     )
     partition = Partition(
-        name=name, index=index, parameter=parameter, leaf_reference=weakref.ref(leaf), rank=rank, accept=accept
+        name=name,
+        index=index,
+        parameter=parameter,
+        leaf_reference=weakref.ref(leaf),
+        layout=Layout(tuple(parameter.ds_shape)),
+        rank=rank,
+        accept=accept,
     )
     partition.add_owner(*owner, leaf)
     state.parameters[name] = partition

@@ -48,10 +48,10 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
     """Parameters do not change from here on: gradients add up in place, and what is gathered stays unsharded, up to
-    `microbatch_cache_bytes`. Units are gathered anew."""
+    `microbatch_cache_bytes`. Units, and what other domains have, are gathered anew."""
     state.begin_accumulating(microbatch_cache_bytes)
-    if state.units is not None:
-        state.units.begin_accumulating(0)
+    for other in models_of(state)[1:]:
+        other.begin_accumulating(0)
 
 
 def end_accumulating(state: ShardedModel) -> None:

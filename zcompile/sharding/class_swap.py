@@ -13,27 +13,29 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from zcompile.sharding.attributes import AROUND, LEAF, RECIPE, SHARDED, STATE, UNIT, UNITS_BELOW, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.sharding.given_parameters import layout_of, read_given
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter, replaced_message
+from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of, replaced_message
+from zcompile.sharding.placement import Layout
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
 from zcompile.sharding.unit_forward import call_parent, call_unit
 from zcompile.sharding.unshard import whole_parameters
 
 gather = torch.ops.zcompile.gather.default
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name and unsharded shape of each parameter of a module
-_MakeReader = Callable[[str, list[int], torch.dtype | None], Callable[[Any], torch.Tensor]]
+Layouts = tuple[tuple[str, Layout], ...]  # name and layout of each parameter of a module
+_MakeReader = Callable[[str, Layout, torch.dtype | None], Callable[[Any], torch.Tensor]]
+
+_LEAF = object()
 
 
 @dataclass(frozen=True)
 class _Kind:
     """What modules of one class have in common."""
 
-    shapes: Shapes
+    layouts: Layouts
     param_dtype: torch.dtype | None
     single_rank: bool = False  # nothing is sharded, so that a read only casts
     in_unit: bool = False
@@ -56,21 +58,21 @@ def install_readers(
         single_rank: nothing is sharded, so that they only cast.
         units: has the shards of units, whose modules have a `Unit` each.
     """
-    by_module: dict[nn.Module, dict[str, tuple[int, ...]]] = {each: {} for each in model.modules() if _is_called(each)}
-    for each in (state, units):
-        for sharded in each.parameters.values() if each is not None else ():
+    by_module: dict[nn.Module, dict[str, Layout]] = {each: {} for each in model.modules() if _is_called(each)}
+    for each in models_of(state):
+        for sharded in each.parameters.values():
             sharded.state.install_leaf(sharded)
             for module, attribute in sharded.owners:
                 module.__dict__[SHARDED + attribute] = sharded
-                by_module.setdefault(module, {})[attribute] = sharded.shape
+                by_module.setdefault(module, {})[attribute] = sharded.layout
     in_units = {below for module in model.modules() if UNIT in module.__dict__ for below in module.modules()}
     for module, attributes in by_module.items():
         in_unit = module in in_units
         module.__dict__[STATE] = units if in_unit else state
         is_root = module is model and units is not None
-        shapes = tuple(attributes.items())
+        layouts = tuple(attributes.items())
         is_unit, has_units = UNIT in module.__dict__, UNITS_BELOW in module.__dict__
-        _swap_class(module, _Kind(shapes, param_dtype, single_rank, in_unit, is_unit, has_units, is_root))
+        _swap_class(module, _Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root))
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -94,8 +96,8 @@ def install_tracing_readers(
     for name, parameter in own.items():
         module.__dict__[LEAF + name] = seen.setdefault(id(parameter), parameter)
     if own:
-        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in own.items())
-        _swap_class(module, _Kind(shapes, param_dtype))
+        layouts = tuple((name, Layout(tuple(parameter.shape))) for name, parameter in own.items())
+        _swap_class(module, _Kind(layouts, param_dtype))
     return [(module.__dict__[LEAF + name], name) for name in own]
 
 
@@ -126,14 +128,14 @@ def _sharded_class(base: type, kind: _Kind) -> type:
 
     Cached: equal blocks have one class, and so share compiled code.
     """
-    shapes, param_dtype = kind.shapes, kind.param_dtype
+    layouts, param_dtype = kind.layouts, kind.param_dtype
     make = _casting_reader if kind.single_rank else _gathering_reader
     if kind.in_unit:
         make = functools.partial(_unit_reader, make)
-    namespace: dict[str, Any] = {name: property(make(name, list(shape), param_dtype)) for name, shape in shapes}
+    namespace: dict[str, Any] = {name: property(make(name, layout, param_dtype)) for name, layout in layouts}
     if kind.in_unit:
-        namespace |= {UNSHARDED + name: None for name, _ in shapes}
-    if shapes:
+        namespace |= {UNSHARDED + name: None for name, _ in layouts}
+    if layouts:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter}
         if hasattr(base, "reset_parameters"):
             namespace["reset_parameters"] = _reset_parameters
@@ -163,50 +165,52 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     return _sharded_class, vars(made)[RECIPE]
 
 
-def _casting_reader(name: str, shape: list[int], param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
-    """Reads a leaf that is the unsharded parameter already, of `shape`."""
+def _casting_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
+    """Reads a leaf that is the unsharded parameter already."""
     leaf_name = LEAF + name
 
     def read(self: Any) -> torch.Tensor:
         leaf: torch.Tensor = getattr(self, leaf_name)
-        if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not None:
-            return other
+        if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
+            return cast(torch.Tensor, other)
         return leaf if param_dtype is None else leaf.to(param_dtype)
 
     return never_compiled_alone(read)
 
 
 @never_compiled_alone
-def _read_otherwise(module: Any, name: str, leaf: torch.Tensor, param_dtype: torch.dtype | None) -> torch.Tensor | None:
-    """What an eager read of `module.name` gives if it is not what `leaf` leads to; else None, and `leaf` is ready."""
+def _read_otherwise(module: Any, name: str, leaf: torch.Tensor, param_dtype: torch.dtype | None) -> object:
+    """What an eager read of `module.name` gives if it is not what `leaf` leads to; else `_LEAF`, and that is ready."""
     parameter = module._parameters[name]
     if not is_in_forward():
-        return cast(torch.Tensor, parameter)
+        return parameter
     if parameter is not module.__dict__[SHARDED + name].parameter:
         return read_given(module, name, param_dtype)
     if leaf.requires_grad is not parameter.requires_grad:
         leaf.requires_grad_(parameter.requires_grad)
-    return None
+    return _LEAF
 
 
-def _gathering_reader(name: str, shape: list[int], param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
-    """Reads a leaf that is a shard of a parameter of `shape`."""
-    leaf_name = LEAF + name
+def _gathering_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
+    """Reads a leaf that is a shard of a parameter of `layout`."""
+    leaf_name, shape, is_plain = LEAF + name, list(layout.shape), layout.is_plain
+    domain = (layout.domain,) if layout.domain else ()
 
     def read(self: Any) -> torch.Tensor:
         leaf = getattr(self, leaf_name)
-        if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not None:
-            return other
-        return gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype)
+        if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
+            return cast(torch.Tensor, other)
+        gathered: torch.Tensor = gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype, *domain)
+        return gathered if is_plain else layout.as_read(gathered)
 
     return never_compiled_alone(read)
 
 
 def _unit_reader(
-    make_reader: _MakeReader, name: str, shape: list[int], param_dtype: torch.dtype | None
+    make_reader: _MakeReader, name: str, layout: Layout, param_dtype: torch.dtype | None
 ) -> Callable[[Any], torch.Tensor]:
     """Reads a parameter of a unit: what the unit has gathered, while its forward runs. Else as `make_reader` does."""
-    read_alone, unsharded_name = make_reader(name, shape, param_dtype), UNSHARDED + name
+    read_alone, unsharded_name = make_reader(name, layout, param_dtype), UNSHARDED + name
 
     def read(self: Any) -> torch.Tensor:
         unsharded: torch.Tensor | None = getattr(self, unsharded_name)
@@ -218,19 +222,20 @@ def _unit_reader(
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
     """`nn.Module._apply`, as `module.to()` calls it: leaves follow storage that it exchanged."""
     super(type(self), self)._apply(fn, recurse)
-    state: ShardedModel = self.__dict__[STATE]
-    for sharded in state.parameters.values():
-        if any(module is self for module, _ in sharded.owners):
-            state.follow_storage(sharded)
+    for sharded in {id(each): each for each in _sharded_parameters_of(self)}.values():
+        sharded.state.follow_storage(sharded)
     return self
+
+
+def _sharded_parameters_of(module: nn.Module) -> list[ShardedParameter]:
+    return [module.__dict__[SHARDED + name] for name in module._parameters if SHARDED + name in module.__dict__]
 
 
 def _reset_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's own `reset_parameters`, on whole parameters, of which each rank stores its slice; all ranks
     together. Ranks that are seeded alike get the values of the unsharded module."""
     reset = super(type(self), self).reset_parameters
-    own = {name: self.__dict__[SHARDED + name] for name in self._parameters if SHARDED + name in self.__dict__}
-    sharded = [each for name, each in own.items() if isinstance(self._parameters[name], DTensor)]
+    sharded = [each for each in _sharded_parameters_of(self) if not each.is_whole]
     with whole_parameters(sharded, writeback=True, compare=False):
         return reset(*args, **kwargs)
 
@@ -241,7 +246,6 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     Raises:
         RuntimeError: `param` is not a DTensor of the same shape, placements and mesh.
     """
-    state: ShardedModel = self.__dict__[STATE]
     sharded: ShardedParameter | None = self.__dict__.get(SHARDED + name)
     if sharded is None or param is sharded.parameter:
         super(type(self), self).register_parameter(name, param)
@@ -249,6 +253,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     old = sharded.parameter
     if layout_of(param) != layout_of(old):
         raise RuntimeError(replaced_message(sharded.name))
+    state = sharded.state
     sharded.parameter = cast(nn.Parameter, param)
     state.runtime.watch(sharded.index, sharded.main_params())
     for module, attribute in sharded.owners:

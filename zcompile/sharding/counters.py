@@ -3,7 +3,7 @@
 from torch import nn
 
 from zcompile.old_names import Stats
-from zcompile.sharding.model_state import state_of
+from zcompile.sharding.model_state import models_of, state_of
 
 
 def stats(model: nn.Module) -> Stats:
@@ -24,8 +24,8 @@ def stats(model: nn.Module) -> Stats:
     """
     state = state_of(model)
     counted = state.runtime.stats()
-    if state.units is not None:  # which share the other counts
-        counted["transport_bytes"] += state.units.runtime.stats()["transport_bytes"]
+    for other in models_of(state)[1:]:  # which share the other counts
+        counted["transport_bytes"] += other.runtime.stats()["transport_bytes"]
     return Stats(counted | {"transport_reason": state.transport.reason, "compiled": state.compiled})
 
 

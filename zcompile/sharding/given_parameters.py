@@ -15,8 +15,8 @@ from zcompile.sharding.attributes import SHARDED
 from zcompile.sharding.model_state import ShardedParameter
 
 
-def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) -> torch.Tensor:
-    """The unsharded value of what `module` has in place of its sharded parameter `name`, in `param_dtype`.
+def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) -> torch.Tensor | None:
+    """The unsharded value of what `module` has in place of its parameter `name`, in `param_dtype`; None for None.
 
     Of a DTensor, the gradient is the mean over the ranks of its mesh, as for the parameter itself.
 
@@ -26,9 +26,11 @@ def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) ->
     """
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     given: Any = module._parameters[name]
-    if sharded.is_whole and isinstance(given, torch.Tensor) and tuple(given.shape) == sharded.shape:
+    if given is None:  # as transformers does with the bias of a rowwise layer, which it adds itself
+        return None
+    if sharded.is_whole and isinstance(given, torch.Tensor) and given.shape == sharded.parameter.shape:
         unsharded = given
-    elif layout_of(given) == layout_of(sharded.parameter):
+    elif layout_of(given) == layout_of(sharded.parameter) and sharded.layout.inner is None:
         unsharded = _gather(given)
     else:
         raise RuntimeError(

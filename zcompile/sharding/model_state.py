@@ -36,6 +36,7 @@ from zcompile.sharding.find_units import ExpertsImplementation
 from zcompile.sharding.memory import memory_bytes_of_a_rank
 from zcompile.sharding.order_check import OrderCheck
 from zcompile.sharding.order_watch import started_by_rank, watch_order
+from zcompile.sharding.placement import Layout
 from zcompile.sharding.process_groups import groups_of, timeout_of
 from zcompile.sharding.rank_agreement import Agreement
 from zcompile.sharding.select_transport import Choice, choose, log
@@ -51,6 +52,7 @@ class ShardedParameter:
     index: int
     parameter: nn.Parameter  # the DTensor that users see
     leaf_reference: "weakref.ref[nn.Parameter]"
+    layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     hooked_backward: int = -1  # autograd's number of the last backward whose gradient hooks saw
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
@@ -76,8 +78,8 @@ class ShardedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the unsharded parameter."""
-        return tuple(self.parameter.shape)
+        """Of what is gathered: the unsharded parameter, unless the layout is not plain."""
+        return self.layout.shape
 
     @property
     def has_hooks(self) -> bool:
@@ -211,16 +213,21 @@ class ShardedModel:
         nccl_max_ctas: int | None = None,
         native_reduce: bool = False,
         has_units: bool = False,
+        domain: int = 0,
+        divisor: float | None = None,
     ):
         """
         Args:
             has_units: what is sharded are the units of a model, whose other parameters are another `ShardedModel`.
+            domain: see [Note: domains] in placement.py.
+            divisor: of summed gradients. Default: the ranks of the mesh, so that they are means.
         """
+        self.domain, self.divisor = domain, divisor
         self.mesh = mesh
         self.nccl_max_ctas = nccl_max_ctas
         self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
         self.groups = groups_of(mesh, nccl_max_ctas, has_units)
-        self.runtime = _C.Model(**self.groups, native_reduce=native_reduce)
+        self.runtime = _C.Model(**self.groups, native_reduce=native_reduce, domain=domain, divisor=divisor)
         if self.runtime.world > 1 and not self.groups["control"]:
             watch_order(self.runtime, self.groups, timeout_of(mesh).total_seconds())
         # None where ranks agree before each collective
@@ -238,6 +245,7 @@ class ShardedModel:
         self.told_of_loop = False
         self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
+        self.others: list[ShardedModel] = []  # of the first domain: those of the others, in their order
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
 
     def choose(self, wanted: str) -> Choice:
@@ -250,14 +258,16 @@ class ShardedModel:
         Raises:
             ValueError: not known, or not possible here.
         """
+        if self.domain > 0 and self.mesh.device_type == "cuda":
+            wanted = "nccl"
         if wanted == self.wanted_transport:
             return
         choice = self.choose(wanted)
         if choice.transport != self.transport.transport:
             self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
         self.wanted_transport, self.transport = wanted, choice
-        if self.units is not None:
-            self.units.use_transport(wanted)
+        for other in models_of(self)[1:]:
+            other.use_transport(wanted)
         # Over gloo, ranks agree before each collective; peer to peer, by the signals for which they wait.
         agrees_otherwise = choice.transport == "p2p" or bool(self.groups["control"]) or self.runtime.world == 1
         self.agreement = None if agrees_otherwise else self.new_agreement()
@@ -291,9 +301,12 @@ class ShardedModel:
         `zcompile.options.Settings.microbatch_cache_bytes`."""
         if self.microbatch_cache_bytes is not None:
             return self.microbatch_cache_bytes
-        world, sharded = self.runtime.world, [each for model in models_of(self) for each in model.parameters.values()]
         # Of any rank, not of this one: its own last shard may be shorter, and ranks must have one limit.
-        shards_bytes = sum(-(-math.prod(each.shape) // world) * each.leaf.itemsize for each in sharded)
+        shards_bytes = sum(
+            -(-math.prod(each.shape) // model.runtime.world) * each.leaf.itemsize
+            for model in models_of(self)
+            for each in model.parameters.values()
+        )
         return max(0, self.memory_bytes - 4 * shards_bytes) // 4
 
     def begin_accumulating(self, microbatch_cache_bytes: int) -> None:
@@ -323,11 +336,13 @@ class ShardedModel:
             self.unreduced.count_forward()
         for experts in self.experts:
             experts.check()
+        has_others = False
+        for other in self.others:
+            has_others |= other.enter_forward()
         repeated, times = self.runtime.begin_forward()
         if repeated >= 0 and not self.told_of_loop:
             self.told_of_loop = True
             warn_of_loop(next(each for each in self.parameters.values() if each.index == repeated), times)
-        has_others = False
         for sharded in self.parameters.values():
             parameter: Any = sharded.parameter
             leaf: Any = sharded.leaf_reference()  # modules hold it
@@ -404,8 +419,8 @@ def warn_of_loop(sharded: ShardedParameter, times: int) -> None:
 
 
 def models_of(state: ShardedModel) -> list[ShardedModel]:
-    """`state`, and the one of its units if it has some."""
-    return [state] if state.units is None else [state, state.units]
+    """`state`, and those of its units and of its other domains if it has some."""
+    return [state, *([state.units] if state.units is not None else ()), *state.others]
 
 
 def state_of(model: nn.Module) -> ShardedModel:

@@ -81,7 +81,8 @@ def _gather_together(self: Any, param_dtype: torch.dtype | None) -> list[torch.T
     if any(each is None or each.parameter is not parameter for each, parameter in zip(own, parameters)):
         return _read_one_by_one(self, param_dtype)
     leaves = [self.__dict__[LEAF + name] for name in names]
-    if len({leaf.dtype for leaf in leaves}) > 1:
+    is_plain = all(each.layout.is_plain and each.layout.domain == 0 for each in own)
+    if len({leaf.dtype for leaf in leaves}) > 1 or not is_plain:
         return _read_one_by_one(self, param_dtype)
     for leaf, parameter in zip(leaves, parameters):
         leaf.requires_grad_(parameter.requires_grad)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
@@ -17,6 +17,16 @@ from zcompile.sharding.find_units import UnitLike, check_units, default_units, f
 from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of
 from zcompile.sharding.optimizer_steps import count_steps
+from zcompile.sharding.placement import (
+    Placement,
+    PlacementFunction,
+    as_dtensor,
+    check_placement,
+    layout_for,
+    local_shard,
+    part_of,
+    placement_of,
+)
 from zcompile.sharding.process_groups import default_mesh, device_of, shard_group_of
 from zcompile.sharding.unit_order import make_units, order_units
 from zcompile.sharding.unreduced import UnreducedParameters
@@ -24,6 +34,7 @@ from zcompile.sharding.user_hooks import carry_hooks
 from zcompile.sharding.validation import (
     Progress,
     agree_on_model,
+    check_divide_factor,
     check_max_ctas,
     check_mesh,
     check_model,
@@ -42,6 +53,8 @@ def shard(
     units: Iterable[UnitLike] | None = None,
     nccl_max_ctas: int | None = None,
     native_reduce: bool = False,
+    shard_placement_fn: PlacementFunction | None = None,
+    gradient_divide_factor: float | None = None,
 ) -> nn.Module:
     """Shard every parameter of `model` over the ranks, in place (ZeRO-3, arXiv:1910.02054).
 
@@ -76,13 +89,19 @@ def shard(
             their links. bf16 gradients are added up in bf16, unless `reduce_dtype`, which may then be the wider one,
             makes them travel as fp32. fp16 sums may overflow. Scalars, sums over replicas, division and accumulation
             stay as they are; peer to peer, everything does.
+        shard_placement_fn: parameter -> where it is sharded: None for rows over `mesh`, a `Shard` for another
+            dimension, or a `zcompile.Placement`, which has a mesh of its own, such as experts need under expert
+            parallelism. FSDP2's `ShardPlacementResult` is taken, too.
+        gradient_divide_factor: what the sum of gradients over ranks is divided by; 1.0 leaves the sum. Default: the
+            number of ranks of `mesh`, for parameters over other meshes, too. So a loss that is a mean over the tokens
+            of a rank has gradients that are means over all ranks.
 
     Returns:
         `model`, with parameters replaced. Build the optimizer afterwards.
 
     Raises:
         RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks
-            disagree on the model.
+            disagree on the model, or a DTensor over a mesh that overlaps `mesh`.
         ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, an `nccl_max_ctas` that is not positive or not
             for NCCL, `units` that the model does not have, or a parameter tied to one outside of its unit.
         TypeError: a parameter or dtype that is not floating-point, `units` that are no modules.
@@ -95,30 +114,41 @@ def shard(
     check_mesh(mesh)
     mesh = mesh or default_mesh(model)
     ignored = {id(parameter) for parameter in ignored_params}
+    placements, error = _placements(model, mesh, ignored, shard_placement_fn)
     by_default = units is None and isinstance(model, nn.Module)
     wanted_units: list[UnitLike] = [*(default_units(model) if by_default else units or ())]
     error = (
         check_model(model, mesh, ignored, param_dtype, reduce_dtype)
+        or error
         or check_max_ctas(mesh, nccl_max_ctas)
         or check_units(model, wanted_units, ignored)
+        or check_divide_factor(gradient_divide_factor)
     )
     # One rank has whole parameters. Its loops over experts would still cast the weights of all for each.
     gathers = mesh.size() > 1 or param_dtype is not None
     unit_modules = find_units(model, wanted_units) if error is None and gathers else {}
-    options = f"units={list(unit_modules)} {param_dtype=!s} {reduce_dtype=!s} {nccl_max_ctas=} {native_reduce=}"
-    agree_on_model(mesh, error, [*signature(model, ignored), options])
+    if error is None:
+        spread = {id(parameter) for parameter, placement in placements if _is_spread(parameter, placement, mesh)}
+        error = _drop_spread_units(unit_modules, spread, by_default)
+    options = (
+        f"units={list(unit_modules)} {param_dtype=!s} {reduce_dtype=!s} {gradient_divide_factor=} {nccl_max_ctas=} "
+        f"{native_reduce=}"
+    )
+    agree_on_model(mesh, error, [*signature(model, ignored), *_describe(placements), options])
 
-    state = ShardedModel(mesh, nccl_max_ctas, native_reduce)
+    state = ShardedModel(mesh, nccl_max_ctas, native_reduce, divisor=gradient_divide_factor)
     state.shard_options = options
     if unit_modules:
-        state.units = ShardedModel(mesh, nccl_max_ctas, native_reduce, has_units=True)
+        state.units = ShardedModel(mesh, nccl_max_ctas, native_reduce, has_units=True, divisor=gradient_divide_factor)
+    _add_domains(state, placements, native_reduce, gradient_divide_factor or float(mesh.size()))
     in_units = {below for unit in unit_modules.values() for below in unit.modules()}
     with raised_on_all_ranks(mesh) as progress:
-        _shard_modules(state, model, in_units, ignored, reduce_dtype, progress)
+        _shard_modules(state, model, in_units, ignored, placements, reduce_dtype, progress)
     _share_values(state)
     with raised_on_all_ranks(mesh):
         made = make_units(state, model, unit_modules, param_dtype)
-        install_readers(state, model, param_dtype, single_rank=mesh.size() == 1, units=state.units)
+        only_casts = mesh.size() == 1 and not state.others and gradient_divide_factor in (None, 1.0)
+        install_readers(state, model, param_dtype, only_casts and not _has_layouts(state), units=state.units)
     for each in models_of(state):
         count_steps(each)
     state.use_transport("auto")
@@ -131,16 +161,86 @@ def shard(
     return model
 
 
+Placements = list[tuple[nn.Parameter, Placement]]  # of each parameter that is sharded, in the order of the model's
+
+
+def _placements(
+    model: nn.Module, mesh: DeviceMesh, ignored: set[int], choose: PlacementFunction | None
+) -> tuple[Placements, Exception | None]:
+    """Where each parameter is sharded, and the first reason why one cannot be."""
+    placements: Placements = []
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if id(parameter) in ignored:
+            continue
+        try:
+            placement = placement_of(parameter, choose)
+            check_mesh(placement.mesh)
+        except Exception as error:
+            return placements, error
+        refused = check_placement(name, parameter, placement, placement.mesh or mesh)
+        if refused is not None:
+            return placements, refused
+        placements.append((parameter, placement))
+    return placements, None
+
+
+def _describe(placements: Placements) -> list[str]:
+    """What must be the same on all ranks of the mesh: a line for each parameter that is not sharded as most are."""
+    return [
+        f"number {i}: {placement.shard} over {placement.mesh.mesh_dim_names if placement.mesh else 'mesh'} "
+        f"local={placement.local} of {getattr(parameter, 'placements', 'a tensor')}"
+        for i, (parameter, placement) in enumerate(placements)
+        if placement != Placement() or isinstance(parameter, DTensor)
+    ]
+
+
+def _is_spread(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> bool:
+    """Whether a unit cannot have `parameter`: it is not sharded along its first dimension over the first domain."""
+    others = placement.mesh is not None and placement.mesh != mesh
+    return others or placement.shard.dim > 0 or isinstance(parameter, DTensor)
+
+
+def _drop_spread_units(units: dict[str, nn.Module], spread: set[int], by_default: bool) -> Exception | None:
+    """Remove units with parameters of `spread`; where the user asked for them, say why they cannot be."""
+    for path, unit in list(units.items()):
+        name = next((name for name, parameter in unit.named_parameters() if id(parameter) in spread), None)
+        if name is not None and not by_default:
+            return ValueError(
+                f"zcompile.shard: unit '{path}' has parameter '{name}', which is a DTensor, or is sharded over another "
+                "mesh or along another dimension than the first. Units with such parameters are not supported."
+            )
+        if name is not None:
+            del units[path]
+    return None
+
+
+def _add_domains(state: ShardedModel, placements: Placements, native_reduce: bool, divisor: float) -> None:
+    """A `ShardedModel` for each mesh of `placements` beside that of `state`; see [Note: domains] in placement.py."""
+    for _, placement in placements:
+        mesh = placement.mesh
+        if mesh is not None and all(mesh != each.mesh for each in (state, *state.others)):
+            domain = ShardedModel(mesh, None, native_reduce, domain=len(state.others) + 1, divisor=divisor)
+            domain.runtime.share_stats(state.runtime)
+            state.others.append(domain)
+
+
+def _has_layouts(state: ShardedModel) -> bool:
+    """Whether modules read a parameter otherwise than it is gathered."""
+    return not all(sharded.layout.is_plain for each in models_of(state) for sharded in each.parameters.values())
+
+
 def _shard_modules(
     state: ShardedModel,
     model: nn.Module,
     in_units: set[nn.Module],
     ignored: set[int],
+    placements: Placements,
     reduce_dtype: torch.dtype | None,
     progress: Progress,
 ) -> None:
     """Exchange the parameters of each module of `model` for DTensors, module by module; without a collective."""
     device = device_of(state.mesh)
+    placement_by_id = {id(parameter): placement for parameter, placement in placements}
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter
     originals: list[nn.Parameter] = []  # held until the end, so that no id is given twice
     for path, module in list(model.named_modules()):
@@ -154,8 +254,13 @@ def _shard_modules(
                 name = f"{path}.{attribute}" if path else attribute
                 materialized = cast(nn.Parameter, module._parameters[attribute])
                 progress.at = f"parameter '{name}'"
-                of_module = state.units if state.units is not None and module in in_units else state
-                sharded = _shard_parameter(of_module, name, materialized, (module, attribute), device, reduce_dtype)
+                placement = placement_by_id[id(original)]
+                domains = [state, *state.others]
+                of_module = next((each for each in domains if each.mesh == placement.mesh), state)
+                if state.units is not None and module in in_units:
+                    of_module = state.units
+                owner = module, attribute
+                sharded = _shard_parameter(of_module, name, materialized, owner, device, reduce_dtype, placement)
                 done[id(original)] = sharded
                 carry_hooks(original, sharded.parameter)
             else:
@@ -167,13 +272,13 @@ def _shard_modules(
 @torch.no_grad()
 def _share_values(state: ShardedModel) -> None:
     """Give all ranks the scalars of their group's first rank, and all replicas the values of the first one."""
-    mesh = state.mesh
-    for sharded in (sharded for each in models_of(state) for sharded in each.parameters.values()):
-        local = sharded.leaf.detach()
-        if local.ndim == 0:
-            dist.broadcast(local, group=shard_group_of(mesh), group_src=0)
-        if mesh.ndim == 2:
-            dist.broadcast(local, group=mesh.get_group(0), group_src=0)
+    for each in models_of(state):
+        for sharded in each.parameters.values():
+            local = sharded.leaf.detach()
+            if local.ndim == 0:
+                dist.broadcast(local, group=shard_group_of(each.mesh), group_src=0)
+            if each.mesh.ndim == 2:
+                dist.broadcast(local, group=each.mesh.get_group(0), group_src=0)
 
 
 @torch.no_grad()
@@ -184,50 +289,36 @@ def _shard_parameter(
     owner: tuple[nn.Module, str],
     device: torch.device,
     reduce_dtype: torch.dtype | None,
+    placement: Placement,
 ) -> ShardedParameter:
-    """One parameter of `state`: this rank's rows, as a DTensor and as a leaf, and known to the runtime.
+    """One parameter of `state`: this rank's shard, as a DTensor and as a leaf, and known to the runtime.
 
     Args:
         owner: a module that reads it, which holds the leaf from then on, and the name of its attribute.
     """
-    unsharded = parameter.detach()
-    replicated = unsharded.ndim == 0
-    rows = 0 if replicated else -(-unsharded.shape[0] // state.groups["world"])  # of a shard; the last may have fewer
-    local = _local_shard(state.mesh, unsharded, rows, device)
+    part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups["world"]
+    layout = layout_for(parameter.detach(), placement, world, state.domain)
+    local = local_shard(part, dim, world, state.groups["rank"]).to(device, copy=True).contiguous()
     leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, state)
-    numel = unsharded.numel()
+    rows = layout.shape[0] if layout.shape else 1
     index = state.runtime.add(
         name=name,
         shard=leaf,
-        shape=list(unsharded.shape),
-        chunk=numel if replicated else rows * (numel // max(unsharded.shape[0], 1)),
-        replicated=replicated,
+        shape=list(layout.shape),
+        chunk=-(-rows // world) * (part.numel() // max(rows, 1)) if part.ndim else part.numel(),
+        replicated=part.ndim == 0,
         reduce_dtype=reduce_dtype,
     )
-    dtensor = _as_dtensor(state.mesh, local, unsharded.shape)
+    dtensor = as_dtensor(parameter.detach(), local, state.mesh, dim)
     trains = parameter.requires_grad
-    sharded = ShardedParameter(name, index, nn.Parameter(dtensor, requires_grad=trains), weakref.ref(leaf))
+    sharded = ShardedParameter(
+        name, index, nn.Parameter(dtensor, requires_grad=trains), weakref.ref(leaf), layout=layout
+    )
     sharded.add_owner(*owner, leaf)
     sharded.parameter.__dict__.update(parameter.__dict__)  # what users hung on it: weight-decay flags and the like
     state.parameters[name] = sharded
     return sharded
-
-
-def _local_shard(mesh: DeviceMesh, unsharded: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
-    """A copy of this rank's `rows` of a parameter, or of a scalar."""
-    if unsharded.ndim == 0:
-        return unsharded.to(device, copy=True)
-    rank = mesh.get_local_rank(mesh.ndim - 1)
-    return unsharded[rank * rows : (rank + 1) * rows].to(device, copy=True).contiguous()
-
-
-def _as_dtensor(mesh: DeviceMesh, local: torch.Tensor, shape: torch.Size) -> DTensor:
-    """The DTensor of unsharded `shape` over `local`: replicated over the first of two dimensions, sharded over the
-    last."""
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0) if shape else Replicate()]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from zcompile.sharding.attributes import SHARDED
 from zcompile.sharding.forward_scope import is_in_forward
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.sharding.model_state import ShardedParameter
+from zcompile.sharding.placement import local_shard
 from zcompile.sharding.process_groups import all_gather_over_mesh
 
 HASHED_ELEMENTS = 1 << 22  # at a time: what a hash needs beside the parameter is 64 MiB
@@ -109,6 +110,11 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
             raise RuntimeError(
                 f"zcompile.unshard: {where} is asked for inside of a forward or backward. Do it outside."
             )
+        if sharded.layout.inner is not None:
+            raise RuntimeError(
+                f"zcompile.unshard: {where} is spread over {sharded.layout.inner.mesh.mesh_dim_names}, too, by tensor "
+                "or expert parallelism. Take parameter.full_tensor() instead."
+            )
         if sharded.is_whole:
             raise RuntimeError(f"zcompile.unshard: {where} is whole already: an outer block has unsharded it.")
         if writeback and sharded.state.accumulates:
@@ -124,7 +130,9 @@ def _gather(sharded: ShardedParameter) -> nn.Parameter:
     if sharded.state.runtime.world == 1:
         unsharded = leaf.clone()
     else:
-        unsharded = torch.ops.zcompile.gather.default(leaf, list(sharded.shape), leaf.dtype).data
+        layout = sharded.layout
+        gathered = torch.ops.zcompile.gather.default(leaf, list(layout.shape), leaf.dtype, layout.domain)
+        unsharded = layout.as_read(gathered).data
         if unsharded.untyped_storage().nbytes() != unsharded.nbytes:  # padded, which would be saved, too
             unsharded = unsharded.clone()
     whole = nn.Parameter(unsharded, requires_grad=False)
@@ -154,10 +162,10 @@ def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versio
     for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
         if versions is not None and parameter._version != versions[i]:
             return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
-        if parameter.shape != sharded.shape or parameter.dtype != sharded.leaf.dtype:
+        if parameter.shape != sharded.parameter.shape or parameter.dtype != sharded.leaf.dtype:
             return (
                 f"parameter '{sharded.name}' is {tuple(parameter.shape)}, {parameter.dtype} now. It must stay "
-                f"{sharded.shape}, {sharded.leaf.dtype}"
+                f"{tuple(sharded.parameter.shape)}, {sharded.leaf.dtype}"
             )
     return ""
 
@@ -205,11 +213,5 @@ def hash_of(tensor: torch.Tensor) -> int:
 @torch.no_grad()
 def _store(sharded: ShardedParameter, whole: nn.Parameter) -> None:
     """Let this rank's shard be its slice of `whole`."""
-    local = sharded.local()
-    if whole.ndim == 0:
-        local.copy_(whole)
-        return
-    state: ShardedModel = sharded.state
-    rows = -(-whole.shape[0] // cast(int, state.groups["world"]))
-    rank = cast(int, state.groups["rank"])
-    local.copy_(whole.detach()[rank * rows : (rank + 1) * rows])
+    groups = sharded.state.groups
+    sharded.local().copy_(local_shard(whole.detach(), sharded.layout.dim, groups["world"], groups["rank"]))

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from zcompile.sharding.attributes import STATE
 from zcompile.sharding.process_groups import all_gather_over_mesh, shard_group_of
@@ -61,17 +60,19 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
             f"zcompile.shard: parameters are on several devices (rank {rank}): {places}. Move them to one."
         )
     for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
-            return RuntimeError(
-                f"zcompile.shard: parameter '{name}' is a DTensor already (rank {rank}). Do not combine with "
-                "fully_shard or another parallelism on the same parameters; exclude it with ignored_params."
-            )
         if not parameter.is_floating_point():
             return TypeError(
                 f"zcompile.shard: parameter '{name}' has dtype {parameter.dtype} (rank {rank}); only floating-point "
                 "parameters can be sharded. Make it a buffer or pass it in ignored_params."
             )
     return None
+
+
+def check_divide_factor(factor: float | None) -> ValueError | None:
+    """Why gradients cannot be divided by `factor`, or None; returned as by `check_model`."""
+    if factor is None or (isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor > 0):
+        return None
+    return ValueError(f"zcompile.shard: gradient_divide_factor must be a positive number, or None, not {factor!r}.")
 
 
 def check_max_ctas(mesh: DeviceMesh, nccl_max_ctas: int | None) -> ValueError | None:

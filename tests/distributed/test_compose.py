@@ -1,0 +1,244 @@
+"""Together with tensor, sequence and expert parallelism: as the unsharded model in one process."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import zcompile
+from tests.support.parallel import (
+    TENSOR_PLAN,
+    WIDTH,
+    Dense,
+    Experts,
+    Mixture,
+    expert_placement,
+    mesh_of,
+    spread_dense,
+    spread_experts,
+    token_loss,
+)
+from tests.support.reference import FP32, close, same_grads, train_beside
+
+matrix = pytest.mark.matrix
+INNER = ["eager", "aot_eager", pytest.param("inductor", marks=matrix)]
+
+
+def maybe_compiled(model, inner):
+    if inner != "eager":
+        model.compile(backend="zcompile", options={"inner": inner}, fullgraph=True)
+    return model
+
+
+def tensor_parallel(mesh, inner, sequence, model):
+    return maybe_compiled(zcompile.shard(spread_dense(model, mesh["tp"], sequence), mesh["dp"]), inner)
+
+
+def rank_trains_dense(rank, world, inner, sequence):
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    prepare = functools.partial(tensor_parallel, mesh, inner, sequence)
+    train_beside(mesh["dp"].get_local_rank(), 2, prepare, make=Dense, loss=token_loss)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_tensor_parallel_models_train_as_unsharded(ranks, inner, sequence):
+    ranks(4).run(rank_trains_dense, inner, sequence)
+
+
+def expert_parallel(inner, shard, local, model):
+    mesh = mesh_of("cpu", efsdp=2, ep=2)
+    spread_experts(model, mesh["ep"])
+    placement = expert_placement(model, mesh["efsdp"], shard, local)
+    return maybe_compiled(zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement), inner)
+
+
+def sorting():
+    """Its tokens travel as they are, and not in slots."""
+    return Mixture(sorts=True)
+
+
+def rank_trains_mixture(rank, world, inner, shard, local):
+    train_beside(rank, world, functools.partial(expert_parallel, inner, shard, local), make=Mixture, loss=token_loss)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("shard, local", [(Shard(0), False), (Shard(1), True)], ids=["rows", "columns"])
+def test_expert_parallel_models_train_as_unsharded(ranks, inner, shard, local):
+    ranks(4).run(rank_trains_mixture, inner, shard, local)
+
+
+def unequal_loss(model, step, rank):
+    """Lengths differ between ranks and steps. At some steps all tokens of a rank, or of all, choose two experts."""
+    x = torch.randn(1 + rank % 2, 3 + rank + step, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+    only = {1: (0, 1) if rank == 0 else None, 2: (2, 3)}.get(step)
+    return model(x, only).square().mean()
+
+
+def rank_routes_unequally(rank, world, inner):
+    prepare = functools.partial(expert_parallel, inner, Shard(0), False)
+    train_beside(rank, world, prepare, make=sorting, loss=unequal_loss)
+
+
+def test_ranks_may_have_other_lengths_and_experts_without_tokens(ranks):
+    ranks(4).run(rank_routes_unequally, "eager")
+
+
+def rank_sums(rank, world):
+    """The default is a mean over all ranks, 1.0 a sum."""
+    mesh, gradients = mesh_of("cpu", efsdp=2, ep=2), []
+    for factor in (None, 1.0):
+        torch.manual_seed(0)
+        model = spread_experts(Mixture(), mesh["ep"])
+        placement = expert_placement(model, mesh["efsdp"], Shard(0))
+        zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement, gradient_divide_factor=factor)
+        token_loss(model, 0, rank).backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    for mean, total in zip(*gradients, strict=True):
+        close(total, 4 * mean, FP32, "sum")
+
+
+def test_gradients_may_be_sums(ranks):
+    ranks(4).run(rank_sums)
+
+
+def frozen(model):
+    for experts in (each for each in model.modules() if isinstance(each, Experts)):
+        experts.requires_grad_(False)
+    return model
+
+
+def checkpointed(model):
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def rank_trains_variant(rank, world, variant, inner):
+    make = {"frozen": lambda: frozen(Mixture()), "checkpointed": lambda: checkpointed(Mixture())}[variant]
+    train_beside(rank, world, functools.partial(expert_parallel, inner, Shard(0), True), make=make, loss=token_loss)
+
+
+@pytest.mark.parametrize(
+    "variant, inner",
+    [
+        ("frozen", "eager"),
+        ("checkpointed", "aot_eager"),
+        pytest.param("frozen", "aot_eager", marks=matrix),
+        pytest.param("checkpointed", "eager", marks=matrix),
+    ],
+)
+def test_variants_of_expert_parallel_models_train_as_unsharded(ranks, variant, inner):
+    ranks(4).run(rank_trains_variant, variant, inner)
+
+
+def rank_accumulates(rank, world, inner):
+    """Three microbatches give the sum of their gradients."""
+    torch.manual_seed(0)
+    reference = Mixture()
+    torch.manual_seed(0)
+    model = expert_parallel(inner, Shard(0), False, Mixture())
+    with zcompile.accumulate(model):
+        for step in range(3):
+            token_loss(model, step, rank).backward()
+    for step in range(3):
+        (sum(token_loss(reference, step, other) for other in range(world)) / world).backward()
+    same_grads(model, reference)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("eager", marks=matrix)])
+def test_gradients_of_several_domains_accumulate(ranks, inner):
+    ranks(4).run(rank_accumulates, inner)
+
+
+def rank_trains_over_replicas(rank, world, inner):
+    """Dense layers over 2 x 4 ranks, experts over 2 replicas x 2 ranks x 2 of expert parallelism."""
+    mesh = mesh_of("cpu", dp_replicate=2, efsdp=2, ep=2)
+
+    def prepare(model):
+        spread_experts(model, mesh["ep"])
+        mesh["efsdp", "ep"]._flatten("fsdp")
+        placement = expert_placement(model, mesh["dp_replicate", "efsdp"], Shard(0))
+        return maybe_compiled(zcompile.shard(model, mesh["dp_replicate", "fsdp"], shard_placement_fn=placement), inner)
+
+    train_beside(rank, world, prepare, make=Mixture, loss=token_loss)
+
+
+@matrix
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_expert_parallel_models_train_over_replicas(ranks, inner):
+    ranks(8).run(rank_trains_over_replicas, inner)
+
+
+def rank_trains_tensor_and_expert_parallel(rank, world, inner):
+    """Dense layers over 4 ranks x 2 of tensor parallelism. Experts over 2 x 2 of expert parallelism, of tokens that
+    both ranks of tensor parallelism have."""
+    mesh = mesh_of("cpu", efsdp=2, ep=2, tp=2)
+
+    def prepare(model):
+        spread_experts(model, mesh["ep"])
+        for block in model.blocks:
+            plan = {name: style for name, style in TENSOR_PLAN.items() if name.startswith("attention")}
+            parallelize_module(block, mesh["tp"], plan)
+        placement = expert_placement(model, mesh["efsdp"], Shard(0))
+        return maybe_compiled(
+            zcompile.shard(model, mesh["efsdp", "ep"]._flatten("dp"), shard_placement_fn=placement), inner
+        )
+
+    train_beside(rank // 2, 4, prepare, make=Mixture, loss=token_loss)
+
+
+@matrix
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_expert_and_tensor_parallel_models_train_as_unsharded(ranks, inner):
+    ranks(8).run(rank_trains_tensor_and_expert_parallel, inner)
+
+
+def refuses(text, model, *args, error=Exception, **how):
+    with pytest.raises(error, match=text):
+        zcompile.shard(model, *args, **how)
+
+
+def rank_is_refused(rank, world):
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    spread = spread_dense(Dense(), mesh["tp"], sequence=False)
+    refuses("'blocks.0.attention.q.weight' .* is a DTensor over .*'tp'.*Pass zcompile.shard a mesh", spread)
+    refuses("is a DTensor over .*'tp'.* already, which overlaps", spread, mesh["tp"])
+    refuses("is a DTensor over .*already, which overlaps", fully_shard(Dense(), mesh=mesh["dp"]), mesh["dp"])
+    other = mesh_of("cpu", dp=2, tp=2, pp=1)
+    refuses("has another root", spread, other["dp"])
+    uneven = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.ndim == 2 else None}
+    refuses("'weight' .* dimension 1 does not divide by 4 ranks", nn.Linear(6, 4), **uneven)
+    refuses("no dimension 3", nn.Linear(6, 4), shard_placement_fn=lambda parameter: Shard(3))
+    refuses("must return None, a Shard", nn.Linear(6, 4), shard_placement_fn=lambda parameter: "rows", error=TypeError)
+    refuses("local=True. has no meaning", nn.Linear(6, 4), shard_placement_fn=lambda p: zcompile.Placement(local=True))
+    partial = nn.Module()
+    partial.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()]))
+    refuses("a partial sum has no shards", partial, mesh["dp"])
+    for factor in (0, -1.0, "mean", True):
+        refuses("gradient_divide_factor must be a positive", nn.Linear(2, 2), gradient_divide_factor=factor)
+    experts = spread_experts(Mixture(), mesh["tp"])
+    refuses("unit 'blocks.0.experts' has parameter 'up'", experts, mesh["dp"], units=[Experts])
+    zcompile.shard(spread, mesh["dp"])
+    with pytest.raises(RuntimeError, match=r"is spread over .*'tp'.*full_tensor"), zcompile.unshard(spread):
+        pass
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(ranks):
+    ranks(4).run(rank_is_refused)
+
+
+def rank_differs(rank, world):
+    def placement(parameter):
+        return Shard(rank) if parameter.ndim == 2 else None
+
+    refuses("rank 0 has .*, rank 1 has number 0", nn.Linear(4, 4), shard_placement_fn=placement)
+
+
+def test_ranks_that_place_parameters_otherwise_are_told(ranks):
+    ranks(2).run(rank_differs)

@@ -1,0 +1,126 @@
+"""Expert and tensor parallelism beside FSDP2 under the same: placements, shards, steps and checkpoints."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import zcompile
+from tests.support.parallel import (
+    Dense,
+    Experts,
+    Mixture,
+    expert_placement,
+    mesh_of,
+    spread_dense,
+    spread_experts,
+    token_loss,
+)
+from tests.support.reference import close
+
+
+def dense(kind, dp, tp):
+    """A model under tensor parallelism, sharded by `kind`; the same values on all ranks."""
+    mesh = mesh_of("cpu", dp=dp, tp=tp)
+    torch.manual_seed(0)
+    model = spread_dense(Dense(), mesh["tp"], sequence=False)
+    if kind == "zcompile":
+        return zcompile.shard(model, mesh["dp"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+ROWS = Shard(0)
+
+
+def mixture(kind, efsdp, ep, shard=ROWS):
+    """The same of a mixture under expert parallelism."""
+    mesh = mesh_of("cpu", efsdp=efsdp, ep=ep)
+    torch.manual_seed(0)
+    model = spread_experts(Mixture(), mesh["ep"])
+    if kind == "zcompile":
+        placement = expert_placement(model, mesh["efsdp"], shard)
+        return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement)
+    for experts in (each for each in model.modules() if isinstance(each, Experts)):
+        fully_shard(experts, mesh=mesh["efsdp"], shard_placement_fn=lambda parameter: shard)
+        for parameter in experts.parameters():  # a mean over fewer ranks, and over gloo FSDP2 takes no other divisor
+            parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(ep))
+    return fully_shard(model, mesh=mesh._flatten("dp"))
+
+
+def steps_of(model, count=4):
+    """AdamW with clipping, with a group of parameters for each mesh: torch's optimizers take one at a time."""
+    groups = {}
+    for parameter in model.parameters():
+        groups.setdefault(parameter.device_mesh, []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()], lr=0.01, foreach=False)
+    data_rank = model.data_rank
+    for step in range(count):
+        token_loss(model, step, data_rank).backward()
+        yield zcompile.clip_grad_norm_(model.parameters(), 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rank_is_beside_fsdp2(rank, world, make, *sizes):
+    ours, theirs = (make(kind, *sizes) for kind in ("zcompile", "fsdp2"))
+    for model in (ours, theirs):
+        model.data_rank = rank // 2 if make is dense else rank
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert mine.placements == other.placements and mine.device_mesh == other.device_mesh, (name, mine, other)
+        assert torch.equal(mine.to_local(), other.to_local()), name
+    for mine, other in zip(steps_of(ours), steps_of(theirs), strict=True):
+        close(mine, other, 1e-5, "norm")
+        assert other > 0.02, "nothing was clipped"
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        close(mine.to_local(), other.to_local(), 1e-5, name)
+
+
+@pytest.mark.parametrize(
+    "make, sizes",
+    [
+        (dense, (2, 2)),
+        (mixture, (2, 2)),
+        pytest.param(mixture, (2, 2, Shard(1)), marks=pytest.mark.matrix),
+        pytest.param(mixture, (1, 4), marks=pytest.mark.matrix),
+        pytest.param(mixture, (4, 1), marks=pytest.mark.matrix),
+    ],
+)
+def test_placements_shards_and_steps_are_those_of_fsdp2(ranks, make, sizes):
+    ranks(4).run(rank_is_beside_fsdp2, make, *sizes)
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def rank_moves_checkpoints(rank, world, folder, make, source, target):
+    """From `source`, a kind with its sizes, to `target`; all values must be those that were saved."""
+    saved = make(*source)
+    with torch.no_grad():
+        for i, parameter in enumerate(saved.parameters()):
+            parameter.mul_(i + 1)
+    dcp.save(saved.state_dict(), checkpoint_id=folder)
+    loaded = make(*target)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    loaded.load_state_dict(state)
+    for (name, mine), other in zip(whole_state(loaded).items(), whole_state(saved).values(), strict=True):
+        assert torch.equal(mine, other), name
+    assert all(isinstance(parameter, DTensor) for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize(
+    "make, source, target",
+    [
+        (dense, ("zcompile", 2, 2), ("fsdp2", 4, 1)),
+        (mixture, ("fsdp2", 2, 2), ("zcompile", 1, 4)),
+        pytest.param(dense, ("fsdp2", 4, 1), ("zcompile", 2, 2), marks=pytest.mark.matrix),
+        pytest.param(mixture, ("zcompile", 2, 2), ("fsdp2", 4, 1), marks=pytest.mark.matrix),
+    ],
+)
+def test_checkpoints_load_into_other_sizes(ranks, tmp_path, make, source, target):
+    ranks(4).run(rank_moves_checkpoints, str(tmp_path), make, source, target)

@@ -1,0 +1,218 @@
+"""Models spread by tensor, sequence and expert parallelism, for tests of zcompile beside them."""
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import zcompile
+
+WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 12, 22, 4, 2, 6
+
+
+class Attention(nn.Module):
+    """Causal attention whose heads tensor parallelism divides."""
+
+    def __init__(self, heads: int = 2):
+        super().__init__()
+        self.head = WIDTH // heads
+        self.q, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.k = nn.Linear(WIDTH, WIDTH, bias=False)  # a bias would have no effect, and a gradient of rounding alone
+
+    def forward(self, x):
+        q, k, v = (project(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class DenseBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.feed = nn.LayerNorm(WIDTH), FeedForward()
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed(self.norm2(x))
+
+
+class Dense(nn.Module):
+    """Blocks between two layers that no tensor parallelism spreads."""
+
+    def __init__(self, blocks: int = 2):
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(DenseBlock() for _ in range(blocks))
+        self.leave = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+TENSOR_PLAN = {
+    **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+    "attention.out": RowwiseParallel(),
+    "feed.up": ColwiseParallel(),
+    "feed.down": RowwiseParallel(),
+}
+SEQUENCE_PLAN = {
+    **TENSOR_PLAN,
+    "norm1": SequenceParallel(),
+    "norm2": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+    "feed": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "feed.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+def spread_dense(model: Dense, mesh: DeviceMesh, sequence: bool) -> Dense:
+    """`model` under tensor parallelism, and under sequence parallelism between its blocks' products."""
+    for block in model.blocks:
+        parallelize_module(block, mesh, SEQUENCE_PLAN if sequence else TENSOR_PLAN)
+    if sequence:
+        parallelize_module(model, mesh, {"enter": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))})
+        parallelize_module(model, mesh, {"leave": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())})
+    return model
+
+
+class Experts(nn.Module):
+    """Experts whose weights expert parallelism divides. Tokens travel to their experts and back."""
+
+    def __init__(self, sorts: bool):
+        super().__init__()
+        self.sorts = sorts
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
+        self.group = None  # of the ranks that each have some experts
+        self.ranks = 1
+
+    def forward(self, x, chosen, weights):
+        """
+        Args:
+            x: [tokens, width].
+            chosen, weights: [tokens, experts of a token].
+        """
+        return (self.forward_sorted if self.sorts else self.forward_slots)(x, chosen, weights)
+
+    def forward_sorted(self, x, chosen, weights):
+        """Tokens sorted by their experts, and no more rows than there are: shapes follow from values."""
+        order = chosen.flatten().argsort(stable=True)
+        rows = x[order // chosen.shape[1]]
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        sent, received = [len(rows)], [len(rows)]
+        if self.group is not None:
+            theirs = funcol.all_to_all_single(counts, None, None, self.group)
+            sent, received = (each.view(self.ranks, -1).sum(1).tolist() for each in (counts, theirs))
+            rows = funcol.all_to_all_single_autograd(rows, received, sent, self.group)
+            counts = theirs
+        here = torch.arange(counts.numel(), device=x.device) % (EXPERTS // self.ranks)
+        experts = here.repeat_interleave(counts)
+        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
+        out = torch.zeros_like(rows)
+        for i in range(len(up)):
+            at = torch.where(experts == i)[0]
+            out = out.index_add(0, at, nn.functional.silu(rows[at] @ up[i]) @ down[i])
+        if self.group is not None:
+            out = funcol.all_to_all_single_autograd(out, sent, received, self.group)
+        weighted = out * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // chosen.shape[1], weighted)
+
+    def forward_slots(self, x, chosen, weights):
+        """Each pair of a token and an expert has a slot of its own, so shapes are static."""
+        slots = torch.zeros(EXPERTS, *x.shape, dtype=x.dtype, device=x.device)
+        picked = nn.functional.one_hot(chosen, EXPERTS).sum(1).T.unsqueeze(-1)  # [experts, tokens, 1]
+        slots = slots + picked * x
+        if self.group is not None:  # [experts of all, tokens] -> [ranks, experts here, tokens]
+            slots = funcol.all_to_all_single_autograd(slots.flatten(0, 1), None, None, self.group)
+        slots = slots.reshape(self.ranks, -1, len(x), WIDTH).transpose(0, 1).flatten(1, 2)
+        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
+        out = torch.bmm(nn.functional.silu(torch.bmm(slots, up)), down)
+        out = out.reshape(-1, self.ranks, len(x), WIDTH).transpose(0, 1).flatten(0, 1)
+        if self.group is not None:
+            out = funcol.all_to_all_single_autograd(out.flatten(0, 1), None, None, self.group)
+        out = out.reshape(EXPERTS, len(x), WIDTH)
+        share = torch.zeros(len(x), EXPERTS, dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
+        return (out * share.T.unsqueeze(-1)).sum(0)
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self, sorts: bool):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts(sorts)
+
+    def forward(self, x, only=None):
+        """`only`: the experts that tokens may choose; default: all."""
+        x = x + self.attention(self.norm1(x))
+        tokens = self.norm2(x).flatten(0, 1)
+        scores = self.router(tokens)
+        if only is not None:
+            scores = scores + torch.where(torch.tensor([i in only for i in range(EXPERTS)]), 0.0, -1e4)
+        weights, chosen = scores.softmax(-1).topk(TOP, -1)
+        return x + self.experts(tokens, chosen, weights).view_as(x)
+
+
+class Mixture(nn.Module):
+    """A mixture of experts between dense layers."""
+
+    def __init__(self, blocks: int = 2, sorts: bool = False):
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(MixtureBlock(sorts) for _ in range(blocks))
+        self.leave = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, only=None):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x, only)
+        return self.leave(x)
+
+
+def spread_experts(model: Mixture, mesh: DeviceMesh) -> Mixture:
+    """`model` with its experts spread over `mesh`."""
+    for experts in (each for each in model.modules() if isinstance(each, Experts)):
+        experts.group, experts.ranks = mesh.get_group(), mesh.size()
+        for name in ("up", "down"):
+            whole = getattr(experts, name)
+            spread = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+            setattr(experts, name, nn.Parameter(spread, requires_grad=whole.requires_grad))
+    return model
+
+
+def mesh_of(device: str, **sizes: int) -> DeviceMesh:
+    """Ranks in dimensions of these names and sizes."""
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def expert_placement(model: nn.Module, mesh: DeviceMesh, shard: Shard, local: bool = False):
+    """A `shard_placement_fn`: experts of `model` over `mesh`."""
+    experts = {parameter for each in model.modules() if isinstance(each, Experts) for parameter in each.parameters()}
+    return lambda parameter: zcompile.Placement(shard, mesh, local) if parameter in experts else None
+
+
+def token_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """A loss on tokens that this data rank alone sees at this step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    device = next(model.parameters()).device
+    return model(torch.randn(2, TOKENS, WIDTH, generator=generator).to(device)).square().mean()

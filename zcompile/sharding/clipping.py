@@ -1,0 +1,61 @@
+"""`zcompile.clip_grad_norm_`: one norm over parameters of several meshes."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients so that their norm, as one vector over all ranks, is at most `max_norm`.
+
+    As `torch.nn.utils.clip_grad_norm_`, which takes parameters of one mesh. Here dense layers and experts may be
+    sharded over meshes of their own. All ranks call it together, with the same parameters in the same order.
+
+    Args:
+        parameters: with or without gradients. A gradient that is no DTensor must be the same on all ranks.
+        norm_type: p of the p-norm; `float("inf")` for the largest absolute value.
+        error_if_nonfinite: whether a norm that is not finite is an error.
+        foreach: as in torch.
+
+    Returns:
+        The norm before, a scalar tensor, the same on all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for parameter in given:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    norms = []
+    for group in by_mesh.values():
+        norm = nn.utils.get_total_norm([_grad(each) for each in group], norm_type, foreach=foreach)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"zcompile.clip_grad_norm_: the norm of the gradients is {total.item()}, so they cannot be clipped. Pass "
+            "error_if_nonfinite=False to scale them by it nevertheless."
+        )
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=foreach)
+    return total
+
+
+def _grad(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,211 @@
+"""Where each parameter is sharded: over which mesh, along which dimension; and how modules read it.
+
+[Note: domains]
+Parameters that are sharded over one mesh are a *domain*: one `ShardedModel`, one runtime, one set of process groups.
+Most models have one. Where experts are spread over ranks (expert parallelism), the ranks that have the same experts are
+fewer than those that have the same dense layers, so experts are sharded over a mesh of their own. Domains are numbered
+in the order in which their first parameters come, alike on all ranks. Gathers and reduces carry the number, so that no
+pass puts two domains into one transfer.
+
+A parameter may be a DTensor before: tensor and expert parallelism spread it over *inner* meshes. What is sharded here
+is this rank's part of it. Modules read a DTensor over the inner meshes again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+MOST_INNER = 2  # placements of a DTensor that is sharded
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter is sharded: what `shard_placement_fn` of `zcompile.shard` may return.
+
+    Attributes:
+        shard: the dimension along which it is cut. Dimensions other than the first must divide by the ranks of the
+            mesh.
+        mesh: of one dimension, or of two (replicate x shard). Default: the mesh of `zcompile.shard`.
+        local: of a DTensor, whether modules read this rank's part as a plain tensor, as code does that distributes
+            tokens to experts itself.
+    """
+
+    shard: Shard = Shard(0)  # noqa: RUF009  it is immutable
+    mesh: DeviceMesh | None = None
+    local: bool = False
+
+
+PlacementFunction = Callable[[nn.Parameter], Any]  # returns None, a Shard, a Placement, or FSDP2's ShardPlacementResult
+
+
+def placement_of(parameter: nn.Parameter, choose: PlacementFunction | None) -> Placement:
+    """What `choose` says of `parameter`.
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    chosen = None if choose is None else choose(parameter)
+    if chosen is None:
+        return Placement()
+    if isinstance(chosen, Shard):
+        return Placement(_positive(chosen, parameter))
+    if isinstance(chosen, Placement):
+        return Placement(_positive(chosen.shard, parameter), chosen.mesh, chosen.local)
+    if hasattr(chosen, "mesh_info"):  # of FSDP2, since torch 2.14
+        return Placement(_positive(chosen.placement or Shard(0), parameter), chosen.mesh_info.mesh)
+    raise TypeError(
+        "zcompile.shard: shard_placement_fn must return None, a Shard, a zcompile.Placement or FSDP2's "
+        f"ShardPlacementResult, not {type(chosen).__name__}."
+    )
+
+
+def _positive(shard: Shard, parameter: nn.Parameter) -> Shard:
+    return shard if shard.dim >= 0 else Shard(shard.dim + parameter.ndim)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What makes a DTensor over the inner meshes of this rank's part of a parameter.
+
+    Two are equal over one mesh. Meshes are equal also if the process groups of one were closed.
+    """
+
+    mesh: DeviceMesh = field(compare=False)
+    mesh_id: int
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the runtime moves a parameter, and how modules read it.
+
+    Attributes:
+        shape: what the runtime gathers. Cut along its first dimension, it is the parameter, or this rank's part of a
+            DTensor. Cut along another one, it has a dimension more: the shards, one after the other.
+        dim: along which the parameter is cut.
+        inner: of a DTensor that modules read as such.
+        domain: number of the domain; see [Note: domains].
+    """
+
+    shape: tuple[int, ...]
+    dim: int = 0
+    inner: Inner | None = None
+    domain: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is gathered is what modules read."""
+        return self.dim == 0 and self.inner is None
+
+    def as_read(self, gathered: torch.Tensor) -> torch.Tensor:
+        """What modules read of what was gathered. Traced by Dynamo."""
+        if self.dim > 0:
+            gathered = gathered.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        if self.inner is None:
+            return gathered
+        inner = self.inner
+        return DTensor.from_local(
+            gathered, inner.mesh, inner.placements, run_check=False, shape=inner.shape, stride=inner.stride
+        )
+
+
+def part_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of `parameter`: of a DTensor its part, else all of it."""
+    return parameter.to_local().contiguous() if isinstance(parameter, DTensor) else parameter
+
+
+def layout_for(parameter: torch.Tensor, placement: Placement, world: int, domain: int) -> Layout:
+    """The layout of `parameter`, which `world` ranks share."""
+    part, dim = part_of(parameter.detach()), placement.shard.dim
+    shape = tuple(part.shape)
+    if dim > 0:
+        shape = (world, *shape[:dim], shape[dim] // world, *shape[dim + 1 :])
+    inner = None
+    if isinstance(parameter, DTensor) and not placement.local:
+        inner = Inner(
+            parameter.device_mesh, id(parameter.device_mesh), parameter.placements, parameter.shape, parameter.stride()
+        )
+    return Layout(shape, dim, inner, domain)
+
+
+def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:
+    """Rank `rank`'s shard of `part`, a view of it; the last ones may be shorter, or empty."""
+    if part.ndim == 0:
+        return part
+    length = -(-part.shape[dim] // world)
+    begin = min(rank * length, part.shape[dim])
+    return part.narrow(dim, begin, min(length, part.shape[dim] - begin))
+
+
+def as_dtensor(parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """The DTensor over `local`, this rank's shard: replicated over the first of two dimensions of `mesh`, sharded over
+    the last. Dimensions of inner meshes come behind, as FSDP2 has them: where both cut one dimension, `mesh` cuts what
+    they have left, which `_StridedShard` says."""
+    shape = parameter.shape
+    ours: list[Any] = [Replicate()] * (mesh.ndim - 1) + [Shard(dim) if shape else Replicate()]
+    if not isinstance(parameter, DTensor):
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, ours, run_check=False, shape=shape, stride=stride)
+    cuts = parameter._spec.num_shards_map[dim] if shape else 1
+    if cuts > 1:
+        ours[-1] = _StridedShard(dim, split_factor=cuts)
+    meta = TensorMeta(shape, parameter.stride(), parameter.dtype)
+    whole_mesh = DeviceMesh._concatenate([mesh, parameter.device_mesh])
+    spec = DTensorSpec(whole_mesh, (*ours, *parameter.placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def check_placement(name: str, parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> Exception | None:
+    """Why `parameter` cannot be sharded over `mesh`, or None; returned, so that ranks can agree first."""
+    where, dim = f"zcompile.shard: parameter '{name}' (rank {dist.get_rank()})", placement.shard.dim
+    size = mesh.size(mesh.ndim - 1)
+    if not isinstance(parameter, DTensor):
+        if placement.local:
+            return ValueError(f"{where} is no DTensor, so Placement(local=True) has no meaning for it.")
+        return _check_dim(where, parameter.shape, dim, size)
+    inner, placements = parameter.device_mesh, parameter.placements
+    if set(inner.mesh_dim_names or ()) & set(mesh.mesh_dim_names or ()) or not inner.mesh_dim_names:
+        return RuntimeError(
+            f"{where} is a DTensor over {inner.mesh_dim_names or 'a mesh without names'} already, which overlaps the "
+            f"mesh {mesh.mesh_dim_names or 'of all ranks'} that it is to be sharded over. Make one mesh with named "
+            "dimensions, and pass zcompile.shard the ones that are left, such as mesh=world_mesh['dp']. Do not combine "
+            "with fully_shard."
+        )
+    if not mesh.mesh_dim_names:
+        return RuntimeError(
+            f"{where} is a DTensor over {inner.mesh_dim_names}. Pass zcompile.shard a mesh of the same root that has "
+            "named dimensions, such as mesh=world_mesh['dp']."
+        )
+    if mesh._get_root_mesh() != inner._get_root_mesh():
+        return RuntimeError(
+            f"{where} is a DTensor over {inner.mesh_dim_names}, whose mesh has another root than the mesh "
+            f"{mesh.mesh_dim_names}. Slice both from one init_device_mesh."
+        )
+    if len(placements) > MOST_INNER:
+        return ValueError(f"{where} has {len(placements)} placements already; at most {MOST_INNER} are supported.")
+    if any(each.is_partial() for each in placements):
+        return ValueError(f"{where} has the placements {placements}. Redistribute it: a partial sum has no shards.")
+    return _check_dim(where, part_of(parameter.detach()).shape, dim, size)
+
+
+def _check_dim(where: str, shape: torch.Size, dim: int, size: int) -> Exception | None:
+    if dim == 0:
+        return None
+    if dim >= len(shape):
+        return ValueError(f"{where} has shape {tuple(shape)}, and no dimension {dim} to be sharded along.")
+    if shape[dim] % size:
+        return ValueError(
+            f"{where} has shape {tuple(shape)}: dimension {dim} does not divide by {size} ranks. Dimensions other than "
+            "the first must; return Shard(0) for it."
+        )
+    return None
