@@ -6,9 +6,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
+import zcompile
 from tests.support.artifacts import cache_in
+from tests.support.fake_ranks import as_rank
 from zcompile import precompile
+from zcompile.artifact.file_format import ArtifactError
+from zcompile.artifact.program import make
+from zcompile.backend import parse_options
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist, zcompile
@@ -110,3 +118,21 @@ def test_graph_breaks_are_an_error(program, tmp_path, capsys):
     code, printed = run(capsys, program, "build_with_break", tmp_path / "model.zc")
     assert code == 1 and "the model has graph breaks" in printed.err
     assert not (tmp_path / "model.zc").exists()
+
+
+class Reducing(nn.Module):
+    """Has a collective of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return all_reduce(self.a(x), "sum", torch.distributed.group.WORLD)
+
+
+def test_a_model_with_collectives_of_its_own_is_refused(inductor_folder):
+    with cache_in(inductor_folder), as_rank(0, 2):
+        model = zcompile.shard(Reducing())
+        with pytest.raises(ArtifactError, match="it has collectives of its own"):
+            make(model, parse_options(None), None, (torch.ones(2, 4),), {})

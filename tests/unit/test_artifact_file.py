@@ -7,7 +7,10 @@ import random
 import stat
 
 import pytest
+import torch
 
+import zcompile
+from tests.support.fake_ranks import as_rank
 from zcompile.artifact.file_format import LENGTH_BYTES, MAGIC, ArtifactError, decode, encode, read, write
 
 FINGERPRINT, FACTS = {"torch": "2.13", "mesh": "[2]"}, {"plan": ["a", 1]}
@@ -110,3 +113,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         write(tmp_path / "model.zc", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["model.zc"]
     assert read(tmp_path / "model.zc") == DATA
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1"])
+def test_a_torch_that_cannot_save_refuses_in_one_sentence(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    with as_rank(0, 2):
+        model = zcompile.shard(torch.nn.Linear(4, 4))
+        with pytest.raises(ValueError, match="cannot save compiled models; that needs torch 2") as refused:
+            zcompile.compile(model, artifact="model.zc")
+    assert "\n" not in str(refused.value) and model._compiled_call_impl is None

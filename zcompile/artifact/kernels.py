@@ -62,15 +62,15 @@ def take_kernels(entry: Any) -> dict[str, bytes]:
     for graph in graphs_of(entry):
         for kind, arguments in _kernels_in(graph.source_code):
             if kind not in KNOWN:
-                raise RuntimeError(f"zcompile: an artifact cannot hold kernels of Inductor's kind {kind!r}.")
+                raise RuntimeError(f"it has kernels of Inductor's kind {kind!r}, which cannot be saved.")
             if kind == "cpp_pybinding":
                 argument_types, source = arguments
                 kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)
                 libraries[kernel_key(argument_types, source)] = Path(kernel.__self__.__file__).read_bytes()
         if "_c10d_functional" in graph.source_code:
             raise RuntimeError(
-                "zcompile: the model has collectives of its own, as under tensor or expert parallelism. Its code names "
-                "their process groups, which differ between ranks, so no artifact can hold it."
+                "it has collectives of its own, as under tensor or expert parallelism, and its code names their "
+                "process groups, which differ between ranks."
             )
         graph.source_code = graph.source_code.replace(MAKE, MAKE_FROM_FILE)
         graph.cache_key = code_hash(graph.source_code)

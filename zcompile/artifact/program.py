@@ -64,6 +64,9 @@ def make(
             f"zcompile: the model has graph breaks, so no artifact can hold it: {first_line}. "
             "`torch.compile(model, fullgraph=True)` shows where."
         ) from error
+    except RuntimeError as error:  # of Dynamo's own kinds, too
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line}") from error
     facts = {
         "memory_bytes": state.memory_bytes,
         "main": main_module,

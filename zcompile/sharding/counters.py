@@ -17,7 +17,8 @@ def stats(model: nn.Module) -> Stats:
         transport: its name.
         transport_reason: why it was taken.
         transport_bytes: device memory that the transport holds, which torch's allocator does not count.
-        compiled: how compiled code came to be, and why: "loaded from ...", "compiled: ..."; "" if none ran yet.
+        compiled: how compiled code came to be, and why: "loaded from ...", "loaded: rank 0 compiled it ...", "compiled
+            by this process: ..."; "" if none ran yet.
 
     Raises:
         RuntimeError: `model` is not sharded.
