@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support.parallel import (
+    EXPERTS,
     TENSOR_PLAN,
     WIDTH,
     Dense,
@@ -29,9 +30,9 @@ matrix = pytest.mark.matrix
 INNER = ["eager", "aot_eager", pytest.param("inductor", marks=matrix)]
 
 
-def maybe_compiled(model, inner):
+def maybe_compiled(model, inner, fullgraph=True):
     if inner != "eager":
-        model.compile(backend="zcompile", options={"inner": inner}, fullgraph=True)
+        model.compile(backend="zcompile", options={"inner": inner}, fullgraph=fullgraph)
     return model
 
 
@@ -51,11 +52,11 @@ def test_tensor_parallel_models_train_as_unsharded(ranks, inner, sequence):
     ranks(4).run(rank_trains_dense, inner, sequence)
 
 
-def expert_parallel(inner, shard, local, model):
+def expert_parallel(inner, shard, local, model, fullgraph=True):
     mesh = mesh_of("cpu", efsdp=2, ep=2)
     spread_experts(model, mesh["ep"])
     placement = expert_placement(model, mesh["efsdp"], shard, local)
-    return maybe_compiled(zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement), inner)
+    return maybe_compiled(zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement), inner, fullgraph)
 
 
 def sorting():
@@ -77,16 +78,20 @@ def unequal_loss(model, step, rank):
     """Lengths differ between ranks and steps. At some steps all tokens of a rank, or of all, choose two experts."""
     x = torch.randn(1 + rank % 2, 3 + rank + step, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
     only = {1: (0, 1) if rank == 0 else None, 2: (2, 3)}.get(step)
-    return model(x, only).square().mean()
+    # Not made inside: Dynamo has been seen to take the mask of an earlier call.
+    mask = None if only is None else torch.tensor([i in only for i in range(EXPERTS)])
+    return model(x, mask).square().mean()
 
 
 def rank_routes_unequally(rank, world, inner):
-    prepare = functools.partial(expert_parallel, inner, Shard(0), False)
-    train_beside(rank, world, prepare, make=sorting, loss=unequal_loss)
+    prepare = functools.partial(expert_parallel, inner, Shard(0), False, fullgraph=False)
+    train_beside(rank, world, prepare, make=sorting, loss=unequal_loss, steps=5)
 
 
-def test_ranks_may_have_other_lengths_and_experts_without_tokens(ranks):
-    ranks(4).run(rank_routes_unequally, "eager")
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_ranks_may_have_other_lengths_and_experts_without_tokens(ranks, inner):
+    """Compiled code ends where counts of tokens become sizes. Ranks compile for lengths of their own."""
+    ranks(4).run(rank_routes_unequally, inner)
 
 
 def rank_sums(rank, world):

@@ -58,7 +58,7 @@ def rank_trains_dense(rank, world, inner, sequence):
 
 @pytest.mark.parametrize("inner", [None, "inductor"])
 def test_tensor_parallel_models_train_as_unsharded(gpus, inner):
-    gpus(4).run(rank_trains_dense, inner, sequence=True)
+    gpus(4).run(rank_trains_dense, inner, True)
 
 
 def rank_is_delayed(rank, world):

@@ -17,6 +17,8 @@ def sharded_over(transport, model, inner=None):
     zcompile.shard(model, units=[type(model.layers[0].experts)])
     for state in models_of(state_of(model)):
         state.runtime.use_transport(transport)
+        if "p2p" in transport:
+            state.agreement = None  # of NCCL, which was taken before
     if inner is not None:
         model.compile(backend="zcompile", options={"inner": inner})
     return model

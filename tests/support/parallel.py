@@ -163,12 +163,12 @@ class MixtureBlock(nn.Module):
         self.norm2, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts(sorts)
 
     def forward(self, x, only=None):
-        """`only`: the experts that tokens may choose; default: all."""
+        """`only`: whether tokens may choose each expert, a mask; default: all."""
         x = x + self.attention(self.norm1(x))
         tokens = self.norm2(x).flatten(0, 1)
         scores = self.router(tokens)
         if only is not None:
-            scores = scores + torch.where(torch.tensor([i in only for i in range(EXPERTS)]), 0.0, -1e4)
+            scores = scores.where(only, -1e4)
         weights, chosen = scores.softmax(-1).topk(TOP, -1)
         return x + self.experts(tokens, chosen, weights).view_as(x)
 
