@@ -73,3 +73,9 @@ def ranks():
     yield get
     for pool in _pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def inductor_folder(tmp_path_factory):
+    """A folder for Inductor's caches that tests share: most of the time of a small compile goes into C++ kernels."""
+    return tmp_path_factory.mktemp("inductor")

@@ -35,6 +35,7 @@ from zcompile.sharding.unshard import unshard
 from zcompile_flag import watch
 
 if TYPE_CHECKING:
+    from zcompile.artifact.model import compile
     from zcompile.planning.explain import explain
 
 watch()
@@ -47,6 +48,7 @@ __all__ = [
     "accumulate",
     "calibrate",
     "clip_grad_norm_",
+    "compile",
     "explain",
     "fuse_optimizer",
     "register_cost",
@@ -59,10 +61,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`zcompile.explain`, imported when it is first asked for: planning imports the backend, and that Inductor.
+    """`zcompile.explain` and `zcompile.compile`, imported when first asked for: they import the backend, and that
+    Inductor.
 
     The submodule zcompile.explain puts the function in its own place, so both are one object whoever imported what.
     """
     if name == "explain":
         return importlib.import_module("zcompile.explain")
+    if name == "compile":
+        return importlib.import_module("zcompile.artifact.model").compile
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from torch._functorch import config
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.analysis.fx_utils import GATHER, calls
-from zcompile.analysis.hardware import CPU
+from zcompile.analysis.hardware import CPU, Link
 from zcompile.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
@@ -56,18 +56,31 @@ def compile_graph(
         RuntimeError: the model writes to a sharded parameter in forward.
     """
     settings = parse_options(options)
+    plan = _plan(example_inputs, settings)
+    compiled = compile_planned(gm, example_inputs, settings, plan, mode)
+    models = _models(example_inputs)
+    if not models:
+        return compiled
+    for model in models:
+        model.compiled = model.compiled or "compiled by this process"
+    program = functools.partial(_program, _reads(gm), plan, settings)
+    return _on_first_run(checking_requires_grad(compiled), settings, program)
+
+
+def compile_planned(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, plan: Plan, mode: str | None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph under a plan. What Inductor compiled has torch's `serialize`.
+
+    Raises:
+        ValueError, RuntimeError: see `compile_graph`.
+    """
     refuse_cuda_graphs(settings.inductor, mode)
     _refuse_writes(gm)
     _warn_if_unsharded(gm)
-    plan = _plan(example_inputs, settings)
     if settings.inner == "aot_eager":
-        compiled = compile_aot_eager(gm, example_inputs, plan)
-    else:
-        compiled = compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode)
-    if not _models(example_inputs):
-        return compiled
-    program = functools.partial(_program, _reads(gm), plan, settings)
-    return _on_first_run(checking_requires_grad(compiled), settings, program)
+        return compile_aot_eager(gm, example_inputs, plan)
+    return compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode)
 
 
 def compile_aot_eager(
@@ -122,9 +135,21 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
     if model is None:  # nothing is gathered, or tests compile a graph of their own
         link, memory_bytes = CPU.over("gloo", 2), CPU.memory_bytes
     else:
-        transport = model.transport.transport if settings.transport == "auto" else settings.transport
-        link, memory_bytes = model.hardware.over(transport, model.runtime.world), model.memory_bytes
+        link, memory_bytes = link_of(model, settings), model.memory_bytes
     return settings.plan(link, memory_bytes)
+
+
+def link_of(model: ShardedModel, settings: Settings) -> Link:
+    """What plans of `model` count with: the same on all its ranks."""
+    transport = model.transport.transport if settings.transport == "auto" else settings.transport
+    return model.hardware.over(transport, model.runtime.world)
+
+
+def prepare(model: ShardedModel, settings: Settings) -> None:
+    """Let a model run what was compiled under `settings`; all ranks together."""
+    if settings.transport != "auto":
+        model.use_transport(settings.transport)
+    model.limit_microbatch_cache(settings.microbatch_cache_bytes)
 
 
 def _on_first_run(
@@ -147,9 +172,7 @@ def _on_first_run(
         if model is None or model not in prepared:
             position = next((i for i, value in enumerate(args) if model_of(value) is not None), None)
             for model in _models(args):
-                if settings.transport != "auto":
-                    model.use_transport(settings.transport)
-                model.limit_microbatch_cache(settings.microbatch_cache_bytes)
+                prepare(model, settings)
                 if model.agreement is not None:
                     model.agreement.check(program(args))
                 prepared.add(model)

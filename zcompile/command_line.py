@@ -30,6 +30,11 @@ SUBCOMMANDS = {
         "Measure what this machine reaches, once, so that plans and predictions rest on it.",
         "zcompile calibrate",
     ),
+    "precompile": Subcommand(
+        "zcompile.precompile",
+        "Compile a model once, into a file that all ranks of a training run load.",
+        "zcompile precompile --module train.py:build --ranks 8 --out model.zc",
+    ),
 }
 
 

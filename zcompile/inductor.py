@@ -91,6 +91,7 @@ def compile_inductor(
         "custom_partitioner_fn": _Partitioner(partition, plan),
         "post_grad_custom_post_pass": _Schedule(pipeline.schedule_passes(plan), plan),
         "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
+        "benchmark_harness": False,  # it has the sizes of inputs, and those of shards differ between ranks
         "shape_padding": False,  # it measures, so ranks would get different graphs, and collectives in different orders
         **config,
     }
@@ -122,17 +123,16 @@ class _Schedule(_Passes):
             for item in start.users:
                 item.target = _is_lowering(_take_item, item)
         _leave_shards_alone(graph)
+        shards = _shards_of(graph)
         for node in calls(graph, *LOWERED):
             node.target = _lowering_of(node)
         for node in filter(is_user_collective, graph.nodes):
             node.target = _is_lowering(_chained_lowering_of(node.target), node)
-        placeholders = graph.find_nodes(op="placeholder")
-        for saved in placeholders:
+        for saved in graph.find_nodes(op="placeholder"):
             if saved.meta.get(SAVED_FOR_BACKWARD):
-                with graph.inserting_after(placeholders[-1]):
-                    node = graph.call_function(_never_reuse, (saved,))
-                node.meta["val"] = saved.meta["val"]
-                node.target = _is_lowering(_never_reuse, node)
+                _call_at_begin(graph, _never_reuse, saved)
+        if shards:
+            _call_at_begin(graph, _assert_no_sizes, *shards)
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -147,6 +147,23 @@ class _Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         return f"{self.plan} {cache_key()}"
+
+
+def _shards_of(graph: Graph) -> list[Node]:
+    """The inputs of `graph` that are shards."""
+    shards = [start.args[0] for start in calls(graph, *GATHER_STARTS, GATHER_ROWS)]
+    shards += [start.args[1] for start in calls(graph, *REDUCE_STARTS)]
+    found = {node for each in shards for node in nodes_in(each)}
+    return [node for node in graph.find_nodes(op="placeholder") if node in found]
+
+
+def _call_at_begin(graph: Graph, lower: Callable[..., Any], *inputs: Node) -> None:
+    """Have Inductor call `lower(*inputs)` before it lowers the first op; it returns the first of them."""
+    placeholders = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(placeholders[-1]):
+        node = graph.call_function(lower, inputs)
+    node.meta["val"] = inputs[0].meta["val"]
+    node.target = _is_lowering(lower, node)
 
 
 def _leave_shards_alone(graph: Graph) -> None:
@@ -257,3 +274,24 @@ def _never_reuse(saved: Any) -> Any:
     graph: Any = V.graph
     graph.never_reuse_buffers.add(saved.get_name())
     return saved
+
+
+def _assert_no_sizes(*shards: Any) -> Any:
+    """Have Inductor write no assertion of the sizes of shards into the code.
+
+    Why: these sizes differ between ranks, and nothing else in the code does. So one rank's code runs on all.
+    """
+    graph: Any = V.graph
+    names = {shard.get_name() for shard in shards}
+    make_wrapper = graph.init_wrapper_code
+
+    def init_wrapper_code(*args: Any, **kwargs: Any) -> None:
+        inputs = graph.graph_inputs
+        graph.graph_inputs = {name: value for name, value in inputs.items() if name not in names}
+        try:
+            make_wrapper(*args, **kwargs)  # writes assertions of each of `graph_inputs`
+        finally:
+            graph.graph_inputs = inputs
+
+    graph.init_wrapper_code = init_wrapper_code
+    return shards[0]

@@ -134,6 +134,7 @@ VIT = {
     "num_labels": VOCABULARY,
 }
 MIXTRAL = SIZES | HEADS | SPECIAL_TOKENS | {"num_local_experts": 3, "num_experts_per_tok": 2}
+QWEN3_MOE = SIZES | HEADS | SPECIAL_TOKENS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK_V3 = {
     **(SIZES | SPECIAL_TOKENS),
     "moe_intermediate_size": 16,
@@ -178,11 +179,12 @@ def hugging_face(name: str, experts: str = "batched_mm") -> nn.Module:
         "t5": (hf.T5ForConditionalGeneration, hf.T5Config, T5),
         "vit": (hf.ViTForImageClassification, hf.ViTConfig, VIT),
         "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, MIXTRAL),
+        "qwen3_moe": (hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, QWEN3_MOE),
         "deepseek_v3": (hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config, DEEPSEEK_V3),
         "llama4": (hf.Llama4ForCausalLM, hf.Llama4TextConfig, LLAMA4),
     }[name]
     config = config_class(**sizes)
-    if name in ("mixtral", "deepseek_v3", "llama4"):
+    if name in ("mixtral", "qwen3_moe", "deepseek_v3", "llama4"):
         config._experts_implementation = experts
     model = model_class(config)
     if name == "gpt2":

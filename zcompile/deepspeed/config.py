@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from zcompile.artifact.model import check_artifact
 from zcompile.backend import parse_options
 from zcompile.old_names import current_options
 
@@ -12,6 +13,7 @@ from zcompile.old_names import current_options
 def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
     """The backend's options in a DeepSpeed config; None if the block is not there or not enabled.
 
+    One entry of them is not the backend's: "artifact", the file that `zcompile.compile` would be given.
     The block stands in "zero_optimization" or at the top ([Note: a config that nothing acts on] in zcompile_flag).
 
     Raises:
@@ -30,8 +32,15 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
         )
     if not isinstance(block, Mapping) or not isinstance(block.get("enabled", False), bool):
         raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in "zero_optimization" of the config.')
-    options = current_options({name: value for name, value in block.items() if name != "enabled"})
-    parse_options(options)
+    options = dict(
+        current_options({name: value for name, value in block.items() if name not in ("enabled", "artifact")})
+    )
+    settings = parse_options(options)
+    if (path := block.get("artifact")) is not None:
+        if not isinstance(path, str):
+            raise ValueError(f'zcompile: "artifact" in the DeepSpeed config must be the path of a file, not {path!r}.')
+        check_artifact(settings)
+        options["artifact"] = path
     if not block.get("enabled", False):
         return None
     reason = _conflict_in(config)

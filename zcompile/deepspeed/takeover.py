@@ -18,16 +18,20 @@ an engine's config has the flag (in "zero_optimization" or at its top), `attach`
 (`forward`, `backward`, `step`, `compile`, `destroy`). Other engines are not touched.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.backend import compile_graph
+from zcompile.artifact.model import install
+from zcompile.backend import compile_graph, parse_options
 from zcompile.deepspeed.engine_methods import EngineMethods
 from zcompile.deepspeed.fallback import unsupported
 from zcompile.deepspeed.gradients import ReducedSquares, add
@@ -53,7 +57,8 @@ class Takeover(EngineMethods):
     """A ZeRO-3 engine that trains through zcompile, from its `compile()` until `give_back()`."""
 
     def __init__(self, engine: Any, options: Mapping[str, Any]):
-        super().__init__(engine, options)
+        super().__init__(engine, {name: value for name, value in options.items() if name != "artifact"})
+        self.artifact: str | None = options.get("artifact")
         self.trained: set[int] = set()  # `ds_id`s of the parameters that the optimizer has
         self.lean_step: LeanStep | None = None
 
@@ -136,6 +141,19 @@ class Takeover(EngineMethods):
             compile_kwargs.pop("mode", None)
         module = self.engine.module
         regions = [region for region in module.modules() if region._compiled_call_impl is not None]
+        if self.artifact is not None and not regions:
+            settings = parse_options(self.options)
+            around_make = functools.partial(_without_deepspeeds_attributes, module)
+            install(module, Path(self.artifact), settings, compile_kwargs.get("mode"), around_make=around_make)
+            self.engine._is_compiled = True
+            self.engine._compile_kwargs = compile_kwargs
+            return
+        if self.artifact is not None:
+            log.warning(
+                "zcompile: %s is not used: it holds a whole module, and this program compiles %d regions of its own.",
+                self.artifact,
+                len(regions),
+            )
         # All regions share one backend object: Dynamo compiles again for another one.
         backend = functools.partial(compile_graph, options=dict(self.options))
         for region in regions or [module]:
@@ -194,6 +212,22 @@ class Takeover(EngineMethods):
         finally:
             if restore:
                 self.hooks.restore()
+
+
+@contextlib.contextmanager
+def _without_deepspeeds_attributes(model: nn.Module) -> Iterator[None]:
+    """Around the making of an artifact, take from modules what DeepSpeed put there for its hooks: methods and local
+    classes. No forward reads them, and torch, which saves guards on modules, can pickle neither."""
+    taken: list[tuple[nn.Module, str, Any]] = []
+    for module in model.modules():
+        for name, value in list(module.__dict__.items()):
+            if isinstance(value, (type, types.MethodType)) and (value.__module__ or "").startswith("deepspeed."):
+                taken.append((module, name, module.__dict__.pop(name)))
+    try:
+        yield
+    finally:
+        for module, name, value in taken:
+            module.__dict__[name] = value
 
 
 def _let_timer_synchronize(engine: Any, synchronize: bool) -> None:

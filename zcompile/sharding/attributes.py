@@ -4,6 +4,7 @@ LEAF = "_zcompile_leaf_"  # + parameter name: the plain local shard that the mod
 SHARDED = "_zcompile_sharded_"  # + parameter name: its ShardedParameter
 STATE = "_zcompile_state"  # the ShardedModel
 AROUND = "_zcompile_around"  # of the class of units: calls their forward, and other entries
+RECIPE = "_zcompile_recipe"  # of the class of a module: what `class_swap._sharded_class` made it of
 UNIT = "_zcompile_unit"  # of a module that is one: its Unit
 UNITS_BELOW = "_zcompile_units_below"  # of a module that calls units: these
 UNSHARDED = "_zcompile_unsharded_"  # + parameter name: the unsharded parameter, while a forward of its unit runs

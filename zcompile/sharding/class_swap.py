@@ -5,6 +5,7 @@ In eager it gathers inside of forwards; outside of them it returns the DTensor. 
 of such a class, too; see [Note: inside of a forward] in forward_scope.py.
 """
 
+import copyreg
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zcompile.sharding.attributes import AROUND, LEAF, SHARDED, STATE, UNIT, UNITS_BELOW, UNSHARDED
+from zcompile.sharding.attributes import AROUND, LEAF, RECIPE, SHARDED, STATE, UNIT, UNITS_BELOW, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of, replaced_message
@@ -144,7 +145,24 @@ def _sharded_class(base: type, kind: _Kind) -> type:
         namespace[AROUND] = staticmethod(call_unit)
     if issubclass(base, nn.RNNBase):
         namespace |= recurrent_members(param_dtype, one_by_one=kind.single_rank or kind.in_unit)
-    return type(base.__name__, (base,), namespace)
+    made: type = _pickled_metaclass(type(base))(base.__name__, (base,), namespace)
+    setattr(made, RECIPE, (base, kind))
+    return made
+
+
+@functools.cache
+def _pickled_metaclass(base: type[type]) -> type[type]:
+    """A subclass of the metaclass `base`, whose classes are pickled as what `_sharded_class` makes them of.
+
+    Why: pickle finds a class by its name in its module, and that name leads to the class of unsharded modules.
+    """
+    metaclass = type("ShardedClass", (base,), {})
+    copyreg.pickle(cast(Any, metaclass), _pickled_class)
+    return metaclass
+
+
+def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
+    return _sharded_class, vars(made)[RECIPE]
 
 
 def _casting_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:

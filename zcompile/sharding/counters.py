@@ -17,6 +17,8 @@ def stats(model: nn.Module) -> Stats:
         transport: its name.
         transport_reason: why it was taken.
         transport_bytes: device memory that the transport holds, which torch's allocator does not count.
+        compiled: how compiled code came to be, and why: "loaded from ...", "loaded: rank 0 compiled it ...", "compiled
+            by this process: ..."; "" if none ran yet.
 
     Raises:
         RuntimeError: `model` is not sharded.
@@ -25,7 +27,7 @@ def stats(model: nn.Module) -> Stats:
     counted = state.runtime.stats()
     for other in models_of(state)[1:]:  # which share the other counts
         counted["transport_bytes"] += other.runtime.stats()["transport_bytes"]
-    return Stats(counted | {"transport_reason": state.transport.reason})
+    return Stats(counted | {"transport_reason": state.transport.reason, "compiled": state.compiled})
 
 
 def reset_stats(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.sharding.process_groups import all_gather_over_mesh
+from zcompile.sharding.process_groups import all_gather_over_mesh, is_fake
 
 UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 without a limit have a number near 2 ** 63
 
@@ -24,8 +24,10 @@ def memory_bytes_of_a_rank(mesh: DeviceMesh) -> int:
         place, total_bytes, others = str(device.uuid), device.total_memory, 1
     else:
         place, total_bytes, others = "", host_memory_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    ranks = all_gather_over_mesh(mesh, (f"{socket.gethostname()} {place}", total_bytes, others))
-    return least_share(ranks)
+    mine = (f"{socket.gethostname()} {place}", total_bytes, others)
+    if place and is_fake(mesh):  # the other ranks will have GPUs of their own
+        return least_share([mine])
+    return least_share(all_gather_over_mesh(mesh, mine))
 
 
 def least_share(ranks: list[tuple[str, int, int]]) -> int:

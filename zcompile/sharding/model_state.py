@@ -236,6 +236,8 @@ class ShardedModel:
         self.wanted_transport, self.transport = "", Choice("", "")
         self.hardware = agreed_table(mesh)
         self.memory_bytes = 0  # of a rank; see measure_memory
+        self.shard_options = ""  # what `zcompile.shard` was told, in words
+        self.compiled = ""  # how compiled code of the model came to be, in words
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`
         self.unreduced: UnreducedParameters | None = None  # None where nobody reduces: on one rank

@@ -29,8 +29,15 @@ def shard_group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
+def is_fake(mesh: DeviceMesh) -> bool:
+    """Whether the other ranks do not exist, as under torch's "fake" backend, and nothing is moved."""
+    return dist.get_backend(shard_group_of(mesh)) == "fake"
+
+
 def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
     """How long the user lets ranks that share shards wait for each other: the timeout of their group."""
+    if is_fake(mesh):
+        return dist.constants.default_pg_timeout
     options: Any = shard_group_of(mesh)._get_backend(torch.device(mesh.device_type)).options
     timeout: datetime.timedelta = options._timeout
     return timeout
@@ -108,6 +115,11 @@ def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None, for_units: bool = Fal
     """
     shard_group = shard_group_of(mesh)
     several, timeout = mesh.size() > 1, timeout_of(mesh)
+    if is_fake(mesh):
+        name = shard_group.group_name
+        replicate = mesh.get_group(0).group_name if mesh.ndim == 2 else ""
+        names = {"gather": name, "reduce": name, "replicate": replicate, "control": name if several else ""}
+        return {**names, "rank": shard_group.rank(), "world": shard_group.size(), "number": 0}
 
     def limited(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group if nccl_max_ctas is None or not several else own("limited", group)
@@ -159,7 +171,9 @@ def new_group(
 
 
 def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:
-    """Every rank's `value`, in the same order on all ranks of the mesh."""
+    """Every rank's `value`, in the same order on all ranks of the mesh. Ranks that do not exist have this one's."""
+    if is_fake(mesh):
+        return [value] * mesh.size()
     values = [value]
     for group in reversed(mesh.get_all_groups()):
         values = [each for part in all_gather_object(group, values) for each in part]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcompile import _C
 from zcompile.analysis.calibration import cache_folder
 from zcompile.options import TRANSPORTS
-from zcompile.sharding.process_groups import all_gather_object, all_gather_over_mesh, shard_group_of
+from zcompile.sharding.process_groups import all_gather_object, all_gather_over_mesh, is_fake, shard_group_of
 
 log = logging.getLogger("zcompile")
 
@@ -51,7 +51,7 @@ def choose(
     collectives = "nccl" if mesh.device_type == "cuda" else "gloo"
     if wanted == collectives:
         return Choice(wanted, "asked for")
-    obstacle = _obstacle_to_p2p(mesh)
+    obstacle = "the other ranks do not exist" if is_fake(mesh) else _obstacle_to_p2p(mesh)
     if wanted == "auto":
         return Choice(collectives, obstacle) if obstacle else _faster(mesh, make_runtime, nccl_max_ctas)
     if wanted == "p2p" and not obstacle:

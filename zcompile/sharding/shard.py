@@ -139,6 +139,7 @@ def shard(
     agree_on_model(mesh, error, [*signature(model, ignored), *_describe(placements), options, *costs])
 
     state = ShardedModel(mesh, nccl_max_ctas, native_reduce, divisor=gradient_divide_factor)
+    state.shard_options = options
     if unit_modules:
         state.units = ShardedModel(mesh, nccl_max_ctas, native_reduce, has_units=True, divisor=gradient_divide_factor)
     _add_domains(state, placements, native_reduce, gradient_divide_factor or float(mesh.size()))

@@ -1,0 +1,202 @@
+"""A model that loads its compiled code from a file computes what a compile computes, and compiles nothing."""
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import zcompile
+from tests.support.artifacts import Broken, cache_in, compiler_counts, make_file, sharded, tokens_of, train
+
+
+@pytest.fixture(scope="module")
+def cache(inductor_folder):
+    """The cache folder of all compiles of this file, those on ranks too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        with cache_in(inductor_folder):
+            yield inductor_folder
+
+
+@pytest.fixture(scope="module")
+def file(cache, tmp_path_factory):
+    """For two ranks, made by a process that is one of them and sees no other."""
+    path = tmp_path_factory.mktemp("artifact") / "model.zc"
+    make_file(path, 2)
+    return path
+
+
+@contextlib.contextmanager
+def nothing_started():
+    """Whoever starts a process fails."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError(f"a process was started: {args}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((subprocess.Popen, "__init__"), (os, "fork"), (os, "posix_spawn")):
+            patch.setattr(module, name, fail)
+        yield
+
+
+def rank_loads(rank, world, path, folder, autocast, how):
+    """From the file, in an empty cache folder."""
+    os.environ.pop("TORCHINDUCTOR_VEC_ISA_OK", None)
+    counters.clear()
+    with cache_in(folder), nothing_started():
+        model = zcompile.compile(sharded(**how), artifact=path, require=True)
+        seen = train(model, rank, autocast)
+    return seen, compiler_counts(), zcompile.stats(model)["compiled"]
+
+
+def rank_compiles(rank, world, folder, autocast, how):
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+    with cache_in(folder):
+        model = sharded(**how)
+        model.compile(backend="zcompile", fullgraph=True)
+        seen = train(model, rank, autocast)
+    return seen, zcompile.stats(model)["compiled"]
+
+
+def check(pool, path, cache, tmp_path, autocast=False, **how):
+    loaded = pool.run(rank_loads, path, tmp_path / "empty", autocast, how)
+    compiled = pool.run(rank_compiles, cache, autocast, how)
+    for (seen, counts, by), (expected, expected_by) in zip(loaded, compiled, strict=True):
+        assert seen == expected
+        assert counts == {}
+        assert by == f"loaded from {path}"
+        assert expected_by == "compiled by this process"
+
+
+def rank_compiles_once(rank, world, folder, path):
+    """Twice with an artifact: what was made of it, what trained, what the first rank counted."""
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+    results = []
+    with cache_in(folder):
+        for _ in range(2):
+            counters.clear()
+            model = zcompile.compile(sharded(), artifact=path)
+            seen = train(model, rank)
+            results.append((zcompile.stats(model)["compiled"], seen, "graph_break" in counters or "stats" in counters))
+    return results
+
+
+def test_where_there_is_no_file_one_rank_compiles_and_writes_it(ranks, cache, tmp_path):
+    path = tmp_path / "new" / "model.zc"
+    expected = ranks(2).run(rank_compiles, cache, False, {})
+    for rank, results in enumerate(ranks(2).run(rank_compiles_once, cache, path)):
+        (first, trained, traced), (second, again, traced_again) = results
+        assert first == f"loaded: rank 0 compiled it, because {path} was not there"
+        assert second == f"loaded from {path}"
+        assert trained == again == expected[rank][0]
+        assert traced == (rank == 0) and not traced_again
+
+
+def rank_has_file(rank, world, path, owner):
+    """A file that one rank alone has."""
+    model = zcompile.compile(sharded(), artifact=path if rank == owner else "/nowhere/model.zc", require=True)
+    return train(model, rank), zcompile.stats(model)["compiled"]
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_rank_without_the_file_gets_it_from_another(ranks, cache, file, owner):
+    expected = ranks(2).run(rank_compiles, cache, False, {})
+    for (seen, by), (trained, _) in zip(ranks(2).run(rank_has_file, file, owner), expected, strict=True):
+        assert seen == trained
+        assert by.startswith("loaded from")
+
+
+def rank_has_damaged_file(rank, world, folder, paths, require):
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+    with cache_in(folder), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = zcompile.compile(sharded(), artifact=paths[rank], require=require)
+        try:
+            return train(model, rank), zcompile.stats(model)["compiled"], [str(each.message) for each in caught]
+        except RuntimeError as error:
+            return str(error)
+
+
+def damaged(path, folder):
+    copy = folder / "damaged.zc"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    copy.write_bytes(data)
+    return copy
+
+
+def test_a_file_that_is_damaged_on_one_rank_is_an_error_on_all(ranks, cache, file, tmp_path):
+    for error in ranks(2).run(rank_has_damaged_file, cache, [file, damaged(file, tmp_path)], True):
+        assert "is required and cannot be used. Rank 1:" in error and "has another checksum" in error
+
+
+def test_a_file_that_is_damaged_on_one_rank_lets_all_compile_with_one_warning(ranks, cache, file, tmp_path):
+    paths = [file, damaged(file, tmp_path)]
+    expected = ranks(2).run(rank_compiles, cache, False, {})
+    results = ranks(2).run(rank_has_damaged_file, cache, paths, False)
+    for (seen, by, _), (trained, _) in zip(results, expected, strict=True):
+        assert seen == trained
+        assert by.startswith("compiled by this process: Rank 1:") and "has another checksum" in by
+    told = [[text for text in texts if "every rank compiles" in text] for _, _, texts in results]
+    assert [len(texts) for texts in told] == [1, 0]
+
+
+def rank_pins(rank, world, path, sha256):
+    model = zcompile.compile(sharded(), artifact=path, sha256=sha256)
+    try:
+        return train(model, rank) and "trained"
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_another_sha256_than_the_pinned_one_is_an_error(ranks, file):
+    assert ranks(2).run(rank_pins, file, hashlib.sha256(file.read_bytes()).hexdigest()) == ["trained"] * 2
+    for error in ranks(2).run(rank_pins, file, "0" * 64):
+        assert "has the SHA-256" in error
+
+
+def rank_breaks(rank, world, path, require):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = zcompile.compile(sharded(Broken), artifact=path, require=require)
+        try:
+            with torch.no_grad():
+                model.train(False)(tokens_of(0, rank))
+        except RuntimeError as error:
+            return str(error)
+    return zcompile.stats(model)["compiled"]
+
+
+@pytest.mark.matrix
+def test_a_model_with_graph_breaks_is_compiled_by_every_rank(ranks, tmp_path):
+    for compiled in ranks(2).run(rank_breaks, tmp_path / "model.zc", False):
+        assert compiled.startswith("compiled by this process: Rank 0 could not make it") and "graph break" in compiled
+    assert not (tmp_path / "model.zc").exists()
+
+
+def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(ranks, cache, file, tmp_path):
+    check(ranks(2), file, cache, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_file_for_another_number_of_ranks(ranks, cache, tmp_path, world):
+    make_file(tmp_path / "model.zc", world)
+    check(ranks(world), tmp_path / "model.zc", cache, tmp_path)
+
+
+@pytest.mark.matrix
+def test_a_file_for_autocast(ranks, cache, tmp_path):
+    make_file(tmp_path / "model.zc", 2, autocast=True)
+    check(ranks(2), tmp_path / "model.zc", cache, tmp_path, autocast=True)
+
+
+@pytest.mark.matrix
+def test_a_file_for_another_param_dtype(ranks, cache, tmp_path):
+    make_file(tmp_path / "model.zc", 2, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    check(ranks(2), tmp_path / "model.zc", cache, tmp_path, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

@@ -1,0 +1,138 @@
+"""`zcompile precompile` makes, in one process, the file that the ranks of a training program load."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+
+import zcompile
+from tests.support.artifacts import cache_in
+from tests.support.fake_ranks import as_rank
+from zcompile import precompile
+from zcompile.artifact.file_format import ArtifactError
+from zcompile.artifact.program import make
+from zcompile.backend import parse_options
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist, zcompile
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x, scale=1.0):
+        return self.b(activation(self.a(x))) * scale
+
+def activation(x):
+    return x.relu()
+
+def build():
+    torch.manual_seed(0)
+    return Net(), lambda step, rank: torch.full((2, 5), 1.0 + step + rank), loss
+
+def loss(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x, scale=2.0).float().square().mean()
+
+def build_without_call():
+    return Net(), lambda step, rank: torch.ones(2, 5), lambda model, x: x.sum()
+
+class Breaks(Net):
+    def forward(self, x, scale=1.0):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+def build_with_break():
+    return Breaks(), lambda step, rank: torch.ones(2, 5), loss
+
+number = 3
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model, batch, loss = build()
+    zcompile.compile(zcompile.shard(model), artifact=sys.argv[1], require=True)
+    value = loss(model, batch(0, dist.get_rank()))
+    value.backward()
+    counted = {name for name, counts in torch._dynamo.utils.counters.items() if counts}
+    assert not counted, counted
+    print(f"loss {value.item():.6f}\\n{zcompile.stats(model)['compiled']}", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "a_training_program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def run(capsys, program, function, out, *more):
+    code = precompile.main(["--module", f"{program}:{function}", "--ranks", "2", "--out", str(out), *more])
+    return code, capsys.readouterr()
+
+
+def test_ranks_of_the_program_load_what_one_process_made(program, inductor_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    file = tmp_path / "model.zc"
+    with cache_in(inductor_folder):
+        code, printed = run(capsys, program, "build", file)
+    assert code == 0, printed.err
+    assert f"SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()}" in printed.out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, str(program), str(file)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"loaded from {file}") == done.stdout.count("loss ") == 2
+
+
+@pytest.mark.parametrize(
+    "function, more, reason",
+    [
+        ("nowhere", (), "has no function 'nowhere'"),
+        ("number", (), "has no function 'number'"),
+        ("build_without_call", (), "did not call the module"),
+        ("build", ("--replicas", "3"), "no multiple of --replicas 3"),
+        ("build", ("--options", "{"), "takes a JSON object"),
+        ("build", ("--options", '{"bucket": 1}'), "unknown option 'bucket'"),
+    ],
+)
+def test_bad_input_is_one_line(program, tmp_path, capsys, function, more, reason):
+    with pytest.raises(SystemExit) as stopped:
+        run(capsys, program, function, tmp_path / "model.zc", *more)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and reason in error and error.count("\n") == 1
+    assert not (tmp_path / "model.zc").exists()
+
+
+def test_graph_breaks_are_an_error(program, tmp_path, capsys):
+    code, printed = run(capsys, program, "build_with_break", tmp_path / "model.zc")
+    assert code == 1 and "the model has graph breaks" in printed.err
+    assert not (tmp_path / "model.zc").exists()
+
+
+class Reducing(nn.Module):
+    """Has a collective of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return all_reduce(self.a(x), "sum", torch.distributed.group.WORLD)
+
+
+def test_a_model_with_collectives_of_its_own_is_refused(inductor_folder):
+    with cache_in(inductor_folder), as_rank(0, 2):
+        model = zcompile.shard(Reducing())
+        with pytest.raises(ArtifactError, match="it has collectives of its own"):
+            make(model, parse_options(None), None, (torch.ones(2, 4),), {})

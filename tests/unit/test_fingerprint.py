@@ -1,0 +1,228 @@
+"""Each thing that compiled code depends on is a field of the fingerprint: if it differs, that field is named."""
+
+import contextlib
+import dataclasses
+import platform
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support import artifacts
+from tests.support.artifacts import Mixed, sharded, tokens_of
+from tests.support.fake_ranks import as_rank
+from zcompile.artifact import fingerprint as module
+from zcompile.artifact.fingerprint import differences, fingerprint
+from zcompile.options import Settings
+
+BASE = Settings()
+
+
+def taken(
+    make_model=Mixed, world=2, settings=BASE, mode=None, memory=1 << 33, args=None, kwargs=None, change=None, **how
+):
+    with as_rank(0, world):
+        model = sharded(make_model, **how)
+        context = (change(model) if change is not None else None) or contextlib.nullcontext()
+        with context:
+            return fingerprint(
+                model, settings, mode, memory, (tokens_of(0, 0),) if args is None else args, kwargs or {}
+            )
+
+
+@pytest.fixture(scope="module")
+def base():
+    return taken()
+
+
+def test_the_same_is_the_same(base):
+    assert differences(base, taken()) == []
+
+
+class Untied(Mixed):
+    """Has the parameters of `Mixed`, and another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.zeros(artifacts.VOCABULARY, 6))
+
+
+class Wider(Mixed):
+    """One parameter has another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(6))
+
+
+class Half(Mixed):
+    """One parameter has another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+
+class LargeBuffer(Mixed):
+    """The buffer has another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset = self.offset.double()
+
+
+def edited_forward(model):
+    model.down.__class__ = type("Linear", (type(model.down),), {"forward": lambda self, x: 2 * x})
+
+
+def with_hook(model):
+    model.down.register_forward_hook(lambda *args: None)
+
+
+def frozen(model):
+    model.down.weight.requires_grad_(False)
+
+
+def in_eval(model):
+    model.drop.eval()
+
+
+@contextlib.contextmanager
+def precision(model):
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def deterministic(model):
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def default_dtype(model):
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def patched(owner, name, value):
+    @contextlib.contextmanager
+    def context(model):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, value)
+            yield
+
+    return context
+
+
+TOKENS = tokens_of(0, 0)
+CASES = {
+    "torch": {"change": patched(torch, "__version__", "2.99")},
+    "python": {"change": patched(platform, "python_version", lambda: "3.99.0")},
+    "zcompile": {"change": patched(module, "cache_key", lambda: "edited")},
+    "cuda": {"change": patched(torch.version, "cuda", "99.0")},
+    "triton": {"change": patched(module, "_triton_version", lambda: "99.0")},
+    "device": {"change": patched(module, "_processor_flags", lambda: "other")},
+    "threads": {"change": patched(torch, "get_num_threads", lambda: 77)},
+    "mode": {"mode": "max-autotune-no-cudagraphs"},
+    "inductor": {"settings": dataclasses.replace(BASE, inductor={"size_asserts": False})},
+    "torch._inductor.config.epilogue_fusion": {
+        "change": lambda model: torch._inductor.config.patch(epilogue_fusion=False)
+    },
+    "torch._dynamo.config.assume_static_by_default": {
+        "change": lambda model: torch._dynamo.config.patch(assume_static_by_default=False)
+    },
+    "shard": {"reduce_dtype": torch.bfloat16},
+    "modules": {"change": edited_forward},
+    "parameters": {"change": frozen},
+    "hooks": {"change": with_hook},
+    "training": {"change": in_eval},
+    "autocast": {"change": lambda model: torch.autocast("cpu", torch.bfloat16)},
+    "gradients": {"change": lambda model: torch.no_grad()},
+    "determinism": {"change": deterministic},
+    "precision": {"change": precision},
+    "default dtype": {"change": default_dtype},
+    "buffers": {"make_model": LargeBuffer},
+}
+
+
+ALSO = {"buffers": {"modules"}, "determinism": {"torch._inductor.config.deterministic"}}  # what follows from it
+
+
+@pytest.mark.parametrize("field", CASES)
+def test_a_difference_is_named_by_its_field_alone(base, field):
+    lines = differences(base, taken(**CASES[field]))
+    named = [line.partition(":")[0] for line in lines]
+    assert set(named) == {field, *ALSO.get(field, ())}, lines
+
+
+@pytest.mark.parametrize(
+    "field, how",
+    [
+        ("mesh", {"world": 4}),
+        ("plan", {"memory": 1 << 30}),
+        ("settings", {"settings": dataclasses.replace(BASE, bucket_bytes=0)}),
+        ("modules", {"param_dtype": torch.bfloat16}),
+        ("parameters", {"make_model": Wider}),
+        ("parameters", {"make_model": Half}),
+        ("ties", {"make_model": Untied}),
+    ],
+)
+def test_a_difference_is_among_those_named(base, field, how):
+    assert field in {line.partition(":")[0] for line in differences(base, taken(**how))}
+
+
+@pytest.mark.parametrize(
+    "args, kwargs",
+    [
+        ((tokens_of(0, 0, length=5),), {}),
+        ((TOKENS.int(),), {}),
+        ((TOKENS.t().contiguous().t(),), {}),
+        ((), {"tokens": TOKENS}),
+        ((TOKENS, 1), {}),
+        ((TOKENS, 2), {}),
+        ((TOKENS, "text"), {}),
+    ],
+)
+def test_other_inputs_are_named(base, args, kwargs):
+    (line,) = differences(base, taken(args=args, kwargs=kwargs))
+    assert line.startswith("inputs: made for Tensor [2, 4] stride [4, 1] torch.int64 cpu requires_grad=False")
+
+
+def test_values_of_tensors_play_no_part(base):
+    assert differences(base, taken(args=(tokens_of(9, 1),))) == []
+
+
+def test_an_ignored_parameter_is_named(base):
+    def ignored():
+        model = Mixed()
+        ignored.parameters = [model.shift]
+        return model
+
+    with as_rank(0, 2):
+        torch.manual_seed(0)
+        model = ignored()
+        zcompile.shard(model, ignored_params=ignored.parameters)
+        found = fingerprint(model, BASE, None, 1 << 33, (TOKENS,), {})
+    named = {line.partition(":")[0] for line in differences(base, found)}
+    assert {"unsharded parameters", "parameters"} <= named
+
+
+def test_a_field_that_only_one_side_has_is_named():
+    assert differences({"a": "1"}, {"b": "2"}) == ["a: made for 1; here nothing", "b: made for nothing; here 2"]
+
+
+def test_code_is_told_apart_by_what_it_does_and_not_by_where_it_stands():
+    one, other = (eval(f"{chr(10) * lines}lambda x: [y + {number} for y in x]") for lines, number in ((0, 1), (3, 1)))
+    third = eval("lambda x: [y + 2 for y in x]")
+    assert module.code_hash(one) == module.code_hash(other) != module.code_hash(third)

@@ -1,0 +1,210 @@
+"""One graph compiled ahead of time by torch, as bytes, and loaded again. The only file that knows how torch does it."""
+
+import importlib
+import inspect
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import eval_frame
+from torch._dynamo.aot_compile import AOTCompiledFunction
+from torch._dynamo.aot_compile_types import SerializableCallable
+from torch._dynamo.guards import CheckFunctionManager
+from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+from torch.fx import GraphModule
+
+from zcompile.artifact import kernels
+from zcompile.sharding.attributes import LEAF
+
+Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+_OLDEST = (2, 13)
+
+
+def lacking() -> str:
+    """What this torch lacks for artifacts; empty if nothing."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
+        return f"torch {torch.__version__} cannot save compiled models; that needs torch 2.13 or later"
+    return ""
+
+
+@dataclass
+class Dropped:
+    """A guard of Dynamo's that cannot be saved, for it compares an object by its identity.
+
+    Attributes:
+        expression: leads to the object from L, the arguments of the call, and G, the globals.
+        value: the object.
+        is_global: whether it begins with G.
+    """
+
+    expression: str
+    value: Any
+    is_global: bool
+
+
+@dataclass
+class Made:
+    """One compiled graph.
+
+    Attributes:
+        program, objects: what `Loaded` takes.
+        libraries: C++ kernels, see kernels.py.
+        sources: (module, first line, line after the last, SHA-256) of all functions that were traced.
+        dropped: what Dynamo guards and the program does not.
+    """
+
+    program: bytes = b""
+    objects: bytes = b""
+    libraries: dict[str, bytes] = field(default_factory=dict)
+    sources: list[tuple[str, int, int, str]] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+
+
+def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend) -> Made:
+    """Compile `model(*args, **kwargs)`, forward and backward, and run nothing.
+
+    Args:
+        backend: compiles the graph that Dynamo captured. What it returns has torch's `serialize`, as Inductor's has.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: there are graph breaks.
+        RuntimeError: something in it cannot be saved.
+    """
+    made = Made()
+
+    def keep(guards: Sequence[Any]) -> Sequence[bool]:
+        return [_keep(guard, made) for guard in guards]
+
+    def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _Saved(backend(gm, example_inputs))
+
+    compiled: Any = torch.compile(
+        model._call_impl, backend=compile_graph, fullgraph=True, options={"guard_filter_fn": keep}
+    )
+    function = compiled.aot_compile((tuple(args), dict(kwargs)))
+    artifacts = function._artifacts
+    made.sources = [
+        (each.module, each.firstlineno, each.lastlineno, each.checksum)
+        for each in artifacts.source_info.inlined_sources
+    ]
+    artifacts.source_info.inlined_sources.clear()  # it has the text of each module
+    made.libraries = artifacts.compiled_fn.take_kernels()
+    made.program = type(function).serialize(function).serialized_data
+    made.objects = _save_objects(artifacts)
+    return made
+
+
+def _is_dynamos(name: str) -> bool:
+    """Whether Dynamo put a global of this name into a module, as it does for what its bytecode refers to."""
+    return name.startswith(("___", "__compiled", "__resume", "__import_", "__builtins_dict"))
+
+
+def _save_objects(artifacts: Any) -> bytes:
+    """What Dynamo put into globals for the bytecode, and does not save itself. Modules are saved by name.
+
+    Raises:
+        RuntimeError: something of it cannot be pickled.
+    """
+    environment, scope = artifacts.runtime_env, nn.Module._call_impl.__globals__
+    saved = {*environment.import_sources, *environment.used_globals, artifacts.backend_id}
+    objects = {name: scope[name] for name in environment.external_refs if _is_dynamos(name) and name not in saved}
+    named = {name: _Imported(value.__name__) if inspect.ismodule(value) else value for name, value in objects.items()}
+    try:
+        return pickle.dumps(named)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise RuntimeError(f"an object that the model's code refers to cannot be saved: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Imported:
+    """A module, by its name."""
+
+    name: str
+
+
+def _keep(guard: Any, made: Made) -> bool:
+    """Whether a guard is saved. Not so guards on shards, whose sizes differ between ranks, and what compares ids."""
+    if LEAF in guard.name and "TENSOR_MATCH" in (guard.guard_type, *guard.derived_guard_types):
+        return False
+    by_identity = CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES
+    if not any(kind in by_identity for kind in (guard.guard_type, *guard.derived_guard_types)):
+        return True
+    if guard.has_value:
+        made.dropped.append(Dropped(guard.orig_guard.name, guard.value, guard.is_global))
+    return False
+
+
+class _Saved(SerializableCallable):
+    """What AOTAutograd made of a graph, which torch then lets this class save and load."""
+
+    def __init__(self, compiled: Callable[..., Any]):
+        self.compiled = compiled
+        self.entry: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+    def take_kernels(self) -> dict[str, bytes]:
+        """See kernels.py; what is saved then has no native code."""
+        with torch._functorch.config.patch(bundled_autograd_cache=True):
+            self.entry = self.compiled.serialize()  # type: ignore[attr-defined]
+        self.entry.serialized_bw_module = None  # the backward graph, for compiled autograd
+        for text in ("aot_joint_graph_str", "aot_forward_graph_str", "aot_backward_graph_str", "min_cut_info_str"):
+            if hasattr(self.entry, text):
+                setattr(self.entry, text, None)  # for logs
+        return kernels.take_kernels(self.entry)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: "_Saved") -> bytes:
+        return pickle.dumps(fn.entry)
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> "_Saved":
+        entry = pickle.loads(data)
+        kernels.install_modules(entry)
+        return cls(deserialize_bundled_cache_entry(entry))
+
+
+class Loaded:
+    """A compiled graph of a model, as `compile_ahead` made it, in this process or in another one."""
+
+    def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes]):
+        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process."""
+        kernels.install_kernels(libraries)
+        scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
+        for name, value in pickle.loads(objects).items():
+            scope[name] = importlib.import_module(value.name) if isinstance(value, _Imported) else value
+        with kernels.in_this_process():
+            self.function = AOTCompiledFunction.deserialize(program, scope)
+        self.function.disable_guard_check()  # the caller asks `holds` first
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.function(model, *args, **kwargs)
+
+    def holds(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether the guards that were saved hold for this call."""
+        return self.function.guard_check(model, *args, **kwargs)
+
+    def failed_guard(self, model: nn.Module, args: Any, kwargs: Any) -> str:
+        """Which guard does not hold, in words; empty if all do."""
+        arguments = self.function.prepare_f_locals(model, *args, **kwargs)
+        guards: Any = self.function._artifacts.guard_manager
+        checked = guards.check_verbose(arguments)
+        return "" if checked.result else "; ".join(map(str, checked.verbose_code_parts))
+
+    def look_up(self, expression: Any, model: nn.Module) -> Any:
+        """The object that the expression of a `Dropped`, as text or as code, leads to here.
+
+        Raises:
+            Exception: it leads nowhere.
+        """
+        return eval(expression, {"L": {"self": model}, "G": self.function.fn.__globals__})
+
+
+def runs_compiled_code() -> bool:
+    """Whether compiled code may run: not so inside of `torch.compiler.set_stance("force_eager")` and the like."""
+    return eval_frame._stance.stance == "default"

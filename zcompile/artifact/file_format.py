@@ -1,0 +1,145 @@
+"""The file that holds a compiled model: magic, length of the header, header (JSON), parts.
+
+[Note: a file is a program]
+Loading a file unpickles objects and runs native code, so a file can do whatever a program can. Nothing of it is
+unpickled before all checks passed: who may write it, its SHA-256 if the caller pins one, its header, the fingerprint in
+it, the SHA-256 of each part. Checksums find damage. Only a pinned SHA-256 finds an attacker.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"zcompile artifact 1\n"
+LENGTH_BYTES = 8  # of the header's length, little-endian
+MOST_HEADER_BYTES = 64 << 20
+
+
+class ArtifactError(RuntimeError):
+    """A file cannot be loaded. The text names it and says why."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file as it was read.
+
+    Attributes:
+        fingerprint: what it was made for, see fingerprint.py.
+        facts: what else the header says: JSON values by name.
+        parts: bytes by name; their checksums held.
+        sha256: of the whole file, hexadecimal.
+    """
+
+    fingerprint: dict[str, str]
+    facts: dict[str, Any]
+    parts: dict[str, bytes]
+    sha256: str
+
+
+def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> bytes:
+    """The bytes of a file."""
+    listed = [[name, len(part), hashlib.sha256(part).hexdigest()] for name, part in parts.items()]
+    header = json.dumps({"fingerprint": dict(fingerprint), "facts": dict(facts), "parts": listed}).encode()
+    return b"".join([MAGIC, len(header).to_bytes(LENGTH_BYTES, "little"), header, *parts.values()])
+
+
+def decode(data: bytes, name: str) -> Artifact:
+    """What is in the bytes of a file; unpickles nothing.
+
+    Args:
+        name: of the file, for errors.
+
+    Raises:
+        ArtifactError: they are no such file, or damaged.
+    """
+    if not data.startswith(MAGIC):
+        raise ArtifactError(f"zcompile: {name} is not an artifact of this version of zcompile.")
+    start = len(MAGIC) + LENGTH_BYTES
+    length = int.from_bytes(data[len(MAGIC) : start], "little")
+    if length > min(MOST_HEADER_BYTES, len(data) - start):
+        raise ArtifactError(f"zcompile: {name} is damaged: it ends inside of its header.")
+    try:
+        header = json.loads(data[start : start + length])
+        fingerprint, facts = header["fingerprint"], header["facts"]
+        listed = [(str(part), int(nbytes), str(digest)) for part, nbytes, digest in header["parts"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"zcompile: {name} is damaged: its header cannot be read ({error!r}).") from None
+    if sum(nbytes for _, nbytes, _ in listed) != len(data) - start - length:
+        raise ArtifactError(f"zcompile: {name} is damaged: it has not as many bytes as its header says.")
+    parts, at = {}, start + length
+    for part, nbytes, digest in listed:
+        parts[part] = data[at : at + nbytes]
+        at += nbytes
+        if hashlib.sha256(parts[part]).hexdigest() != digest:
+            raise ArtifactError(
+                f"zcompile: {name} is damaged: part '{part}' has another checksum than its header says."
+            )
+    return Artifact(fingerprint, facts, parts, hashlib.sha256(data).hexdigest())
+
+
+def read(path: Path, sha256: str | None = None) -> bytes:
+    """The bytes of the file at `path`, which somebody else may not have written.
+
+    Args:
+        sha256: what the file must have, hexadecimal.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ArtifactError: others than its owner and group may write it, it has another SHA-256, or it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            _check_writers(path, os.fstat(file.fileno()))
+            data = file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ArtifactError(f"zcompile: {path} cannot be read: {error}.") from None
+    found = hashlib.sha256(data).hexdigest()
+    if sha256 is not None and found != sha256.lower():
+        raise ArtifactError(f"zcompile: {path} has the SHA-256 {found}, not {sha256}, which was asked for.")
+    return data
+
+
+def _check_writers(path: Path, status: os.stat_result) -> None:
+    """Refuse a file that anybody may write, and warn of one that its group may write."""
+    if status.st_mode & stat.S_IWOTH:
+        raise ArtifactError(
+            f"zcompile: {path} is refused: every user of this machine may write it, and loading it runs what is in "
+            f"it. Make it anew, or `chmod o-w {path}` if you trust it."
+        )
+    if status.st_mode & stat.S_IWGRP:
+        warnings.warn(
+            f"zcompile: the group of {path} may write it, and loading it runs what is in it: `chmod g-w {path}`, or "
+            "pin its SHA-256 (sha256=).",
+            stacklevel=2,
+        )
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, and that its owner alone may write.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

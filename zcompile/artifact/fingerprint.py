@@ -1,0 +1,234 @@
+"""What must be the same where a file is made and where it is loaded: one line of text for each field.
+
+A field that differs is named in the error, with both values, so values are words where they can be, and hashes only
+where there is too much to read. Where a list is hashed, `_digest` says how long it is.
+"""
+
+import functools
+import hashlib
+import platform
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile.artifact import kernels
+from zcompile.backend import link_of
+from zcompile.options import Settings
+from zcompile.sharding.attributes import RECIPE
+from zcompile.sharding.model_state import ShardedModel, models_of, state_of
+from zcompile.source_hash import cache_key
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def fingerprint(
+    model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int, args: Any, kwargs: Any
+) -> dict[str, str]:
+    """The fields of a sharded model, of this machine, and of the first call, `model(*args, **kwargs)`.
+
+    Args:
+        memory_bytes: that the plan is made for, see `zcompile.options.Settings.plan`.
+    """
+    state = state_of(model)
+    return {
+        **machine(state.mesh.device_type),
+        **settings_of(state, settings, mode, memory_bytes),
+        **structure(model, state),
+        **modes(model),
+        "inputs": inputs(args, kwargs),
+    }
+
+
+def machine(device_type: str) -> dict[str, str]:
+    """Versions, and the processor that code is for."""
+    fields = {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "zcompile": cache_key(),
+        "cuda": str(torch.version.cuda),
+        "triton": _triton_version(),
+    }
+    if device_type == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        # Up to torch 2.13, Inductor writes the number of the device into its code.
+        device = f"{torch.cuda.get_device_name()}, capability {major}.{minor}, number {torch.cuda.current_device()}"
+        return {**fields, "device": device}
+    instructions = f"{torch.backends.cpu.get_cpu_capability()}, flags {_processor_flags()}"
+    device = f"{platform.machine()}, {instructions}"
+    return {**fields, "device": device, "threads": str(torch.get_num_threads())}
+
+
+@functools.cache
+def _triton_version() -> str:
+    triton = sys.modules.get("triton")
+    return str(getattr(triton, "__version__", None))
+
+
+def _processor_flags() -> str:
+    """A hash of the instructions that this processor has: kernels are compiled for just these."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return _digest(sorted(flags.split()))
+
+
+def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memory_bytes: int) -> dict[str, str]:
+    """What decides a plan, and torch's own settings."""
+    options = {name: value for name, value in vars(settings).items() if name != "inductor"}
+    return {
+        "mesh": f"{list(state.mesh.mesh.shape)} on {state.mesh.device_type}",
+        "plan": str(settings.plan(link_of(state, settings), memory_bytes)),
+        "settings": str(options),
+        "mode": str(mode),
+        "inductor": str(dict(sorted(settings.inductor.items()))),
+        "shard": state.shard_options,
+        **_torch_settings(),
+    }
+
+
+def _torch_settings() -> dict[str, str]:
+    """Settings of Dynamo, AOTAutograd and Inductor that change what they make, as torch's own caches take them."""
+    return {
+        f"{config}.{name}": str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
+        for config, settings in (
+            ("torch._dynamo.config", torch._dynamo.config.save_config_portable()),
+            ("torch._functorch.config", torch._functorch.config.save_config_portable()),
+            ("torch._inductor.config", kernels.inductor_settings()),
+        )
+        for name, value in settings.items()
+    }
+
+
+def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
+    """Modules with their code, parameters, and buffers."""
+    parameters = [
+        f"{sharded.name} {list(sharded.shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad}"
+        for each in models_of(state)
+        for sharded in each.parameters.values()
+    ]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    reads = [
+        f"{path}.{attribute} is {names[id(parameter)]}"
+        for path, module in model.named_modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    sharded = {id(each.parameter) for part in models_of(state) for each in part.parameters.values()}
+    others = [
+        f"{name} {described(parameter)}" for name, parameter in model.named_parameters() if id(parameter) not in sharded
+    ]
+    return {
+        "modules": _digest(_modules(model)),
+        "parameters": _digest(parameters),
+        "ties": _digest(reads),
+        "unsharded parameters": _digest(others),
+        "buffers": _digest(f"{name} {described(buffer)}" for name, buffer in model.named_buffers()),
+        "hooks": _digest(hooks_of(model)),
+    }
+
+
+def _modules(model: nn.Module) -> list[str]:
+    """Of each module: its class, what `zcompile.shard` made of that, and the code of its forward."""
+    lines = []
+    for path, module in model.named_modules():
+        recipe = getattr(type(module), RECIPE, (type(module), None))
+        base, kind = recipe
+        lines.append(f"{path} {module_name(base)}.{base.__qualname__} {kind} {code_hash(type(module).forward)}")
+    return lines
+
+
+def module_name(value: Any) -> str:
+    """The module of a class or function; a program that is run as a file has the name of that file."""
+    name = getattr(value, "__module__", None) or ""
+    if name == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        return Path(file).stem if file else name
+    return name
+
+
+def code_hash(function: Callable[..., Any] | types.CodeType) -> str:
+    """A hash of what a function does, without the place where it stands."""
+    code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
+    return hashlib.sha256(_code_text(code).encode()).hexdigest()[:16] if code is not None else str(function)
+
+
+def _code_text(code: types.CodeType) -> str:
+    constants = [_code_text(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {constants}"
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """Hooks of modules, which Dynamo traces."""
+    return [
+        f"{path} {kind} {_function_name(hook)}"
+        for path, module in model.named_modules()
+        for kind in HOOKS
+        for hook in getattr(module, kind).values()
+    ]
+
+
+def _function_name(function: Any) -> str:
+    inner = getattr(function, "func", function)  # of a functools.partial
+    return f"{module_name(inner)}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+
+
+def modes(model: nn.Module) -> dict[str, str]:
+    """Modes of torch and of the model in which the first call was."""
+    kinds = ("cpu", "cuda")
+    autocast = [
+        f"{kind} {torch.get_autocast_dtype(kind)} cache={torch.is_autocast_cache_enabled()}"
+        for kind in kinds
+        if torch.is_autocast_enabled(kind)
+    ]
+    backends: Any = torch.backends
+    precisions = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
+    reduced = (
+        backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        backends.cuda.matmul.allow_fp16_accumulation,
+    )
+    return {
+        "training": _digest(path for path, module in model.named_modules() if module.training),
+        "autocast": ", ".join(autocast) or "off",
+        "gradients": f"grad={torch.is_grad_enabled()} inference={torch.is_inference_mode_enabled()}",
+        "determinism": f"{torch.get_deterministic_debug_mode()} cudnn={torch.backends.cudnn.deterministic}",
+        "precision": f"{[each.fp32_precision.replace('none', 'ieee') for each in precisions]} {reduced}",
+        "default dtype": str(torch.get_default_dtype()),
+    }
+
+
+def inputs(args: Any, kwargs: Any) -> str:
+    """The arguments of a call: tensors by what compiled code depends on, numbers and text as they are."""
+    leaves, shape = torch.utils._pytree.tree_flatten((args, kwargs))
+    return f"{', '.join(map(described, leaves))} in {shape}"
+
+
+def described(value: Any) -> str:
+    """A tensor without its values and the number of its device; plain values as they are; of others the class."""
+    if isinstance(value, torch.Tensor):
+        layout = f"{list(value.shape)} stride {list(value.stride())}" if value.layout is torch.strided else value.layout
+        return f"{type(value).__name__} {layout} {value.dtype} {value.device.type} requires_grad={value.requires_grad}"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _digest(lines: Iterable[str]) -> str:
+    lines = list(lines)
+    return f"{len(lines)}, SHA-256 {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+
+
+def differences(made: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """One line for each field that differs between a file and this process."""
+    fields = [*made, *(name for name in here if name not in made)]
+    return [
+        f"{name}: made for {made.get(name, 'nothing')}; here {here.get(name, 'nothing')}"
+        for name in fields
+        if made.get(name) != here.get(name)
+    ]

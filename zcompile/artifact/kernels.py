@@ -1,0 +1,133 @@
+"""Native code of Inductor: taken out of what was compiled, and run from a file instead of by a compiler.
+
+Inductor writes a Python module for each graph. When it is imported, it asks an `AsyncCompile` for each of its kernels
+by the kernel's source. In a module that comes from a file, that is a `Kernels`: it takes C++ kernels from the file.
+So no compiler runs, and nothing tries which instructions the processor has: that would start up to nine processes.
+"""
+
+import ast
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache, code_hash, get_path, write_atomic
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+MAKE = "async_compile = AsyncCompile()"
+MAKE_FROM_FILE = f"from {__name__} import Kernels; async_compile = Kernels()"
+KNOWN = ("cpp_pybinding", "triton", "wait")  # what generated code may ask an AsyncCompile for
+
+_files: dict[str, Path] = {}  # of the kernels that were installed in this process, by `kernel_key`
+
+
+def kernel_key(argument_types: list[str], source: str) -> str:
+    """What a C++ kernel is known by in a file."""
+    return hashlib.sha256("\n".join([*argument_types, source]).encode()).hexdigest()
+
+
+class Kernels(AsyncCompile):
+    """Stands in for `AsyncCompile` in modules that come from a file."""
+
+    def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
+        """The kernel as a Python function.
+
+        Raises:
+            RuntimeError: the file does not have it.
+        """
+        key = kernel_key(argtypes, source_code)
+        if key not in _files:
+            raise RuntimeError(f"zcompile: the artifact lacks the C++ kernel {key[:12]}, which its code calls.")
+        return CppPythonBindingsCodeCache._load_library_inner(str(_files[key]), key).kernel
+
+
+def graphs_of(entry: Any) -> Iterator[Any]:
+    """The compiled graphs of an entry of AOTAutograd's cache: of forward and, if there is one, of backward."""
+    for part in (entry.compiled_fw, entry.compiled_bw):
+        if part is not None:
+            yield part.result
+
+
+def take_kernels(entry: Any) -> dict[str, bytes]:
+    """The shared libraries of the C++ kernels of an entry, by `kernel_key`, which then takes them from a file.
+
+    Raises:
+        RuntimeError: its code has kernels of a kind that a file cannot hold.
+    """
+    libraries = {}
+    for graph in graphs_of(entry):
+        for kind, arguments in _kernels_in(graph.source_code):
+            if kind not in KNOWN:
+                raise RuntimeError(f"it has kernels of Inductor's kind {kind!r}, which cannot be saved.")
+            if kind == "cpp_pybinding":
+                argument_types, source = arguments
+                kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)
+                libraries[kernel_key(argument_types, source)] = Path(kernel.__self__.__file__).read_bytes()
+        if "_c10d_functional" in graph.source_code:
+            raise RuntimeError(
+                "it has collectives of its own, as under tensor or expert parallelism, and its code names their "
+                "process groups, which differ between ranks."
+            )
+        graph.source_code = graph.source_code.replace(MAKE, MAKE_FROM_FILE)
+        graph.cache_key = code_hash(graph.source_code)
+        graph.counter_deltas.clear()  # what compiling counted, which loading would count again
+    return libraries
+
+
+def _kernels_in(source: str) -> Iterator[tuple[str, list[Any]]]:
+    """Of each call of `async_compile` in a module: the method, and its arguments where they are C++."""
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "async_compile":
+            is_cpp = node.func.attr == "cpp_pybinding"
+            yield node.func.attr, [ast.literal_eval(argument) for argument in node.args] if is_cpp else []
+
+
+def install_kernels(libraries: Mapping[str, bytes]) -> None:
+    """Let modules find `libraries`, as `take_kernels` returned them.
+
+    They are files in Inductor's cache folder, because only a file can be loaded. Ranks of a host share them.
+    """
+    for key, library in libraries.items():
+        if key not in _files or not _files[key].exists():
+            _files[key] = _stored(library)
+
+
+def _stored(library: bytes) -> Path:
+    path = Path(cache_dir()) / "zcompile" / f"{hashlib.sha256(library).hexdigest()}.so"
+    if not path.exists() or path.read_bytes() != library:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(library)
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, path)
+    return path
+
+
+def install_modules(entry: Any) -> None:
+    """Write the Python modules of an entry to where it looks for them, over what may be there."""
+    for graph in graphs_of(entry):
+        path = get_path(graph.cache_key, "py")[2]
+        write_atomic(path, graph.source_code, make_dirs=True)
+
+
+def in_this_process() -> Any:
+    """A context in which Inductor starts no process: what is loaded needs no compiler."""
+    return inductor_config.patch(compile_threads=1)
+
+
+def inductor_settings() -> dict[str, Any]:
+    """Settings of Inductor that change code, without those of the tools that make it."""
+    tools = ("cpp.cxx", "cpp.vec_isa_ok", "cuda.cuda_cxx")
+    settings: dict[str, Any] = inductor_config.save_config_portable()
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in tools and not name.endswith("path") and "worker" not in name
+    }

@@ -1,0 +1,243 @@
+"""A compiled model as a file, and back; and what must hold at each call for the code in it to be right.
+
+Torch saves most of Dynamo's guards with the code. Not those that compare objects by identity, and not those on shards,
+whose sizes differ between ranks. What such guards protect is checked here: when a file is loaded, by what the header
+says of functions, and at each call, by identity with what was there when it was loaded.
+"""
+
+import functools
+import hashlib
+import importlib
+import inspect
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils.hooks import RemovableHandle
+
+from zcompile.artifact import aot
+from zcompile.artifact.file_format import Artifact, ArtifactError, encode
+from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
+from zcompile.backend import compile_planned, link_of
+from zcompile.options import Settings
+from zcompile.sharding.model_state import ShardedParameter, models_of, state_of
+
+LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
+
+
+def make(
+    model: nn.Module, settings: Settings, mode: str | None, args: Any, kwargs: Any, main_module: str = ""
+) -> bytes:
+    """Compile `model(*args, **kwargs)` and return the file; nothing is run, and no other rank is needed.
+
+    Args:
+        main_module: the name by which this process imported a file that others run as their program.
+
+    Raises:
+        ArtifactError: the model has graph breaks, or something in it cannot be saved; says what.
+    """
+    if reason := aot.lacking():
+        raise ArtifactError(f"zcompile: {reason}.")
+    if settings.inner != "inductor":
+        raise ArtifactError(f"zcompile: artifact= needs the option inner='inductor', not {settings.inner!r}.")
+    state = state_of(model)
+    if state.others:
+        raise ArtifactError("zcompile: parameters are sharded over several meshes, for which there are no artifacts.")
+    fields = fingerprint(model, settings, mode, state.memory_bytes, args, kwargs)
+    plan = settings.plan(link_of(state, settings), state.memory_bytes)
+
+    def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_planned(gm, example_inputs, settings, plan, mode)
+
+    try:
+        made = aot.compile_ahead(model, args, kwargs, compile_graph)
+    except torch._dynamo.exc.Unsupported as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ArtifactError(
+            f"zcompile: the model has graph breaks, so no artifact can hold it: {first_line}. "
+            "`torch.compile(model, fullgraph=True)` shows where."
+        ) from error
+    except RuntimeError as error:  # of Dynamo's own kinds, too
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line}") from error
+    facts = {
+        "memory_bytes": state.memory_bytes,
+        "main": main_module,
+        "sources": [each for each in made.sources if not each[0].startswith("torch.")],
+        "functions": _functions(made, model),
+    }
+    libraries = {LIBRARY + key: library for key, library in made.libraries.items()}
+    return encode(fields, facts, {"program": made.program, "objects": made.objects, **libraries})
+
+
+def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
+    """Of each function that a guard compared by identity: how to come to it, what it is, and whether it is global."""
+    loaded = aot.Loaded(made.program, made.objects, made.libraries)
+    found: dict[str, tuple[str, str, bool]] = {}
+    for each in made.dropped:
+        try:
+            is_there = loaded.look_up(each.expression, model) is each.value
+        except Exception:  # what Dynamo cannot name in Python
+            continue
+        if is_there and not isinstance(each.value, types.ModuleType):
+            found[each.expression] = (each.expression, _identity(each.value), each.is_global)
+    return list(found.values())
+
+
+def _identity(value: Any) -> str:
+    """What tells a function, class or other object from others, in another process too."""
+    name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None) or getattr(value, "__name__", "")
+    code = code_hash(value) if isinstance(value, (types.FunctionType, types.CodeType)) else ""
+    return f"{name or type(value).__qualname__} of {module_name(value)} {code}"
+
+
+class Program:
+    """What a file holds, loaded for one model."""
+
+    def __init__(self, artifact: Artifact, model: nn.Module, name: str):
+        """Unpickles, so all checks of `artifact` must have passed.
+
+        Args:
+            name: of the file, for errors.
+
+        Raises:
+            ArtifactError: a source file or a function is not what it was when the file was made.
+        """
+        with _importable_main(artifact.facts["main"]):
+            _check_sources(artifact.facts["sources"], name)
+            libraries = {
+                part.removeprefix(LIBRARY): data for part, data in artifact.parts.items() if part.startswith(LIBRARY)
+            }
+            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries)
+        self.watched: Any = ""  # global functions that the code calls, as one expression
+        self.found: tuple[Any, ...] = ()  # what they were
+        self._check_functions(model, artifact.facts["functions"], name)
+        self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.parameters.values()]
+        classes = {type(module) for module in model.modules()}
+        self.forwards = [(each, each.forward) for each in classes]
+        self.hooks = _Hooks(model)
+
+    def _check_functions(self, model: nn.Module, functions: Sequence[Sequence[Any]], name: str) -> None:
+        """Compare functions with those that were traced, and remember the global ones."""
+        watched, found = [], []
+        for expression, identity, is_global in functions:
+            try:
+                value = self.loaded.look_up(expression, model)
+            except Exception as error:
+                raise ArtifactError(f"zcompile: {name} calls {expression}, which is not there: {error!r}.") from None
+            if _identity(value) != identity:
+                raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}.")
+            if is_global:
+                watched.append(expression)
+                found.append(value)
+        self.watched = compile(f"({''.join(f'{each}, ' for each in watched)})", "<zcompile>", "eval")
+        self.found = tuple(found)
+
+    def changed(self, model: nn.Module, args: Any, kwargs: Any) -> str:
+        """Why the code must not run for this call, in words; empty if it may."""
+        for shard in self.shards:
+            if reason := shard.changed():
+                return reason
+        for each, forward in self.forwards:
+            if each.forward is not forward:
+                return f"the forward of {each.__qualname__} was replaced after the artifact was loaded"
+        if self.hooks.changed(model):
+            return "a hook of a module was registered or removed after the artifact was loaded"
+        now = self.loaded.look_up(self.watched, model)
+        if not all(map(operator.is_, now, self.found)):
+            return "a function that the model calls was replaced after the artifact was loaded"
+        if not self.loaded.holds(model, args, kwargs):
+            reason = self.loaded.failed_guard(model, args, kwargs)
+            return f"it differs from the call that was compiled: {reason}"
+        return ""
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.loaded(model, args, kwargs)
+
+
+class _Shard:
+    """A shard as it was when the file was loaded: what compiled code takes for granted, but for its size."""
+
+    def __init__(self, sharded: ShardedParameter):
+        self.sharded = sharded
+        self.trains = sharded.leaf.requires_grad
+        self.dtype, self.device = sharded.leaf.dtype, sharded.leaf.device.type
+        self.leaf = sharded.leaf_reference  # a weak reference: another leaf has another one
+
+    def changed(self) -> str:
+        """How it differs, in words; empty if it does not."""
+        leaf: Any = self.sharded.leaf_reference()
+        # A wrapper around a sharded model lets no leaves follow before its call, so the parameters are asked, too.
+        if leaf.requires_grad is not self.trains or self.sharded.parameter.requires_grad is not self.trains:
+            return f"parameter '{self.sharded.name}' was {'frozen' if self.trains else 'unfrozen'}"
+        if self.sharded.leaf_reference is not self.leaf:
+            if (leaf.dtype, leaf.device.type) != (self.dtype, self.device):
+                return f"parameter '{self.sharded.name}' is {leaf.dtype} on {leaf.device.type} now"
+            self.leaf = self.sharded.leaf_reference
+        return ""
+
+
+class _Hooks:
+    """Hooks of modules as they were when the file was loaded. Dynamo traces them, and guards none of them."""
+
+    def __init__(self, model: nn.Module):
+        self.registered = RemovableHandle.next_id  # hooks of any kind that this process has registered ever
+        self.names = hooks_of(model)
+        tables = (getattr(module, kind) for module in model.modules() for kind in HOOKS)
+        self.used = [(table, len(table)) for table in tables if table]
+
+    def changed(self, model: nn.Module) -> bool:
+        """Whether there are others now. Looks at all modules only if some hook was registered since."""
+        if any(len(table) != count for table, count in self.used):
+            return True
+        if self.registered != RemovableHandle.next_id:
+            if hooks_of(model) != self.names:
+                return True
+            self.registered = RemovableHandle.next_id
+        return False
+
+
+def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:
+    """Compare the text of all functions that were traced with what is imported here.
+
+    Raises:
+        ArtifactError: one differs.
+    """
+    for module, first, end, checksum in sources:
+        try:
+            lines = _source_lines(module)
+        except (ImportError, OSError, TypeError) as error:
+            raise ArtifactError(f"zcompile: {name} needs the source of module {module}: {error!r}.") from None
+        if hashlib.sha256("".join(lines[first - 1 : end - 1]).encode()).hexdigest() != checksum:
+            raise ArtifactError(
+                f"zcompile: lines {first} to {end - 1} of module {module} have changed since {name} was made."
+            )
+
+
+@functools.cache
+def _source_lines(module: str) -> list[str]:
+    return inspect.getsourcelines(importlib.import_module(module))[0]
+
+
+@contextmanager
+def _importable_main(name: str) -> Iterator[None]:
+    """Let classes of a file that this process runs as its program be found by the file's name.
+
+    `zcompile precompile` imports the file; a training run starts it, and its classes are then those of `__main__`.
+    """
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    is_main = bool(name) and file is not None and name == Path(file).stem and name not in sys.modules
+    if is_main:
+        sys.modules[name] = sys.modules["__main__"]
+    try:
+        yield
+    finally:
+        if is_main:
+            del sys.modules[name]

@@ -1,0 +1,181 @@
+"""`zcompile precompile`: the artifact of a training program, made by one process without the other ranks.
+
+The program's own functions say what is compiled: `build()` makes the model, and `loss(model, batch(0, 0))` calls it,
+under autocast or whatever it uses. The process is rank 0 of a group whose other ranks do not exist. The call of the
+model is caught: it is compiled, and not run.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zcompile.artifact import aot
+from zcompile.artifact.file_format import ArtifactError, write
+from zcompile.artifact.program import make
+from zcompile.backend import parse_options
+from zcompile.options import TRANSPORTS
+from zcompile.planning.argument_parser import Parser, positive
+from zcompile.planning.workloads import BadInput
+from zcompile.sharding.attributes import STATE
+from zcompile.sharding.model_state import models_of, state_of
+from zcompile.sharding.select_transport import Choice
+from zcompile.sharding.shard import shard
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parser() -> Parser:
+    """All options, each with its reason or default in its help."""
+    options = Parser(
+        prog="zcompile precompile",
+        description="Compile a model once, for all ranks of a training run, which load it with "
+        "zcompile.compile(model, artifact=FILE). Nothing is trained, and no other rank is needed. On GPUs, run it on "
+        "one of the kind that the run has.",
+    )
+    add = options.add_argument
+    add(
+        "--module",
+        required=True,
+        metavar="FILE.py:FUNCTION",
+        help="FUNCTION() returns module, batch(step, rank), loss(module, batch). The module may be sharded already; "
+        "FILE.py must do nothing when it is imported",
+    )
+    add("--ranks", type=positive, required=True, help="of the run")
+    add("--replicas", type=positive, default=1, help="of the run: 2 of 8 ranks are a mesh of 2 x 4")
+    add("--out", type=Path, required=True, metavar="FILE", help="where the artifact goes")
+    add("--param-dtype", choices=DTYPES, help="of zcompile.shard, if FUNCTION does not shard")
+    add("--reduce-dtype", choices=DTYPES, help="likewise")
+    add("--transport", choices=TRANSPORTS[1:], help="what the run will use; nccl on GPUs, gloo on CPUs")
+    add("--options", default="{}", metavar="JSON", help="of the backend, as the run has them")
+    add("--mode", help="of Inductor, as the run has it")
+    add("--threads", type=positive, help="of a rank of the run, on CPUs; OMP_NUM_THREADS, or 1 as under torchrun")
+    add("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the artifact and say its size and SHA-256.
+
+    Returns:
+        The exit code: 0, or 1 if the model cannot be compiled into a file. Bad input exits with 2.
+    """
+    options = parser()
+    arguments = options.parse_args(argv)
+    try:
+        data = precompile(arguments)
+    except (BadInput, ValueError) as error:
+        options.error(str(error))
+    except ArtifactError as error:
+        print(error, file=sys.stderr)
+        return 1
+    write(arguments.out, data)
+    print(f"{arguments.out}: {len(data) / 1e6:.1f} MB, SHA-256 {hashlib.sha256(data).hexdigest()}")
+    return 0
+
+
+def precompile(arguments: argparse.Namespace) -> bytes:
+    """The artifact that the command line asks for.
+
+    Raises:
+        BadInput: the file, the function, or what it returns.
+        ValueError: an option of the backend.
+        ArtifactError: the model has graph breaks, or cannot be saved.
+    """
+    if reason := aot.lacking():
+        raise ArtifactError(f"zcompile: {reason}.")
+    if arguments.ranks % arguments.replicas:
+        raise BadInput(f"--ranks {arguments.ranks} is no multiple of --replicas {arguments.replicas}")
+    try:
+        settings = parse_options(json.loads(arguments.options))
+    except json.JSONDecodeError as error:
+        raise BadInput(f"--options takes a JSON object: {error}") from None
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(arguments.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
+    name, build = imported(arguments.module)
+    dist.init_process_group("fake", rank=0, world_size=arguments.ranks, store=FakeStore())
+    try:
+        made = build()
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise BadInput(f"{arguments.module} must return a module, batch(step, rank) and loss(module, batch)")
+        model, batch, loss = made
+        _shard(model, arguments, device)
+        captured = _Captured(lambda args, kwargs: make(model, settings, arguments.mode, args, kwargs, name))
+        model._compiled_call_impl = captured
+        try:
+            loss(model, _on_device(batch(0, 0), device))
+        except _Done:
+            return captured.data
+        raise BadInput(f"the loss of {arguments.module} did not call the module")
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None:
+    """Shard as the run does, unless FUNCTION did, and let plans count with the transport that the run will use."""
+    if not any(STATE in module.__dict__ for module in model.modules()):
+        shards = arguments.ranks // arguments.replicas
+        mesh = init_device_mesh(device, (arguments.replicas, shards) if arguments.replicas > 1 else (shards,))
+        dtypes = [DTYPES.get(name) for name in (arguments.param_dtype, arguments.reduce_dtype)]
+        shard(model, mesh, param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    elif arguments.param_dtype or arguments.reduce_dtype or arguments.replicas > 1:
+        raise BadInput(f"{arguments.module} shards the module itself: leave out --replicas and the dtypes")
+    if arguments.transport:
+        for each in models_of(state_of(model)):
+            each.transport = Choice(arguments.transport, "asked for")
+
+
+class _Done(BaseException):
+    """The model was called, and compiled."""
+
+
+class _Captured:
+    """Stands in for the compiled call of a model: compiles the first call instead of running it."""
+
+    def __init__(self, compile_call: Callable[[Any, Any], bytes]):
+        self.compile_call = compile_call
+        self.data = b""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.data = self.compile_call(args, kwargs)
+        raise _Done
+
+
+def imported(where: str) -> tuple[str, Callable[[], Any]]:
+    """The module and the function that "file.py:function" names; imported by the name by which `import` finds it.
+
+    Raises:
+        BadInput: there is none.
+    """
+    text, _, function = where.rpartition(":")
+    file = Path(text)
+    if not text or not file.is_file():
+        raise BadInput(f"--module takes file.py:function, and there is no file {text or where!r}")
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        module = importlib.import_module(file.stem)
+    except Exception as error:
+        raise BadInput(f"{file} cannot be imported: {type(error).__name__}: {error}") from None
+    if not file.samefile(getattr(module, "__file__", None) or os.devnull):
+        raise BadInput(f"{file} has the name of another module, {module.__name__}: rename it")
+    if not callable(getattr(module, function, None)):
+        raise BadInput(f"{file} has no function {function!r}")
+    return file.stem, getattr(module, function)
+
+
+def _on_device(batch: Any, device: str) -> Any:
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return torch.utils._pytree.tree_map(move, batch)
