@@ -125,8 +125,9 @@ def partition(
 
 
 def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
-    """The models that some of `inputs` are shards of."""
-    return list({id(model): model for value in inputs if (model := model_of(value)) is not None}.values())
+    """The models that some of `inputs` are shards of, the one of the first domain first."""
+    found = {id(model): model for value in inputs if (model := model_of(value)) is not None}
+    return sorted(found.values(), key=lambda model: model.domain)
 
 
 def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:

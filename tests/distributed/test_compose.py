@@ -28,6 +28,7 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.reference import FP32, close, same_grads, train_beside
+from zcompile.sharding.model_state import models_of, state_of
 
 matrix = pytest.mark.matrix
 INNER = ["eager", "aot_eager", pytest.param("inductor", marks=matrix)]
@@ -105,6 +106,8 @@ def rank_sums(rank, world):
         model = spread_experts(Mixture(), mesh["ep"])
         placement = expert_placement(model, mesh["efsdp"], Shard(0))
         zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement, gradient_divide_factor=factor)
+        budgets = {each.memory_bytes for each in models_of(state_of(model))}
+        assert len(budgets) == 1 and budgets != {0}, "a graph of experts alone would have no budget"
         token_loss(model, 0, rank).backward()
         gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
     for mean, total in zip(*gradients, strict=True):

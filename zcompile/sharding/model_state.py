@@ -295,6 +295,8 @@ class ShardedModel:
     def measure_memory(self) -> None:
         """Note how much memory a rank may have, on the rank that has least; all ranks together."""
         self.memory_bytes = memory_bytes_of_a_rank(self.mesh)
+        for other in self.others:
+            other.memory_bytes = self.memory_bytes
 
     def microbatch_cache_limit(self) -> int:
         """Most bytes that stay unsharded across microbatches; see
