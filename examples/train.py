@@ -159,9 +159,10 @@ def draw_batch(corpus: torch.Tensor, seed: int, args: argparse.Namespace, device
 
     Ranks of tensor parallelism have one slice.
     """
+    tp = getattr(args, "tp", 1)
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(corpus) - args.tokens, (args.batch,), generator=generator)
-    mine = starts.chunk(dist.get_world_size() // args.tp)[dist.get_rank() // args.tp]
+    mine = starts.chunk(dist.get_world_size() // tp)[dist.get_rank() // tp]
     sequences = corpus[mine[:, None] + torch.arange(args.tokens + 1)].to(device, torch.int64)
     return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 

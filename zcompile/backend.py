@@ -58,11 +58,8 @@ def compile_graph(
     settings = parse_options(options)
     plan = _plan(example_inputs, settings)
     compiled = compile_planned(gm, example_inputs, settings, plan, mode)
-    models = _models(example_inputs)
-    if not models:
+    if not _models(example_inputs):
         return compiled
-    for model in models:
-        model.compiled = model.compiled or "compiled by this process"
     program = functools.partial(_program, _reads(gm), plan, settings)
     return _on_first_run(checking_requires_grad(compiled), settings, program)
 
@@ -174,6 +171,7 @@ def _on_first_run(
             position = next((i for i, value in enumerate(args) if model_of(value) is not None), None)
             for model in _models(args):
                 prepare(model, settings)
+                model.compiled = model.compiled or "compiled by this process"
                 if model.agreement is not None:
                     model.agreement.check(program(args))
                 prepared.add(model)

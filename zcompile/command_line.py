@@ -28,7 +28,7 @@ SUBCOMMANDS = {
     "calibrate": Subcommand(
         "zcompile.planning.calibrate_command",
         "Measure what this machine reaches, once, so that plans and predictions rest on it.",
-        "zcompile calibrate",
+        "zcompile calibrate --ranks 2",
     ),
     "precompile": Subcommand(
         "zcompile.precompile",

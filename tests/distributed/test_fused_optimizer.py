@@ -123,7 +123,7 @@ def writes(make_state, models, optimizer):
     """The stand-ins, in the place of the transports that `models` are on."""
     transports = [Writing() for _ in models]
     for model, writing in zip(models, transports, strict=True):
-        writing.state = WritingState(parameters=make_state(model).parameters, runtime=writing, units=None)
+        writing.state = WritingState(parameters=make_state(model).parameters, runtime=writing, units=None, others=[])
         zcompile.sharding.fused_optimizer.state_of = lambda model, writing=writing: writing.state
         zcompile.fuse_optimizer(model, optimizer)
     zcompile.sharding.fused_optimizer.state_of = make_state
