@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -159,10 +159,9 @@ def draw_batch(corpus: torch.Tensor, seed: int, args: argparse.Namespace, device
 
     Ranks of tensor parallelism have one slice.
     """
-    tp = getattr(args, "tp", 1)
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(corpus) - args.tokens, (args.batch,), generator=generator)
-    mine = starts.chunk(dist.get_world_size() // tp)[dist.get_rank() // tp]
+    mine = starts.chunk(dist.get_world_size() // args.tp)[dist.get_rank() // args.tp]
     sequences = corpus[mine[:, None] + torch.arange(args.tokens + 1)].to(device, torch.int64)
     return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
@@ -195,14 +194,6 @@ TENSOR_PARALLEL = {
 }
 
 
-def by_mesh(model: nn.Module) -> list[dict]:
-    """A group of parameters for each mesh: fused optimizers take DTensors of one."""
-    groups: dict[DeviceMesh, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        groups.setdefault(parameter.device_mesh, []).append(parameter)
-    return [{"params": group} for group in groups.values()]
-
-
 def cosine(args: argparse.Namespace, step: int) -> float:
     """Factor on the learning rate: a linear warm-up, then a cosine down to a tenth."""
     if step < args.warmup:
@@ -220,7 +211,7 @@ class Training(Stateful):
 
     def __init__(self, args: argparse.Namespace, model: nn.Module):
         self.args, self.model, self.name = args, model, args.engine
-        self.optimizer = torch.optim.AdamW(by_mesh(model), lr=args.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
         if args.engine != "fsdp2":
             zcompile.fuse_optimizer(model, self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: cosine(args, step))

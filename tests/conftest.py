@@ -1,10 +1,16 @@
+import atexit
 import fcntl
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What `zcompile calibrate` measured on this machine would change plans that tests expect.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zcompile-tests-")
 
 try:
     import zcompile
@@ -15,6 +21,8 @@ if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().pare
     raise pytest.UsageError("tests must run on this source: run `pip install -e . --no-build-isolation` here")
 
 from tests.support.ranks import Ranks
+
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, and all others would wait
 # for that lock for ever. If no other session is at work in this checkout, whoever held the lock is gone.
@@ -79,3 +87,14 @@ def ranks():
 def inductor_folder(tmp_path_factory):
     """A folder for Inductor's caches that tests share: most of the time of a small compile goes into C++ kernels."""
     return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture(scope="module")
+def inductor_cache(inductor_folder):
+    """The same folder as Inductor's cache, for all compiles of a file, those on ranks too."""
+    from tests.support.artifacts import cache_in
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        with cache_in(inductor_folder):
+            yield inductor_folder

@@ -15,16 +15,7 @@ from tests.support.artifacts import Broken, cache_in, compiler_counts, make_file
 
 
 @pytest.fixture(scope="module")
-def cache(inductor_folder):
-    """The cache folder of all compiles of this file, those on ranks too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-        with cache_in(inductor_folder):
-            yield inductor_folder
-
-
-@pytest.fixture(scope="module")
-def file(cache, tmp_path_factory):
+def file(inductor_cache, tmp_path_factory):
     """For two ranks, made by a process that is one of them and sees no other."""
     path = tmp_path_factory.mktemp("artifact") / "model.zc"
     make_file(path, 2)
@@ -63,9 +54,9 @@ def rank_compiles(rank, world, folder, autocast, how):
     return seen, zcompile.stats(model)["compiled"]
 
 
-def check(pool, path, cache, tmp_path, autocast=False, **how):
+def check(pool, path, inductor_cache, tmp_path, autocast=False, **how):
     loaded = pool.run(rank_loads, path, tmp_path / "empty", autocast, how)
-    compiled = pool.run(rank_compiles, cache, autocast, how)
+    compiled = pool.run(rank_compiles, inductor_cache, autocast, how)
     for (seen, counts, by), (expected, expected_by) in zip(loaded, compiled, strict=True):
         assert seen == expected
         assert counts == {}
@@ -86,10 +77,10 @@ def rank_compiles_once(rank, world, folder, path):
     return results
 
 
-def test_where_there_is_no_file_one_rank_compiles_and_writes_it(ranks, cache, tmp_path):
+def test_where_there_is_no_file_one_rank_compiles_and_writes_it(ranks, inductor_cache, tmp_path):
     path = tmp_path / "new" / "model.zc"
-    expected = ranks(2).run(rank_compiles, cache, False, {})
-    for rank, results in enumerate(ranks(2).run(rank_compiles_once, cache, path)):
+    expected = ranks(2).run(rank_compiles, inductor_cache, False, {})
+    for rank, results in enumerate(ranks(2).run(rank_compiles_once, inductor_cache, path)):
         (first, trained, traced), (second, again, traced_again) = results
         assert first == f"loaded: rank 0 compiled it, because {path} was not there"
         assert second == f"loaded from {path}"
@@ -104,8 +95,8 @@ def rank_has_file(rank, world, path, owner):
 
 
 @pytest.mark.parametrize("owner", [0, 1])
-def test_a_rank_without_the_file_gets_it_from_another(ranks, cache, file, owner):
-    expected = ranks(2).run(rank_compiles, cache, False, {})
+def test_a_rank_without_the_file_gets_it_from_another(ranks, inductor_cache, file, owner):
+    expected = ranks(2).run(rank_compiles, inductor_cache, False, {})
     for (seen, by), (trained, _) in zip(ranks(2).run(rank_has_file, file, owner), expected, strict=True):
         assert seen == trained
         assert by.startswith("loaded from")
@@ -130,15 +121,15 @@ def damaged(path, folder):
     return copy
 
 
-def test_a_file_that_is_damaged_on_one_rank_is_an_error_on_all(ranks, cache, file, tmp_path):
-    for error in ranks(2).run(rank_has_damaged_file, cache, [file, damaged(file, tmp_path)], True):
+def test_a_file_that_is_damaged_on_one_rank_is_an_error_on_all(ranks, inductor_cache, file, tmp_path):
+    for error in ranks(2).run(rank_has_damaged_file, inductor_cache, [file, damaged(file, tmp_path)], True):
         assert "is required and cannot be used. Rank 1:" in error and "has another checksum" in error
 
 
-def test_a_file_that_is_damaged_on_one_rank_lets_all_compile_with_one_warning(ranks, cache, file, tmp_path):
+def test_a_file_that_is_damaged_on_one_rank_lets_all_compile_with_one_warning(ranks, inductor_cache, file, tmp_path):
     paths = [file, damaged(file, tmp_path)]
-    expected = ranks(2).run(rank_compiles, cache, False, {})
-    results = ranks(2).run(rank_has_damaged_file, cache, paths, False)
+    expected = ranks(2).run(rank_compiles, inductor_cache, False, {})
+    results = ranks(2).run(rank_has_damaged_file, inductor_cache, paths, False)
     for (seen, by, _), (trained, _) in zip(results, expected, strict=True):
         assert seen == trained
         assert by.startswith("compiled by this process: Rank 1:") and "has another checksum" in by
@@ -179,24 +170,25 @@ def test_a_model_with_graph_breaks_is_compiled_by_every_rank(ranks, tmp_path):
     assert not (tmp_path / "model.zc").exists()
 
 
-def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(ranks, cache, file, tmp_path):
-    check(ranks(2), file, cache, tmp_path)
+def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(ranks, inductor_cache, file, tmp_path):
+    check(ranks(2), file, inductor_cache, tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_file_for_another_number_of_ranks(ranks, cache, tmp_path, world):
+def test_a_file_for_another_number_of_ranks(ranks, inductor_cache, tmp_path, world):
     make_file(tmp_path / "model.zc", world)
-    check(ranks(world), tmp_path / "model.zc", cache, tmp_path)
+    check(ranks(world), tmp_path / "model.zc", inductor_cache, tmp_path)
 
 
 @pytest.mark.matrix
-def test_a_file_for_autocast(ranks, cache, tmp_path):
+def test_a_file_for_autocast(ranks, inductor_cache, tmp_path):
     make_file(tmp_path / "model.zc", 2, autocast=True)
-    check(ranks(2), tmp_path / "model.zc", cache, tmp_path, autocast=True)
+    check(ranks(2), tmp_path / "model.zc", inductor_cache, tmp_path, autocast=True)
 
 
 @pytest.mark.matrix
-def test_a_file_for_another_param_dtype(ranks, cache, tmp_path):
-    make_file(tmp_path / "model.zc", 2, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    check(ranks(2), tmp_path / "model.zc", cache, tmp_path, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+def test_a_file_for_another_param_dtype(ranks, inductor_cache, tmp_path):
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+    make_file(tmp_path / "model.zc", 2, **dtypes)
+    check(ranks(2), tmp_path / "model.zc", inductor_cache, tmp_path, **dtypes)

@@ -15,16 +15,7 @@ from zcompile.sharding.model_state import state_of
 
 
 @pytest.fixture(scope="module")
-def cache(inductor_folder):
-    """The cache folder of all compiles of this file, those on ranks too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-        with cache_in(inductor_folder):
-            yield inductor_folder
-
-
-@pytest.fixture(scope="module")
-def file(cache, tmp_path_factory):
+def file(inductor_cache, tmp_path_factory):
     path = tmp_path_factory.mktemp("artifact") / "model.zc"
     make_file(path, 1)
     return path
@@ -148,7 +139,7 @@ def rank_changes(rank, world, path, name):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_after_loading_is_noticed(ranks, cache, file, change):
+def test_a_change_after_loading_is_noticed(ranks, inductor_cache, file, change):
     (error,) = ranks(1).run(rank_changes, file, change.__name__)
     assert "does not serve a call on rank 0" in error and CHANGES[change] in error
 
@@ -188,7 +179,7 @@ def rank_loads_beside_an_edited_source(rank, world, path):
         (rank_loads_beside_an_edited_source, r"lines \d+ to \d+ of module tests.support.artifacts have changed since"),
     ],
 )
-def test_a_file_is_not_loaded_beside_other_code(ranks, cache, file, load, expected):
+def test_a_file_is_not_loaded_beside_other_code(ranks, inductor_cache, file, load, expected):
     (error,) = ranks(1).run(load, file)
     assert re.search(f"is required and cannot be used.*{expected}", error), error
 
@@ -223,8 +214,8 @@ def rank_wraps(rank, world, folder, path):
 
 
 @pytest.mark.matrix
-def test_a_wrapper_around_a_sharded_model_is_loaded_and_sees_what_is_frozen(ranks, cache, tmp_path):
-    ranks(1).run(rank_wraps, cache, tmp_path / "model.zc")
+def test_a_wrapper_around_a_sharded_model_is_loaded_and_sees_what_is_frozen(ranks, inductor_cache, tmp_path):
+    ranks(1).run(rank_wraps, inductor_cache, tmp_path / "model.zc")
 
 
 def rank_calls_with_another_length(rank, world, folder, path):
@@ -240,8 +231,8 @@ def rank_calls_with_another_length(rank, world, folder, path):
         assert not program.changed(model, (tokens_of(0, rank),), {}), "the first length still runs what was loaded"
 
 
-def test_another_length_is_compiled(ranks, cache, file):
-    ranks(1).run(rank_calls_with_another_length, cache, file)
+def test_another_length_is_compiled(ranks, inductor_cache, file):
+    ranks(1).run(rank_calls_with_another_length, inductor_cache, file)
 
 
 def rank_frees(rank, world, path):
@@ -259,5 +250,5 @@ def rank_frees(rank, world, path):
         gc.enable()
 
 
-def test_the_last_reference_to_a_model_frees_what_it_loaded(ranks, cache, file):
+def test_the_last_reference_to_a_model_frees_what_it_loaded(ranks, inductor_cache, file):
     ranks(1).run(rank_frees, file)

@@ -187,3 +187,27 @@ def rank_differentiates_by_dtensors(rank, world):
 
 def test_a_derivative_by_the_dtensors_is_an_error(ranks):
     ranks(2).run(rank_differentiates_by_dtensors)
+
+
+class AddsBiasItself(nn.Linear):
+    """Its product has no bias for a while, as in transformers' rowwise layers."""
+
+    def forward(self, x):
+        bias, self._parameters["bias"] = self._parameters["bias"], None
+        try:
+            product = super().forward(x)
+        finally:
+            self._parameters["bias"] = bias
+        return product + self.bias
+
+
+def rank_takes_a_bias_away(rank, world):
+    torch.manual_seed(0)
+    reference = AddsBiasItself(3, 5)
+    x = torch.randn(2, 3)
+    expected = reference(x)
+    torch.testing.assert_close(zcompile.shard(copy.deepcopy(reference))(x), expected)
+
+
+def test_a_parameter_that_is_none_for_a_while_reads_as_none(ranks):
+    ranks(2).run(rank_takes_a_bias_away)

@@ -21,13 +21,19 @@ from tests.support.parallel import (
     Dense,
     Experts,
     Mixture,
+    expert_parallel,
     expert_placement,
+    maybe_compiled,
     mesh_of,
     spread_dense,
     spread_experts,
     token_loss,
 )
 from tests.support.reference import FP32, close, same_grads, train_beside
+from zcompile.artifact.aot import lacking
+from zcompile.artifact.file_format import ArtifactError
+from zcompile.artifact.program import make
+from zcompile.backend import parse_options
 from zcompile.sharding.model_state import models_of, state_of
 
 matrix = pytest.mark.matrix
@@ -42,12 +48,6 @@ def each_inner(first, second):
         for how in (first, second)
         for inner in INNER
     ]
-
-
-def maybe_compiled(model, inner, fullgraph=True):
-    if inner != "eager":
-        model.compile(backend="zcompile", options={"inner": inner}, fullgraph=fullgraph)
-    return model
 
 
 def tensor_parallel(mesh, inner, sequence, model):
@@ -65,20 +65,19 @@ def test_tensor_parallel_models_train_as_unsharded(ranks, how, inner):
     ranks(4).run(rank_trains_dense, inner, how == "sequence")
 
 
-def expert_parallel(inner, shard, local, model, fullgraph=True):
-    mesh = mesh_of("cpu", efsdp=2, ep=2)
-    spread_experts(model, mesh["ep"])
-    placement = expert_placement(model, mesh["efsdp"], shard, local)
-    return maybe_compiled(zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement), inner, fullgraph)
-
-
 def sorting():
     """Its tokens travel as they are, and not in slots."""
     return Mixture(sorts=True)
 
 
 def rank_trains_mixture(rank, world, inner, shard, local):
-    train_beside(rank, world, functools.partial(expert_parallel, inner, shard, local), make=Mixture, loss=token_loss)
+    train_beside(
+        rank,
+        world,
+        functools.partial(expert_parallel, "cpu", inner, shard=shard, local=local),
+        make=Mixture,
+        loss=token_loss,
+    )
 
 
 @pytest.mark.parametrize("how, inner", each_inner("rows", "columns"))
@@ -97,7 +96,7 @@ def unequal_loss(model, step, rank):
 
 
 def rank_routes_unequally(rank, world, inner):
-    prepare = functools.partial(expert_parallel, inner, Shard(0), False, fullgraph=False)
+    prepare = functools.partial(expert_parallel, "cpu", inner, shard=Shard(0), fullgraph=False)
     train_beside(rank, world, prepare, make=sorting, loss=unequal_loss, steps=5)
 
 
@@ -117,6 +116,7 @@ def rank_sums(rank, world):
         zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement, gradient_divide_factor=factor)
         budgets = {each.memory_bytes for each in models_of(state_of(model))}
         assert len(budgets) == 1 and budgets != {0}, "a graph of experts alone would have no budget"
+        assert [each.microbatch_cache_limit() > 0 for each in models_of(state_of(model))] == [True, False]
         token_loss(model, 0, rank).backward()
         gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
     for mean, total in zip(*gradients, strict=True):
@@ -141,7 +141,13 @@ def checkpointed(model):
 
 def rank_trains_variant(rank, world, variant, inner):
     make = {"frozen": lambda: frozen(Mixture()), "checkpointed": lambda: checkpointed(Mixture())}[variant]
-    train_beside(rank, world, functools.partial(expert_parallel, inner, Shard(0), True), make=make, loss=token_loss)
+    train_beside(
+        rank,
+        world,
+        functools.partial(expert_parallel, "cpu", inner, shard=Shard(0), local=True),
+        make=make,
+        loss=token_loss,
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ def rank_accumulates(rank, world, inner):
     torch.manual_seed(0)
     reference = Mixture()
     torch.manual_seed(0)
-    model = expert_parallel(inner, Shard(0), False, Mixture())
+    model = expert_parallel("cpu", inner, Mixture(), shard=Shard(0))
     with zcompile.accumulate(model):
         for step in range(3):
             token_loss(model, step, rank).backward()
@@ -253,6 +259,17 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks):
     ranks(4).run(rank_is_refused)
 
 
+def rank_has_several_meshes(rank, world):
+    model = expert_parallel("cpu", "eager", Mixture(), shard=Shard(0))
+    with pytest.raises(ArtifactError, match="several meshes, for which there are no artifacts"):
+        make(model, parse_options({}), None, (torch.randn(2, 6, WIDTH),), {}, "")
+
+
+@pytest.mark.skipif(lacking() is not None, reason="this torch saves no compiled models")
+def test_an_artifact_of_several_meshes_is_refused(ranks):
+    ranks(4).run(rank_has_several_meshes)
+
+
 def rank_differs(rank, world):
     def placement(parameter):
         return Shard(rank) if parameter.ndim == 2 else None
@@ -281,7 +298,7 @@ def rank_is_delayed(rank, world, inner):
         for module in model.modules():
             module.register_forward_pre_hook(maybe_sleep)
             module.register_full_backward_pre_hook(maybe_sleep)
-    expert_parallel(inner, Shard(0), False, model)
+    expert_parallel("cpu", inner, model, shard=Shard(0))
     for step in range(ORDERS):
         gradients = []
         for delayed in (False, True):

@@ -12,10 +12,10 @@ import zcompile
 from tests.support.parallel import (
     Dense,
     Mixture,
-    expert_placement,
+    expert_parallel,
+    maybe_compiled,
     mesh_of,
     spread_dense,
-    spread_experts,
     token_loss,
 )
 from tests.support.reference import train_beside
@@ -23,25 +23,12 @@ from tests.support.reference import train_beside
 STEPS = 200
 
 
-def maybe_compiled(model, inner):
-    if inner is not None:
-        model.compile(backend="zcompile", options={"inner": inner}, fullgraph=True)
-    return model
-
-
-def expert_parallel(inner, model):
-    mesh = mesh_of("cuda", efsdp=2, ep=2)
-    spread_experts(model, mesh["ep"])
-    placement = expert_placement(model, mesh["efsdp"], Shard(0))
-    return maybe_compiled(zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement), inner)
-
-
 def rank_trains_mixture(rank, world, inner):
-    prepare = functools.partial(expert_parallel, inner)
+    prepare = functools.partial(expert_parallel, "cuda", inner, shard=Shard(0))
     train_beside(rank, world, prepare, make=lambda: Mixture().cuda(), loss=token_loss, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("inner", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_expert_parallel_models_train_as_unsharded(gpus, inner):
     gpus(4).run(rank_trains_mixture, inner)
 
@@ -56,7 +43,7 @@ def rank_trains_dense(rank, world, inner, sequence):
     train_beside(data_rank, 2, prepare, make=lambda: Dense().cuda(), loss=token_loss, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("inner", [None, "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_tensor_parallel_models_train_as_unsharded(gpus, inner):
     gpus(4).run(rank_trains_dense, inner, True)
 
@@ -66,7 +53,7 @@ def rank_is_delayed(rank, world):
     shards = []
     for delays in (False, True):
         torch.manual_seed(0)
-        model = expert_parallel("inductor", Mixture().cuda())
+        model = expert_parallel("cuda", "inductor", Mixture().cuda(), shard=Shard(0))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
         chance = random.Random(rank)
         for step in range(STEPS if delays else 20):

@@ -216,3 +216,20 @@ def token_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     device = next(model.parameters()).device
     return model(torch.randn(2, TOKENS, WIDTH, generator=generator).to(device)).square().mean()
+
+
+def maybe_compiled(model: nn.Module, inner: str, fullgraph: bool = True) -> nn.Module:
+    """`model`, compiled in place unless `inner` is "eager"."""
+    if inner != "eager":
+        model.compile(backend="zcompile", options={"inner": inner}, fullgraph=fullgraph)
+    return model
+
+
+def expert_parallel(
+    device: str, inner: str, model: nn.Module, *, shard: Shard, local: bool = False, fullgraph: bool = True
+) -> nn.Module:
+    """`model` on four ranks: experts spread over two and sharded over two, the rest sharded over all."""
+    mesh = mesh_of(device, efsdp=2, ep=2)
+    spread_experts(model, mesh["ep"])
+    placement = expert_placement(model, mesh["efsdp"], shard, local)
+    return maybe_compiled(zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement), inner, fullgraph)

@@ -77,8 +77,7 @@ MOVEMENT = {
     operator.getitem,
 }
 
-# What torch has beside its collectives: neither starts one.
-NO_COLLECTIVES = (torch.ops._c10d_functional.wait_tensor.default,)
+WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default  # for a collective that the model asked for
 
 # Gradients of movement: they copy their first argument into zeros. They commute with a cast, as movement does.
 SCATTERS = {aten.select_backward.default, aten.slice_backward.default}
@@ -100,7 +99,7 @@ def is_user_collective(node: Node) -> bool:
         return False
     if node.target.namespace == "_c10d_functional_autograd":
         return True
-    return node.target.namespace == "_c10d_functional" and node.target not in NO_COLLECTIVES
+    return node.target.namespace == "_c10d_functional" and node.target is not WAIT_TENSOR
 
 
 def domain_of(node: Node) -> int:

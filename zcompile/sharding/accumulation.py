@@ -51,7 +51,7 @@ def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None
     `microbatch_cache_bytes`. Units, and what other domains have, are gathered anew."""
     state.begin_accumulating(microbatch_cache_bytes)
     for other in models_of(state)[1:]:
-        other.begin_accumulating(0)
+        other.begin_accumulating(other.microbatch_cache_limit())
 
 
 def end_accumulating(state: ShardedModel) -> None:

@@ -222,7 +222,7 @@ class ShardedModel:
             domain: see [Note: domains] in placement.py.
             divisor: of summed gradients. Default: the ranks of the mesh, so that they are means.
         """
-        self.domain, self.divisor = domain, divisor
+        self.domain = domain
         self.mesh = mesh
         self.nccl_max_ctas = nccl_max_ctas
         self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
@@ -300,7 +300,9 @@ class ShardedModel:
 
     def microbatch_cache_limit(self) -> int:
         """Most bytes that stay unsharded across microbatches; see
-        `zcompile.options.Settings.microbatch_cache_bytes`."""
+        `zcompile.options.Settings.microbatch_cache_bytes`. Units, and domains but the first, cache nothing."""
+        if self.domain > 0 or self.are_units:
+            return 0
         if self.microbatch_cache_bytes is not None:
             return self.microbatch_cache_bytes
         # Of any rank, not of this one: its own last shard may be shorter, and ranks must have one limit.

@@ -223,6 +223,7 @@ def _add_domains(state: ShardedModel, placements: Placements, native_reduce: boo
         if mesh is not None and all(mesh != each.mesh for each in (state, *state.others)):
             domain = ShardedModel(mesh, None, native_reduce, domain=len(state.others) + 1, divisor=divisor)
             domain.runtime.share_stats(state.runtime)
+            domain.hardware = state.hardware  # what decides plans is the same on all ranks of the first mesh
             state.others.append(domain)
 
 

@@ -7,7 +7,7 @@ the sharded model do.
 from torch.fx import Node
 
 from zcompile.analysis.costs.work import nbytes_of, sizes_of
-from zcompile.analysis.fx_utils import NO_COLLECTIVES
+from zcompile.analysis.fx_utils import WAIT_TENSOR
 from zcompile.analysis.hardware import Link
 
 COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the copy engines do not
@@ -15,7 +15,7 @@ COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the c
 
 def is_collective_wait(node: Node) -> bool:
     """Whether `node` waits for a collective of the user's."""
-    return node.op == "call_function" and node.target in NO_COLLECTIVES
+    return node.op == "call_function" and node.target is WAIT_TENSOR
 
 
 def collective_s(node: Node, link: Link) -> float:
