@@ -80,6 +80,7 @@ class Result:
         lifetimes: None also if zcompile gathers nothing.
         plan: of zcompile.
         missing: what could not be measured, and why.
+        settings: as in `Engine`.
     """
 
     step_ms: list[float]
@@ -99,4 +100,5 @@ class Result:
     plan: PlannedStep | None
     missing: list[str]
     about: str
+    settings: list[str]
     versions: dict[str, str]
