@@ -17,6 +17,8 @@ class Job:
     """What one run of one engine does. It is the same on all ranks.
 
     Attributes:
+        trace: whether this run traces steps, which the first of an engine does.
+        untraced: whether none does.
         folder: where results, errors and traces go.
         cache: a folder for what Inductor compiles, empty at an engine's first run.
     """
@@ -37,6 +39,7 @@ class Job:
     seed: int
     timeout_s: float
     trace: bool
+    untraced: bool
     folder: str
     cache: str
     keep_trace: bool
