@@ -75,7 +75,7 @@ def joint_passes(plan: Plan) -> tuple[Pass, ...]:
         narrow_gathers,
         narrow_reduces,
         partial(embedding_rows, link=plan.link, fused=plan.fused),
-        tag_recompute,
+        partial(tag_recompute, saves_readers=plan.activation_memory_budget == 1.0),
         partial(save_for_backward, save_for_backward_bytes=plan.save_for_backward_bytes),
     )
 

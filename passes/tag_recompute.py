@@ -6,7 +6,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zcompile.analysis.fx_utils import GATHER, backward_nodes, calls, chain, readers
 
 
-def tag_recompute(graph: Graph) -> None:
+def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
     """Tag every gather and its chain to run again in backward.
 
     Why: the partitioner would save them for backward otherwise, and a saved view pins the whole unsharded parameter.
@@ -14,6 +14,9 @@ def tag_recompute(graph: Graph) -> None:
     How: the tag is the one of activation checkpointing, in `meta["recompute"]`. A reader of a parameter that backward
     does not read (a bias, say) gets the opposite tag: to run it again would cost a gather for an addition, and sizes
     would decide which gathers a backward has, though ranks need not share sizes. Users' own tags of readers stay.
+
+    Args:
+        saves_readers: whether such readers get that tag. Not under a budget of activations, for which sizes decide.
     """
     backward = backward_nodes(graph)
     for gather in calls(graph, GATHER):
@@ -22,7 +25,7 @@ def tag_recompute(graph: Graph) -> None:
             link.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             link.meta.pop("ac_graph_id", None)
         calls_reading = [reader for _, reader in readers(links) if reader.op == "call_function"]
-        if any(reader in backward for reader in calls_reading):
+        if not saves_readers or any(reader in backward for reader in calls_reading):
             continue
         for reader in calls_reading:
             reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)

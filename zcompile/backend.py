@@ -113,7 +113,8 @@ def partition(
 ) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph into forward and backward by AOTAutograd's min-cut, and verify what crosses between them."""
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
-    with config.patch(ban_recompute_materialized_backward=save_more):
+    budget = plan.activation_memory_budget
+    with config.patch(ban_recompute_materialized_backward=save_more, activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
         )

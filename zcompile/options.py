@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._functorch import config as torch_config
+
 from zcompile.analysis.costs.registry import registered_costs
 from zcompile.analysis.hardware import Link
 from zcompile.old_names import current_options
@@ -51,6 +53,7 @@ class Plan:
     bucket_bytes: int
     save_for_backward_bytes: int | None
     rematerialize: bool = True
+    activation_memory_budget: float = 1.0
     fused: bool = True
     disabled: tuple[str, ...] = ()
     costs: tuple[tuple[str, str], ...] = ()
@@ -98,6 +101,14 @@ class Settings:
     norm or an activation that a matmul reads, rather than save that too. It frees a third of what a Llama block
     saves, and costs up to a hundredth of a step (docs/lab/measurements.md). False: only where it costs no writing, as
     torch.compile does by default."""
+
+    activation_memory_budget: float | None = None
+    """The share of activations that forward saves for backward, from 1.0 (all that torch.compile would save) to 0.0
+    (the inputs of the graph alone): below 1.0, backward computes the cheapest ones again, matmuls too. Parameters that
+    this needs are gathered again; none is saved for backward, unless `save_for_backward_bytes` is given, and
+    `rematerialize` has no say. Default: `torch._functorch.config.activation_memory_budget`, which is 1.0. A budget
+    below 1.0 goes by sizes, so ranks that compile for different sizes may compute other nodes again; they then get an
+    error, not a hang."""
 
     bucket_bytes: int = 8 << 20
     """Most bytes of unsharded parameters, or of gradients, that travel as one transfer: what NVLink moves in about
@@ -152,6 +163,12 @@ class Settings:
                 f"zcompile: option 'skip_passes' must be a list of {', '.join(OPTIONAL_PASSES)}, "
                 f"not {self.skip_passes!r}."
             )
+        budget = self.activation_memory_budget
+        is_share = isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0.0 <= budget <= 1.0
+        if budget is not None and not is_share:
+            raise ValueError(
+                f"zcompile: option 'activation_memory_budget' must be a number from 0.0 to 1.0, not {budget!r}."
+            )
         if not isinstance(self.rematerialize, bool):
             raise ValueError(f"zcompile: option 'rematerialize' must be true or false, not {self.rematerialize!r}.")
 
@@ -171,14 +188,18 @@ class Settings:
         Args:
             memory_bytes: that a rank may have.
         """
-        budget = self.gather_budget_bytes
+        budget, activations = self.gather_budget_bytes, self.activation_memory_budget
+        if activations is None:
+            activations = torch_config.activation_memory_budget
+        saved = self.save_for_backward_bytes
         return Plan(
             link=link,
             gather_budget_bytes=memory_bytes // 16 if budget is None else budget,
             reduce_budget_bytes=self.reduce_budget_bytes,
             bucket_bytes=self.bucket_bytes,
-            save_for_backward_bytes=self.save_for_backward_bytes,
-            rematerialize=self.rematerialize,
+            save_for_backward_bytes=0 if saved is None and activations < 1.0 else saved,
+            rematerialize=self.rematerialize and activations == 1.0,  # else the budget decides
+            activation_memory_budget=activations,
             fused=self.inner == "inductor",
             disabled=tuple(self.skip_passes),
             costs=registered_costs(),

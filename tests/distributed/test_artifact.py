@@ -12,6 +12,9 @@ from torch._dynamo.utils import counters
 
 import zcompile
 from tests.support.artifacts import Broken, cache_in, compiler_counts, make_file, sharded, tokens_of, train
+from zcompile.artifact.aot import lacking
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,10 @@ import zcompile
 from tests.support import artifacts
 from tests.support.artifacts import cache_in, make_file, sharded, tokens_of
 from zcompile.artifact import program
+from zcompile.artifact.aot import lacking
 from zcompile.sharding.model_state import state_of
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,11 @@ import zcompile
 from tests.support.artifacts import as_bytes, cache_in
 from tests.support.fake_ranks import as_rank
 from tests.support.models import batch, hugging_face
+from zcompile.artifact.aot import lacking
 from zcompile.artifact.program import make
 from zcompile.backend import parse_options
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 STEPS = 5
 
