@@ -24,7 +24,7 @@ PYTHON_LAYERS = (
     ("zcompile.backend", "zcompile.inductor"),
     ("zcompile.artifact",),
     ("zcompile.planning",),
-    ("zcompile.profile", "zcompile.deepspeed"),
+    ("zcompile.profile", "zcompile.deepspeed", "zcompile.huggingface"),
     ("zcompile.command_line", "zcompile.__main__", "zcompile.explain", "zcompile.precompile"),
     ("zcompile_flag",),
 )

@@ -1,0 +1,132 @@
+"""`zcompile.huggingface.Accelerator` beside accelerate's own with the model under FSDP2."""
+
+import accelerate
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
+from zcompile.huggingface import Accelerator, CompilePlugin
+
+EAGER = {"inner": "aot_eager"}
+
+
+def train(accelerator, model, optimizer, loader, evaluation, steps=6):
+    """A program as accelerate's users write it; each micro-step's loss, each step's norm, and the evaluation's loss."""
+    losses, norms = [], []
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler = accelerator.prepare(scheduler)
+    for inputs in loader:
+        with accelerator.accumulate(model):
+            loss = model(**inputs).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if len(norms) == steps:
+            break
+    model.eval()
+    with torch.no_grad():
+        each = [accelerator.gather_for_metrics(model(**inputs).loss.repeat(2)) for inputs in evaluation]
+    model.train()
+    return losses, norms, torch.cat(each).mean().item()
+
+
+def prepared(sharded_by_zcompile, compiled=False):
+    forget_accelerate()
+    torch._dynamo.reset()
+    model = tiny_llama()
+    loaders = DataLoader(Sentences(), batch_size=2), DataLoader(Sentences(12), batch_size=2)
+    if sharded_by_zcompile:
+        plugin = CompilePlugin(options=EAGER) if compiled else None
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dynamo_plugin=plugin)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return accelerator, *accelerator.prepare(model, optimizer, *loaders)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    sharded_by_fsdp2(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    return accelerator, model, *accelerator.prepare(optimizer, *loaders)
+
+
+def rank_trains_as_fsdp2(rank, world, compiled):
+    theirs = train(*prepared(False))
+    ours = train(*prepared(True, compiled))
+    for mine, reference in zip(ours, theirs):
+        assert mine == pytest.approx(reference, abs=LOSSES), (ours, theirs)
+    assert len(ours[0]) == 12 and len(ours[1]) == 6 and ours[0][0] > ours[0][-1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_program_of_accelerate_trains_as_fsdp2(ranks, compiled):
+    ranks(2).run(rank_trains_as_fsdp2, compiled)
+
+
+def steps(accelerator, model, optimizer, loader, count):
+    """Losses over all ranks of `count` steps."""
+    losses = []
+    for inputs in loader:
+        loss = model(**inputs).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if len(losses) == count:
+            break
+    return losses
+
+
+def begin(world):
+    """An accelerator with four sequences a step, whatever the number of ranks."""
+    forget_accelerate()
+    accelerator = Accelerator(cpu=True)
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    dataset = [{name: value for name, value in each.items() if name == "input_ids"} for each in Sentences(32)]
+    for each in dataset:
+        each["labels"] = each["input_ids"]  # as many tokens on each rank
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(dataset, batch_size=4 // world))
+
+
+def rank_saves(rank, world, folder):
+    accelerator, model, optimizer, loader = begin(world)
+    steps(accelerator, model, optimizer, loader, 3)
+    accelerator.save_state(f"{folder}/state")
+    accelerator.save_model(model, f"{folder}/model")
+    whole = accelerator.get_state_dict(model)
+    assert bool(whole) == (rank == 0)
+    values = {name: value.clone() for name, value in whole.items()}
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{folder}/pretrained", state_dict=whole, is_main_process=accelerator.is_main_process
+    )
+    rest = accelerator.skip_first_batches(loader, 3)
+    return steps(accelerator, model, optimizer, rest, 3), values
+
+
+def rank_loads(rank, world, folder):
+    accelerator, model, optimizer, loader = begin(world)
+    accelerator.load_state(f"{folder}/state")
+    return steps(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 3), 3)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.matrix)])
+def test_a_state_goes_on_at_another_number_of_ranks(ranks, tmp_path, world):
+    (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path))
+    assert ranks(world).run(rank_loads, str(tmp_path))[0] == pytest.approx(losses, abs=LOSSES)
+
+
+def test_saved_models_load_without_zcompile(ranks, tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    (_, whole), _ = ranks(2).run(rank_saves, str(tmp_path))
+    for saved in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").state_dict(),
+        load_file(tmp_path / "model/model.safetensors"),
+    ):
+        assert saved.keys() == whole.keys()
+        for name, value in saved.items():
+            assert torch.equal(value, whole[name]), name
