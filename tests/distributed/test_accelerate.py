@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
 from zcompile.huggingface import Accelerator, CompilePlugin
+from zcompile.sharding.model_state import state_of
 
 EAGER = {"inner": "aot_eager"}
 
@@ -130,3 +132,108 @@ def test_saved_models_load_without_zcompile(ranks, tmp_path):
         assert saved.keys() == whole.keys()
         for name, value in saved.items():
             assert torch.equal(value, whole[name]), name
+
+
+def rank_counts_gathers(rank, world):
+    counts = {}
+    for micro_steps in (1, 2, 3):
+        forget_accelerate()
+        torch._dynamo.reset()
+        plugin = CompilePlugin(options={**EAGER, "bucket_bytes": 0})  # groups are not kept
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_steps, dynamo_plugin=plugin)
+        model = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences(12), batch_size=2))
+        for inputs in list(loader)[:micro_steps]:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**inputs).loss)
+                optimizer.step()
+        counts[micro_steps] = zcompile.stats(model)
+        assert not state_of(model).accumulates
+    return [counts[i]["gathered_bytes"]["float32"] for i in counts], [counts[i]["reduces"] for i in counts]
+
+
+def test_micro_steps_of_accumulate_gather_once(ranks):
+    (gathered, reduces), _ = ranks(2).run(rank_counts_gathers)
+    assert gathered[2] < gathered[0], gathered  # three inside of a step, against one alone
+    assert reduces[2] == 3 * reduces[0], reduces
+
+
+def raised(error, text, program, *args, **kwargs):
+    """`program` raises `error`, whose text has `text`."""
+    with pytest.raises(error, match=text):
+        program(*args, **kwargs)
+
+
+def rank_is_refused(rank, world):
+    for name, value in (("fsdp_plugin", object()), ("parallelism_config", accelerate.ParallelismConfig())):
+        forget_accelerate()
+        raised(ValueError, name, Accelerator, cpu=True, **{name: value})
+    forget_accelerate()
+    raised(ValueError, "'inductor'.*dynamo_backend='zcompile'", Accelerator, cpu=True, dynamo_backend="inductor")
+    raised(ValueError, "mixed_precision='fp8'|fp8", Accelerator, cpu=True, mixed_precision="fp8")
+    forget_accelerate()
+    accelerator = Accelerator(cpu=True)
+
+    model = tiny_llama()
+    old = list(model.parameters())
+    zcompile.shard(model)
+    stale = torch.optim.SGD(old, lr=0.1)
+    raised(ValueError, f"SGD holds no parameter of the models.*rank {rank}", accelerator.prepare, model, stale)
+
+    forget_accelerate()
+    accelerator = Accelerator(cpu=True)
+    early, model = None, tiny_llama()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    raised(RuntimeError, "Build the optimizer after|pass", accelerator.prepare, model)
+    model, prepared = accelerator.prepare(model, early)  # together, it gets the sharded parameters
+    held = [parameter for group in prepared.param_groups for parameter in group["params"]]
+    assert all(ours is theirs for ours, theirs in zip(held, model.parameters(), strict=True))
+
+    model = tiny_llama()
+    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(**{name: value[None] for name, value in Sentences()[0].items()}).loss.backward()
+    used.step()
+    raised(ValueError, "state of parameter 'model.embed_tokens.weight'", accelerator.prepare, model, used)
+    raised(
+        RuntimeError, "'model.embed_tokens.weight' is a DTensor", accelerator.prepare, sharded_by_fsdp2(tiny_llama())
+    )
+
+
+def test_what_cannot_train_is_refused_by_name(ranks):
+    ranks(2).run(rank_is_refused)
+
+
+def rank_prepares_unlike_accelerate(rank, world):
+    """accelerate's own wraps a sharded model in DDP, which cannot broadcast DTensors."""
+    forget_accelerate()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = zcompile.shard(tiny_llama())
+    raised(Exception, "Sharding propagation failed|sharding strategy", accelerator.prepare, model)
+    forget_accelerate()
+    assert Accelerator(cpu=True).prepare(model) is model
+
+
+def test_a_sharded_model_is_prepared_as_it_is(ranks):
+    ranks(2).run(rank_prepares_unlike_accelerate)
+
+
+def rank_trains_in(rank, world, precision, compiled):
+    forget_accelerate()
+    torch._dynamo.reset()
+    plugin = CompilePlugin(options=EAGER) if compiled else None
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, dynamo_plugin=plugin)
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences(24), batch_size=2))
+    losses = steps(accelerator, model, optimizer, loader, 6)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return losses, list(zcompile.stats(model)["gathered_bytes"])
+
+
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_bf16_trains_as_fp32_and_compiled_code_gathers_it(ranks, compiled):
+    (losses, widths), _ = ranks(2).run(rank_trains_in, "bf16", compiled)
+    (reference, _), _ = ranks(2).run(rank_trains_in, "no", False)
+    assert losses == pytest.approx(reference, rel=1e-2) and losses != reference
+    assert ("bfloat16" in widths) == compiled

@@ -2,8 +2,17 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
-from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
+from tests.support.huggingface import (
+    LOSSES,
+    Sentences,
+    forget_accelerate,
+    history,
+    of_transformers,
+    sharded_by_fsdp2,
+    tiny_llama,
+)
 
 
 def arguments(folder, **others):
@@ -29,23 +38,14 @@ def begin(folder, **others):
 
 
 def under_fsdp2(folder, **others):
-    """transformers' own, with a model that FSDP2 has sharded: as one that `from_pretrained` shards at load time."""
+    """transformers' own, with a model that FSDP2 has sharded."""
     from transformers import Trainer
-    from transformers.distributed import DistributedConfig
 
     forget_accelerate()
     args = arguments(folder, **others)
     args.device  # noqa: B018  # the process group
-    model = sharded_by_fsdp2(tiny_llama())
-    model._is_distributed_loading_by_transformers = True
-    model.config.distributed_config = DistributedConfig()
+    model = of_transformers(sharded_by_fsdp2(tiny_llama()))
     return Trainer(model, args, train_dataset=Sentences(), eval_dataset=Sentences(12))
-
-
-def history(trainer):
-    """Losses, norms and losses of evaluations that were logged."""
-    logged = trainer.state.log_history
-    return {name: [each[name] for each in logged if name in each] for name in ("loss", "grad_norm", "eval_loss")}
 
 
 def rank_trains_as_fsdp2(rank, world, folder, others):
@@ -102,23 +102,75 @@ def test_saved_models_load_without_zcompile(ranks, tmp_path):
             assert torch.equal(value, trained[name]), name
 
 
-def rank_compiles(rank, world, folder):
-    import zcompile
-
-    eager = begin(f"{folder}/eager", max_steps=3)
-    eager.train()
-    others = {"torch_compile": True, "torch_compile_backend": "zcompile"}
-    compiled = begin(f"{folder}/compiled", max_steps=3, **others)
-    compiled.train()
-    for name, values in history(compiled).items():
-        assert values == pytest.approx(history(eager)[name], abs=LOSSES, rel=LOSSES), name
-    assert compiled.args.torch_compile_backend == "zcompile"
-    stats = zcompile.stats(compiled.accelerator.unwrap_model(compiled.model, keep_torch_compile=False))
-    compiled.save_model(f"{folder}/whole")
-    return stats, isinstance(compiled.model, torch._dynamo.OptimizedModule)
+def rank_compiles(rank, world, folder, steps):
+    others = {"max_steps": steps, "eval_steps": steps}
+    curves = {}
+    for name, compile_by in (("eager", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": "zcompile"})):
+        trainer = begin(f"{folder}/{name}", **others, **compile_by)
+        trainer.train()
+        trainer.save_model()
+        curves[name] = history(trainer)
+    assert isinstance(trainer.model, torch._dynamo.OptimizedModule)
+    for name, values in curves["compiled"].items():
+        assert values == pytest.approx(curves["eager"][name], abs=LOSSES, rel=LOSSES), name
 
 
-def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, inductor_cache):
-    (stats, is_compiled), _ = ranks(2).run(rank_compiles, str(tmp_path))
-    print(stats)
-    assert is_compiled and (tmp_path / "whole/model.safetensors").exists()
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.matrix)])
+def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, inductor_cache, steps):
+    from transformers import AutoModelForCausalLM
+
+    ranks(2).run(rank_compiles, str(tmp_path), steps)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "compiled")
+
+
+def rank_evaluates_first(rank, world, folder):
+    """Evaluation before training shards, training goes on, and the best checkpoint is loaded at the end."""
+    trainer = begin(folder, save_strategy="steps", save_steps=2, eval_steps=2, load_best_model_at_end=True)
+    untrained = trainer.evaluate()["eval_loss"]
+    assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    trainer.train()
+    losses = history(trainer)["eval_loss"][1:]
+    return untrained, losses, trainer.evaluate()["eval_loss"], trainer.predict(Sentences(12)).metrics["test_loss"]
+
+
+def test_evaluation_comes_first_and_the_best_model_last(ranks, tmp_path):
+    untrained, losses, best, predicted = ranks(2).run(rank_evaluates_first, str(tmp_path))[0]
+    inputs = [Sentences()[i] for i in range(12)]
+    batch = {name: torch.stack([each[name] for each in inputs]) for name in inputs[0]}
+    assert untrained == pytest.approx(mean_of_batches(tiny_llama(), batch), abs=LOSSES)
+    assert best == predicted == pytest.approx(min(losses), abs=LOSSES)
+
+
+def mean_of_batches(model, batch):
+    """Of the tokens of all ranks: batches of four, as two ranks take them."""
+    losses = [model(**{name: value[i : i + 4] for name, value in batch.items()}).loss for i in range(0, 12, 4)]
+    return torch.stack(losses).mean().item()
+
+
+REFUSED = {
+    "fp16": {"fp16": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "torch_compile_backend='inductor'": {"torch_compile": True},
+    "save_only_model with load_best_model_at_end": {
+        "save_only_model": True, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 3,
+    },
+}  # fmt: skip
+
+
+def rank_is_refused(rank, world, folder):
+    for text, others in REFUSED.items():
+        with pytest.raises(ValueError, match=rf"{text}.*rank {rank}"):
+            begin(folder, **others)
+    trainer = begin(folder)
+    tiny_llama().save_pretrained(f"{folder}/checkpoint-{rank}")  # such as another Trainer writes
+    with pytest.raises(ValueError, match=r"has no pytorch_model_fsdp_0.*from_pretrained"):
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{rank}")
+    given = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    forget_accelerate()
+    with pytest.raises(RuntimeError, match="optimizers"):
+        type(trainer)(tiny_llama(), arguments(folder), train_dataset=Sentences(), eval_dataset=Sentences(12),
+                      optimizers=(given, None))  # fmt: skip
+
+
+def test_what_a_sharded_model_cannot_do_is_refused_by_name(ranks, tmp_path):
+    ranks(2).run(rank_is_refused, str(tmp_path))

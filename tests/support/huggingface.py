@@ -43,6 +43,35 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": labels}
 
 
+def tokenizer():
+    """One that knows the words w0 to w58, made in memory."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 5))]
+    words_to_ids = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    made = Tokenizer(words_to_ids)
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def history(trainer) -> dict[str, list[float]]:
+    """Losses, norms and losses of evaluations that a trainer has logged."""
+    logged = trainer.state.log_history
+    return {name: [each[name] for each in logged if name in each] for name in ("loss", "grad_norm", "eval_loss")}
+
+
+def of_transformers(model):
+    """`model`, which FSDP2 has sharded, as one that `from_pretrained` has: transformers' Trainer takes it."""
+    from transformers.distributed import DistributedConfig
+
+    model._is_distributed_loading_by_transformers = True
+    model.config.distributed_config = DistributedConfig()
+    return model
+
+
 def forget_accelerate() -> None:
     """Let accelerate begin anew in a process that other tests have used."""
     from accelerate.state import AcceleratorState, GradientState

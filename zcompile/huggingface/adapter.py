@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
@@ -121,9 +121,10 @@ def refuse_settings(accelerator: Accelerator) -> None:
             f"zcompile.huggingface: mixed_precision={accelerator.mixed_precision!r} is not supported {rank}. Use "
             "'bf16' or 'no'."
         )
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() != accelerator.num_processes:
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != accelerator.num_processes:
         raise ValueError(
-            f"zcompile.huggingface: the process group has {torch.distributed.get_world_size()} ranks, and accelerate "
-            f"counts {accelerator.num_processes} {rank}. On CPUs, say so: Accelerator(cpu=True), "
-            "TrainingArguments(use_cpu=True) or `accelerate launch --cpu`."
+            f"zcompile.huggingface: {world} ranks were started, and accelerate counts {accelerator.num_processes} "
+            f"{rank}. On CPUs, say so: Accelerator(cpu=True), TrainingArguments(use_cpu=True) or `accelerate launch "
+            "--cpu`."
         )
