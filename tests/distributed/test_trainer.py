@@ -103,7 +103,7 @@ def test_saved_models_load_without_zcompile(ranks, tmp_path):
 
 
 def rank_compiles(rank, world, folder, steps):
-    others = {"max_steps": steps, "eval_steps": steps}
+    others = {"max_steps": steps, "eval_strategy": "no" if steps == 1 else "steps"}
     curves = {}
     for name, compile_by in (("eager", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": "zcompile"})):
         trainer = begin(f"{folder}/{name}", **others, **compile_by)
@@ -149,6 +149,7 @@ def mean_of_batches(model, batch):
 
 REFUSED = {
     "fp16": {"fp16": True},
+    "fsdp": {"fsdp": True},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "torch_compile_backend='inductor'": {"torch_compile": True},
     "save_only_model with load_best_model_at_end": {

@@ -68,7 +68,7 @@ def rank_trains_as_fsdp2(rank, world, folder, kind):
     return {name: value.clone() for name, value in whole.items()}
 
 
-@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["eager", pytest.param("compiled", marks=pytest.mark.matrix)])
 def test_sft_trainer_trains_as_fsdp2(ranks, tmp_path, kind):
     """It also resumes, and what it saves loads without zcompile."""
     from transformers import AutoModelForCausalLM
