@@ -180,7 +180,7 @@ def extension() -> dict[str, Any]:
 if int(setuptools.__version__.partition(".")[0]) < SETUPTOOLS:
     fail(f"setuptools {setuptools.__version__} is too old. Run: pip install 'setuptools>={SETUPTOOLS}' && {INSTALL}")
 
-ROOMS = ("analysis", "analysis.costs", "artifact", "deepspeed", "planning", "profile", "sharding")
+ROOMS = ("analysis", "analysis.costs", "artifact", "deepspeed", "huggingface", "planning", "profile", "sharding")
 PACKAGES = ["zcompile", *(f"zcompile.{name}" for name in ROOMS)]
 
 setup(

@@ -58,6 +58,28 @@ def test_an_example_trains_and_writes_its_results(tmp_path, monkeypatch, program
     assert ("--checkpoint-every" in arguments) == (tmp_path / "zcompile-step-3").is_dir()
 
 
+TINY = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "64"]
+
+
+@pytest.mark.parametrize(
+    "program, written",
+    [("trainer.py", "held-out text"), pytest.param("sft.py", "never seen", marks=pytest.mark.matrix)],
+)
+def test_an_example_of_hugging_face_trains_and_saves(tmp_path, monkeypatch, program, written):
+    for name in ("datasets", "trl") if program == "sft.py" else ("accelerate",):
+        if not importlib.util.find_spec(name):
+            pytest.skip(f"needs {name}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = [*TINY, "--use_cpu", "True", "--bf16", "False", "--report_to", "none", "--output_dir", tmp_path]
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run([*ranks, EXAMPLES / program, *arguments], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert written in run.stdout
+    for name in ("model.safetensors", "checkpoint-2/optimizer_0", "checkpoint-2/model.safetensors"):
+        assert (tmp_path / name).exists(), name
+
+
 @pytest.fixture
 def moe(monkeypatch):
     """examples/moe.py as a module."""

@@ -24,7 +24,7 @@ PYTHON_LAYERS = (
     ("zcompile.backend", "zcompile.inductor"),
     ("zcompile.artifact",),
     ("zcompile.planning",),
-    ("zcompile.profile", "zcompile.deepspeed"),
+    ("zcompile.profile", "zcompile.deepspeed", "zcompile.huggingface"),
     ("zcompile.command_line", "zcompile.__main__", "zcompile.explain", "zcompile.precompile"),
     ("zcompile_flag",),
 )
@@ -160,7 +160,9 @@ def test_inductor_is_known_where_graphs_are_compiled_and_where_kernels_are_loade
     }
 
 
-@pytest.mark.parametrize("package", ["analysis", "artifact", "passes", "sharding", "planning", "profile", "deepspeed"])
+@pytest.mark.parametrize(
+    "package", ["analysis", "artifact", "passes", "sharding", "planning", "profile", "deepspeed", "huggingface"]
+)
 def test_no_name_of_a_package_hides_a_module_of_it(package):
     module = importlib.import_module(f"zcompile.{package}")
     for found in pkgutil.iter_modules(module.__path__):

@@ -1,0 +1,259 @@
+"""`zcompile.huggingface.Accelerator` beside accelerate's own with the model under FSDP2."""
+
+import os
+from unittest.mock import patch
+
+import accelerate
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import zcompile
+from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
+from zcompile.huggingface import Accelerator, CompilePlugin
+from zcompile.sharding.model_state import state_of
+
+EAGER = {"inner": "aot_eager"}
+
+
+def train(accelerator, model, optimizer, loader, evaluation, steps=6):
+    """A program as accelerate's users write it; each micro-step's loss, each step's norm, and the evaluation's loss."""
+    losses, norms = [], []
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler = accelerator.prepare(scheduler)
+    for inputs in loader:
+        with accelerator.accumulate(model):
+            loss = model(**inputs).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if len(norms) == steps:
+            break
+    model.eval()
+    with torch.no_grad():
+        each = [accelerator.gather_for_metrics(model(**inputs).loss.repeat(2)) for inputs in evaluation]
+    model.train()
+    return losses, norms, torch.cat(each).mean().item()
+
+
+def prepared(sharded_by_zcompile, compiled=False):
+    forget_accelerate()
+    torch._dynamo.reset()
+    model = tiny_llama()
+    loaders = DataLoader(Sentences(), batch_size=2), DataLoader(Sentences(12), batch_size=2)
+    if sharded_by_zcompile:
+        plugin = CompilePlugin(options=EAGER) if compiled else None
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dynamo_plugin=plugin)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return accelerator, *accelerator.prepare(model, optimizer, *loaders)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    sharded_by_fsdp2(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    return accelerator, model, *accelerator.prepare(optimizer, *loaders)
+
+
+def rank_trains_as_fsdp2(rank, world, compiled):
+    theirs = train(*prepared(False))
+    ours = train(*prepared(True, compiled))
+    for mine, reference in zip(ours, theirs):
+        assert mine == pytest.approx(reference, abs=LOSSES), (ours, theirs)
+    assert len(ours[0]) == 12 and len(ours[1]) == 6 and ours[0][0] > ours[0][-1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_program_of_accelerate_trains_as_fsdp2(ranks, compiled):
+    ranks(2).run(rank_trains_as_fsdp2, compiled)
+
+
+def steps(accelerator, model, optimizer, loader, count):
+    """Losses over all ranks of `count` steps."""
+    losses = []
+    for inputs in loader:
+        loss = model(**inputs).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if len(losses) == count:
+            break
+    return losses
+
+
+def begin(world, kind):
+    """An accelerator with four sequences a step, whatever the number of ranks."""
+    forget_accelerate()
+    with patch.dict(os.environ, FSDP_STATE_DICT_TYPE=kind):
+        accelerator = Accelerator(cpu=True)
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    dataset = [{name: value for name, value in each.items() if name == "input_ids"} for each in Sentences(32)]
+    for each in dataset:
+        each["labels"] = each["input_ids"]  # as many tokens on each rank
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(dataset, batch_size=4 // world))
+
+
+def rank_saves(rank, world, folder, kind="SHARDED_STATE_DICT"):
+    accelerator, model, optimizer, loader = begin(world, kind)
+    steps(accelerator, model, optimizer, loader, 3)
+    accelerator.save_state(f"{folder}/state")
+    accelerator.save_model(model, f"{folder}/model")
+    whole = accelerator.get_state_dict(model)
+    assert bool(whole) == (rank == 0)
+    values = {name: value.clone() for name, value in whole.items()}
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{folder}/pretrained", state_dict=whole, is_main_process=accelerator.is_main_process
+    )
+    rest = accelerator.skip_first_batches(loader, 3)
+    return steps(accelerator, model, optimizer, rest, 3), values
+
+
+def rank_loads(rank, world, folder, kind):
+    accelerator, model, optimizer, loader = begin(world, kind)
+    accelerator.load_state(f"{folder}/state")
+    return steps(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 3), 3)
+
+
+@pytest.mark.parametrize(
+    "world, kind",
+    [
+        (1, "SHARDED_STATE_DICT"),
+        pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.matrix),
+        pytest.param(4, "SHARDED_STATE_DICT", marks=pytest.mark.matrix),
+        pytest.param(4, "FULL_STATE_DICT", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_state_goes_on_at_another_number_of_ranks(ranks, tmp_path, world, kind):
+    (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path), kind)
+    assert (tmp_path / "state/optimizer.bin").exists() == (kind == "FULL_STATE_DICT")
+    assert ranks(world).run(rank_loads, str(tmp_path), kind)[0] == pytest.approx(losses, abs=LOSSES)
+
+
+def test_saved_models_load_without_zcompile(ranks, tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    (_, whole), _ = ranks(2).run(rank_saves, str(tmp_path))
+    for saved in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").state_dict(),
+        load_file(tmp_path / "model/model.safetensors"),
+    ):
+        assert saved.keys() == whole.keys()
+        for name, value in saved.items():
+            assert torch.equal(value, whole[name]), name
+
+
+def rank_counts_gathers(rank, world):
+    counts = {}
+    for micro_steps in (1, 3):
+        forget_accelerate()
+        torch._dynamo.reset()
+        plugin = CompilePlugin(options={**EAGER, "bucket_bytes": 0})  # groups are not kept
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_steps, dynamo_plugin=plugin)
+        model = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences(12), batch_size=2))
+        for inputs in list(loader)[:micro_steps]:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**inputs).loss)
+                optimizer.step()
+        counts[micro_steps] = zcompile.stats(model)
+        assert not state_of(model).accumulates
+    return [counts[i]["gathered_bytes"]["float32"] for i in counts], [counts[i]["reduces"] for i in counts]
+
+
+def test_micro_steps_of_accumulate_gather_once(ranks):
+    (gathered, reduces), _ = ranks(2).run(rank_counts_gathers)
+    assert gathered[1] < gathered[0], gathered  # three inside of a step, against one alone
+    assert reduces[1] == 3 * reduces[0], reduces
+
+
+def raised(error, text, program, *args, **kwargs):
+    """`program` raises `error`, whose text has `text`."""
+    with pytest.raises(error, match=text):
+        program(*args, **kwargs)
+
+
+def rank_is_refused(rank, world):
+    for name, value in (("fsdp_plugin", object()), ("parallelism_config", accelerate.ParallelismConfig())):
+        forget_accelerate()
+        raised(ValueError, name, Accelerator, cpu=True, **{name: value})
+    forget_accelerate()
+    raised(ValueError, "'inductor'.*dynamo_backend='zcompile'", Accelerator, cpu=True, dynamo_backend="inductor")
+    forget_accelerate()
+    with patch.dict(os.environ, WORLD_SIZE=str(world)):
+        raised(ValueError, "counts 1.*rank 0.*cpu=True", Accelerator)
+    forget_accelerate()
+    with patch.dict(os.environ, ACCELERATE_USE_FSDP="true"):  # as `accelerate launch --use_fsdp` sets it
+        raised(ValueError, f"asks accelerate for FSDP.*rank {rank}", Accelerator, cpu=True)
+    forget_accelerate()
+    raised(ValueError, f"mixed_precision='fp16'.*rank {rank}", Accelerator, cpu=True, mixed_precision="fp16")
+    forget_accelerate()
+    accelerator = Accelerator(cpu=True)
+
+    model = tiny_llama()
+    old = list(model.parameters())
+    zcompile.shard(model)
+    stale = torch.optim.SGD(old, lr=0.1)
+    raised(ValueError, f"SGD holds no parameter of the models.*rank {rank}", accelerator.prepare, model, stale)
+
+    forget_accelerate()
+    accelerator = Accelerator(cpu=True)
+    early, model = None, tiny_llama()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    raised(RuntimeError, "Build the optimizer after|pass", accelerator.prepare, model)
+    model, prepared = accelerator.prepare(model, early)  # together, it gets the sharded parameters
+    held = [parameter for group in prepared.param_groups for parameter in group["params"]]
+    assert all(ours is theirs for ours, theirs in zip(held, model.parameters(), strict=True))
+
+    model = tiny_llama()
+    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(**{name: value[None] for name, value in Sentences()[0].items()}).loss.backward()
+    used.step()
+    raised(ValueError, "state of parameter 'model.embed_tokens.weight'", accelerator.prepare, model, used)
+    raised(
+        RuntimeError, "'model.embed_tokens.weight' is a DTensor", accelerator.prepare, sharded_by_fsdp2(tiny_llama())
+    )
+
+
+def test_what_cannot_train_is_refused_by_name(ranks):
+    ranks(2).run(rank_is_refused)
+
+
+def rank_prepares_unlike_accelerate(rank, world):
+    """accelerate's own wraps a sharded model in DDP, which cannot broadcast DTensors."""
+    forget_accelerate()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = zcompile.shard(tiny_llama())
+    raised(Exception, "Sharding propagation failed|sharding strategy", accelerator.prepare, model)
+    forget_accelerate()
+    assert Accelerator(cpu=True).prepare(model) is model
+
+
+def test_a_sharded_model_is_prepared_as_it_is(ranks):
+    ranks(2).run(rank_prepares_unlike_accelerate)
+
+
+def rank_trains_in(rank, world, precision, compiled):
+    forget_accelerate()
+    torch._dynamo.reset()
+    plugin = CompilePlugin(options=EAGER) if compiled else None
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, dynamo_plugin=plugin)
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences(24), batch_size=2))
+    losses = steps(accelerator, model, optimizer, loader, 6)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return losses, list(zcompile.stats(model)["gathered_bytes"])
+
+
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_bf16_trains_as_fp32_and_compiled_code_gathers_it(ranks, compiled):
+    (losses, widths), _ = ranks(2).run(rank_trains_in, "bf16", compiled)
+    (reference, _), _ = ranks(2).run(rank_trains_in, "no", False)
+    assert losses == pytest.approx(reference, rel=1e-2) and losses != reference
+    assert ("bfloat16" in widths) == compiled

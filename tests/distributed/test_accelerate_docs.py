@@ -1,0 +1,43 @@
+"""The Python blocks of docs/accelerate.md, as a reader would run them."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.support.huggingface import Sentences, forget_accelerate, tiny_llama
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/accelerate.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def rank_runs(rank, world, folder, number):
+    from transformers import TrainingArguments
+
+    from zcompile.huggingface import Trainer
+
+    forget_accelerate()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        arguments = {"use_cpu": True, "max_steps": 2, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+        args = TrainingArguments("out", **arguments)
+        args.device  # noqa: B018  # the process group
+        model = tiny_llama()
+        names = {"model": model, "args": args, "dataset": Sentences(8), "Trainer": Trainer}
+        names["optimizer"] = torch.optim.AdamW(model.parameters()) if "optimizer" in BLOCKS[number] else None
+        exec(BLOCKS[number], names | {"loader": DataLoader(Sentences(8), batch_size=2)})
+    finally:
+        os.chdir(before)
+        del os.environ["ACCELERATE_USE_CPU"]
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_block_of_the_page_runs(ranks, tmp_path, number):
+    ranks(2).run(rank_runs, str(tmp_path), number)
+    trained = "trained" in BLOCKS[number]
+    assert (tmp_path / "trained/model.safetensors").exists() == trained

@@ -1,0 +1,177 @@
+"""`zcompile.huggingface.Trainer` beside transformers' own with the model under FSDP2."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.support.huggingface import (
+    LOSSES,
+    Sentences,
+    forget_accelerate,
+    history,
+    of_transformers,
+    sharded_by_fsdp2,
+    tiny_llama,
+)
+
+
+def arguments(folder, **others):
+    from transformers import TrainingArguments
+
+    given = {
+        "learning_rate": 1e-2, "max_steps": 6, "logging_steps": 1, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 3,
+        "report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "seed": 1,
+        "per_device_eval_batch_size": 2, "average_tokens_across_devices": True,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **{**given, **others})
+
+
+def begin(folder, **others):
+    """A trainer of zcompile's, whose model is sharded when it begins."""
+    from zcompile.huggingface import Trainer
+
+    forget_accelerate()
+    torch._dynamo.reset()
+    args = arguments(folder, **others)
+    return Trainer(tiny_llama(), args, train_dataset=Sentences(), eval_dataset=Sentences(12))
+
+
+def under_fsdp2(folder, **others):
+    """transformers' own, with a model that FSDP2 has sharded."""
+    from transformers import Trainer
+
+    forget_accelerate()
+    args = arguments(folder, **others)
+    args.device  # noqa: B018  # the process group
+    model = of_transformers(sharded_by_fsdp2(tiny_llama()))
+    return Trainer(model, args, train_dataset=Sentences(), eval_dataset=Sentences(12))
+
+
+def rank_trains_as_fsdp2(rank, world, folder, others):
+    theirs = under_fsdp2(f"{folder}/theirs", **others)
+    theirs.train()
+    ours = begin(f"{folder}/ours", **others)
+    ours.train()
+    reference = history(theirs)
+    assert len(reference["loss"]) == 6 and len(reference["eval_loss"]) == 2, reference
+    for name, values in history(ours).items():
+        assert values == pytest.approx(reference[name], abs=LOSSES, rel=LOSSES), (name, values, reference[name])
+
+
+@pytest.mark.parametrize("others", [{}, {"gradient_checkpointing": True}])
+def test_trainer_trains_as_fsdp2(ranks, tmp_path, others):
+    ranks(2).run(rank_trains_as_fsdp2, str(tmp_path), others)
+
+
+def rank_saves(rank, world, folder):
+    """Six steps with a checkpoint behind the third, and what was trained."""
+    trainer = begin(folder, save_strategy="steps", save_steps=3, **of_four_sequences(world))
+    trainer.train()
+    trainer.save_model(f"{folder}/whole")
+    parameters = trainer.accelerator.get_state_dict(trainer.model)
+    return history(trainer)["loss"][3:], {name: value.clone() for name, value in parameters.items()}
+
+
+def rank_resumes(rank, world, folder):
+    trainer = begin(folder, **of_four_sequences(world))
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return [each["loss"] for each in trainer.state.log_history if each.get("step", 0) > 3 and "loss" in each]
+
+
+def of_four_sequences(world):
+    """A step has the same sequences, whatever the number of ranks."""
+    return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.matrix)])
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(ranks, tmp_path, world):
+    (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path))
+    assert len(losses) == 3
+    assert ranks(world).run(rank_resumes, str(tmp_path))[0] == pytest.approx(losses, abs=LOSSES)
+
+
+def test_saved_models_load_without_zcompile(ranks, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    (_, trained), _ = ranks(2).run(rank_saves, str(tmp_path))
+    for folder in ("whole", "checkpoint-6"):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        assert saved.keys() == trained.keys()
+        for name, value in saved.items():
+            assert torch.equal(value, trained[name]), name
+
+
+def rank_compiles(rank, world, folder, steps):
+    others = {"max_steps": steps, "eval_strategy": "no" if steps == 1 else "steps"}
+    curves = {}
+    for name, compile_by in (("eager", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": "zcompile"})):
+        trainer = begin(f"{folder}/{name}", **others, **compile_by)
+        trainer.train()
+        trainer.save_model()
+        curves[name] = history(trainer)
+    assert isinstance(trainer.model, torch._dynamo.OptimizedModule)
+    for name, values in curves["compiled"].items():
+        assert values == pytest.approx(curves["eager"][name], abs=LOSSES, rel=LOSSES), name
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.matrix)])
+def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, inductor_cache, steps):
+    from transformers import AutoModelForCausalLM
+
+    ranks(2).run(rank_compiles, str(tmp_path), steps)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "compiled")
+
+
+def rank_evaluates_first(rank, world, folder):
+    """Evaluation before training shards, training goes on, and the best checkpoint is loaded at the end."""
+    trainer = begin(folder, save_strategy="steps", save_steps=2, eval_steps=2, load_best_model_at_end=True)
+    untrained = trainer.evaluate()["eval_loss"]
+    assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    trainer.train()
+    losses = history(trainer)["eval_loss"][1:]
+    return untrained, losses, trainer.evaluate()["eval_loss"], trainer.predict(Sentences(12)).metrics["test_loss"]
+
+
+def test_evaluation_comes_first_and_the_best_model_last(ranks, tmp_path):
+    untrained, losses, best, predicted = ranks(2).run(rank_evaluates_first, str(tmp_path))[0]
+    inputs = [Sentences()[i] for i in range(12)]
+    batch = {name: torch.stack([each[name] for each in inputs]) for name in inputs[0]}
+    assert untrained == pytest.approx(mean_of_batches(tiny_llama(), batch), abs=LOSSES)
+    assert best == predicted == pytest.approx(min(losses), abs=LOSSES)
+
+
+def mean_of_batches(model, batch):
+    """Of the tokens of all ranks: batches of four, as two ranks take them."""
+    losses = [model(**{name: value[i : i + 4] for name, value in batch.items()}).loss for i in range(0, 12, 4)]
+    return torch.stack(losses).mean().item()
+
+
+REFUSED = {
+    "fp16": {"fp16": True},
+    "fsdp": {"fsdp": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "torch_compile_backend='inductor'": {"torch_compile": True},
+    "save_only_model with load_best_model_at_end": {
+        "save_only_model": True, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 3,
+    },
+}  # fmt: skip
+
+
+def rank_is_refused(rank, world, folder):
+    for text, others in REFUSED.items():
+        with pytest.raises(ValueError, match=rf"{text}.*rank {rank}"):
+            begin(folder, **others)
+    trainer = begin(folder)
+    tiny_llama().save_pretrained(f"{folder}/checkpoint-{rank}")  # such as another Trainer writes
+    with pytest.raises(ValueError, match=r"has no pytorch_model_fsdp_0.*from_pretrained"):
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{rank}")
+    given = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    forget_accelerate()
+    with pytest.raises(RuntimeError, match="optimizers"):
+        type(trainer)(tiny_llama(), arguments(folder), train_dataset=Sentences(), eval_dataset=Sentences(12),
+                      optimizers=(given, None))  # fmt: skip
+
+
+def test_what_a_sharded_model_cannot_do_is_refused_by_name(ranks, tmp_path):
+    ranks(2).run(rank_is_refused, str(tmp_path))

@@ -1,0 +1,58 @@
+"""accelerate, Trainer and TRL with models that zcompile shards: each class here stands in for the one of its name.
+
+Each is imported when it is first asked for, with the library that it needs.
+
+| file | job |
+|---|---|
+| accelerator.py | `Accelerator`: shards in `prepare`, keeps what is gathered over micro-steps, saves and loads shards |
+| adapter.py | what `Accelerator` tells accelerate: the plugins, and what is refused |
+| trainer.py | `TrainerMixin` gives a trainer that accelerator; `Trainer` |
+| sft_trainer.py | TRL's `SFTTrainer` |
+
+[Note: accelerate's FSDP2 mode]
+accelerate has no interface for other ways to shard. What it does for FSDP2 is right for every model of DTensors:
+checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So `Accelerator` says that it is of that
+mode, and does by itself what calls methods of FSDP2's modules: `prepare` and `no_sync`. Trainer, in turn, asks the
+accelerator for its mode. accelerate has the mode on GPUs only; here it is there on CPUs, too.
+
+What is used beside public methods of the three libraries:
+
+| of | attribute | for |
+|---|---|---|
+| what is prepared | `_is_accelerate_prepared` | preparing nothing twice, as `Accelerator.prepare` does |
+| `Accelerator` | `_models`, `_optimizers`, `_schedulers`, `_dataloaders` | what was prepared |
+| `AcceleratorState` | `fsdp_plugin` (public, set here) | the mode |
+| `AcceleratorState` | `dynamo_plugin` (public, set here) | the backend "zcompile", which accelerate does not know |
+| `Trainer` | `create_accelerator_and_postprocess` (public) | its accelerator |
+| `Trainer` | `is_fsdp_enabled` (public, set here) | the mode |
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zcompile.huggingface.accelerator import Accelerator
+    from zcompile.huggingface.adapter import CompilePlugin
+    from zcompile.huggingface.sft_trainer import SFTTrainer
+    from zcompile.huggingface.trainer import Trainer, TrainerMixin
+
+__all__ = ["Accelerator", "CompilePlugin", "SFTTrainer", "Trainer", "TrainerMixin"]
+
+_MODULES = {
+    "Accelerator": "accelerator",
+    "CompilePlugin": "adapter",
+    "SFTTrainer": "sft_trainer",
+    "Trainer": "trainer",
+    "TrainerMixin": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The class of that name, whose module is imported now.
+
+    Raises:
+        ImportError: the library that it stands in for is not installed.
+    """
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"zcompile.huggingface.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,255 @@
+"""accelerate's `Accelerator`, for models that zcompile shards. See [Note: accelerate's FSDP2 mode] in __init__.py."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType, TorchDynamoPlugin
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zcompile.huggingface.adapter import CompilePlugin, ShardedPlugin, compile_plugin_of, refuse_settings
+from zcompile.sharding.accumulation import begin_accumulating, end_accumulating
+from zcompile.sharding.attributes import STATE
+from zcompile.sharding.clipping import clip_grad_norm_
+from zcompile.sharding.model_state import ShardedModel, state_of
+from zcompile.sharding.shard import shard
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` whose `prepare` shards models over all ranks with `zcompile.shard`.
+
+    It takes the arguments of accelerate's, and `dynamo_backend="zcompile"`, or a `CompilePlugin` with options of that
+    backend. A model that `zcompile.shard` has sharded before, with options of its own, stays as it is.
+    `save_state` writes one part per rank, which any number of ranks can load.
+
+    Raises:
+        ValueError: another way to shard (FSDP, DeepSpeed, Megatron-LM), `parallelism_config`, fp16 or fp8, another
+            compile backend.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = [name for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
+                 if kwargs.get(name) is not None]  # fmt: skip
+        if given:
+            raise ValueError(
+                f"zcompile.huggingface: Accelerator shards the model with zcompile, so it takes no {given[0]}. "
+                "Leave it out."
+            )
+        super().__init__(*args, dynamo_plugin=compile_plugin_of(dynamo_plugin, dynamo_backend), **kwargs)
+        self._become_sharded()
+
+    @staticmethod
+    def adopt(accelerator: accelerate.Accelerator, plugin: CompilePlugin) -> "Accelerator":
+        """Make one of accelerate's, which has prepared nothing yet, one of this class.
+
+        Raises:
+            ValueError: see `Accelerator`.
+        """
+        accelerator.__class__ = Accelerator
+        adopted = cast(Accelerator, accelerator)
+        adopted.state.dynamo_plugin = plugin
+        adopted._become_sharded()
+        return adopted
+
+    def _become_sharded(self) -> None:
+        refuse_settings(self)
+        if not isinstance(getattr(self.state, "fsdp_plugin", None), ShardedPlugin):
+            self.state.fsdp_plugin = ShardedPlugin()
+        self._caching: list[ShardedModel] = []
+        self._step_hook: Any = None
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """FSDP; see [Note: accelerate's FSDP2 mode]."""
+        kind = self.state.distributed_type
+        return kind if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) else DistributedType.FSDP
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True; see [Note: accelerate's FSDP2 mode]."""
+        return True
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shard and compile models, and prepare the rest as accelerate does.
+
+        Optimizers that hold parameters of a model that is sharded now get the sharded ones, as with FSDP2. So they
+        must come in the same call as their model, or be built after it.
+
+        Raises:
+            ValueError: an optimizer has taken steps already, or holds no parameter of the models.
+            RuntimeError: see `zcompile.shard`.
+        """
+        places = device_placement or [None] * len(args)  # type: ignore[list-item]
+        if len(places) != len(args):
+            raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects.")
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        for each in args:
+            if isinstance(each, nn.Module):
+                shard_once(each, optimizers)
+        prepared = [self._prepare_first(each, place) for each, place in zip(args, places)]
+        prepared = [self.prepare_scheduler(each) if isinstance(each, LRScheduler) else each for each in prepared]
+        ours = (*self._dataloaders, *self._models, *self._optimizers, *self._schedulers)
+        for each in prepared:
+            if any(each is known for known in ours):
+                each._is_accelerate_prepared = True
+        return tuple(prepared) if len(prepared) > 1 else prepared[0]
+
+    def _prepare_first(self, item: Any, place: bool | None) -> Any:
+        """All but schedulers, which need their optimizers prepared."""
+        if isinstance(item, torch.utils.data.DataLoader):
+            return self.prepare_data_loader(item, device_placement=place)
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item, device_placement=place)
+        return self.prepare_optimizer(item, device_placement=place) if isinstance(item, Optimizer) else item
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model that is not sharded yet; mixed precision and `torch.compile` are accelerate's.
+
+        With `evaluation_mode`, it stays as it is: whole on each rank, or sharded.
+        """
+        if not evaluation_mode:
+            shard_once(model)
+        place = False if is_sharded(model) else device_placement
+        prepared: nn.Module = super().prepare_model(model, device_placement=place, evaluation_mode=True)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """As accelerate's.
+
+        Raises:
+            ValueError: it holds no parameter of the models that were prepared.
+        """
+        self._refuse_stale(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def _refuse_stale(self, optimizer: Optimizer) -> None:
+        trained = {id(parameter) for model in self._models for parameter in model.parameters()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if trained and held and not any(id(parameter) in trained for parameter in held):
+            raise ValueError(
+                f"zcompile.huggingface: {type(optimizer).__name__} holds no parameter of the models that were prepared "
+                f"(rank {self.process_index}); its first one is of shape {tuple(held[0].shape)}. It was built of "
+                "parameters that sharding has replaced. Build it after zcompile.shard, or pass model and optimizer "
+                "to one call of prepare."
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Around a micro-step that is not the last of its step: what is gathered stays unsharded until the last one.
+
+        Gradients are reduced in each micro-step, so no rank holds more than its shards of them. `accumulate` calls it.
+        """
+        if is_sharded(model):
+            state = state_of(model)
+            if not state.accumulates:
+                begin_accumulating(state, state.microbatch_cache_limit())
+                self._caching.append(state)
+                if self._step_hook is None:
+                    self._step_hook = register_optimizer_step_pre_hook(lambda *_: self._end_caching())
+        yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As accelerate's. That of the last micro-step reshards what was kept."""
+        super().backward(loss, **kwargs)
+        if self.sync_gradients:
+            self._end_caching()
+            if self._step_hook is not None:  # here, because a hook cannot remove itself
+                self._step_hook.remove()
+                self._step_hook = None
+
+    def _end_caching(self) -> None:
+        while self._caching:
+            end_accumulating(self._caching.pop())
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """`zcompile.clip_grad_norm_`: one norm over all ranks, and over parameters of several meshes."""
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As accelerate's."""
+        self._end_caching()
+        return super().free_memory(*objects)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `zcompile.shard` has sharded `model`, or a module of it."""
+    return any(STATE in module.__dict__ for module in model.modules())
+
+
+def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+    """Shard `model` if it is not sharded yet, and give `optimizers` the sharded parameters.
+
+    Raises:
+        ValueError: an optimizer has taken steps with a parameter of `model`.
+        RuntimeError: no process group, parameters sharded by something else, or another of `zcompile.shard`.
+    """
+    if is_sharded(model):
+        return
+    inner = getattr(model, "_orig_mod", model)
+    names = {id(parameter): name for name, parameter in inner.named_parameters()}
+    foreign = next((name for name, each in inner.named_parameters() if isinstance(each, DTensor)), None)
+    if foreign is not None:
+        raise RuntimeError(
+            f"zcompile.huggingface: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so something "
+            "else has sharded the model. Pass it unsharded, or call zcompile.shard(model, mesh) with a mesh that is "
+            "left, before prepare."
+        )
+    with _params_taken_out(optimizers, names) as taken:
+        shard(inner)
+        taken.now = dict(inner.named_parameters())
+
+
+class _Taken:
+    """The parameters that optimizers get back, by name."""
+
+    def __init__(self, now: dict[str, nn.Parameter]) -> None:
+        self.now = now
+
+
+@contextlib.contextmanager
+def _params_taken_out(optimizers: Iterable[Optimizer], names: dict[int, str]) -> Iterator[_Taken]:
+    """Inside, `optimizers` hold no parameter of `names`, by id; afterwards those that `_Taken.now` has under its name.
+
+    If the block raises, they have what they had.
+    """
+    places: list[tuple[list[torch.Tensor], int, str]] = []
+    before: dict[str, nn.Parameter] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for i, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter))
+                if name is None:
+                    continue
+                if optimizer.state.get(parameter):
+                    raise ValueError(
+                        f"zcompile.huggingface: {type(optimizer).__name__} has a state of parameter '{name}' already, "
+                        "which is about to be sharded. Prepare model and optimizer before the first step, and load "
+                        "states by Accelerator.load_state afterwards."
+                    )
+                before[name] = parameter
+                places.append((group["params"], i, name))
+    taken = _Taken(before)
+    for params, i, _ in places:
+        params[i] = torch.empty(0)
+    try:
+        yield taken
+    finally:
+        for params, i, name in places:
+            params[i] = taken.now[name]

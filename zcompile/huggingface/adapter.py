@@ -1,0 +1,130 @@
+"""What zcompile tells accelerate: plugins for sharding and compiling, and which settings are refused."""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
+BACKEND = "zcompile"
+
+
+class ShardedPlugin(FullyShardedDataParallelPlugin):
+    """accelerate's FSDP2 plugin, of which only `state_dict_type` is read: how `save_state` writes shards.
+
+    Every field that would be read from the environment has a value here, because zcompile shards, and not FSDP2.
+    """
+
+    def __init__(self, state_dict_type: str = "SHARDED_STATE_DICT") -> None:
+        super().__init__(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            auto_wrap_policy="no_wrap",
+            cpu_offload=False,
+            activation_checkpointing=False,
+            activation_checkpointing_offload=False,
+            state_dict_type=os.environ.get("FSDP_STATE_DICT_TYPE", state_dict_type),
+        )
+
+
+class CompilePlugin(TorchDynamoPlugin):
+    """accelerate's plugin for `torch.compile`, whose list of backends has no "zcompile".
+
+    Args:
+        backend: "zcompile", "no", or None for the environment variable ACCELERATE_DYNAMO_BACKEND.
+        mode: an Inductor mode.
+        options: those of zcompile's backend.
+        fullgraph: whether a graph break is an error.
+        dynamic: as in `torch.compile`.
+
+    Raises:
+        ValueError: another backend, or `mode` beside `options`.
+    """
+
+    def __init__(
+        self,
+        backend: str | None = BACKEND,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        fullgraph: bool | None = None,
+        dynamic: bool | None = None,
+    ) -> None:
+        wanted = (backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower()
+        if wanted not in (BACKEND, "no"):
+            raise ValueError(
+                f"zcompile.huggingface: the compile backend is {wanted!r}. A model that zcompile shards is compiled by "
+                f"{BACKEND!r}, or not at all ('no'): pass torch_compile_backend='{BACKEND}' to TrainingArguments, or "
+                f"dynamo_backend='{BACKEND}' to Accelerator."
+            )
+        # accelerate compares the backend with NO alone.
+        name = "NO" if wanted == "no" else "INDUCTOR"
+        super().__init__(
+            backend=DynamoBackend(name),
+            mode=mode,
+            options=options,
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+            use_regional_compilation=False,
+        )
+        chosen = mode or os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+        self.mode: str | None = None if chosen == "default" else chosen  # torch takes either a mode or options
+        if self.mode is not None and options:
+            raise ValueError("zcompile.huggingface: pass either a mode or options to CompilePlugin.")
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of `torch.compile`."""
+        kwargs = {"fullgraph": self.fullgraph, "dynamic": self.dynamic, "mode": self.mode, "options": self.options}
+        return {"backend": BACKEND} | {name: value for name, value in kwargs.items() if value is not None}
+
+
+def compile_plugin_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> CompilePlugin:
+    """What compiles, from the two arguments of `accelerate.Accelerator`.
+
+    Raises:
+        ValueError: both are given, or a backend that is not zcompile's.
+    """
+    if plugin is not None and backend is not None:
+        raise ValueError("zcompile.huggingface: pass either dynamo_plugin or dynamo_backend.")
+    if isinstance(plugin, CompilePlugin):
+        return plugin
+    if plugin is not None:
+        return CompilePlugin(plugin.backend.value)
+    return CompilePlugin(getattr(backend, "value", backend))
+
+
+def refuse_settings(accelerator: Accelerator) -> None:
+    """Refuse what an accelerator was told that zcompile does not do.
+
+    Raises:
+        ValueError: another way to shard, parallelism beside data parallelism, or a precision that is not supported.
+    """
+    state = accelerator.state
+    rank = f"(rank {accelerator.process_index})"
+    kind = state.distributed_type
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":  # accelerate ignores it on CPUs
+        kind = DistributedType.FSDP
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP):
+        raise ValueError(
+            f"zcompile.huggingface: this program also asks accelerate for {kind.value} {rank}, but zcompile shards the "
+            "model. Take fsdp, deepspeed and megatron_lm out of the program's arguments and of the file of "
+            "`accelerate config`. For a DeepSpeed config, set its zcompile block instead and use accelerate's own "
+            "Accelerator."
+        )
+    if accelerator.parallelism_config is not None:
+        raise ValueError(
+            f"zcompile.huggingface: parallelism_config is not supported {rank}. Shard the model yourself over a mesh, "
+            "zcompile.shard(model, mesh), and leave it out."
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"zcompile.huggingface: mixed_precision={accelerator.mixed_precision!r} is not supported {rank}. Use "
+            "'bf16' or 'no'."
+        )
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != accelerator.num_processes:
+        raise ValueError(
+            f"zcompile.huggingface: {world} ranks were started, and accelerate counts {accelerator.num_processes} "
+            f"{rank}. On CPUs, say so: Accelerator(cpu=True), TrainingArguments(use_cpu=True) or `accelerate launch "
+            "--cpu`."
+        )

@@ -1,0 +1,112 @@
+"""Hugging Face's `Trainer`, for models that zcompile shards."""
+
+import os
+from typing import TYPE_CHECKING, Any, cast
+
+import transformers
+from torch import nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from zcompile.huggingface.accelerator import Accelerator, shard_once
+from zcompile.huggingface.adapter import BACKEND, CompilePlugin
+
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
+
+
+class TrainerMixin(_Base):
+    """Lets a subclass of `transformers.Trainer` shard its model with zcompile: `class Mine(TrainerMixin, Theirs)`.
+
+    The model is sharded when training or evaluation begins. One that `zcompile.shard` has sharded before, with options
+    of its own, stays as it is. `TrainingArguments(torch_compile=True, torch_compile_backend="zcompile")` compiles it.
+    Checkpoints hold one part per rank, which any number of ranks can load, and the whole model in Hugging Face's
+    format, which rank 0 writes.
+
+    Raises:
+        ValueError: arguments that ask for FSDP or DeepSpeed, fp16, another compile backend, `auto_find_batch_size`, or
+            `save_only_model` with `load_best_model_at_end`.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer's, with an accelerator that shards."""
+        args = self.args
+        _refuse_arguments(args)
+        plugin = CompilePlugin(args.torch_compile_backend or "no", args.torch_compile_mode)
+        backend, args.torch_compile_backend = args.torch_compile_backend, "no"  # accelerate does not know ours
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            args.torch_compile_backend = backend
+        self.accelerator = Accelerator.adopt(self.accelerator, plugin)
+        self.is_fsdp_enabled = True
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's.
+
+        Raises:
+            ValueError: the checkpoint was not written by a trainer of zcompile.
+        """
+        if resume_from_checkpoint:
+            _check_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. A model that is not sharded yet is sharded first."""
+        shard_once(cast(nn.Module, self.model))
+        return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model in Hugging Face's format, from rank 0; all ranks call it."""
+        plugin = self.accelerator.state.fsdp_plugin
+        state_dict_type = plugin.state_dict_type
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            plugin.set_state_dict_type(state_dict_type.name)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` that shards its model with zcompile; see `TrainerMixin`."""
+
+
+def _refuse_arguments(args: transformers.TrainingArguments) -> None:
+    """Refuse what a sharded model cannot do.
+
+    Raises:
+        ValueError: see `TrainerMixin`.
+    """
+    refused = {
+        "fsdp": bool(args.fsdp),
+        "deepspeed": bool(args.deepspeed),
+        "fp16": args.fp16,
+        "fp16_full_eval": args.fp16_full_eval,
+        "bf16_full_eval": args.bf16_full_eval,
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "save_only_model with load_best_model_at_end": args.save_only_model and args.load_best_model_at_end,
+    }
+    for name, asked in refused.items():
+        if asked:
+            raise ValueError(
+                f"zcompile.huggingface: TrainingArguments has {name} (rank {args.process_index}), which is not "
+                "supported for a model that zcompile shards. Leave it out."
+            )
+    if args.torch_compile and args.torch_compile_backend != BACKEND:
+        raise ValueError(
+            f"zcompile.huggingface: TrainingArguments has torch_compile_backend={args.torch_compile_backend!r} (rank "
+            f"{args.process_index}). A model that zcompile shards is compiled by torch_compile_backend='{BACKEND}'."
+        )
+
+
+def _check_checkpoint(checkpoint: str | bool, output_dir: str | None) -> None:
+    folder = get_last_checkpoint(output_dir or "") if isinstance(checkpoint, bool) else checkpoint
+    if folder is None or not os.path.isdir(folder):
+        return  # Trainer says what is missing
+    written = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
+    if not any(os.path.exists(os.path.join(folder, name)) for name in written):
+        raise ValueError(
+            f"zcompile.huggingface: {folder} has no pytorch_model_fsdp_0, so no trainer of zcompile or of FSDP2 wrote "
+            "it, or one with save_only_model. To begin from its weights, load the model with from_pretrained."
+        )
