@@ -16,6 +16,7 @@ from torch import nn
 
 from zcompile.sharding.attributes import AROUND, LEAF, RECIPE, SHARDED, STATE, UNIT, UNITS_BELOW, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
+from zcompile.sharding.generation import agreeing_generate
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of, replaced_message
 from zcompile.sharding.placement import TRAINABLE, Layout
@@ -147,6 +148,8 @@ def _sharded_class(base: type, kind: _Kind) -> type:
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
     if kind.is_unit:
         namespace[AROUND] = staticmethod(call_unit)
+    if callable(generate := getattr(base, "generate", None)):
+        namespace["generate"] = agreeing_generate(generate)
     if issubclass(base, nn.RNNBase):
         namespace |= recurrent_members(param_dtype, one_by_one=kind.single_rank or kind.in_unit)
     made: type = _pickled_metaclass(type(base))(base.__name__, (base,), namespace)
