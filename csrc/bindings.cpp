@@ -257,6 +257,7 @@ void bind_model(py::module& module) {
           "assigned_data",
           [](const Model& model, const std::vector<at::Tensor>& parameters) { return model.assigned_data(parameters); },
           py::arg("parameters"))
+      .def("count_gather", &Model::count_gather, py::arg("unsharded"))
       .def("record_gathers", &Model::record_gathers)
       .def("stop_recording", &Model::stop_recording)
       .def("meet", &Model::meet, ReleaseGil(), py::arg("number"))
