@@ -11,7 +11,7 @@ from torch import nn
 
 import zcompile
 from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized_loss
-from tests.support.reference import BF16, FP32, compiled, full, train_beside
+from tests.support.reference import BF16, FP32, close, compiled, full, train_beside
 
 matrix = pytest.mark.matrix
 
@@ -75,6 +75,41 @@ def rank_counts(rank, world, prepare):
 @pytest.mark.parametrize("prepare", [eager, compiled])
 def test_each_dtype_travels_at_its_own_width_and_nothing_frozen_is_reduced(ranks, prepare):
     ranks(2).run(rank_counts, prepare)
+
+
+class Stack(nn.Module):
+    """A trained layer below packed ones, so that backward reads the dequantized weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Linear(32, 32)
+        self.packed = nn.ModuleList(PackedLinear(32, 32) for _ in range(3))
+        self.register_buffer("table", torch.linspace(-1, 1, 256))
+        self.looked_up = frozen(torch.randint(0, 256, (32, 32), dtype=torch.uint8))
+
+    def forward(self, x):
+        x = self.below(x)
+        for layer in self.packed:
+            x = layer(x).tanh()
+        return nn.functional.linear(x, self.table[self.looked_up.int()])
+
+
+def rank_saves_for_backward(rank, world):
+    torch.manual_seed(0)
+    reference = Stack()
+    model = compiled(copy.deepcopy(reference))
+    x = torch.randn(5, 32)
+    result = model(x)
+    assert result.grad_fn.name() == "CompiledFunctionBackward"
+    shapes = [tuple(tensor.shape) for tensor in result.grad_fn.saved_tensors]
+    assert (32, 32) not in shapes and (5, 32) in shapes
+    result.sum().backward()
+    reference(x).sum().backward()
+    close(model.below.weight.grad, reference.below.weight.grad, FP32, "below")
+
+
+def test_compiled_code_saves_no_dequantized_weight(ranks):
+    ranks(2).run(rank_saves_for_backward)
 
 
 def rank_saves(rank, world, folder):

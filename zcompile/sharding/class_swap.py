@@ -14,12 +14,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zcompile.options import TRAINABLE
 from zcompile.sharding.attributes import AROUND, LEAF, RECIPE, SHARDED, STATE, UNIT, UNITS_BELOW, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.sharding.generation import agreeing_generate
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of, replaced_message
-from zcompile.sharding.placement import TRAINABLE, Layout
+from zcompile.sharding.placement import Layout
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
 from zcompile.sharding.unit_forward import call_parent, call_unit
 from zcompile.sharding.unshard import whole_parameters

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from zcompile.options import TRAINABLE
+
 MOST_INNER = 2  # placements of a DTensor that is sharded
-TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of parameters that may train, and that `param_dtype` is for. Others are frozen, and travel as they are."""
 
 
 @dataclass(frozen=True)

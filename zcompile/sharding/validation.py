@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zcompile.options import TRAINABLE
 from zcompile.sharding.attributes import STATE
-from zcompile.sharding.placement import TRAINABLE
 from zcompile.sharding.process_groups import all_gather_over_mesh, shard_group_of
 
 
