@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.profiling import SHORT, results_in
@@ -14,17 +15,25 @@ from zcompile.profile.engine import RATE_STEPS, Training
 from zcompile.profile.engines import find
 
 
-def rank_losses(rank, world, engine):
-    """Losses of four steps of a model with tied weights and a scalar, not compiled.
+def model_for(engine):
+    """Its scale is a scalar, which FSDP2 does not take."""
+    model = Transformer()
+    if engine.startswith("fsdp2"):
+        model.scale = nn.Parameter(torch.ones(1))
+    return WithLoss(model, loss_of)
+
+
+def rank_losses(rank, world, engine, stance="force_eager"):
+    """Losses of four steps of a model with tied weights and a scalar, compiled if torch.compile's `stance` lets it be.
 
     Returns those of `engine`, and those of the same model on one rank with the batches of all ranks.
     """
     torch.manual_seed(0)
-    with torch.compiler.set_stance("force_eager"):
-        trained = find(engine)[0].make(WithLoss(Transformer(), loss_of), Training("fp32", 1e-2, 1), {})
+    with torch.compiler.set_stance(stance):
+        trained = find(engine)[0].make(model_for(engine), Training("fp32", 1e-2, 1), {})
         ours = [trained.step([batch(step, rank)]) for step in range(4)]
     torch.manual_seed(0)
-    model = WithLoss(Transformer(), loss_of)
+    model = model_for(engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     expected = []
     for step in range(4):
@@ -34,20 +43,38 @@ def rank_losses(rank, world, engine):
         optimizer.step()
         optimizer.zero_grad()
         expected.append(losses[rank].detach())
-    return [[loss.item() for loss in losses] for losses in (ours, expected)]
+    return [[loss.item() for loss in losses] for losses in (ours, expected)] + [trained.settings]
 
 
 @pytest.mark.parametrize(
     "engine",
     [
         "simplefsdp",
+        pytest.param("fsdp2+tuned", marks=pytest.mark.matrix),
         pytest.param("ddp", marks=pytest.mark.matrix),
         pytest.param("eager", marks=pytest.mark.matrix),
     ],
 )
 def test_engines_train_as_one_rank_does(ranks, engine):
-    for losses, expected in ranks(2).run(rank_losses, engine):
+    for losses, expected, _ in ranks(2).run(rank_losses, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("engine, setting", [("simplefsdp+tuned", "enable_overlap_scheduling"), ("fsdp2+tuned", "2 b")])
+def test_compiled_engines_have_their_settings_and_train_as_one_rank_does(ranks, engine, setting):
+    for losses, expected, settings in ranks(2).run(rank_losses, engine, "default"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert any(each.startswith(setting) for each in settings)
+
+
+def test_a_compiled_model_on_one_rank_trains_as_uncompiled(ranks):
+    ((losses, expected, _),) = ranks(1).run(rank_losses, "compiled")
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
+
+
+def test_one_rank_is_all_that_the_compiled_engine_takes(ranks):
+    with pytest.raises(Exception, match="trains one rank on its own: take --ranks 1"):
+        ranks(2).run(rank_losses, "compiled")
 
 
 def test_the_example_profiles_a_model_of_ones_own(tmp_path):

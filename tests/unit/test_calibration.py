@@ -29,7 +29,7 @@ def measured(**changed):
         "memory_bytes": H200.memory_bytes,
         "matmul_flops_s": (("bfloat16", 740e12), ("int8", 1390e12)),
         "grouped_share": H200.grouped_share,
-        "attention_flops_s": (("flash", 350e12), ("efficient", 210e12)),
+        "attention_flops_s": (("flash", 306e12), ("efficient", 147e12)),
         "bytes_s": H200.bytes_s,
         "kernel_s": H200.kernel_s,
         "wires": (Wire("nccl", 2, points, reduces, 0.4),),

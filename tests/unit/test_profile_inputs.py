@@ -74,6 +74,7 @@ def build():
         (["--module", f"{__file__}:absent"], "has no function 'absent'"),
         (["--ranks", "0"], "must be at least 1"),
         (["--steps", "many"], "invalid"),
+        (["--untraced", "--trace"], "--untraced leaves nothing"),
         pytest.param(
             ["--snapshot"],
             "--snapshot needs a GPU",

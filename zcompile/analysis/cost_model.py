@@ -114,7 +114,7 @@ class Costs:
                 self._read.add(storage)
                 total += source_bytes
         if node.target is aten.embedding.default:  # reads only the rows that it returns
-            total = min(total, 2 * sum(result_bytes(node)))
+            total = min(total, sum(result_bytes(node)) + sum(result_bytes(args_of(node)[1])))
         return total
 
 

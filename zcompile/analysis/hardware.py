@@ -33,8 +33,8 @@ class Network:
     latency_s: float
 
 
-# What an attention kernel reaches of flash attention's rate. Estimates, of Hopper; `zcompile calibrate` measures.
-ATTENTION_SHARES = {"flash": 1.0, "cudnn": 1.4, "flex": 1.0, "efficient": 0.6, "math": 0.1}
+# What an attention kernel reaches of flash attention's rate: measured on an H100, but for "math", which is an estimate.
+ATTENTION_SHARES = {"flash": 1.0, "cpu": 1.0, "cudnn": 1.8, "flex": 1.03, "efficient": 0.48, "math": 0.1}
 
 # dtype -> the one whose matmul rate stands in where a table has no figure, and the share of that rate.
 STAND_INS = {
@@ -56,8 +56,8 @@ class Hardware:
 
     Attributes:
         matmul_flops_s: (dtype, operations a second that large matmuls reach), for each dtype that was measured.
-        attention_flops_s: operations a second that flash attention reaches. Operations that a causal mask leaves out
-            are not counted.
+        attention_flops_s: operations a second that flash attention reaches: forward and backward together, heads 128
+            wide, no mask. `costs/attention.py` has what other calls reach of it.
         bytes_s: bytes of memory a second that a pointwise kernel reads and writes.
         kernel_s: the least time of a kernel, in seconds.
         wires: what was measured. Of a transport's wires, `over` takes the one with the most ranks that are not more
@@ -160,7 +160,7 @@ H200 = Hardware(
         (torch.int8, 1390e12),
         (torch.float64, 55e12),
     ),
-    attention_flops_s=350e12,
+    attention_flops_s=306e12,
     bytes_s=3.5e12,
     kernel_s=3e-6,
     wires=(
@@ -175,8 +175,8 @@ H200 = Hardware(
     network=Network(bytes_s=45e9, latency_s=15e-6),
     memory_bytes=140 << 30,
     source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 "
-    "(docs/lab/measurements.md); attention, launches, fp8, int8 and fp64 estimated; between hosts, 400 Gb/s for each "
-    "GPU are assumed",
+    "(docs/lab/measurements.md); attention as measured on an H100, which has the same SMs; launches, fp8, int8 and "
+    "fp64 estimated; between hosts, 400 Gb/s for each GPU are assumed",
 )
 
 KIB = 1 << 10

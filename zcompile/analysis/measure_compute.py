@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROUNDS = 5  # of which the median counts
 ROUND_S = 0.03  # about how long a round takes, so that clocks settle
 MOST_CALLS = 50  # in a round
+MOST_AHEAD_S = 0.05  # how long the device waits for the host before a round
+CYCLES_S = 2e9  # of a GPU's clock, about
 
 
 class Compute(NamedTuple):
@@ -74,7 +76,12 @@ def _round_s(call: Callable[[], object], device: torch.device, calls: int) -> fl
         return time.perf_counter() - begin_s
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # so that the host is ahead of the device
+    begin_s = time.perf_counter()
+    call()
+    host_s = time.perf_counter() - begin_s
+    torch.cuda.synchronize()
+    ahead_s = min(MOST_AHEAD_S, 1e-3 + 1.5 * calls * host_s)
+    torch.cuda._sleep(int(ahead_s * CYCLES_S))  # so that the host is ahead of the device
     begin.record()
     for _ in range(calls):
         call()
@@ -120,7 +127,7 @@ def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable
     """A call of a matmul [n, n] x [n, n] of `dtype`."""
     if dtype is torch.int8:
         a, b = (torch.randint(-8, 8, (n, n), device=device, dtype=dtype) for _ in range(2))
-        return partial(torch._int_mm, a, b)
+        return partial(torch._int_mm, a, b.t())  # as the weight of a linear layer lies; other layouts are slow
     a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
     if dtype is torch.float8_e4m3fn:
         left, right, one = a.to(dtype), b.to(dtype).t(), torch.ones((), device=device)

@@ -70,6 +70,11 @@ def parser() -> Parser:
         "only a GPU that has no table and was not measured yet",
     )
     add(
+        "--untraced",
+        action="store_true",
+        help="step times, peaks and losses alone, without the parts of a step and memory by kind: much quicker",
+    )
+    add(
         "--trace",
         action="store_true",
         help="keep a trace of two steps of each engine, OUTPUT/ENGINE.trace.json.gz, for ui.perfetto.dev",
@@ -99,6 +104,8 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         raise BadInput("--batch and --tokens have no meaning with --module: your batch(step, rank) decides")
     if arguments.steps < 2:
         raise BadInput("--steps must be at least 2, for a median and its spread")
+    if arguments.untraced and (arguments.trace or arguments.snapshot):
+        raise BadInput("--untraced leaves nothing for --trace or --snapshot to keep")
     if arguments.snapshot and not gpus:
         raise BadInput("--snapshot needs a GPU: it is of CUDA's allocator")
     job = Job(
@@ -118,6 +125,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         trace=False,
+        untraced=arguments.untraced,
         folder="",
         cache="",
         keep_trace=arguments.trace,

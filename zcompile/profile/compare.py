@@ -117,7 +117,7 @@ def compare(
             if repeat == 0:
                 shutil.rmtree(cache, ignore_errors=True)
             try:
-                run = replace(job, engine=name, folder=str(folder), cache=str(cache), trace=repeat == 0)
+                run = replace(job, engine=name, folder=str(folder), cache=str(cache), trace=repeat == 0 and not job.untraced)
                 results[name].append(launch.run(run))
             except launch.Failed as error:
                 failed[name] = str(error)

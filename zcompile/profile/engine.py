@@ -30,20 +30,29 @@ class Training:
 
 
 class Engine:
-    """A model in training with fused AdamW. It knows nothing of how it is measured. Subclasses prepare the model."""
+    """A model in training with fused AdamW. It knows nothing of how it is measured. Subclasses prepare the model.
+
+    Attributes:
+        settings: what a subclass set beside torch's defaults, and what this torch lacks of it; reports show it.
+    """
 
     wire_is_traced = True  # whether torch.profiler sees all that it sends
 
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         self.training = training
         self.options = options
+        self.settings: list[str] = []
         self.model = self.prepare(model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.learning_rate, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters_to_train(), lr=training.learning_rate, fused=True)
         self.steps = 0
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard, compile, or whatever the engine does to a whole model in fp32."""
         raise NotImplementedError
+
+    def parameters_to_train(self) -> list[nn.Parameter]:
+        """What the optimizer updates."""
+        return list(self.model.parameters())
 
     def step(self, batches: list[Any]) -> torch.Tensor:
         """One step over the microbatches. Returns this rank's mean loss, []."""

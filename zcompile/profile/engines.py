@@ -4,7 +4,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,8 @@ from zcompile.backend import parse_options
 from zcompile.planning.workloads import BadInput
 from zcompile.profile.deepspeed_engines import DeepCompile, Zero3, Zero3Zcompile
 from zcompile.profile.engine import Engine, Training
-from zcompile.profile.torch_engines import Ddp, Fsdp2, Fsdp2Compile, Limit, SimpleFsdp
+from zcompile.profile.torch_engines import Ddp, Fsdp2, Fsdp2Compile, Limit, MainParameters, SimpleFsdp
+from zcompile.profile.tuned_engines import ZERO_CTA_POLICY, Fsdp2Tuned, SimpleFsdpTuned
 from zcompile.profile.zcompile_engines import Eager, Zcompile
 
 
@@ -38,12 +39,14 @@ class Entry:
         about: what the help says of it.
         missing: kind of device -> why the engine cannot run there, or None.
         takes_options: whether it takes options of the backend.
+        environment: variables that its ranks have from their start.
     """
 
     make: Callable[[nn.Module, Training, Mapping[str, Any]], Engine]
     about: str
     missing: Callable[[str], str | None] = lambda device: None
     takes_options: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES = {
@@ -54,8 +57,17 @@ ENGINES = {
     "eager": Entry(Eager, "zcompile.shard and fuse_optimizer, not compiled"),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
     "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block"),
+    "fsdp2+tuned": Entry(
+        Fsdp2Tuned,
+        "fsdp2+compile with prefetch, a group of its own for reduces, and symmetric memory, as far as torch has them",
+        environment=ZERO_CTA_POLICY,
+    ),
+    "compiled": Entry(MainParameters, "one rank, nothing sharded: torch.compile, bf16 copies of fp32 main parameters"),
     "ddp": Entry(Ddp, "DistributedDataParallel: nothing is sharded"),
     "simplefsdp": Entry(SimpleFsdp, "parametrized gathers in one graph, torch.compile"),
+    "simplefsdp+tuned": Entry(
+        SimpleFsdpTuned, "simplefsdp under Inductor's overlap scheduler, with bucketing and low-contention collectives"
+    ),
     "zero3": Entry(Zero3, "DeepSpeed ZeRO-3", _needs_deepspeed),
     "deepcompile": Entry(DeepCompile, "DeepSpeed ZeRO-3 with its compiler", _needs_deepspeed_and_cuda),
     "zero3+zcompile": Entry(

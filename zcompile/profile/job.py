@@ -17,6 +17,8 @@ class Job:
     """What one run of one engine does. It is the same on all ranks.
 
     Attributes:
+        trace: whether this run traces steps, which the first of an engine does.
+        untraced: whether none does.
         folder: where results, errors and traces go.
         cache: a folder for what Inductor compiles, empty at an engine's first run.
     """
@@ -37,6 +39,7 @@ class Job:
     seed: int
     timeout_s: float
     trace: bool
+    untraced: bool
     folder: str
     cache: str
     keep_trace: bool
@@ -80,6 +83,7 @@ class Result:
         lifetimes: None also if zcompile gathers nothing.
         plan: of zcompile.
         missing: what could not be measured, and why.
+        settings: as in `Engine`.
     """
 
     step_ms: list[float]
@@ -99,4 +103,5 @@ class Result:
     plan: PlannedStep | None
     missing: list[str]
     about: str
+    settings: list[str]
     versions: dict[str, str]

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zcompile.profile.engines import find
 from zcompile.profile.job import PARENT, Job
 
 LOG_LINES = 200  # of a rank's log that are searched for its last words
@@ -66,6 +67,7 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen[bytes
         "MASTER_PORT": str(port),
         PARENT: str(os.getpid()),
     }
+    environment |= find(job.engine)[0].environment
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # without what others, or earlier comparisons, compiled
     environment["TORCH_EXTENSIONS_DIR"] = str(_extensions(job))

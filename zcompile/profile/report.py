@@ -20,7 +20,7 @@ def absent(results: Results) -> dict[str, str]:
 
 
 def predictions(results: Results) -> list[str]:
-    """A sentence for each plan, with what was measured, and for each thing that could not be measured."""
+    """A sentence for each plan, with what was measured, for settings, and for what could not be measured."""
     sentences = []
     for name, engine in finished(results).items():
         if (plan := engine.get("plan")) and (memory := engine.get("memory")):
@@ -29,6 +29,8 @@ def predictions(results: Results) -> list[str]:
                 f"{plan['peak_bytes'] / 2**20:,.0f} MiB at most; measured were {engine['step_ms']['median']:.1f} ms "
                 f"and {sum(memory['at_peak'].values()) / 2**20:,.0f} MiB. It rests on: {plan['rests_on']}."
             )
+        if settings := engine.get("settings"):
+            sentences.append(f"{name} ran with: {'; '.join(settings)}.")
         sentences += [f"Of {name} there is no {what}." for what in engine.get("missing", [])]
     return sentences
 

@@ -1,4 +1,4 @@
-"""Engines of torch alone: FSDP2, DDP, SimpleFSDP, and the limit that no engine can pass."""
+"""Engines of torch alone: FSDP2, DDP, SimpleFSDP, one rank without sharding, and the limit that no engine can pass."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +40,45 @@ class Limit(Engine):
     def update(self) -> None:
         self.state.step()
         self.model.zero_grad()
+
+
+class MainParameters(Engine):
+    """One rank and nothing sharded: the model compiled whole, with bf16 copies of fp32 main parameters.
+
+    What an engine of one rank can be compared with: it trains what `Limit` only computes.
+    """
+
+    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
+        if dist.get_world_size() != 1:
+            raise ValueError("the engine 'compiled' trains one rank on its own: take --ranks 1, or 'ddp'")
+        super().__init__(model, training, options)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        self.copies = list(model.parameters())
+        self.main = self.copies
+        if self.training.precision == "bf16":
+            self.main = [nn.Parameter(copy.detach().clone()) for copy in self.copies]
+            for copy in self.copies:
+                copy.data = copy.data.bfloat16()
+        model.compile()
+        return model
+
+    def parameters_to_train(self) -> list[nn.Parameter]:
+        return self.main
+
+    def cast_input(self, batch: Any) -> Any:
+        return in_bf16(batch) if self.training.precision == "bf16" else batch
+
+    def update(self) -> None:
+        if self.main is self.copies:
+            return super().update()
+        for main, copy in zip(self.main, self.copies):
+            main.grad = None if copy.grad is None else copy.grad.float()
+            copy.grad = None
+        super().update()
+        with torch.no_grad():
+            torch._foreach_copy_(list[torch.Tensor](self.copies), list[torch.Tensor](self.main))
+        return None
 
 
 class Ddp(Engine):
@@ -93,8 +132,11 @@ class SimpleFsdp(Engine):
                     sharded[parameter] = nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]))
                 setattr(module, name, sharded[parameter])
                 register_parametrization(module, name, unsharded, unsafe=True)
-        model.compile()
+        self.compile(model)
         return model
+
+    def compile(self, model: nn.Module) -> None:
+        model.compile()
 
     def cast_input(self, batch: Any) -> Any:
         return in_bf16(batch) if self.training.precision == "bf16" else batch

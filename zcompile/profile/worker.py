@@ -110,6 +110,7 @@ class Run:
             plan=None,
             missing=missing,
             about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
+            settings=self.engine.settings,
             versions={"torch": torch.__version__},
         )
 

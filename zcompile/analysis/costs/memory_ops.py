@@ -1,7 +1,8 @@
 """Ops that only move bytes, where those of their arguments and results would say too much or too little.
 
-Sources: the kernels of ATen (TensorTopK.cu, Sort.cu, SummaryOps.cu), of which radix sorts and selects pass several
-times over what they read.
+Sources: the kernels of ATen (TensorTopK.cu, Sort.cu, SummaryOps.cu, SoftMax.cu, Loss.cu), of which radix sorts and
+selects pass several times over what they read; and what they took on an H100 with torch 2.11 (docs/lab/measurements.md,
+"Formulas").
 """
 
 from collections.abc import Callable
@@ -13,9 +14,16 @@ from zcompile.analysis.costs.work import NOTHING, Call, TensorSize, Work, nbytes
 SECTOR_BYTES = 32  # the least that a read from memory takes
 INDEX_BYTES = 8  # of int64
 SMALL_SLICE = 4096  # a slice of at most so many items is sorted within one kernel
-BLOCK_SORT_PASSES = 8  # over what such a kernel holds, in units of its reads and writes
+BLOCK_SORT_PASSES = 3.5  # over what such a kernel holds, for each byte of a key, in units of its reads and writes
 SELECT_BITS = 2  # of a key that one pass of a select decides
+SELECT_READS = 2  # in a pass: it counts digits, then looks for the one that decides
+LONG_SLICE = 20_000  # several blocks select from a slice of at least so many items
+LONG_SELECT_LAUNCHES = 30
 RADIX_BITS = 8  # of a key that one pass of a sort decides
+RADIX_LAUNCHES = 4  # for each such pass
+SCAN_SHARE = 0.3  # of memory's rate, for running sums of rows
+SOFTMAX_SLICE = 1024  # a row of at most so many items is read once
+LOSS_ROW_S = 1.2e-9  # one block of threads reads all rows of a loss
 
 
 def nothing(call: Call) -> Work:
@@ -26,8 +34,12 @@ def nothing(call: Call) -> Work:
 def topk(call: Call) -> Work:
     """A radix select in each slice, then a sort of what it found."""
     source = call.args[0]
-    passes = 8 * source.dtype.itemsize // SELECT_BITS
-    return Work(nbytes=passes * source.nbytes + BLOCK_SORT_PASSES * nbytes_of(call.out), launches=3)
+    dim = call.argument("dim", -1)
+    length = source.shape[dim] if source.shape else 1
+    reads = SELECT_READS * 8 * source.dtype.itemsize // SELECT_BITS
+    sort_bytes = BLOCK_SORT_PASSES * source.dtype.itemsize * nbytes_of(call.out)
+    launches = LONG_SELECT_LAUNCHES if length >= LONG_SLICE else 3
+    return Work(nbytes=reads * source.nbytes + sort_bytes, launches=launches)
 
 
 def sort(call: Call) -> Work:
@@ -37,34 +49,43 @@ def sort(call: Call) -> Work:
     length = source.shape[dim] if source.shape else 1
     pair_bytes = source.numel * (source.dtype.itemsize + INDEX_BYTES)
     if length <= SMALL_SLICE:
-        return Work(nbytes=BLOCK_SORT_PASSES * pair_bytes, launches=2)
+        return Work(nbytes=BLOCK_SORT_PASSES * source.dtype.itemsize * pair_bytes, launches=2)
     passes = 8 * source.dtype.itemsize // RADIX_BITS
-    return Work(nbytes=2 * passes * pair_bytes, launches=passes + 3)
+    return Work(nbytes=2 * passes * pair_bytes, launches=RADIX_LAUNCHES * passes + 3)
 
 
 def scan(call: Call) -> Work:
     """Running sums and the like: every item is read and written once, in two kernels where there is one slice."""
     source = call.args[0]
     dim = call.argument("dim", -1)
-    is_one_slice = not source.shape or source.shape[dim] == source.numel
-    return Work(launches=2 if is_one_slice else 1)
+    if not source.shape or source.shape[dim] == source.numel:
+        return Work(launches=2)
+    return Work(nbytes=nbytes_of(source, call.out) / SCAN_SHARE)
 
 
 def count_values(call: Call) -> Work:
-    """`histc` and `bincount`: the least and the largest value, then a count."""
-    return Work(nbytes=2 * call.args[0].nbytes + nbytes_of(call.out), launches=4)
+    """`histc` and `bincount`: the least and the largest value, then a count, in shared memory."""
+    return Work(nbytes=4 * call.args[0].nbytes + nbytes_of(call.out), launches=2)
 
 
 def negative_log_likelihood(call: Call) -> Work:
     """Reads one item of each row of log probabilities [n, classes], and the n targets."""
     scores, targets = call.args[:2]
     rows = scores.numel // max(1, scores.shape[-1])
-    return Work(nbytes=rows * SECTOR_BYTES + targets.nbytes)
+    return Work(nbytes=rows * SECTOR_BYTES + targets.nbytes, seconds=rows * LOSS_ROW_S)
 
 
 def negative_log_likelihood_backward(call: Call) -> Work:
     """Writes zeros for each class and a number for each row."""
     return Work(nbytes=nbytes_of(call.out) + nbytes_of(call.args[2]), launches=2)
+
+
+def softmax(call: Call) -> Work:
+    """A long row is read for its maximum and its sum, and again for its results."""
+    source = call.args[0]
+    dim = call.argument("dim", -1)
+    reads = 2 if source.shape and source.shape[dim] > SOFTMAX_SLICE else 1
+    return Work(nbytes=reads * source.nbytes + nbytes_of(call.out))
 
 
 def read_bytes_at(source: TensorSize, out: TensorSize, is_by_item: bool) -> int:
@@ -113,4 +134,6 @@ FORMULAS: dict[str, Callable[[Call], Work]] = {
     "aten::nll_loss2d_backward": negative_log_likelihood_backward,
     "aten::index_select": select_rows,
     "aten::nonzero": nonzero,
+    "aten::_softmax": softmax,
+    "aten::_log_softmax": softmax,
 }

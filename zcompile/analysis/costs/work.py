@@ -34,7 +34,7 @@ class TensorSize:
 
 @dataclass(frozen=True)
 class Work:
-    """What one call does. Its time is that of its operations, of its bytes, or of its launches, whichever is most.
+    """What one call does. Its time is that of its operations or of its bytes, whichever is more, and of its launches.
 
     Attributes:
         flops: operations of matmuls or attention; a multiply-add is two.
@@ -43,7 +43,8 @@ class Work:
         launches: kernels that run one after the other.
         grouped: whether they are those of grouped matmuls.
         attention: if `flops` are those of attention, which kernel it is: "flash", "efficient", "cudnn", "flex" or
-            "math".
+            "math"; "cpu" is the CPU's.
+        share: what the call reaches of the rate that the table has for such operations.
         seconds: time in addition, such as a wait of the host for the device.
     """
 
@@ -53,6 +54,7 @@ class Work:
     launches: int = 1
     grouped: bool = False
     attention: str | None = None
+    share: float = 1.0
     seconds: float = 0.0
 
     def on(self, hardware: Hardware, dtype: torch.dtype, nbytes: float) -> float:
@@ -62,14 +64,15 @@ class Work:
             dtype, nbytes: what the fields of these names are by default.
         """
         memory_s = (nbytes if self.nbytes is None else self.nbytes) / hardware.bytes_s
-        seconds = max(memory_s, self.launches * hardware.kernel_s)
+        seconds = memory_s
         if self.flops:
             if self.attention:
                 rate = hardware.attention_rate(self.attention)
             else:
-                share = hardware.grouped_share if self.grouped else 1.0
-                rate = share * hardware.matmul_rate(self.dtype or dtype)
-            seconds = max(seconds, self.flops / rate)
+                rate = hardware.matmul_rate(self.dtype or dtype) * (hardware.grouped_share if self.grouped else 1.0)
+            seconds = max(seconds, self.flops / (self.share * rate))
+        if self.launches:  # each kernel after the first waits for the one before it
+            seconds = max(seconds, hardware.kernel_s) + (self.launches - 1) * hardware.kernel_s
         return seconds + self.seconds
 
 
