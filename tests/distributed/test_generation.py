@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zcompile
@@ -80,6 +81,7 @@ STATIC = {"cache_implementation": "static"}
         pytest.param(unagreed, {}, marks=matrix),
         pytest.param(compiled_loosely, STATIC, marks=matrix),
         pytest.param(compiled_unagreed, {}, marks=matrix),
+        pytest.param(unagreed, {"prefill_chunk_size": 2}, marks=matrix),
         pytest.param(compiled_unagreed, STATIC, marks=matrix),
         pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=matrix),
     ],
@@ -94,6 +96,17 @@ def test_tokens_are_those_of_the_unsharded_model(ranks, inductor_cache, prepare,
 @pytest.mark.parametrize("world", [2, 4])
 def test_tokens_of_other_models_and_worlds(ranks, name, prepare, world):
     ranks(world).run(rank_generates, name, prepare, {})
+
+
+def rank_generates_in_replicas(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for shard in (zcompile.shard, functools.partial(shard_without_agreement, period_s=0.2)):
+        rank_generates(rank, world, "llama", lambda model, shard=shard: shard(model, mesh), {})
+
+
+@matrix
+def test_replicas_stop_when_they_like(ranks):
+    ranks(4).run(rank_generates_in_replicas)
 
 
 def rank_lets_transformers_compile(rank, world, prepare):

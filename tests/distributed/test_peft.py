@@ -105,52 +105,70 @@ def same_values(model, reference):
         assert torch.equal(full(ours.detach()), theirs), name
 
 
-def rank_merges(rank, world, prepare):
-    model, reference = prepare(with_lora()), with_lora()
+def rank_merges(rank, world, prepare, config):
+    model, reference = prepare(with_lora(**config)), with_lora(**config)
     original = copy.deepcopy(reference)
     torch.testing.assert_close(loss(model, 0, rank), loss(reference, 0, rank))
-    for each in (model, reference):
-        each.merge_adapter()
-    same_values(model, reference)
-    with torch.no_grad():
-        torch.testing.assert_close(loss(model, 1, rank), loss(reference, 1, rank))
-    for each in (model, reference):
-        each.unmerge_adapter()
-    same_values(model, reference)
-    for (name, ours), theirs in zip(model.named_parameters(), original.parameters(), strict=True):
-        close(ours, theirs, FP32, name)
+    for safe_merge in (False, True):  # the latter assigns to `.data`
+        for each in (model, reference):
+            each.merge_adapter(safe_merge=safe_merge)
+        same_values(model, reference)
+        with torch.no_grad():
+            torch.testing.assert_close(loss(model, 1, rank), loss(reference, 1, rank))
+        for each in (model, reference):
+            each.unmerge_adapter()
+        same_values(model, reference)
+        for (name, ours), theirs in zip(model.named_parameters(), original.parameters(), strict=True):
+            close(ours, theirs, FP32, name)
     loss(model, 0, rank).backward()  # adapters train again
     assert all((each.grad is not None) == each.requires_grad for each in model.parameters())
+    merged = [each.merge_and_unload() for each in (model, reference)]
+    same_values(*merged)
+    torch.testing.assert_close(*(loss(each, 1, rank) for each in merged))
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
 @pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=matrix), PREPARE[1]])
 def test_merged_and_unmerged_weights_are_those_of_one_process(ranks, world, prepare):
-    ranks(world).run(rank_merges, prepare)
+    ranks(world).run(rank_merges, prepare, {})
 
 
-def rank_merges_safely(rank, world):
-    model, reference = zcompile.shard(with_lora()), with_lora()
-    model.merge_adapter(safe_merge=True)  # which assigns to `.data`
-    for use in (lambda: loss(model, 0, rank), model.state_dict):
-        with pytest.raises(RuntimeError, match=r"'.data' of parameter 'base.*q_proj.base_layer.weight' and 5 more"):
-            use()
-        for each in model.modules():
-            if hasattr(each, "merged_adapters"):
-                each.merged_adapters.clear()
-        torch.testing.assert_close(loss(model, 0, rank), loss(reference, 0, rank))  # the weights are as they were
-        model.merge_adapter(safe_merge=True)
+@matrix
+@pytest.mark.parametrize("config", [{"use_dora": True}, {"target_modules": ["embed_tokens", "v_proj"]}])
+def test_other_adapters_merge(ranks, config):
+    ranks(2).run(rank_merges, eager, config)
 
+
+def rank_merges_in_forward(rank, world):
     model = zcompile.shard(with_lora())
+    model.merge_adapter()
+    with model.disable_adapter(), pytest.raises(RuntimeError, match=r"q_proj.*inside of a forward or backward"):
+        loss(model, 0, rank)  # which would unmerge
+
+
+def test_an_unmerge_inside_of_a_forward_is_refused(ranks):
+    ranks(2).run(rank_merges_in_forward)
+
+
+def rank_assigns(rank, world):
+    torch.manual_seed(0)
+    model = zcompile.shard(hugging_face("llama"))
+    expected = loss(model, 0, rank)
+    for use in (lambda: loss(model, 0, rank), model.state_dict):
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data * 2
+        with pytest.raises(RuntimeError, match=r"'.data' of parameter 'model.layers.0.mlp.up_proj.weight' and 1 more"):
+            use()
+        assert torch.equal(loss(model, 0, rank), expected)  # the weights are as they were
     with zcompile.unshard(model, writeback=True):
-        model.merge_adapter(safe_merge=True)
-    reference.merge_adapter(safe_merge=True)
-    same_values(model, reference)
-    torch.testing.assert_close(loss(model, 1, rank), loss(reference, 1, rank))
+        model.lm_head.weight.data = model.lm_head.weight.data * 2
+    assert not torch.equal(loss(model, 0, rank), expected)
+    model.to(torch.float64)  # which exchanges parameters by itself
+    assert loss(model, 0, rank).isfinite() and model.lm_head.weight.dtype == torch.float64
 
 
-def test_a_merge_that_would_be_lost_raises_and_is_right_inside_of_unshard(ranks):
-    ranks(2).run(rank_merges_safely)
+def test_an_assignment_to_data_that_would_be_lost_raises(ranks):
+    ranks(2).run(rank_assigns)
 
 
 def rank_saves(rank, world, folder):

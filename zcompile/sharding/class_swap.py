@@ -23,7 +23,7 @@ from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models
 from zcompile.sharding.placement import Layout
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
 from zcompile.sharding.unit_forward import call_parent, call_unit
-from zcompile.sharding.unshard import whole_parameters
+from zcompile.sharding.unshard import on_whole_parameters, whole_parameters
 
 gather = torch.ops.zcompile.gather.default
 
@@ -151,6 +151,8 @@ def _sharded_class(base: type, kind: _Kind) -> type:
         namespace[AROUND] = staticmethod(call_unit)
     if callable(generate := getattr(base, "generate", None)):
         namespace["generate"] = agreeing_generate(generate)
+    if any(each.__name__ == "BaseTunerLayer" for each in base.__mro__):  # of PEFT, whose merges change its base layer
+        namespace |= {name: on_whole_parameters(getattr(base, name)) for name in ("merge", "unmerge")}
     if issubclass(base, nn.RNNBase):
         namespace |= recurrent_members(param_dtype, one_by_one=kind.single_rank or kind.in_unit)
     made: type = _pickled_metaclass(type(base))(base.__name__, (base,), namespace)

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zcompile.sharding.attributes import SHARDED, STATE
+from zcompile.sharding.attributes import STATE
 from zcompile.sharding.forward_scope import announces, announcing
 from zcompile.sharding.meeting import GENERATE, Meeting
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.sharding.model_state import ShardedModel
 from zcompile.sharding.process_groups import is_fake
+from zcompile.sharding.unshard import sharded_parameters_in
 
 gather_start = torch.ops.zcompile.gather_start.default
 gather_group_start = torch.ops.zcompile.gather_group_start.default
@@ -65,16 +66,7 @@ def _gathers(module: nn.Module) -> bool:
     state: ShardedModel = module.__dict__[STATE]
     if state.runtime.world == 1 or state.are_units or is_fake(state.mesh):
         return False
-    return not all(each.is_whole for each in _parameters_of(module))
-
-
-def _parameters_of(module: nn.Module) -> list[ShardedParameter]:
-    return [
-        each.__dict__[SHARDED + name]
-        for each in module.modules()
-        for name in each._parameters
-        if SHARDED + name in each.__dict__
-    ]
+    return not all(each.is_whole for each in sharded_parameters_in(module))
 
 
 class Generation:
@@ -128,8 +120,15 @@ class Generation:
         """Take part in what other ranks gather until they are through, too."""
         done = _DONE if self.recordings or self.meeting.serves else _DONE_WITHOUT_FORWARD
         while running := [number for number in self.meet(done) if number >= _FOREIGN]:
-            if not self.meeting.serves:
-                self.replay(self.recordings[running[0]])
+            if self.meeting.serves:
+                continue
+            if running[0] not in self.recordings:
+                raise RuntimeError(
+                    f"zcompile: rank {dist.get_rank()} is through with generate(), in which other ranks call a module "
+                    "that it has not called. Generate inside of zcompile.unshard(model), where ranks may do as they "
+                    "like."
+                )
+            self.replay(self.recordings[running[0]])
 
     def meet(self, number: int) -> list[int]:
         """What each rank says, of which some run a forward and others may be through.

@@ -310,6 +310,7 @@ class ShardedModel:
             -(-math.prod(each.shape) // model.runtime.world) * each.leaf.itemsize
             for model in models_of(self)
             for each in model.parameters.values()
+            if each.leaf_reference() is not None  # its modules were not taken out of the model
         )
         return max(0, self.memory_bytes - 4 * shards_bytes) // 4
 
@@ -351,6 +352,8 @@ class ShardedModel:
         for sharded in self.parameters.values():
             parameter: Any = sharded.parameter
             leaf: Any = sharded.leaf_reference()  # modules hold it
+            if leaf is None:  # and were taken out of the model
+                continue
             if sharded.owner_parameters.get(sharded.attribute) is not parameter:
                 has_others = True
             if parameter.requires_grad is not leaf.requires_grad:
@@ -385,8 +388,8 @@ class ShardedModel:
             raise RuntimeError(
                 f"zcompile: something assigned to '.data' of parameter '{names[0]}'{more} (rank {dist.get_rank()}). "
                 "That does not reach the values of a DTensor, which are as they were. Copy into the parameter under "
-                "torch.no_grad(), as parameter.copy_(value) does. Code that you cannot change, such as "
-                "merge_adapter(safe_merge=True) of PEFT, runs inside of zcompile.unshard(model, writeback=True)."
+                "torch.no_grad(), as parameter.copy_(value) does. Code that you cannot change runs inside of "
+                "zcompile.unshard(model, writeback=True)."
             )
 
     def follow_storage(self, sharded: ShardedParameter) -> None:
