@@ -42,6 +42,7 @@ py::dict as_dict(Model& model) {
   result["reduced_bytes"] = by_name(stats.reduced_bytes);
   result["gathers"] = stats.gathers;
   result["reduces"] = stats.reduces;
+  result["replica_bytes"] = stats.replica_bytes;
   result["peak_unsharded_bytes"] = stats.peak_unsharded_bytes;
   result["transport"] = model.transport()->name();
   result["transport_bytes"] = model.transport()->bytes();
@@ -332,6 +333,15 @@ void bind_model(py::module& module) {
       .def(
           "accumulate_onto", &Model::accumulate_onto, py::arg("index"), py::arg("gradient"), py::kw_only(),
           py::arg("owner") = py::none())
+      .def(
+          "defer",
+          [](Model& model, const std::string& what) {
+            const auto reduces = what == "reduces" ? Model::Deferral::kReduces : Model::Deferral::kNone;
+            model.defer(what == "replicas" ? Model::Deferral::kReplicas : reduces);
+          },
+          py::arg("what"))
+      .def("take_unreduced", &Model::take_unreduced, py::arg("index"))
+      .def("count_replicas", &Model::count_replicas, py::arg("bytes"))
       .def("take_base", &Model::take_base, py::arg("index"))
       .def("has_base", &Model::has_base, py::arg("index"))
       .def("collect_squares", &Model::collect_squares)

@@ -129,11 +129,32 @@ at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype) {
 
 void gather_wait(const at::Tensor& unsharded) { wait_for(unsharded, "gather_wait"); }
 
+namespace {
+
+// Adds to what is unreduced, at the width of the main parameter. Zeros stand in for what the reduce would give.
+at::Tensor defer_reduce(const Model& model, ParamState* param, const at::Tensor& grad) {
+  model.open_backward();
+  if (param->unreduced.defined()) {
+    param->unreduced.add_(grad);
+  } else {
+    param->unreduced = grad.to(param->shard.scalar_type(), /*non_blocking=*/false, /*copy=*/true).contiguous();
+  }
+  auto zeros = model.transport()->make_gradient(*param).zero_();
+  InFlightTable::instance().start({param->owner, nullptr, zeros, {}, param});
+  return zeros;
+}
+
+}  // namespace
+
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::TensorList grads) {
   auto& model = model_of(params);
   const OneThread guard(params.front()->name, model.rank());
   const auto transport = model.transport();
   std::vector<at::Tensor> wires, results;
+  if (model.defers_reduces()) {
+    for (size_t i = 0; i < params.size(); ++i) results.push_back(defer_reduce(model, params[i], grads[i]));
+    return results;
+  }
   for (size_t i = 0; i < params.size(); ++i) wires.push_back(as_wire(*transport, *params[i], grads[i]));
   const ProfilerRange range("reduce", params, wires.front().scalar_type());
   c10::SmallVector<ReduceRequest, 1> requests;
@@ -182,6 +203,12 @@ at::Tensor reduce_rows_start(
   auto& model = model_of(param);
   const OneThread guard(param->name, model.rank());
   const auto transport = model.transport();
+  if (model.defers_reduces()) {
+    auto dense = at::empty(param->shape, grad.options().dtype(dtype));
+    const auto flat = flat_indices(indices);
+    spread_rows(sum_rows(grad.contiguous().view({flat.numel(), columns_of(*param)}), flat, dtype), dense);
+    return defer_reduce(model, param, dense);
+  }
   const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
   const auto rows = grad.contiguous().view({flat.numel(), columns_of(*param)});
   const auto wire = transport->wire_dtype(*param, dtype);

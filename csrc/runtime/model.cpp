@@ -113,6 +113,11 @@ void Model::accumulate_onto(int64_t index, const at::Tensor& gradient, const std
   state(index).accumulation.accumulate_onto(gradient, owner);
 }
 
+std::optional<at::Tensor> Model::take_unreduced(int64_t index) {
+  auto sum = std::exchange(state(index).unreduced, {});
+  return sum.defined() ? std::make_optional(std::move(sum)) : std::nullopt;
+}
+
 void Model::collect_squares() {
   for (auto& param : params_) param->squares.emplace(param->shard);
 }

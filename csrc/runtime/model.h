@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -49,9 +50,12 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   int64_t num_params() const override { return static_cast<int64_t>(params_.size()); }
   const ShardedParam& param(int64_t index) const override { return *params_.at(index); }
   bool is_caching() const override { return cache_.is_on(); }
+  bool defers_replicas() const override { return deferral_ == Deferral::kReplicas; }
+  bool defers_reduces() const { return deferral_ == Deferral::kReduces; }
   void count_gather(const at::Tensor& unsharded) override { stats_->count_gather(unsharded); }
   void count_gathered_rows(const at::Tensor& rows) override { stats_->count_gathered_rows(rows); }
   void count_reduce(const at::Tensor& wire) override { stats_->count_reduce(wire); }
+  void count_replicas(int64_t bytes) override { stats_->count_replicas(bytes); }
   void add_unclaimed(int64_t index, at::Tensor gradient) override;
   void deliver_unclaimed() override;
   void drop_unclaimed() override;
@@ -85,6 +89,15 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
   std::optional<at::Tensor> take_base(int64_t index) { return state(index).accumulation.take_base(); }
   bool has_base(int64_t index) { return state(index).accumulation.has_base(); }
+
+  // What reduces leave out from now on; all ranks alike. With kReplicas, they sum over the ranks that share the shards.
+  // With kReduces, gradients add up on this rank until take_unreduced(), and each reduce gives zeros.
+  enum class Deferral { kNone, kReplicas, kReduces };
+  void defer(Deferral deferral) { deferral_ = deferral; }
+  std::optional<at::Tensor> take_unreduced(int64_t index);
+  void open_backward() const {
+    if (agreement_) agreement_->note_backward();
+  }
 
   // From now on, every reduce adds up the squares of what it makes; see GradSquares.
   void collect_squares();
@@ -122,6 +135,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
   std::shared_ptr<StatsCounter> stats_ = std::make_shared<StatsCounter>();
   MicrobatchCache cache_;
+  std::atomic<Deferral> deferral_ = Deferral::kNone;
   std::mutex mutex_;
   int64_t forward_ = 0;
   int64_t repeated_ = -1;  // index of a parameter

@@ -45,6 +45,7 @@ struct ParamState : ShardedParam {
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank asked for
   CachedParams cached;
   GradAccumulation accumulation;
+  at::Tensor unreduced;  // the sum of gradients whose reduce the program defers; of the parameter's shape
   std::optional<GradSquares> squares;  // while squares are collected
 };
 

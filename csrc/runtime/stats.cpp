@@ -45,6 +45,11 @@ void StatsCounter::count_reduce(const at::Tensor& wire) {
   entry_of(stats_.reduced_bytes, wire) += bytes_of(wire);
 }
 
+void StatsCounter::count_replicas(int64_t bytes) {
+  std::lock_guard lock(mutex_);
+  stats_.replica_bytes += bytes;
+}
+
 int64_t StatsCounter::live_unsharded_bytes() {
   int64_t live = 0;
   std::erase_if(unsharded_, [&](const auto& entry) {

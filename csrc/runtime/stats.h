@@ -17,6 +17,7 @@ using BytesByDtype = std::array<int64_t, c10::NumScalarTypes>;
 struct Stats {
   BytesByDtype gathered_bytes{};  // bytes of unsharded tensors
   BytesByDtype reduced_bytes{};
+  int64_t replica_bytes = 0;  // of shards of gradients, received from replicas
   int64_t gathers = 0;
   int64_t reduces = 0;
   int64_t peak_unsharded_bytes = 0;  // most bytes of gathered storages alive at once
@@ -29,6 +30,7 @@ class StatsCounter {
   void count_gather(const at::Tensor& unsharded);
   void count_gathered_rows(const at::Tensor& rows);
   void count_reduce(const at::Tensor& wire);
+  void count_replicas(int64_t bytes);
 
  private:
   int64_t live_unsharded_bytes();

@@ -33,9 +33,16 @@ void C10dReduce::wait() {
 
 void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras) {
   auto replicas = resolve_group(context.groups().replicate);
-  auto rows = at::empty({replicas->getSize(), sum.numel()}, sum.options());
+  const auto count = replicas->getSize();
+  const auto divisor = context.divisor(count);
+  if (context.defers_replicas()) {
+    mean({sum}, divisor, out, extras);
+    return;
+  }
+  auto rows = at::empty({count, sum.numel()}, sum.options());
   all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
-  mean(rows.unbind(0), context.divisor(replicas->getSize()), out, extras);
+  context.count_replicas((count - 1) * static_cast<int64_t>(sum.nbytes()));
+  mean(rows.unbind(0), divisor, out, extras);
 }
 
 }  // namespace zcompile

@@ -56,10 +56,13 @@ class TransportContext {
   virtual const ShardedParam& param(int64_t index) const = 0;
   // Whether main parameters stay as they are from one microbatch to the next.
   virtual bool is_caching() const = 0;
+  // Whether reduces leave out the sum over replicas, which the program makes up for.
+  virtual bool defers_replicas() const = 0;
 
   virtual void count_gather(const at::Tensor& unsharded) = 0;
   virtual void count_gathered_rows(const at::Tensor& rows) = 0;
   virtual void count_reduce(const at::Tensor& wire) = 0;
+  virtual void count_replicas(int64_t bytes) = 0;  // of shards that this rank received from its replicas
 
   // Takes this rank's slice of a mean gradient that other ranks asked for and this rank did not.
   virtual void add_unclaimed(int64_t index, at::Tensor gradient) = 0;

@@ -97,6 +97,8 @@ class RankAgreement : public std::enable_shared_from_this<RankAgreement> {
   // Returns true when all ranks are about to do `mine`, having served what others wanted first; false if `mine` is of
   // several parameters and another rank wants something else. Throws on all ranks if they cannot go on together.
   bool agree(const Want& mine);
+  // In a backward: it ends on all ranks together, whether this rank wants anything in it or not.
+  void note_backward();
   void count_step() { ++steps_; }
 
   // Returns when all ranks have come here, having served what others wanted meanwhile: for each rank, by rank, the
@@ -109,7 +111,6 @@ class RankAgreement : public std::enable_shared_from_this<RankAgreement> {
 
   const Said& next_of(const std::vector<Said>& said) const;
 
-  void note_backward();
   void finish_backward();
   void abort_backward();
 

@@ -52,15 +52,19 @@ def _compiles_unsharded(task, kind, inner):
 
 
 @functools.cache
-def two_ranks() -> Ranks:
-    return Ranks(2, "nccl" if DEVICE == "cuda" else "gloo")
+def on_gpus() -> Ranks:
+    return Ranks(2, "nccl")
+
+
+def two_ranks(ranks) -> Ranks:
+    """On DEVICE."""
+    return ranks(2) if DEVICE == "cpu" else on_gpus()
 
 
 @pytest.mark.skipif(not TASK, reason=f"set ZCOMPILE_ARCHITECTURES to one of {', '.join(TASKS)}")
 @pytest.mark.parametrize("kind", kinds(TASK) if TASK else [""])
 def test_trains_as_unsharded(ranks, kind):
-    pool = ranks(2) if DEVICE == "cpu" else two_ranks()
-    reasons = pool.run(rank_trains, TASK, kind, INNER)
+    reasons = two_ranks(ranks).run(rank_trains, TASK, kind, INNER)
     if reasons[0]:
         pytest.skip(f"{kind} cannot be made small or be compiled: {reasons[0].splitlines()[0][:200]}")
 
@@ -85,10 +89,10 @@ UNDER_INDUCTOR = [
 
 @pytest.mark.parametrize("task, kind", IN_CI)
 def test_models_of_other_kinds_train_as_unsharded(ranks, task, kind):
-    assert ranks(2).run(rank_trains, task, kind, "aot_eager") == [None, None]
+    assert two_ranks(ranks).run(rank_trains, task, kind, "aot_eager") == [None, None]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("task, kind", UNDER_INDUCTOR)
 def test_models_of_all_kinds_train_under_inductor(ranks, task, kind):
-    assert ranks(2).run(rank_trains, task, kind, "inductor", timeout=600) == [None, None]
+    assert two_ranks(ranks).run(rank_trains, task, kind, "inductor", timeout=600) == [None, None]

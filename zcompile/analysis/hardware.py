@@ -157,7 +157,7 @@ H200 = Hardware(
         (torch.float16, 740e12),
         (torch.float32, 50e12),
         (torch.float8_e4m3fn, 1300e12),
-        (torch.int8, 1390e12),
+        (torch.int8, 800e12),
         (torch.float64, 55e12),
     ),
     attention_flops_s=306e12,
@@ -175,7 +175,7 @@ H200 = Hardware(
     network=Network(bytes_s=45e9, latency_s=15e-6),
     memory_bytes=140 << 30,
     source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 "
-    "(docs/lab/measurements.md); attention as measured on an H100, which has the same SMs; launches, fp8, int8 and "
+    "(docs/lab/measurements.md); attention and int8 as measured on an H100, which has the same SMs; launches, fp8 and "
     "fp64 estimated; between hosts, 400 Gb/s for each GPU are assumed",
 )
 

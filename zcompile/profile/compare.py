@@ -117,7 +117,8 @@ def compare(
             if repeat == 0:
                 shutil.rmtree(cache, ignore_errors=True)
             try:
-                run = replace(job, engine=name, folder=str(folder), cache=str(cache), trace=repeat == 0 and not job.untraced)
+                trace = repeat == 0 and not job.untraced
+                run = replace(job, engine=name, folder=str(folder), cache=str(cache), trace=trace)
                 results[name].append(launch.run(run))
             except launch.Failed as error:
                 failed[name] = str(error)

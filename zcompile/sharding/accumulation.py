@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zcompile.sharding.deferred_reduces import deferral_of
 from zcompile.sharding.model_state import ShardedModel, models_of, state_of
 
 
 @contextlib.contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
+def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     """Around the microbatches of one step: parameters do not change inside, so compiled graphs gather them once.
 
     What is gathered first stays unsharded until the end, as far as the option `microbatch_cache_bytes` lets it. Over
@@ -22,11 +23,30 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     same microbatches. A value that is changed inside may be seen only at the end of the block; change it on all ranks
     or on none.
 
+    Args:
+        reduce: when gradients are reduced. All ranks pass the same.
+
+            - "each": in each microbatch.
+            - "shards": each microbatch sums them over the ranks that share the shards, and the block's end once over
+              replicas (FSDP2's `set_requires_all_reduce(False)`). Without a 2-D mesh, as "each".
+            - "last": they add up unreduced, and the block's end reduces them once (FSDP2's
+              `set_requires_gradient_sync(False)`). Each rank holds a whole gradient of every parameter meanwhile, in
+              the parameter's dtype. Hooks of parameters run at the end. Units reduce in each microbatch.
+
+            With "shards" and "last", `.grad` is right only behind the block. A block that raises leaves the gradients
+            that were there before it.
+
     Raises:
         RuntimeError: `model` is not sharded; an optimizer steps with its parameters inside.
+        ValueError: `reduce` is none of these, or an outer block has another.
     """
     state = state_of(model)
+    deferral = deferral_of(reduce, models_of(state))
     if state.accumulates:  # the outer block lasts longer
+        if reduce not in ("each", state.accumulate_reduce):
+            raise ValueError(
+                f"zcompile: accumulate(reduce={reduce!r}) inside of accumulate(reduce={state.accumulate_reduce!r})"
+            )
         yield
         return
     ours = {id(sharded.parameter) for each in models_of(state) for sharded in each.parameters.values()}
@@ -38,12 +58,20 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             )
 
     begin_accumulating(state, state.microbatch_cache_limit())
+    state.accumulate_reduce = reduce
     hook = register_optimizer_step_pre_hook(refuse)
+    deferral.begin()
     try:
         yield
+    except BaseException:
+        end_accumulating(state)
+        deferral.drop()
+        raise
+    else:
+        end_accumulating(state)
+        deferral.finish()
     finally:
         hook.remove()
-        end_accumulating(state)
 
 
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:

@@ -11,6 +11,7 @@ def stats(model: nn.Module) -> Stats:
 
     Returns:
         gathered_bytes, reduced_bytes: dtype name -> bytes of unsharded tensors moved on this rank.
+        replica_bytes: bytes of shards of gradients that this rank received from its replicas, on a 2-D mesh.
         gathers, reduces: calls.
         peak_unsharded_bytes: most bytes of gathered tensors alive at once. Memory that compiled code reuses for
             activations counts until it is freed.

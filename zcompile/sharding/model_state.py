@@ -133,12 +133,14 @@ class ShardedParameter:
             raise RuntimeError(replaced_message(self.name))
         if not parameter.requires_grad:
             return
+        accumulates = getattr(leaf, MODEL).accumulates  # of each parameter in each step: what follows is short for that
+        if accumulates and getattr(leaf, MODEL).defers_reduces:
+            return  # zeros
         hooks = parameter._backward_hooks
         if hooks or parameter._post_accumulate_grad_hooks:
             self.refuse_second_part()
         if hooks:
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
-        accumulates = getattr(leaf, MODEL).accumulates  # of each parameter in each step: what follows is short for that
         dtensor_grad: Any = parameter.grad
         if dtensor_grad is None:
             local = self.add_grad(None, grad) if accumulates else grad
@@ -240,6 +242,8 @@ class ShardedModel:
         self.compiled = ""  # how compiled code of the model came to be, in words
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`
+        self.accumulate_reduce = "each"  # what that block was told of reduces
+        self.defers_reduces = False  # inside of `zcompile.accumulate(reduce="last")`
         self.unreduced: UnreducedParameters | None = None  # None where nobody reduces: on one rank
         self.experts: list[ExpertsImplementation] = []  # of a model of Hugging Face
         self.told_of_loop = False

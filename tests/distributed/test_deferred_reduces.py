@@ -1,0 +1,207 @@
+"""Microbatches whose gradients are summed over replicas once a step, or reduced once a step."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zcompile
+from tests.support.models import Transformer, batch, loss_of
+from tests.support.reference import compiled
+
+MICROBATCHES = 4
+
+
+def replicated():
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def run(rank, inner, reduce, mesh=None, steps=2, look=lambda model: None, **how):
+    """Losses, gradients of the last step, and what travelled in it."""
+    torch.manual_seed(0)
+    how = {"mesh": mesh} | how
+    model = zcompile.shard(Transformer(), **how) if inner == "eager" else compiled(Transformer(), inner=inner, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        zcompile.reset_stats(model)
+        optimizer.zero_grad()
+        with zcompile.accumulate(model, reduce=reduce):
+            for microbatch in range(MICROBATCHES):
+                loss = loss_of(model, batch(MICROBATCHES * step + microbatch, rank)) / MICROBATCHES
+                loss.backward()
+                losses.append(loss.item())
+            look(model)
+        grads = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
+        optimizer.step()
+    return losses, grads, zcompile.stats(model)
+
+
+def reference_grads(world, steps=2):
+    """Of the last step of the unsharded model, which sees the microbatches of all ranks."""
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for microbatch in range(MICROBATCHES):
+            for rank in range(world):
+                loss_of(model, batch(MICROBATCHES * step + microbatch, rank)).div(MICROBATCHES * world).backward()
+        grads = [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+    return grads
+
+
+def close(ours, theirs, tolerance=1e-5):
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine - other).norm() <= tolerance * other.norm() + 1e-8
+
+
+def rank_defers_replicas(rank, world, inner):
+    mesh = replicated()
+    losses, grads, stats = run(rank, inner, "each", mesh)
+    deferred = run(rank, inner, "shards", mesh)
+    assert deferred[0] == pytest.approx(losses, rel=1e-6)
+    close(deferred[1], grads)
+    close(deferred[1], reference_grads(world))
+    assert deferred[2]["replica_bytes"] * MICROBATCHES == stats["replica_bytes"] > 0
+    assert deferred[2]["reduces"] == stats["reduces"]
+    again = run(rank, inner, "shards", mesh)
+    assert all(torch.equal(one, other) for one, other in zip(deferred[1], again[1]))
+    return [grad.sum().item() for grad in deferred[1]]
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
+def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
+    of_ranks = ranks(4).run(rank_defers_replicas, inner)
+    assert all(each == of_ranks[0] for each in of_ranks)
+
+
+def rank_defers_reduces(rank, world, inner, shape, how):
+    mesh = dist.init_device_mesh("cpu", shape)
+    losses, grads, stats = run(rank, inner, "each", mesh, **how)
+    deferred = run(rank, inner, "last", mesh, **how)
+    tolerance = 1e-2 if how else 1e-5  # where each microbatch rounds to bf16
+    assert deferred[0] == pytest.approx(losses, rel=tolerance)
+    close(deferred[1], grads, tolerance)
+    if not how:
+        close(deferred[1], reference_grads(world))
+    parameters = len(list(Transformer().parameters()))
+    assert deferred[2]["reduces"] == parameters
+    assert stats["reduces"] == MICROBATCHES * parameters
+
+
+@pytest.mark.parametrize(
+    "inner, shape, how",
+    [
+        ("aot_eager", (2,), {}),
+        ("eager", (2,), {"param_dtype": torch.bfloat16}),
+        pytest.param("eager", (2,), {}, marks=pytest.mark.matrix),
+        pytest.param("inductor", (2,), {}, marks=pytest.mark.matrix),
+        pytest.param("aot_eager", (2, 2), {}, marks=pytest.mark.matrix),
+    ],
+)
+def test_gradients_may_be_reduced_once_behind_the_last_microbatch(ranks, inner, shape, how):
+    ranks(2 * len(shape)).run(rank_defers_reduces, inner, shape, how)
+
+
+class Branching(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+
+    def forward(self, x, uses_second):
+        return (self.second if uses_second else self.first)(x)
+
+
+def branched(rank, reduce, mesh, earlier):
+    """Gradients of a model of which replicas, or ranks, use different layers; on top of earlier ones."""
+    torch.manual_seed(0)
+    model = zcompile.shard(Branching(), mesh=mesh)
+    for i in range(earlier):
+        model(torch.full((2, 4), 3.0 + i), False).sum().backward()
+    with zcompile.accumulate(model, reduce=reduce):
+        for step in range(2):
+            model(
+                torch.full((2, 4), rank + step + 1.0), rank % 2 == 1 if mesh.ndim == 1 else rank >= 2
+            ).sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def rank_uses_another_layer(rank, world, reduce, shape):
+    mesh = dist.init_device_mesh("cpu", shape)
+    for earlier in (0, 1):
+        expected, grads = (branched(rank, each, mesh, earlier) for each in ("each", reduce))
+        assert all(grad.abs().sum() > 0 for grad in expected)
+        close(grads, expected, 1e-6)
+
+
+@pytest.mark.parametrize("reduce, shape", [("last", (2,)), ("shards", (2, 2))])
+def test_what_some_ranks_do_not_use_and_earlier_gradients_count_as_ever(ranks, reduce, shape):
+    ranks(2 * len(shape)).run(rank_uses_another_layer, reduce, shape)
+
+
+def rank_raises_in_a_block(rank, world, reduce, shape):
+    model = zcompile.shard(Branching(), mesh=dist.init_device_mesh("cpu", shape))
+    model(torch.ones(2, 4), False).sum().backward()
+    before = copy.deepcopy([None if each.grad is None else each.grad.to_local() for each in model.parameters()])
+    with pytest.raises(ValueError, match="the data ended"), zcompile.accumulate(model, reduce=reduce):
+        model(torch.ones(2, 4), False).sum().backward()
+        raise ValueError("the data ended")
+    after = [None if each.grad is None else each.grad.to_local() for each in model.parameters()]
+    assert [each is None for each in before] == [each is None for each in after]
+    assert all(torch.equal(one, other) for one, other in zip(before, after) if one is not None)
+    model(torch.ones(2, 4), False).sum().backward()  # and what follows is reduced as ever
+    for one, each in zip(before, model.parameters()):
+        assert one is None or torch.equal(each.grad.to_local(), 2 * one)
+
+
+@pytest.mark.parametrize("reduce, shape", [("last", (2,)), ("shards", (2, 2))])
+def test_a_block_that_raises_leaves_the_gradients_before_it(ranks, reduce, shape):
+    ranks(2 * len(shape)).run(rank_raises_in_a_block, reduce, shape)
+
+
+def rank_counts_hooks(rank, world):
+    model = zcompile.shard(Branching())
+    calls, seen = [], []
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.to_local()))
+    model.first.weight.register_hook(lambda grad: seen.append(grad.full_tensor()))
+    with zcompile.accumulate(model, reduce="last"):
+        for _ in range(3):
+            model(torch.ones(2, 4), False).sum().backward()
+        assert calls == seen == [] and model.first.weight.grad is None
+    assert len(calls) == len(seen) == 1 and torch.equal(seen[0], torch.full((3, 4), 6.0))
+
+
+def test_hooks_see_the_gradient_that_was_reduced_last_once(ranks):
+    ranks(2).run(rank_counts_hooks)
+
+
+def rank_asks_for_what_is_not_there(rank, world):
+    model = zcompile.shard(Branching())
+    with pytest.raises(ValueError, match="it is one of 'each', 'shards', 'last'"), zcompile.accumulate(model, "never"):
+        pass
+    with zcompile.accumulate(model, reduce="shards"):
+        with zcompile.accumulate(model):
+            pass
+        with pytest.raises(ValueError, match="inside of accumulate"), zcompile.accumulate(model, reduce="last"):
+            pass
+
+
+def test_other_values_and_other_inner_blocks_are_refused(ranks):
+    ranks(2).run(rank_asks_for_what_is_not_there)
+
+
+def rank_defers_with_units(rank, world, reduce, shape):
+    mesh = dist.init_device_mesh("cpu", shape)
+    run_with = functools.partial(run, rank, "eager", mesh=mesh, units=[torch.nn.LayerNorm])
+    (losses, grads, _), deferred = run_with(reduce="each"), run_with(reduce=reduce)
+    assert deferred[0] == pytest.approx(losses, rel=1e-6)
+    close(deferred[1], grads)
+
+
+@pytest.mark.parametrize("reduce, shape", [("last", (2,)), pytest.param("shards", (2, 2), marks=pytest.mark.matrix)])
+def test_models_with_units_may_defer(ranks, reduce, shape):
+    ranks(2 * len(shape)).run(rank_defers_with_units, reduce, shape)

@@ -1,0 +1,174 @@
+"""What `zcompile.accumulate` may leave to the end of a step: sums over replicas, or all reduces.
+
+They are FSDP2's `set_requires_all_reduce(False)` and `set_requires_gradient_sync(False)`. At the end, ranks first tell
+one another which parameters have a gradient: one that a rank did not use has zeros there.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.sharding.process_groups import all_gather_over_mesh, is_fake
+
+REDUCE = ("each", "shards", "last")  # the values of `accumulate(reduce=)`
+BUCKET_BYTES = 64 << 20  # of shards that are summed over replicas by one collective
+
+
+class NoDeferral:
+    """Each microbatch reduces its gradients."""
+
+    def __init__(self, states: Sequence[ShardedModel]):
+        self.states = states
+
+    def begin(self) -> None:
+        """The block begins."""
+
+    def finish(self) -> None:
+        """The block ended: reduce what was left out. All ranks together."""
+
+    def drop(self) -> None:
+        """The block raised, and other ranks may not come: gradients are as before it."""
+
+
+class DeferredReplicas(NoDeferral):
+    """Microbatches sum over the ranks that share the shards; the block's end sums over replicas, in their order.
+
+    Earlier gradients have been summed over replicas. They stand aside meanwhile.
+    """
+
+    def __init__(self, states: Sequence[ShardedModel]):
+        super().__init__([state for state in states if state.mesh.ndim == 2 and not is_fake(state.mesh)])
+        self.earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        for state in self.states:
+            state.runtime.defer("replicas")
+            for sharded in state.parameters.values():
+                if sharded.parameter.grad is not None:
+                    self.earlier.append((sharded.parameter, sharded.parameter.grad))
+                    sharded.parameter.grad = None
+
+    def finish(self) -> None:
+        for state in self.states:
+            state.runtime.defer("")
+            _sum_over_replicas(state)
+        for parameter, grad in self.earlier:
+            added = parameter.grad
+            parameter.grad = grad if added is None else grad.add_(added)
+
+    def drop(self) -> None:
+        for state in self.states:
+            state.runtime.defer("")
+            for sharded in state.parameters.values():
+                sharded.parameter.grad = None
+        for parameter, grad in self.earlier:
+            parameter.grad = grad
+
+
+class DeferredReduces(NoDeferral):
+    """Microbatches add up whole gradients; the block's end reduces each once. Units reduce in each microbatch."""
+
+    def __init__(self, states: Sequence[ShardedModel]):
+        super().__init__([state for state in states if not state.are_units])
+
+    def begin(self) -> None:
+        self._defer(True)
+
+    def finish(self) -> None:
+        self._defer(False)
+        for state in self.states:
+            _reduce(state)
+
+    def drop(self) -> None:
+        self._defer(False)
+        for state in self.states:
+            for sharded in state.parameters.values():
+                state.runtime.take_unreduced(sharded.index)
+
+    def _defer(self, defers: bool) -> None:
+        for state in self.states:
+            state.defers_reduces = defers
+            state.runtime.defer("reduces" if defers else "")
+
+
+def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> NoDeferral:
+    """What is deferred for `reduce`, one of REDUCE.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if reduce not in REDUCE:
+        raise ValueError(f"zcompile: accumulate(reduce={reduce!r}): it is one of {', '.join(map(repr, REDUCE))}")
+    kinds = {"each": NoDeferral, "shards": DeferredReplicas, "last": DeferredReduces}
+    return kinds[reduce](states)
+
+
+def _reduce(state: ShardedModel) -> None:
+    """Reduce what added up unreduced, in the order of the parameters."""
+    unreduced = {each: state.runtime.take_unreduced(each.index) for each in state.parameters.values()}
+    own = [each.index for each, grad in unreduced.items() if grad is not None]
+    used = {index for of_rank in all_gather_over_mesh(state.mesh, own) for index in of_rank}
+    for sharded, grad in unreduced.items():
+        if sharded.index not in used:
+            continue
+        leaf = sharded.leaf
+        with torch.no_grad():
+            if grad is None:
+                grad = leaf.new_zeros(sharded.shape)
+            leaf.grad = torch.ops.zcompile.reduce(grad, leaf, state.domain)
+        sharded.post_accumulate_grad(leaf)
+
+
+def _sum_over_replicas(state: ShardedModel) -> None:
+    group = state.mesh.get_group(0)
+    parameters = list(state.parameters.values())
+    if not parameters:
+        return
+    device = parameters[0].leaf.device
+    has_grad = torch.tensor([each.parameter.grad is not None for each in parameters], device=device)
+    used = torch.stack(_over_replicas(has_grad.byte(), group)).any(0).tolist()
+    for bucket in _buckets([each for each, is_used in zip(parameters, used) if is_used]):
+        locals_ = [_local_grad(each) for each in bucket]
+        flat = torch.cat([local.flatten() for local in locals_])
+        rows = _over_replicas(flat, group)
+        state.runtime.count_replicas((len(rows) - 1) * flat.nbytes)
+        total = rows[0].float() if flat.dtype.itemsize < 4 else rows[0]
+        for row in rows[1:]:
+            total += row
+        for local, part in zip(locals_, total.split([local.numel() for local in locals_])):
+            local.copy_(part.view(local.shape))
+
+
+def _over_replicas(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The tensor of each replica, by rank."""
+    rows = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(rows, tensor, group=group)
+    return rows
+
+
+def _local_grad(sharded: ShardedParameter) -> torch.Tensor:
+    """This rank's shard of the gradient, or zeros that become it."""
+    parameter: Any = sharded.parameter
+    if parameter.grad is None:
+        parameter.grad = DTensor(torch.zeros_like(sharded.local()), parameter._spec, requires_grad=False)
+    return parameter.grad._local_tensor
+
+
+def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
+    """Parameters of one dtype, in order, up to BUCKET_BYTES."""
+    bucket: list[ShardedParameter] = []
+    nbytes = 0
+    for sharded in parameters:
+        local = sharded.local()
+        if bucket and (nbytes + local.nbytes > BUCKET_BYTES or bucket[0].leaf.dtype != local.dtype):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(sharded)
+        nbytes += local.nbytes
+    if bucket:
+        yield bucket
