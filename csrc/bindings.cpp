@@ -253,6 +253,15 @@ void bind_model(py::module& module) {
       .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
       .def_property_readonly("world", &Model::world)
       .def("watch", &Model::watch, py::arg("index"), py::arg("main_params"))
+      .def("guard_data", &Model::guard_data, py::arg("index"), py::arg("parameter"))
+      .def(
+          "assigned_data",
+          [](const Model& model, const std::vector<at::Tensor>& parameters) { return model.assigned_data(parameters); },
+          py::arg("parameters"))
+      .def("count_gather", &Model::count_gather, py::arg("unsharded"))
+      .def("record_gathers", &Model::record_gathers)
+      .def("stop_recording", &Model::stop_recording)
+      .def("meet", &Model::meet, ReleaseGil(), py::arg("number"))
       .def("forbid_gathers", &Model::forbid_gathers, py::arg("index"), py::arg("forbid"))
       .def(
           "use_transport",

@@ -26,6 +26,7 @@ from zcompile.analysis.costs.work import TensorSize, Work
 from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.clipping import clip_grad_norm_
 from zcompile.sharding.counters import reset_stats, stats
+from zcompile.sharding.export import full_parameters
 from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
 from zcompile.sharding.measure_machine import calibrate
@@ -50,6 +51,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "explain",
+    "full_parameters",
     "fuse_optimizer",
     "register_cost",
     "register_forward_method",

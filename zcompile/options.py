@@ -9,11 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch._functorch import config as torch_config
 
 from zcompile.analysis.costs.registry import registered_costs
 from zcompile.analysis.hardware import Link
 from zcompile.old_names import current_options
+
+TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of parameters that may train, and that `param_dtype` is for. Others are frozen, and travel as they are."""
 
 TRANSPORTS = ("auto", "p2p", "nccl", "gloo")
 

@@ -72,6 +72,9 @@ at::Tensor as_wire(const Transport& transport, const ParamState& param, const at
   TORCH_CHECK(
       grad.sizes() == at::IntArrayRef(param.shape), "zcompile::reduce: the gradient of '", param.name, "' has shape ",
       grad.sizes(), ", the parameter ", at::IntArrayRef(param.shape));
+  TORCH_CHECK(
+      param.shard.element_size() > 1, "zcompile::reduce: the parameter '", param.name, "' is of dtype ",
+      param.shard.scalar_type(), " on rank ", param.model->rank(), ", in which nothing is trained: freeze it");
   return grad.to(transport.wire_dtype(param, grad.scalar_type())).contiguous();
 }
 
@@ -98,6 +101,7 @@ std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::Scal
     results.push_back(std::move(unsharded));
     requests.push_back({param, std::move(padded)});
   }
+  model.note_gathers(params, dtype);
   const auto transport = model.transport();
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->gather(requests));
   for (size_t i = 0; i < results.size(); ++i) {

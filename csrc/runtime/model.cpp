@@ -61,6 +61,26 @@ void Model::watch(int64_t index, const std::vector<at::Tensor>& main_params) {
   }
 }
 
+int64_t Model::assigned_data(at::TensorList parameters) const {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& guarded = params_.at(i)->guarded;
+    if (guarded && !parameters[i].storage().is_alias_of(guarded)) return static_cast<int64_t>(i);
+  }
+  return -1;
+}
+
+void Model::note_gathers(c10::ArrayRef<ParamState*> params, at::ScalarType dtype) {
+  if (!recording_) return;
+  std::vector<int64_t> indices;
+  for (const auto* param : params) indices.push_back(param->index);
+  recording_->emplace_back(std::move(indices), dtype);
+}
+
+std::vector<std::pair<int64_t, int64_t>> Model::meet(int64_t number) {
+  TORCH_CHECK(agreement_, "zcompile: ranks that do not agree before each collective cannot meet so");
+  return agreement_->meet(this->number(), number);
+}
+
 void Model::use_transport(const std::string& name, const P2pSettings& settings) {
   transport_ = make_transport(name, *this, settings);
 }

@@ -34,6 +34,11 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void replace(int64_t index, const at::Tensor& leaf);
   // `main_params` are tensors other than the shard through which users may write to it.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
+  // `parameter` is what users see of the shard: a DTensor, to which an assignment to `.data` gives another storage, and
+  // the shard keeps its values. No reference to it stays: torch exchanges no tensor that somebody refers to.
+  void guard_data(int64_t index, const at::Tensor& parameter) { state(index).guarded = parameter.storage(); }
+  // The first of `parameters`, by index, to whose `.data` somebody has assigned since; -1: none.
+  int64_t assigned_data(at::TensorList parameters) const;
   // Whether the shard is not to be gathered, because modules have the whole parameter.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
   // By a name that make_transport() knows. For "p2p", all ranks together.
@@ -103,6 +108,15 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::pair<int64_t, int64_t> begin_forward();
   void note_gather(ParamState& param);
 
+  // What is gathered from now on, one transfer after the other: parameters, by index, and the dtype on the wire.
+  using Recording = std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>;
+  void record_gathers() { recording_.emplace(); }
+  Recording stop_recording() { return std::exchange(recording_, std::nullopt).value_or(Recording()); }
+  void note_gathers(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
+
+  // See RankAgreement::meet; only where ranks agree before each collective.
+  std::vector<std::pair<int64_t, int64_t>> meet(int64_t number);
+
   // An optimizer stepped with parameters of this model, outside of backward.
   void count_step();
   // See OrderLog::of_model.
@@ -126,6 +140,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   int64_t forward_ = 0;
   int64_t repeated_ = -1;  // index of a parameter
   bool keeps_in_flight_ = false;
+  std::optional<Recording> recording_;  // while gathers are recorded
   std::function<void(Unclaimed)> deliver_;
   int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none
 };

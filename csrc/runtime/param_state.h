@@ -38,6 +38,8 @@ struct ParamState : ShardedParam {
   int64_t forward = -1;  // number of the forward that last gathered it,
   int64_t gathers = 0;  // and how often
 
+  c10::Storage guarded;  // that of the tensor that users see; see Model::guard_data
+
   bool is_whole = false;  // inside of zcompile.unshard: the modules have it whole, and its values may be others
 
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank asked for

@@ -120,14 +120,42 @@ bool RankAgreement::agree(const Want& mine) {
     check_places(said);
     if (mine.count > 1) return false;
     if (std::any_of(said.begin(), said.end(), [](const Said& each) { return each.want.count > 1; })) continue;
-    const auto before = [](const Said& a, const Said& b) {
-      return std::tuple(a.place, a.want.key()) < std::tuple(b.place, b.want.key());
-    };
-    const auto& next = *std::min_element(said.begin(), said.end(), before);
+    const auto& next = next_of(said);
     check_models(said, next.want, next.rank);
     if (next.place == place() && next.want == mine) return true;
     members_.at(next.want.model).serve(next.want);
   }
+}
+
+std::vector<std::pair<int64_t, int64_t>> RankAgreement::meet(int64_t model, int64_t number) {
+  Want mine;
+  mine.kind = WantKind::meet;
+  mine.model = model;
+  mine.what = number;
+  for (;;) {
+    const auto said = exchange(mine);
+    check_places(said);
+    if (std::all_of(said.begin(), said.end(), [](const Said& each) { return each.want.kind == WantKind::meet; })) {
+      std::vector<std::pair<int64_t, int64_t>> numbers;
+      for (const auto& each : said) numbers.emplace_back(each.want.model, each.want.what);
+      return numbers;
+    }
+    if (std::any_of(said.begin(), said.end(), [](const Said& each) { return each.want.count > 1; })) continue;
+    const auto& next = next_of(said);
+    check_models(said, next.want, next.rank);
+    members_.at(next.want.model).serve(next.want);
+  }
+}
+
+// What all do next: the smallest want, but for meetings, which wait for all others.
+const RankAgreement::Said& RankAgreement::next_of(const std::vector<Said>& said) const {
+  const auto before = [](const Said& a, const Said& b) {
+    const auto key = [](const Said& each) {
+      return std::tuple(each.want.kind == WantKind::meet, each.place, each.want.key());
+    };
+    return key(a) < key(b);
+  };
+  return *std::min_element(said.begin(), said.end(), before);
 }
 
 // The first want of a backward asks autograd to tell when that backward ends.
@@ -190,7 +218,7 @@ std::vector<RankAgreement::Said> RankAgreement::exchange(const Want& mine) {
 // Throws on all ranks if they are at places from which they cannot go on together.
 void RankAgreement::check_places(const std::vector<Said>& said) const {
   auto first = said.front().place, last = first;
-  auto is_one_step = true;
+  auto is_one_step = true, meets = false, ends = false;
   for (const auto& each : said) {
     TORCH_CHECK(
         each.want.kind != WantKind::stop, "zcompile: two threads of rank ", each.rank,
@@ -198,8 +226,10 @@ void RankAgreement::check_places(const std::vector<Said>& said) const {
     first = std::min(first, each.place);
     last = std::max(last, each.place);
     is_one_step = is_one_step && each.steps == said.front().steps;
+    meets = meets || each.want.kind == WantKind::meet;
+    ends = ends || each.want.kind == WantKind::finish_backward;
   }
-  if (is_one_step && (first == last || (first % 2 == 0 && last == first + 1))) return;
+  if (is_one_step && !(meets && ends) && (first == last || (first % 2 == 0 && last == first + 1))) return;
   std::string places;
   for (const auto& each : said) places += " Rank " + std::to_string(each.rank) + " " + describe(each) + ".";
   TORCH_CHECK(
@@ -223,6 +253,7 @@ void RankAgreement::check_models(const std::vector<Said>& said, const Want& next
 
 std::string RankAgreement::describe(const Want& want) const {
   if (want.kind == WantKind::finish_backward) return "finish a backward pass";
+  if (want.kind == WantKind::meet) return "go on with a generation or an export of parameters";
   std::string text = want.kind == WantKind::gather ? "gather " : "reduce ";
   const auto member = members_.find(want.model);
   if (member == members_.end()) return text + "a parameter of model " + std::to_string(want.model);

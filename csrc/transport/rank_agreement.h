@@ -8,6 +8,8 @@
 //     shard (gather) or with zeros (reduce), and asks again. If all want the same, which is the rule, this is one small
 //     all-gather.
 //   - Parameters that start together are one want. Unless all ranks have that very want, it falls into single ones.
+//   - Ranks may meet (RankAgreement::meet) before they go on: in generation, which is as long as each rank's text, a
+//     rank that is through serves the others.
 //   - A backward ends when all ranks say so. Until then, a rank that is through serves the others. The runtime holds
 //     the gradients that this rank's own backward did not ask for, and delivers them then.
 //
@@ -36,12 +38,12 @@
 
 namespace zcompile {
 
-enum class WantKind : int64_t { gather, reduce, finish_backward, stop };
+enum class WantKind : int64_t { gather, reduce, finish_backward, stop, meet };
 
 struct Want {
   WantKind kind = WantKind::finish_backward;
   int64_t model = 0;  // its number
-  int64_t what = 0;  // a parameter's index; of several parameters, a hash
+  int64_t what = 0;  // a parameter's index; of several parameters, a hash; what this rank says at a meeting
   at::ScalarType dtype = at::kByte;
   int64_t count = 1;  // of parameters
   int64_t first = 0;  // index of the first parameter, for messages
@@ -99,9 +101,15 @@ class RankAgreement : public std::enable_shared_from_this<RankAgreement> {
   void note_backward();
   void count_step() { ++steps_; }
 
+  // Returns when all ranks have come here, having served what others wanted meanwhile: for each rank, by rank, the
+  // model and the number that it came with. Throws on all ranks if one of them ends a backward instead.
+  std::vector<std::pair<int64_t, int64_t>> meet(int64_t model, int64_t number);
+
  private:
   struct Said;
   class OpenBackward;
+
+  const Said& next_of(const std::vector<Said>& said) const;
 
   void finish_backward();
   void abort_backward();

@@ -14,14 +14,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zcompile.options import TRAINABLE
 from zcompile.sharding.attributes import AROUND, LEAF, RECIPE, SHARDED, STATE, UNIT, UNITS_BELOW, UNSHARDED
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
+from zcompile.sharding.generation import agreeing_generate
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of, replaced_message
 from zcompile.sharding.placement import Layout
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
 from zcompile.sharding.unit_forward import call_parent, call_unit
-from zcompile.sharding.unshard import whole_parameters
+from zcompile.sharding.unshard import on_whole_parameters, whole_parameters
 
 gather = torch.ops.zcompile.gather.default
 
@@ -96,7 +98,10 @@ def install_tracing_readers(
     for name, parameter in own.items():
         module.__dict__[LEAF + name] = seen.setdefault(id(parameter), parameter)
     if own:
-        layouts = tuple((name, Layout(tuple(parameter.shape))) for name, parameter in own.items())
+        layouts = tuple(
+            (name, Layout(tuple(parameter.shape), own_dtype=parameter.dtype not in TRAINABLE))
+            for name, parameter in own.items()
+        )
         _swap_class(module, _Kind(layouts, param_dtype))
     return [(module.__dict__[LEAF + name], name) for name in own]
 
@@ -137,12 +142,17 @@ def _sharded_class(base: type, kind: _Kind) -> type:
         namespace |= {UNSHARDED + name: None for name, _ in layouts}
     if layouts:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter}
+        namespace["_save_to_state_dict"] = _save_to_state_dict
         if hasattr(base, "reset_parameters"):
             namespace["reset_parameters"] = _reset_parameters
     around = call_unit if kind.is_unit else call_parent if kind.has_units else None
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
     if kind.is_unit:
         namespace[AROUND] = staticmethod(call_unit)
+    if callable(generate := getattr(base, "generate", None)):
+        namespace["generate"] = agreeing_generate(generate)
+    if any(each.__name__ == "BaseTunerLayer" for each in base.__mro__):  # of PEFT, whose merges change its base layer
+        namespace |= {name: on_whole_parameters(getattr(base, name)) for name in ("merge", "unmerge")}
     if issubclass(base, nn.RNNBase):
         namespace |= recurrent_members(param_dtype, one_by_one=kind.single_rank or kind.in_unit)
     made: type = _pickled_metaclass(type(base))(base.__name__, (base,), namespace)
@@ -167,7 +177,7 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
 
 def _casting_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
     """Reads a leaf that is the unsharded parameter already."""
-    leaf_name = LEAF + name
+    leaf_name, param_dtype = LEAF + name, layout.dtype_for(param_dtype)
 
     def read(self: Any) -> torch.Tensor:
         leaf: torch.Tensor = getattr(self, leaf_name)
@@ -194,7 +204,7 @@ def _read_otherwise(module: Any, name: str, leaf: torch.Tensor, param_dtype: tor
 def _gathering_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
     """Reads a leaf that is a shard of a parameter of `layout`."""
     leaf_name, shape, is_plain = LEAF + name, list(layout.shape), layout.is_plain
-    domain = (layout.domain,) if layout.domain else ()
+    domain, param_dtype = (layout.domain,) if layout.domain else (), layout.dtype_for(param_dtype)
 
     def read(self: Any) -> torch.Tensor:
         leaf = getattr(self, leaf_name)
@@ -223,12 +233,20 @@ def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
     """`nn.Module._apply`, as `module.to()` calls it: leaves follow storage that it exchanged."""
     super(type(self), self)._apply(fn, recurse)
     for sharded in {id(each): each for each in _sharded_parameters_of(self)}.values():
+        sharded.state.watch(sharded)
         sharded.state.follow_storage(sharded)
     return self
 
 
 def _sharded_parameters_of(module: nn.Module) -> list[ShardedParameter]:
     return [module.__dict__[SHARDED + name] for name in module._parameters if SHARDED + name in module.__dict__]
+
+
+def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+    """`nn.Module._save_to_state_dict`, which refuses values that were assigned to `.data` and lost."""
+    for state in {each.state for each in _sharded_parameters_of(self)}:
+        state.refuse_assigned_data()
+    super(type(self), self)._save_to_state_dict(*args, **kwargs)
 
 
 def _reset_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +273,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
         raise RuntimeError(replaced_message(sharded.name))
     state = sharded.state
     sharded.parameter = cast(nn.Parameter, param)
-    state.runtime.watch(sharded.index, sharded.main_params())
+    state.watch(sharded)
     for module, attribute in sharded.owners:
         module._parameters[attribute] = sharded.parameter
     state.follow_storage(sharded)

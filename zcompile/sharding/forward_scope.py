@@ -9,9 +9,10 @@ What Dynamo traces always gathers, and counts nothing. Backward runs hooks witho
 recomputes a forward.
 """
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ def never_compiled_alone(function: Any) -> Any:
 
 class _Thread(threading.local):
     forwards = 0  # that this thread is in
+    announced_depth = -1  # where this many are, `announce` is called with each module that begins another one
+    announce: Callable[[Any], None]
 
 
 _thread = _Thread()
@@ -44,6 +47,22 @@ _thread = _Thread()
 def is_in_forward() -> bool:
     """Whether a read of a parameter gathers now; see [Note: inside of a forward]."""
     return _thread.forwards > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+
+def announces() -> bool:
+    """Whether a forward that begins now is announced."""
+    return _thread.forwards == _thread.announced_depth
+
+
+@contextlib.contextmanager
+def announcing(announce: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, `announce` is called with the module before each forward that is in no other of this block."""
+    before = _thread.announced_depth, getattr(_thread, "announce", None)
+    _thread.announced_depth, _thread.announce = _thread.forwards, announce
+    try:
+        yield
+    finally:
+        _thread.announced_depth, _thread.announce = before  # type: ignore[assignment]
 
 
 @torch.compiler.disable
@@ -68,6 +87,8 @@ def counting_call(
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return traced_call(self, *args, **kwargs) if around is None else around(traced_call, self, args, kwargs)
+        if not is_root and _thread.forwards == _thread.announced_depth:
+            _thread.announce(self)
         enters = _thread.forwards == 0 or self._compiled_call_impl is not None
         if enters and _enter(self.__dict__[STATE]):
             return call_eagerly(base.__call__, (self, *args), kwargs)
@@ -79,7 +100,11 @@ def counting_call(
             _thread.forwards -= 1
 
     def call_root(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _thread.forwards > 0:
+        if torch.compiler.is_compiling():
+            return __call__(self, *args, **kwargs)
+        if _thread.forwards == _thread.announced_depth:  # which may raise: no unit knows of this forward yet
+            _thread.announce(self)
+        if _thread.forwards > 0:
             return __call__(self, *args, **kwargs)
         order = self.__dict__[STATE].unit_order
         order.enter_root()
@@ -157,6 +182,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return method(*args, **kwargs)
+        if _thread.forwards == _thread.announced_depth:
+            _thread.announce(module)
         if _enter(*states):
             return call_eagerly(method, args, kwargs)
         _thread.forwards += 1

@@ -39,7 +39,8 @@ def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) ->
             "model.named_parameters(), or whole tensors inside of zcompile.unshard(model) alone. To change a parameter "
             "for good, copy values into the DTensor in model.parameters() under torch.no_grad()."
         )
-    return unsharded if param_dtype is None else unsharded.to(param_dtype)
+    dtype = sharded.layout.dtype_for(param_dtype)
+    return unsharded if dtype is None else unsharded.to(dtype)
 
 
 def layout_of(parameter: Any) -> tuple[Any, ...] | None:

@@ -314,6 +314,7 @@ class ShardedModel:
             -(-math.prod(each.shape) // model.runtime.world) * each.leaf.itemsize
             for model in models_of(self)
             for each in model.parameters.values()
+            if each.leaf_reference() is not None  # its modules were not taken out of the model
         )
         return max(0, self.memory_bytes - 4 * shards_bytes) // 4
 
@@ -344,6 +345,7 @@ class ShardedModel:
             self.unreduced.count_forward()
         for experts in self.experts:
             experts.check()
+        self.refuse_assigned_data()
         has_others = False
         for other in self.others:
             has_others |= other.enter_forward()
@@ -354,6 +356,8 @@ class ShardedModel:
         for sharded in self.parameters.values():
             parameter: Any = sharded.parameter
             leaf: Any = sharded.leaf_reference()  # modules hold it
+            if leaf is None:  # and were taken out of the model
+                continue
             if sharded.owner_parameters.get(sharded.attribute) is not parameter:
                 has_others = True
             if parameter.requires_grad is not leaf.requires_grad:
@@ -363,7 +367,34 @@ class ShardedModel:
     def install_leaf(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""
         sharded.install_leaf()
+        self.watch(sharded)
+
+    def watch(self, sharded: ShardedParameter) -> None:
+        """Let the runtime see writes to what is the parameter now, and assignments to its `.data`."""
         self.runtime.watch(sharded.index, sharded.main_params())
+        if isinstance(sharded.parameter, DTensor):
+            self.runtime.guard_data(sharded.index, sharded.parameter)
+
+    def refuse_assigned_data(self) -> None:
+        """Raise if somebody has assigned to `.data` of a parameter. It is told once, and the shard is as it was.
+
+        A DTensor's values are in its local tensor. An assignment to its `.data` changes something else, and is lost.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        sharded, names = list(self.parameters.values()), []
+        while (index := self.runtime.assigned_data([each.parameter for each in sharded])) >= 0:
+            self.runtime.guard_data(index, sharded[index].parameter)
+            names.append(sharded[index].name)
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"zcompile: something assigned to '.data' of parameter '{names[0]}'{more} (rank {dist.get_rank()}). "
+                "That does not reach the values of a DTensor, which are as they were. Copy into the parameter under "
+                "torch.no_grad(), as parameter.copy_(value) does. Code that you cannot change runs inside of "
+                "zcompile.unshard(model, writeback=True)."
+            )
 
     def follow_storage(self, sharded: ShardedParameter) -> None:
         """Take a new leaf if the parameter's storage was exchanged, as `module.to()` and

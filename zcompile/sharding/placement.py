@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from zcompile.options import TRAINABLE
+
 MOST_INNER = 2  # placements of a DTensor that is sharded
 
 
@@ -95,17 +97,23 @@ class Layout:
         dim: along which the parameter is cut.
         inner: of a DTensor that modules read as such.
         domain: number of the domain; see [Note: domains].
+        own_dtype: whether it is gathered in its own dtype whatever `param_dtype` is; see `TRAINABLE`.
     """
 
     shape: tuple[int, ...]
     dim: int = 0
     inner: Inner | None = None
     domain: int = 0
+    own_dtype: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether what is gathered is what modules read."""
         return self.dim == 0 and self.inner is None
+
+    def dtype_for(self, param_dtype: torch.dtype | None) -> torch.dtype | None:
+        """The dtype to gather in, by the option of `zcompile.shard`; None for the parameter's own."""
+        return None if self.own_dtype else param_dtype
 
     def as_read(self, gathered: torch.Tensor) -> torch.Tensor:
         """What modules read of what was gathered. Traced by Dynamo."""
@@ -135,7 +143,7 @@ def layout_for(parameter: torch.Tensor, placement: Placement, world: int, domain
         inner = Inner(
             parameter.device_mesh, id(parameter.device_mesh), parameter.placements, parameter.shape, parameter.stride()
         )
-    return Layout(shape, dim, inner, domain)
+    return Layout(shape, dim, inner, domain, own_dtype=part.dtype not in TRAINABLE)
 
 
 def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:

@@ -82,6 +82,11 @@ def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         ) from error
 
 
+def meeting_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group, over gloo, in which the ranks of `mesh` meet where they do not agree before each collective."""
+    return _gloo_group("meeting", mesh)
+
+
 def _gloo_group(use: str, mesh: DeviceMesh) -> dist.ProcessGroup:
     ranks, timeout = mesh.mesh.flatten().tolist(), timeout_of(mesh)
 

@@ -69,8 +69,9 @@ def shard(
         model: any module, on the mesh's device, on CPU (moved piece by piece) or on the meta device (each module is
             made by its `reset_parameters()`; the unsharded model never exists on one rank).
         mesh: 1-D (shard), or 2-D (replicate x shard). Default: all ranks of the default process group.
-        param_dtype: dtype on the wire and in compute; main parameters keep theirs. Floating-point inputs of `model` are
-            cast to it. Default: that of the main parameters, which `torch.autocast` narrows.
+        param_dtype: dtype on the wire and in compute; main parameters keep theirs. Frozen parameters of other dtypes
+            (integers, bool, float8) travel and are read as they are. Floating-point inputs of `model` are cast to it.
+            Default: that of the main parameters, which `torch.autocast` narrows.
         reduce_dtype: a narrower dtype for gradients on the wire. The sum is fp32 in any case (fp64 for fp64), in rank
             order.
         ignored_params: parameters that stay as they are: whole on each rank, and their gradients are not reduced. So
@@ -105,7 +106,8 @@ def shard(
             disagree on the model, or a DTensor over a mesh that overlaps `mesh`.
         ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, an `nccl_max_ctas` that is not positive or not
             for NCCL, `units` that the model does not have, or a parameter tied to one outside of its unit.
-        TypeError: a parameter or dtype that is not floating-point, `units` that are no modules.
+        TypeError: a tensor subclass other than DTensor, a parameter that trains in another dtype than float16,
+            bfloat16, float32 or float64, an option's dtype that is not floating-point, `units` that are no modules.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
@@ -278,10 +280,11 @@ def _share_values(state: ShardedModel) -> None:
     for each in models_of(state):
         for sharded in each.parameters.values():
             local = sharded.leaf.detach()
+            values = local.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
             if local.ndim == 0:
-                dist.broadcast(local, group=shard_group_of(each.mesh), group_src=0)
+                dist.broadcast(values, group=shard_group_of(each.mesh), group_src=0)
             if each.mesh.ndim == 2:
-                dist.broadcast(local, group=each.mesh.get_group(0), group_src=0)
+                dist.broadcast(values, group=each.mesh.get_group(0), group_src=0)
 
 
 @torch.no_grad()

@@ -78,7 +78,8 @@ class Unit:
 
     def follow_dtypes(self, leaves: Sequence[torch.Tensor]) -> None:
         """Gather in the dtypes that parameters have now, which `module.to()` changes."""
-        dtypes = [self.param_dtype or leaf.dtype for leaf in leaves]
+        wanted = [each.layout.dtype_for(self.param_dtype) for each in self.sharded]
+        dtypes = [dtype or leaf.dtype for dtype, leaf in zip(wanted, leaves, strict=True)]
         if dtypes != self.dtypes:
             self.dtypes = dtypes
             self.groups = [self._group(dtype) for dtype in dict.fromkeys(dtypes)]

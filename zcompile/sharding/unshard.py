@@ -1,7 +1,8 @@
 """`zcompile.unshard`: whole parameters for a while, to read, save, generate with or edit."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -76,19 +77,40 @@ def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare:
         _store(sharded, parameter)
 
 
+def sharded_parameters_in(module: nn.Module) -> list[ShardedParameter]:
+    """Those of `module` and of the modules below it; one that several modules read comes several times."""
+    return [
+        each.__dict__[SHARDED + name]
+        for each in module.modules()
+        for name in each._parameters
+        if SHARDED + name in each.__dict__
+    ]
+
+
+def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of a module, which changes parameters of it and of modules below it, for modules of sharded models.
+
+    It runs with whole parameters, of which each rank stores its slice. All ranks call it together.
+    """
+
+    @functools.wraps(method)
+    def on_whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded = {id(each): each for each in sharded_parameters_in(self) if not each.is_whole}
+        with whole_parameters(list(sharded.values()), writeback=True, compare=False):
+            return method(self, *args, **kwargs)
+
+    return on_whole
+
+
 def _selected(module_or_params: Any) -> list[ShardedParameter]:
     """The sharded parameters that are meant, each once.
 
     Raises:
         ValueError: one is not a DTensor of a sharded model.
     """
+    found: list[Any]
     if isinstance(module_or_params, nn.Module):
-        found = [
-            module.__dict__[SHARDED + name]
-            for module in module_or_params.modules()
-            for name in module._parameters
-            if SHARDED + name in module.__dict__
-        ]
+        found = sharded_parameters_in(module_or_params)
     else:
         params = [module_or_params] if isinstance(module_or_params, torch.Tensor) else list(module_or_params)
         found = [getattr(param, SHARDED, lambda: None)() for param in params]

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from zcompile.options import TRAINABLE
 from zcompile.sharding.attributes import STATE
 from zcompile.sharding.process_groups import all_gather_over_mesh, shard_group_of
 
@@ -60,10 +62,19 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
             f"zcompile.shard: parameters are on several devices (rank {rank}): {places}. Move them to one."
         )
     for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
+        if type(parameter) not in (nn.Parameter, DTensor):
+            kind = type(parameter)
             return TypeError(
-                f"zcompile.shard: parameter '{name}' has dtype {parameter.dtype} (rank {rank}); only floating-point "
-                "parameters can be sharded. Make it a buffer or pass it in ignored_params."
+                f"zcompile.shard: parameter '{name}' is a {kind.__module__}.{kind.__qualname__} (rank {rank}). What is "
+                "sharded is an nn.Parameter over a plain tensor, or a DTensor; slices of a subclass would lose what it "
+                "keeps beside its values. Shard before quantizing, hold packed values and scales as plain frozen "
+                "parameters of any dtype (docs/peft.md), or keep it whole on each rank: ignored_params=[...]."
+            )
+        if parameter.requires_grad and parameter.dtype not in TRAINABLE:
+            return TypeError(
+                f"zcompile.shard: parameter '{name}' has dtype {parameter.dtype} (rank {rank}), in which nothing is "
+                "trained: gradients are added up in fp32 and given back in float16, bfloat16, float32 or float64. "
+                "Freeze it: requires_grad=False."
             )
     return None
 

@@ -1,0 +1,190 @@
+"""Frozen parameters of any dtype, as a quantized base has them, are sharded and gathered at their own width."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import zcompile
+from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized_loss
+from tests.support.reference import BF16, FP32, close, compiled, full, train_beside
+
+matrix = pytest.mark.matrix
+
+
+def eager(model, **how):
+    return zcompile.shard(model, **how)
+
+
+def rank_trains(rank, world, prepare, param_dtype):
+    tolerance = BF16 if param_dtype else FP32
+    train_beside(
+        rank,
+        world,
+        functools.partial(prepare, param_dtype=param_dtype),
+        make=Quantized,
+        loss=quantized_loss,
+        tolerance=tolerance,
+    )
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize(
+    "prepare",
+    [eager, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=matrix)],
+)
+@pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=matrix)])
+def test_training_beside_frozen_parameters_of_any_dtype(ranks, world, prepare, param_dtype):
+    ranks(world).run(rank_trains, prepare, param_dtype)
+
+
+def bytes_of(model, chosen=lambda parameter: True):
+    """Bytes of parameters by dtype, scalars left out: those are on every rank."""
+    count = {}
+    for parameter in model.parameters():
+        if parameter.ndim and chosen(parameter):
+            name = str(parameter.dtype).removeprefix("torch.")
+            count[name] = count.get(name, 0) + parameter.numel() * parameter.itemsize
+    return count
+
+
+def rank_counts(rank, world, prepare):
+    torch.manual_seed(0)
+    reference = Quantized()
+    model = prepare(copy.deepcopy(reference), param_dtype=torch.bfloat16)
+    zcompile.reset_stats(model)
+    with torch.no_grad():
+        quantized_loss(model, 0, rank)
+    counted = dict(zcompile.stats(model)["gathered_bytes"])
+    expected = bytes_of(reference)
+    expected["bfloat16"] = expected.pop("float32") // 2  # what is floating-point is cast before the wire
+    assert counted.pop("int64") == 8  # the scalar
+    assert counted == expected
+    assert counted["uint8"] == sum(layer.packed.numel() for layer in (reference.first, reference.second))
+
+    zcompile.reset_stats(model)
+    quantized_loss(model, 0, rank).backward()
+    trained = bytes_of(reference, lambda parameter: parameter.requires_grad)
+    assert zcompile.stats(model)["reduced_bytes"] == {"bfloat16": trained["float32"] // 2}
+
+
+@pytest.mark.parametrize("prepare", [eager, compiled])
+def test_each_dtype_travels_at_its_own_width_and_nothing_frozen_is_reduced(ranks, prepare):
+    ranks(2).run(rank_counts, prepare)
+
+
+class Stack(nn.Module):
+    """A trained layer below packed ones, so that backward reads the dequantized weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Linear(32, 32)
+        self.packed = nn.ModuleList(PackedLinear(32, 32) for _ in range(3))
+        self.register_buffer("table", torch.linspace(-1, 1, 256))
+        self.looked_up = frozen(torch.randint(0, 256, (32, 32), dtype=torch.uint8))
+
+    def forward(self, x):
+        x = self.below(x)
+        for layer in self.packed:
+            x = layer(x).tanh()
+        return nn.functional.linear(x, self.table[self.looked_up.int()])
+
+
+def rank_saves_for_backward(rank, world):
+    torch.manual_seed(0)
+    reference = Stack()
+    model = compiled(copy.deepcopy(reference))
+    x = torch.randn(5, 32)
+    result = model(x)
+    assert result.grad_fn.name() == "CompiledFunctionBackward"
+    shapes = [tuple(tensor.shape) for tensor in result.grad_fn.saved_tensors]
+    assert (32, 32) not in shapes and (5, 32) in shapes
+    result.sum().backward()
+    reference(x).sum().backward()
+    close(model.below.weight.grad, reference.below.weight.grad, FP32, "below")
+
+
+def test_compiled_code_saves_no_dequantized_weight(ranks):
+    ranks(2).run(rank_saves_for_backward)
+
+
+def rank_saves(rank, world, folder):
+    torch.manual_seed(0)
+    reference = Quantized()
+    model = zcompile.shard(copy.deepcopy(reference))
+    for (name, ours), theirs in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(full(ours), theirs), name
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    torch.manual_seed(1)
+    other = zcompile.shard(Quantized())
+    dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
+    for (name, ours), theirs in zip(other.state_dict().items(), reference.state_dict().values(), strict=True):
+        assert torch.equal(full(ours), theirs), name
+    with zcompile.unshard(other):
+        for (name, ours), theirs in zip(other.state_dict().items(), reference.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+def test_any_dtype_is_saved_and_loaded(ranks, tmp_path, world):
+    ranks(world).run(rank_saves, str(tmp_path))
+
+
+def rank_replicates(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    train_beside(rank, world, functools.partial(eager, mesh=mesh), make=Quantized, loss=quantized_loss)
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 4)
+    model.flag = frozen(torch.tensor(rank == 0))
+    model.eighth = frozen(torch.tensor(float(rank)).to(FP8))
+    zcompile.shard(model, mesh)
+    assert full(model.flag.data).item() is True and full(model.eighth.data).float().item() == 0
+
+
+@matrix
+def test_replicas_have_the_same_values_of_any_dtype(ranks):
+    ranks(4).run(rank_replicates)
+
+
+def refuses(message, model):
+    with pytest.raises(TypeError, match=message):
+        zcompile.shard(model)
+
+
+class Params4bit(nn.Parameter):
+    """A parameter with state of its own, as bitsandbytes has it."""
+
+
+def rank_refuses(rank, world):
+    model = nn.Sequential(nn.Linear(6, 4), PackedLinear(6, 4))
+    model[1].eighths = nn.Parameter(torch.zeros(3, dtype=FP8))
+    refuses(r"'1.eighths' has dtype torch.float8_e4m3fn .rank \d.* Freeze it", model)
+    model[1].eighths = Params4bit(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    message = r"'1.eighths' is a tests.*Params4bit \(rank \d\).*an nn.Parameter over a plain tensor.*ignored_params"
+    refuses(message, model)
+    zcompile.shard(model, ignored_params=[model[1].eighths])
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(ranks):
+    ranks(2).run(rank_refuses)
+
+
+def rank_refuses_torchao(rank, world):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, path: path == "1")
+    message = r"'1.weight' is a torchao\..* \(rank \d\).*Shard before quantizing.*docs/peft.md"
+    refuses(message, model)
+    zcompile.shard(model, ignored_params=[model[1].weight])
+    x = torch.randn(2, 64)
+    assert model(x).shape == (2, 32)
+
+
+def test_a_tensor_of_torchao_is_refused_by_name(ranks):
+    pytest.importorskip("torchao")
+    ranks(2).run(rank_refuses_torchao)

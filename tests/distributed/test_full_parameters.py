@@ -1,0 +1,157 @@
+"""`zcompile.full_parameters`: names and whole tensors, one bucket at a time."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcompile
+from tests.support.meshes import short_mesh
+from tests.support.models import Transformer
+from tests.support.packed import Quantized
+from tests.support.reference import lm_loss
+from tests.support.unagreed import shard_without_agreement
+
+matrix = pytest.mark.matrix
+SECONDS = 60.0  # the timeout of what would hang
+
+
+def agreed(model):
+    return zcompile.shard(model, short_mesh(SECONDS))
+
+
+def unagreed(model):
+    """As over NCCL, where ranks do not agree before each collective."""
+    return shard_without_agreement(model, short_mesh(SECONDS), period_s=1000.0)
+
+
+def with_buffers():
+    """Tied parameters, scalars, uneven sizes, all dtypes, buffers that are saved and one that is not."""
+    model = nn.ModuleDict({"text": Transformer(), "packed": Quantized(), "norm": nn.BatchNorm1d(5)})
+    model.register_buffer("scratch", torch.zeros(3), persistent=False)
+    return model
+
+
+def rank_iterates(rank, world, shard, dtype, bucket_bytes):
+    torch.manual_seed(0)
+    reference = with_buffers()
+    model = shard(copy.deepcopy(reference))
+    expected = reference.state_dict()
+    names = []
+    for name, tensor in zcompile.full_parameters(model, dtype, bucket_bytes):
+        theirs = expected[name]
+        if dtype is not None and theirs.is_floating_point() and theirs.itemsize > 1:
+            theirs = theirs.to(dtype)
+        assert tensor.dtype == theirs.dtype and torch.equal(tensor, theirs), name
+        assert not tensor.requires_grad
+        names.append(name)
+    assert names == list(expected)  # tied ones under each of their names
+    lm_loss(model["text"], 0, rank).backward()  # training goes on
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("shard", [agreed, unagreed])
+@pytest.mark.parametrize(
+    ("dtype", "bucket_bytes"),
+    [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=matrix)],
+)
+def test_tensors_are_those_of_the_unsharded_state(ranks, world, shard, dtype, bucket_bytes):
+    ranks(world).run(rank_iterates, shard, dtype, bucket_bytes)
+
+
+def rank_iterates_over_replicas(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    rank_iterates(rank, world, lambda model: zcompile.shard(model, mesh), torch.bfloat16, 3000)
+
+
+@matrix
+def test_replicas_iterate(ranks):
+    ranks(4).run(rank_iterates_over_replicas)
+
+
+def rank_counts(rank, world):
+    model = zcompile.shard(nn.Sequential(*(nn.Linear(64, 63, bias=False) for _ in range(20)), nn.Linear(64, 640)))
+    layer, largest, whole = 64 * 63 * 2, 64 * 640 * 2, sum(each.numel() for each in model.parameters()) * 2
+    bucket = 3 * layer
+    zcompile.reset_stats(model)
+    for _ in zcompile.full_parameters(model, torch.bfloat16, bucket):
+        pass
+    counted = zcompile.stats(model)
+    assert counted["gathered_bytes"] == {"bfloat16": whole}  # cast before the wire
+    assert counted["peak_unsharded_bytes"] <= largest + layer  # a bucket, and the tensor that the loop still has
+    assert counted["peak_unsharded_bytes"] < whole / 2
+    assert counted["gathers"] == 22
+
+    zcompile.reset_stats(model)
+    for i, _ in enumerate(zcompile.full_parameters(model, torch.bfloat16, bucket)):
+        if i == 19:
+            break
+    assert zcompile.stats(model)["peak_unsharded_bytes"] <= bucket + layer
+
+
+def test_memory_is_that_of_one_bucket(ranks):
+    ranks(2).run(rank_counts)
+
+
+def rank_leaves_early(rank, world, shard):
+    torch.manual_seed(0)
+    model = shard(Transformer())
+
+    def iterate(stop):
+        for name, _ in zcompile.full_parameters(model, bucket_bytes=1):
+            if name == stop:
+                break
+
+    iterate("blocks.0.qkv.weight")  # all ranks at the same place
+    if rank == 1:
+        with pytest.warns(
+            UserWarning, match=r"rank 1 left the loop after 'blocks.0.qkv.weight', and other ranks go on"
+        ):
+            iterate("blocks.0.qkv.weight")
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"rank 1 of the mesh has left the loop before 'blocks.0.qkv.bias', which"
+        ):
+            iterate(None)
+
+    def fail():
+        for name, _ in zcompile.full_parameters(model, bucket_bytes=1):
+            if rank == 0 and name == "blocks.1.up.weight":
+                raise ValueError("broken on purpose")
+
+    told = pytest.warns(UserWarning) if rank == 0 else pytest.raises(RuntimeError, match="rank 0 of the mesh has left")
+    with told, contextlib.suppress(ValueError):
+        fail()
+    lm_loss(model, 0, rank).backward()
+
+
+@pytest.mark.parametrize("shard", [agreed, unagreed])
+def test_a_rank_that_leaves_early_is_an_error_of_the_others(ranks, shard):
+    ranks(2).run(rank_leaves_early, shard)
+
+
+def rank_misuses(rank, world):
+    model = zcompile.shard(Transformer())
+    with pytest.raises(ValueError, match=r"dtype must be floating-point, not torch.int8"):
+        zcompile.full_parameters(model, torch.int8)
+    with pytest.raises(ValueError, match="bucket_bytes must be positive"):
+        zcompile.full_parameters(model, bucket_bytes=0)
+    with pytest.raises(RuntimeError, match="no sharded parameter"):
+        zcompile.full_parameters(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="ranks iterate over other tensors"):
+        next(zcompile.full_parameters(model, bucket_bytes=100 + rank * 10000))
+    handle = model.register_forward_hook(lambda *_: zcompile.full_parameters(model))
+    with pytest.raises(RuntimeError, match="inside of a forward"):
+        lm_loss(model, 0, rank)
+    handle.remove()
+    with zcompile.unshard(model):
+        zcompile.reset_stats(model)
+        whole = dict(zcompile.full_parameters(model))
+        assert zcompile.stats(model)["gathers"] == 0 and whole["head.weight"].shape == model.head.weight.shape
+
+
+def test_misuse_is_refused(ranks):
+    ranks(2).run(rank_misuses)

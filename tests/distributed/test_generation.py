@@ -1,0 +1,300 @@
+"""`model.generate()` of a sharded model: ranks stop when they like, and have the tokens of the unsharded model."""
+
+import copy
+import functools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zcompile
+from tests.support.meshes import short_mesh
+from tests.support.models import VOCABULARY, Transformer, batch, hugging_face, hugging_face_loss
+from tests.support.reference import FP32, close, same_grads
+from tests.support.unagreed import shard_without_agreement
+
+pytest.importorskip("transformers")
+matrix = pytest.mark.matrix
+SECONDS = 60.0  # the timeout of what would hang
+
+
+def eager(model):
+    return zcompile.shard(model, short_mesh(SECONDS))
+
+
+def unagreed(model):
+    """As over NCCL, where ranks do not agree before each collective."""
+    return shard_without_agreement(model, short_mesh(SECONDS), period_s=0.2)
+
+
+def compiled_loosely(model, shard=eager, inner="aot_eager"):
+    shard(model)
+    model.compile(backend="zcompile", options={"inner": inner})
+    return model
+
+
+compiled_unagreed = functools.partial(compiled_loosely, shard=unagreed)
+
+
+def make(name="llama"):
+    torch.manual_seed(0)
+    model = hugging_face(name).eval()
+    model.generation_config.eos_token_id = None  # each rank goes on to the length that it is told
+    return model
+
+
+def prompt_of(rank, seed=0):
+    generator = torch.Generator().manual_seed(seed + 100 * rank)
+    return torch.randint(3, VOCABULARY, (2, 2 + 3 * rank), generator=generator)
+
+
+def greedy(length, **how):
+    return {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0, **how}
+
+
+def rank_generates(rank, world, name, prepare, how):
+    reference = make(name)
+    model = prepare(copy.deepcopy(reference))
+    for lengths in ((5, 50, 7, 9), (50, 5, 20, 5)):
+        arguments = greedy(lengths[rank], return_dict_in_generate=True, **how)
+        ours = model.generate(prompt_of(rank), **arguments)
+        theirs = reference.generate(prompt_of(rank), **arguments)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert ours.sequences.shape[1] >= lengths[rank]
+        # nothing was computed that this rank did not ask for
+        lengths = [each.past_key_values.get_seq_length() for each in (ours, theirs)]
+        assert lengths[0] == lengths[1]
+
+
+STATIC = {"cache_implementation": "static"}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "how"),
+    [
+        (eager, {}),
+        (unagreed, STATIC),
+        (compiled_loosely, {}),
+        pytest.param(eager, STATIC, marks=matrix),
+        pytest.param(unagreed, {}, marks=matrix),
+        pytest.param(compiled_loosely, STATIC, marks=matrix),
+        pytest.param(compiled_unagreed, {}, marks=matrix),
+        pytest.param(unagreed, {"prefill_chunk_size": 2}, marks=matrix),
+        pytest.param(compiled_unagreed, STATIC, marks=matrix),
+        pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=matrix),
+    ],
+)
+def test_tokens_are_those_of_the_unsharded_model(ranks, inductor_cache, prepare, how):
+    ranks(2).run(rank_generates, "llama", prepare, how)
+
+
+@matrix
+@pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("prepare", [eager, unagreed, compiled_loosely])
+@pytest.mark.parametrize("world", [2, 4])
+def test_tokens_of_other_models_and_worlds(ranks, name, prepare, world):
+    ranks(world).run(rank_generates, name, prepare, {})
+
+
+def rank_generates_in_replicas(rank, world):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for shard in (zcompile.shard, functools.partial(shard_without_agreement, period_s=0.2)):
+        rank_generates(rank, world, "llama", lambda model, shard=shard: shard(model, mesh), {})
+
+
+@matrix
+def test_replicas_stop_when_they_like(ranks):
+    ranks(4).run(rank_generates_in_replicas)
+
+
+def rank_lets_transformers_compile(rank, world, prepare):
+    from transformers import CompileConfig
+
+    config = CompileConfig(backend="zcompile", mode=None, options={"inner": "aot_eager"})
+    config._compile_all_devices = True
+    rank_generates(rank, world, "llama", prepare, {**STATIC, "compile_config": config})
+
+
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), unagreed])
+def test_transformers_may_compile_with_zcompile(ranks, prepare):
+    ranks(2).run(rank_lets_transformers_compile, prepare)
+
+
+def rank_stops_at_random(rank, world, prepare, seeds):
+    reference = make()
+    model = prepare(copy.deepcopy(reference))
+    for seed in seeds:
+        choice = random.Random(1000 * seed + rank)
+        how = {
+            "max_new_tokens": choice.randint(5, 50),
+            "do_sample": True,
+            "pad_token_id": 0,
+            "eos_token_id": choice.sample(range(3, VOCABULARY), 8),  # of which one comes soon
+            "num_beams": random.Random(seed).choice([1, 1, 3]),
+        }
+        results = []
+        for each in (model, reference):
+            torch.manual_seed(seed)
+            results.append(each.generate(prompt_of(rank, seed), **how))
+        assert torch.equal(*results), seed
+
+
+@pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=matrix), unagreed])
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(100), marks=matrix)])
+def test_ranks_stop_early_at_random(ranks, prepare, seeds):
+    ranks(2).run(rank_stops_at_random, prepare, seeds, timeout=600)
+
+
+def rank_trains_on(rank, world, prepare):
+    reference = make().train()
+    model = prepare(copy.deepcopy(reference))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(3):
+        ours = hugging_face_loss("llama", model, step, rank)
+        ours.backward()
+        theirs = [hugging_face_loss("llama", reference, step, other) for other in range(world)]
+        (sum(theirs) / world).backward()
+        close(ours, theirs[rank], FP32, "loss")
+        same_grads(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        how = greedy(3 + 5 * ((rank + step) % 2))
+        assert torch.equal(*(each.generate(prompt_of(rank), **how) for each in (model, reference)))
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [pytest.param(eager, marks=matrix), compiled_loosely, unagreed, pytest.param(compiled_unagreed, marks=matrix)],
+)
+def test_training_goes_on_after_a_generation(ranks, prepare):
+    ranks(2).run(rank_trains_on, prepare)
+
+
+class Raises:
+    """A streamer that raises at the third token."""
+
+    def __init__(self):
+        self.count = 0
+
+    def put(self, tokens):
+        self.count += 1
+        if self.count > 3:
+            raise ValueError("broken on purpose")
+
+    def end(self):
+        pass
+
+
+def rank_raises(rank, world, prepare):
+    reference = make()
+    model = prepare(copy.deepcopy(reference))
+    prompt = prompt_of(rank)[:1]
+    for length in (2, 20):  # rank 0 is through before rank 1 raises, or not
+        if rank == 1:
+            with pytest.raises(ValueError, match="broken on purpose"):
+                model.generate(prompt, **greedy(20), streamer=Raises())
+        else:
+            with pytest.raises(RuntimeError, match=r"rank 1 of the mesh raised inside of generate.*on rank 0, too"):
+                model.generate(prompt, **greedy(length))
+    how = greedy(4 + rank)
+    assert torch.equal(*(each.generate(prompt, **how) for each in (model, reference)))
+
+
+@pytest.mark.parametrize("prepare", [eager, unagreed])
+def test_an_error_of_one_rank_ends_generation_on_all(ranks, prepare):
+    ranks(2).run(rank_raises, prepare)
+
+
+def rank_does_not_come(rank, world):
+    model = zcompile.shard(make().train())
+    with pytest.raises(RuntimeError, match=r"go on with a generation.*finish a backward pass|finish.*go on with"):
+        if rank == 0:
+            model.generate(prompt_of(0), **greedy(5))
+        else:
+            hugging_face_loss("llama", model, 0, rank).backward()
+
+
+def test_a_rank_that_trains_instead_is_told(ranks):
+    ranks(2).run(rank_does_not_come)
+
+
+def rank_generates_alone(rank, world, prepare):
+    reference = make()
+    model = prepare(copy.deepcopy(reference))
+    with zcompile.unshard(model):
+        zcompile.reset_stats(model)
+        for length in (30, 4) if rank == 0 else ():
+            assert torch.equal(*(each.generate(prompt_of(0), **greedy(length)) for each in (model, reference)))
+        assert zcompile.stats(model)["gathers"] == 0
+    assert torch.equal(*(each.generate(prompt_of(rank), **greedy(2 + rank)) for each in (model, reference)))
+
+
+@pytest.mark.parametrize("prepare", [compiled_loosely, unagreed])
+def test_a_rank_generates_alone_inside_of_unshard(ranks, prepare):
+    ranks(2).run(rank_generates_alone, prepare)
+
+
+class Generates(Transformer):
+    """A model with a `generate` of its own, as programs without transformers have it."""
+
+    @torch.no_grad()
+    def generate(self, tokens, length):
+        for _ in range(length):
+            tokens = torch.cat([tokens, self(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
+        return tokens
+
+
+def rank_has_its_own(rank, world, prepare):
+    torch.manual_seed(0)
+    reference = Generates()
+    model = prepare(copy.deepcopy(reference))
+    for length in (1 + 4 * rank, 5 - 4 * rank, 0 if rank == 0 and prepare is eager else 3):
+        assert torch.equal(*(each.generate(batch(0, rank), length) for each in (model, reference)))
+
+
+@pytest.mark.parametrize("prepare", [eager, unagreed])
+def test_a_generate_of_the_users_own(ranks, prepare):
+    ranks(2).run(rank_has_its_own, prepare)
+
+
+def rank_has_units(rank, world):
+    torch.manual_seed(0)
+    model = hugging_face("mixtral", experts="eager").eval()
+    model.generation_config.eos_token_id = None
+    reference = copy.deepcopy(model)
+    unagreed(model)
+    with pytest.raises(RuntimeError, match=r"rank 0 of the mesh is through.*synced_gpus=True.*zcompile.unshard"):
+        model.generate(prompt_of(rank), **greedy(3 + 5 * rank))
+    how = greedy(3 + 5 * rank, synced_gpus=True)
+    ours, how["synced_gpus"] = model.generate(prompt_of(rank), **how), False
+    assert torch.equal(ours, reference.generate(prompt_of(rank), **how))
+
+
+def test_units_where_ranks_do_not_agree_need_forwards_on_all_ranks(ranks):
+    ranks(2).run(rank_has_units)
+
+
+def rank_generates_with_lora(rank, world):
+    import peft
+
+    def adapted():
+        model = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+        return model
+
+    torch.manual_seed(0)
+    reference = adapted()
+    model = eager(copy.deepcopy(reference))
+    how = greedy(3 + 9 * rank)
+    assert torch.equal(*(each.generate(input_ids=prompt_of(rank), **how) for each in (model, reference)))
+
+
+def test_a_model_of_peft_generates(ranks):
+    pytest.importorskip("peft")
+    ranks(2).run(rank_generates_with_lora)

@@ -1,0 +1,226 @@
+"""LoRA by PEFT on a sharded model: a frozen base that is gathered and never reduced, and adapters that train."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import zcompile
+from tests.support.models import hugging_face, hugging_face_loss
+from tests.support.packed import Quantized, quantized_loss
+from tests.support.reference import FP32, close, compiled, full, train_beside
+
+peft = pytest.importorskip("peft")
+matrix = pytest.mark.matrix
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+loss = functools.partial(hugging_face_loss, "llama")
+
+
+def with_lora(**config) -> nn.Module:
+    """A small Llama with adapters that change its output."""
+    torch.manual_seed(0)
+    how = {"r": 3, "lora_alpha": 8, "target_modules": TARGETS} | config
+    model = peft.get_peft_model(hugging_face("llama"), peft.LoraConfig(**how))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def eager(model):
+    return zcompile.shard(model)
+
+
+PREPARE = [
+    eager,
+    functools.partial(compiled, fullgraph=False),
+    pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor"),
+]
+
+
+def rank_trains(rank, world, prepare):
+    model = train_beside(rank, world, prepare, make=with_lora, loss=loss, steps=3)
+    assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
+
+
+@pytest.mark.parametrize("prepare", PREPARE)
+def test_lora_trains_as_one_process_does(ranks, inductor_cache, prepare):
+    ranks(2).run(rank_trains, prepare)
+
+
+def under_fsdp2() -> nn.Module:
+    model = with_lora()
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def losses_of(model, rank):
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(4):
+        losses.append(loss(model, step, rank))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).detach()
+
+
+def rank_beside_fsdp2(rank, world):
+    ours, theirs = zcompile.shard(with_lora()), under_fsdp2()
+    torch.testing.assert_close(losses_of(ours, rank), losses_of(theirs, rank), rtol=0, atol=1e-5)
+    for (name, our), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        close(our, full(their), 10 * FP32, name)
+
+
+def test_lora_trains_as_under_fsdp2(ranks):
+    ranks(2).run(rank_beside_fsdp2)
+
+
+def rank_counts(rank, world, prepare):
+    reference = with_lora()
+    model = prepare(with_lora())
+    trained = sum(each.nbytes for each in reference.parameters() if each.requires_grad)
+    base = sum(each.nbytes for each in reference.parameters() if not each.requires_grad)
+    loss(model, 0, rank).backward()
+    zcompile.reset_stats(model)
+    result = loss(model, 0, rank)
+    assert zcompile.stats(model)["gathered_bytes"]["float32"] >= base  # nothing of it stays
+    result.backward()
+    assert zcompile.stats(model)["reduced_bytes"] == {"float32": trained}
+
+
+@pytest.mark.parametrize("prepare", PREPARE[:2])
+def test_the_base_is_gathered_and_never_reduced(ranks, prepare):
+    ranks(2).run(rank_counts, prepare)
+
+
+def same_values(model, reference):
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(full(ours.detach()), theirs), name
+
+
+def rank_merges(rank, world, prepare, config):
+    model, reference = prepare(with_lora(**config)), with_lora(**config)
+    original = copy.deepcopy(reference)
+    torch.testing.assert_close(loss(model, 0, rank), loss(reference, 0, rank))
+    for safe_merge in (False, True):  # the latter assigns to `.data`
+        for each in (model, reference):
+            each.merge_adapter(safe_merge=safe_merge)
+        same_values(model, reference)
+        with torch.no_grad():
+            torch.testing.assert_close(loss(model, 1, rank), loss(reference, 1, rank))
+        for each in (model, reference):
+            each.unmerge_adapter()
+        same_values(model, reference)
+        for (name, ours), theirs in zip(model.named_parameters(), original.parameters(), strict=True):
+            close(ours, theirs, FP32, name)
+    loss(model, 0, rank).backward()  # adapters train again
+    assert all((each.grad is not None) == each.requires_grad for each in model.parameters())
+    merged = [each.merge_and_unload() for each in (model, reference)]
+    same_values(*merged)
+    torch.testing.assert_close(*(loss(each, 1, rank) for each in merged))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=matrix), PREPARE[1]])
+def test_merged_and_unmerged_weights_are_those_of_one_process(ranks, world, prepare):
+    ranks(world).run(rank_merges, prepare, {})
+
+
+@matrix
+@pytest.mark.parametrize("config", [{"use_dora": True}, {"target_modules": ["embed_tokens", "v_proj"]}])
+def test_other_adapters_merge(ranks, config):
+    ranks(2).run(rank_merges, eager, config)
+
+
+def rank_merges_in_forward(rank, world):
+    model = zcompile.shard(with_lora())
+    model.merge_adapter()
+    with model.disable_adapter(), pytest.raises(RuntimeError, match=r"q_proj.*inside of a forward or backward"):
+        loss(model, 0, rank)  # which would unmerge
+
+
+def test_an_unmerge_inside_of_a_forward_is_refused(ranks):
+    ranks(2).run(rank_merges_in_forward)
+
+
+def rank_assigns(rank, world):
+    torch.manual_seed(0)
+    model = zcompile.shard(hugging_face("llama"))
+    expected = loss(model, 0, rank)
+    for use in (lambda: loss(model, 0, rank), model.state_dict):
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data * 2
+        with pytest.raises(RuntimeError, match=r"'.data' of parameter 'model.layers.0.mlp.up_proj.weight' and 1 more"):
+            use()
+        assert torch.equal(loss(model, 0, rank), expected)  # the weights are as they were
+    with zcompile.unshard(model, writeback=True):
+        model.lm_head.weight.data = model.lm_head.weight.data * 2
+    assert not torch.equal(loss(model, 0, rank), expected)
+    model.to(torch.float64)  # which exchanges parameters by itself
+    assert loss(model, 0, rank).isfinite() and model.lm_head.weight.dtype == torch.float64
+
+
+def test_an_assignment_to_data_that_would_be_lost_raises(ranks):
+    ranks(2).run(rank_assigns)
+
+
+def rank_saves(rank, world, folder):
+    model = zcompile.shard(with_lora())
+    losses_of(model, rank)
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    zcompile.reset_stats(model)
+    with zcompile.unshard(adapters):
+        gathered = zcompile.stats(model)["gathered_bytes"]["float32"]
+        model.save_pretrained(folder, is_main_process=rank == 0)
+    assert gathered == sum(each.numel() * each.itemsize for each in adapters)
+    dist.barrier()
+    torch.manual_seed(0)
+    loaded = peft.PeftModel.from_pretrained(hugging_face("llama"), folder)
+    same_values(model, loaded)
+    torch.testing.assert_close(loss(model, 5, rank), loss(loaded, 5, rank))
+
+
+def test_adapters_alone_are_saved_and_loaded_in_one_process(ranks, tmp_path):
+    ranks(2).run(rank_saves, str(tmp_path))
+
+
+def rank_wraps_afterwards(rank, world):
+    torch.manual_seed(0)
+    base = zcompile.shard(hugging_face("llama"))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=TARGETS))
+    with pytest.warns(UserWarning, match="lora_A.*not reduced|not reduced.*lora_A"):
+        loss(model, 0, rank).backward()
+
+
+def test_adapters_that_are_added_after_shard_are_warned_of(ranks):
+    ranks(2).run(rank_wraps_afterwards)
+
+
+def rank_packs(rank, world, prepare):
+    """LoRA beside a quantized base, as QLoRA has it."""
+
+    def make():
+        torch.manual_seed(0)
+        model = Quantized()
+        for name in ("first", "second"):
+            getattr(model, name).bias.requires_grad_(False)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["adapter"]))
+        with torch.no_grad():
+            model.base_model.model.adapter.lora_B["default"].weight.normal_()
+        return model
+
+    model = train_beside(rank, world, prepare, make=make, loss=quantized_loss)
+    assert zcompile.stats(model)["gathered_bytes"]["uint8"] > 0
+    assert set(zcompile.stats(model)["reduced_bytes"]) == {"float32"}
+
+
+@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=matrix), PREPARE[1]])
+def test_lora_trains_beside_a_packed_base(ranks, prepare):
+    ranks(2).run(rank_packs, prepare)

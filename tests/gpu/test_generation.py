@@ -1,0 +1,80 @@
+"""Generation, packed weights and export on GPUs, where ranks do not agree before their collectives."""
+
+import copy
+
+import pytest
+import torch
+
+import zcompile
+from tests.support.models import VOCABULARY, batch, hugging_face
+from tests.support.packed import Quantized
+from tests.support.reference import train_beside
+from zcompile.sharding.model_state import models_of, state_of
+
+matrix = pytest.mark.matrix
+
+
+def sharded_over(transport, model, inner=None):
+    """`model`, sharded over `transport`, one of the runtime's names."""
+    zcompile.shard(model)
+    for state in models_of(state_of(model)):
+        state.runtime.use_transport(transport)
+        if "p2p" in transport:
+            state.agreement = None  # of NCCL, which was taken before
+    if inner is not None:
+        model.compile(backend="zcompile", options={"inner": inner})
+    return model
+
+
+def rank_generates(rank, world, transport, inner, how):
+    torch.manual_seed(0)
+    reference = hugging_face("llama").cuda()
+    reference.generation_config.eos_token_id = None
+    model = sharded_over(transport, copy.deepcopy(reference), inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    prompt = torch.randint(3, VOCABULARY, (2, 2 + 3 * rank), generator=generator).cuda()
+    for step, lengths in enumerate(((5, 50), (50, 5))):
+        arguments = {"max_new_tokens": lengths[rank], "do_sample": False, "pad_token_id": 0, **how}
+        with torch.no_grad():
+            for (name, tensor), parameter in zip(
+                zcompile.full_parameters(model), reference.state_dict().values(), strict=True
+            ):
+                assert step > 0 or torch.equal(tensor, parameter), name
+                parameter.copy_(tensor)  # what training changed
+        expected = reference.generate(prompt, **arguments, disable_compile=True)
+        assert torch.equal(model.generate(prompt, **arguments), expected)
+        tokens = batch(step, rank).cuda()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("inner", [None, pytest.param("aot_eager", marks=matrix)])
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=matrix)])
+def test_ranks_stop_when_they_like(gpus, transport, inner, how):
+    gpus(2).run(rank_generates, transport, inner, how)
+
+
+def packed_loss(model, step, rank):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x.cuda()).square().mean()
+
+
+def rank_trains_beside_packed_weights(rank, world, transport, inner):
+    train_beside(
+        rank,
+        world,
+        lambda model: sharded_over(transport, model, inner),
+        make=lambda: Quantized().cuda(),
+        loss=packed_loss,
+        tolerance=1e-4,
+    )
+
+
+@pytest.mark.parametrize("inner", [None, "inductor"])
+@pytest.mark.parametrize("transport", ["c10d", "p2p"])
+def test_frozen_parameters_of_any_dtype_travel(gpus, transport, inner):
+    gpus(2).run(rank_trains_beside_packed_weights, transport, inner)

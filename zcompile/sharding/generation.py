@@ -1,0 +1,184 @@
+"""`model.generate()` of a sharded model: each rank generates for as long as its own text lasts.
+
+[Note: generation]
+Each forward of a generation gathers, and a gather needs every rank, but ranks have other prompts and stop at other
+lengths. So classes of sharded modules that have a `generate` get one that meets: before each forward that generate
+calls, ranks say that they run it, or that they are through. A rank that is through takes part in what the others
+gather, and leaves when all are through. On CPU it serves them; see csrc/transport/rank_agreement.h. Over other
+transports it gathers what its own last forward of that module gathered, in the same order and in the same groups, and
+computes nothing. That is what the others gather, because ranks agree on that by construction. `synced_gpus` of
+transformers would let it compute forwards instead: these fill its cache with tokens that nobody wants, also beyond the
+end of a static cache.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zcompile.sharding.attributes import STATE
+from zcompile.sharding.forward_scope import announces, announcing
+from zcompile.sharding.meeting import GENERATE, Meeting
+from zcompile.sharding.model_state import ShardedModel
+from zcompile.sharding.process_groups import is_fake
+from zcompile.sharding.unshard import sharded_parameters_in
+
+gather_start = torch.ops.zcompile.gather_start.default
+gather_group_start = torch.ops.zcompile.gather_group_start.default
+gather_wait = torch.ops.zcompile.gather_wait.default
+
+# What a rank says at a meeting.
+_FAILED, _DONE, _DONE_WITHOUT_FORWARD, _FOREIGN, _FIRST_MODULE = range(5)
+
+Recording = list[tuple[list[int], torch.dtype]]  # indices of parameters that travel together, and the dtype
+
+
+def agreeing_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate`, a method of a module's class, for modules of sharded models; see [Note: generation]."""
+
+    @functools.wraps(generate)
+    def agreeing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "disable_compile" not in kwargs and _compiles_by_itself(self, args, kwargs):
+            kwargs["disable_compile"] = True
+        if torch.compiler.is_compiling() or announces() or not _gathers(self):
+            return generate(self, *args, **kwargs)
+        return Generation(self).run(lambda: generate(self, *args, **kwargs))
+
+    return agreeing
+
+
+def _compiles_by_itself(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether transformers may compile forwards of `module` with what it takes for a static cache if nobody has chosen:
+    Inductor and CUDA graphs, in which nothing can be gathered."""
+    if not any(each.__name__ == "GenerationMixin" for each in type(module).__mro__):
+        return False
+    configs = [*args, kwargs.get("generation_config"), getattr(module, "generation_config", None)]
+    chosen = kwargs.get("compile_config") or any(getattr(each, "compile_config", None) for each in configs)
+    return not chosen and kwargs.get("cache_implementation") != "paged"
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether a forward of `module` gathers from other ranks. Inside of `zcompile.unshard` it does not."""
+    state: ShardedModel = module.__dict__[STATE]
+    if state.runtime.world == 1 or state.are_units or is_fake(state.mesh):
+        return False
+    return not all(each.is_whole for each in sharded_parameters_in(module))
+
+
+class Generation:
+    """One call of `generate` on this rank."""
+
+    def __init__(self, module: nn.Module):
+        self.state: ShardedModel = module.__dict__[STATE]
+        self.meeting = Meeting(self.state, GENERATE)
+        self.numbers = {id(each): _FIRST_MODULE + i for i, each in enumerate(module.modules())}
+        # Collectives of the model's own need forwards on all ranks, and so do units where nobody is served.
+        serves = self.meeting.serves
+        self.needs_forwards = bool(self.state.others) or (self.state.units is not None and not serves)
+        self.recordings: dict[int, Recording] = {}  # of the last forward of a module, by its number
+        self.last = 0  # number of the module whose forward was last announced
+        self.is_over = False  # all ranks raise what this one does
+
+    def run(self, generate: Callable[[], Any]) -> Any:
+        """The result of `generate()`, when all ranks are through.
+
+        Raises:
+            RuntimeError: another rank raised inside of its generate, or ranks cannot go on together.
+        """
+        try:
+            with announcing(self.announce):
+                result = generate()
+        except Exception:
+            self.keep_recording()
+            if not self.is_over:  # an error of the others counts for less than this one
+                with contextlib.suppress(RuntimeError):
+                    self.meet(_FAILED)
+            raise
+        self.keep_recording()
+        self.wait_for_others()
+        return result
+
+    def announce(self, module: nn.Module) -> None:
+        """Before a forward: meet the others, and remember what it gathers."""
+        self.keep_recording()
+        self.last = self.numbers.get(id(module), _FOREIGN)
+        self.meet(self.last)
+        if not self.meeting.serves:
+            self.state.runtime.record_gathers()
+
+    def keep_recording(self) -> None:
+        """The last forward that was announced has ended."""
+        if self.last and not self.meeting.serves:
+            self.recordings[self.last] = self.state.runtime.stop_recording()
+        self.last = 0
+
+    def wait_for_others(self) -> None:
+        """Take part in what other ranks gather until they are through, too."""
+        done = _DONE if self.recordings or self.meeting.serves else _DONE_WITHOUT_FORWARD
+        while running := [number for number in self.meet(done) if number >= _FOREIGN]:
+            if self.meeting.serves:
+                continue
+            if running[0] not in self.recordings:
+                raise RuntimeError(
+                    f"zcompile: rank {dist.get_rank()} is through with generate(), in which other ranks call a module "
+                    "that it has not called. Generate inside of zcompile.unshard(model), where ranks may do as they "
+                    "like."
+                )
+            self.replay(self.recordings[running[0]])
+
+    def meet(self, number: int) -> list[int]:
+        """What each rank says, of which some run a forward and others may be through.
+
+        Raises:
+            RuntimeError: on all ranks: one has failed, or they cannot go on together.
+        """
+        try:
+            said = self.meeting.meet(number)
+            if number != _FAILED:
+                self.check(said)
+        except BaseException:
+            self.is_over = True
+            raise
+        return said
+
+    def check(self, said: list[int]) -> None:
+        """Raise, on all ranks alike, if they cannot go on together."""
+        if _FAILED in said:
+            raise RuntimeError(
+                f"zcompile: rank {said.index(_FAILED)} of the mesh raised inside of generate(), which ends it on rank "
+                f"{dist.get_rank()}, too. See the error of that rank."
+            )
+        running = {number for number in said if number >= _FOREIGN}
+        through = [rank for rank, number in enumerate(said) if number < _FOREIGN]
+        if running and through and self.needs_forwards:
+            raise RuntimeError(
+                f"zcompile: rank {through[0]} of the mesh is through with generate(), and other ranks are not (rank "
+                f"{dist.get_rank()}). This model has units or collectives of its own, which need a forward on every "
+                "rank: pass synced_gpus=True to generate, or generate inside of zcompile.unshard(model)."
+            )
+        if self.meeting.serves:
+            return
+        if len(running) > 1 or (running and through and (_FOREIGN in running or _DONE_WITHOUT_FORWARD in said)):
+            raise RuntimeError(
+                f"zcompile: ranks call other modules in generate() (rank {dist.get_rank()}). Over this transport, all "
+                "must call the same modules in the same order, until each is through. Generate inside of "
+                "zcompile.unshard(model), where ranks may do as they like."
+            )
+
+    def replay(self, recording: Recording) -> None:
+        """Gather what a forward gathered, and drop it."""
+        self.state.runtime.begin_forward()
+        sharded = list(self.state.parameters.values())
+        for indices, dtype in recording:
+            each = [sharded[i] for i in indices]
+            if len(each) == 1:
+                started = [gather_start(each[0].leaf, list(each[0].shape), dtype)]
+            else:
+                sizes = [size for one in each for size in one.shape]
+                started = gather_group_start([one.leaf for one in each], sizes, [len(one.shape) for one in each], dtype)
+            for tensor in started:
+                gather_wait(tensor)
