@@ -25,7 +25,7 @@ TOLERANCE = 2e-4  # some multiply by their width, or scale a softmax up
 
 def rank_trains(rank, world, task, kind, inner):
     """Three steps beside the unsharded model, both compiled; or why it cannot be made."""
-    torch.backends.cudnn.allow_tf32 = False  # convolutions of two layouts would differ in the third digit
+    torch.backends.cudnn.enabled = False  # its algorithms for two layouts differ in the third digit
     try:
         _compiles_unsharded(task, kind, inner)
 
