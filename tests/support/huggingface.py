@@ -78,7 +78,7 @@ def forget_accelerate() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_DYNAMO_BACKEND"):
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DYNAMO_BACKEND"):
         os.environ.pop(name, None)
 
 

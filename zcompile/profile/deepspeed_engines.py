@@ -23,6 +23,7 @@ class Zero3(Engine):
 
         self.training = training
         self.options = options
+        self.settings = []
         self.model = model
         self.steps = 0
         optimizer = {
