@@ -39,7 +39,9 @@ def eager(model):
 PREPARE = [
     eager,
     functools.partial(compiled, fullgraph=False),
-    pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor"),
+    pytest.param(
+        functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=pytest.mark.matrix
+    ),
 ]
 
 

@@ -60,7 +60,13 @@ def test_engines_train_as_one_rank_does(ranks, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
 
 
-@pytest.mark.parametrize("engine, setting", [("simplefsdp+tuned", "enable_overlap_scheduling"), ("fsdp2+tuned", "2 b")])
+@pytest.mark.parametrize(
+    "engine, setting",
+    [
+        ("fsdp2+tuned", "2 b"),
+        pytest.param("simplefsdp+tuned", "enable_overlap_scheduling", marks=pytest.mark.matrix),
+    ],
+)
 def test_compiled_engines_have_their_settings_and_train_as_one_rank_does(ranks, engine, setting):
     for losses, expected, settings in ranks(2).run(rank_losses, engine, "default"):
         assert losses == pytest.approx(expected, rel=1e-5)
