@@ -34,7 +34,7 @@ class Network:
 
 
 # What an attention kernel reaches of flash attention's rate: measured on an H100, but for "math", which is an estimate.
-ATTENTION_SHARES = {"flash": 1.0, "cpu": 1.0, "cudnn": 1.8, "flex": 1.03, "efficient": 0.48, "math": 0.1}
+ATTENTION_SHARES = {"flash": 1.0, "cudnn": 1.8, "flex": 1.03, "efficient": 0.48, "math": 0.1}
 
 # dtype -> the one whose matmul rate stands in where a table has no figure, and the share of that rate.
 STAND_INS = {
@@ -69,6 +69,8 @@ class Hardware:
         attention_by_kernel: (kernel, operations a second) of other kernels, where they were measured. The others have a
             share of `attention_flops_s`; see ATTENTION_SHARES.
         grouped_share: what grouped matmuls reach of the rate of plain ones, padding counted.
+        attention_varies: whether a call of attention reaches another share of the rate than the measured ones, as on
+            GPUs.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Hardware:
     source: str
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
     grouped_share: float = 0.8
+    attention_varies: bool = True
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
         """Operations a second that matmuls of `dtype` reach.
@@ -199,6 +202,7 @@ CPU = Hardware(
     domain=64,
     network=Network(bytes_s=1e9, latency_s=100e-6),
     memory_bytes=8 << 30,
+    attention_varies=False,
     source="one thread of a server with AMX, and gloo between two ranks on one host; other CPUs differ by factors; "
     "between hosts, 8 Gb/s are assumed",
 )

@@ -70,15 +70,15 @@ class MainParameters(Engine):
         return in_bf16(batch) if self.training.precision == "bf16" else batch
 
     def update(self) -> None:
-        if self.main is self.copies:
-            return super().update()
-        for main, copy in zip(self.main, self.copies):
-            main.grad = None if copy.grad is None else copy.grad.float()
-            copy.grad = None
+        has_copies = self.main is not self.copies
+        if has_copies:
+            for main, copy in zip(self.main, self.copies):
+                main.grad = None if copy.grad is None else copy.grad.float()
+                copy.grad = None
         super().update()
-        with torch.no_grad():
-            torch._foreach_copy_(list[torch.Tensor](self.copies), list[torch.Tensor](self.main))
-        return None
+        if has_copies:
+            with torch.no_grad():
+                torch._foreach_copy_(list[torch.Tensor](self.copies), list[torch.Tensor](self.main))
 
 
 class Ddp(Engine):
@@ -136,6 +136,7 @@ class SimpleFsdp(Engine):
         return model
 
     def compile(self, model: nn.Module) -> None:
+        """Compile the sharded model. Subclasses have settings of their own."""
         model.compile()
 
     def cast_input(self, batch: Any) -> Any:

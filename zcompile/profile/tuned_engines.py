@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ class Fsdp2Tuned(Fsdp2Compile):
         blocks: list[FSDPModule] = [block for block in blocks_of(model) if isinstance(block, FSDPModule)]
         has_links = torch.cuda.is_available() and 1 < dist.get_world_size() <= torch.cuda.device_count()
         if has_links and os.environ.get("NCCL_CTA_POLICY") == "2":
-            self._set_each(blocks, "set_symm_mem_for_comm")
+            self._set(blocks, "set_symm_mem_for_comm")
         elif has_links:
             self.settings.append("without symmetric memory: NCCL_CTA_POLICY=2 was not set")
-        self._set(model, "set_separate_reduce_scatter_group", True)
-        self._set(model, "set_reduce_scatter_max_input_buffers", INPUT_BUFFERS)
+        self._set([model], "set_separate_reduce_scatter_group", True)
+        self._set([model], "set_reduce_scatter_max_input_buffers", INPUT_BUFFERS)
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + PREFETCHED_BLOCKS])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - PREFETCHED_BLOCKS) : i][::-1])
@@ -41,25 +42,17 @@ class Fsdp2Tuned(Fsdp2Compile):
         self.settings.append(f"{PREFETCHED_BLOCKS} blocks prefetched each way, the last block kept for backward")
         return model
 
-    def _set(self, module: Any, name: str, *args: Any) -> None:
-        """Call a setter of FSDP2, if this torch has it."""
-        set_it = getattr(module, name, None)
-        if set_it is None:
-            self.settings.append(f"{name}: not in torch {torch.__version__}")
-            return
-        set_it(*args)
-        self.settings.append(f"{name}({', '.join(map(str, args))})")
-
-    def _set_each(self, blocks: list[Any], name: str) -> None:
+    def _set(self, modules: Sequence[Any], name: str, *args: Any) -> None:
+        """Call a setter of FSDP2 on each module, if this torch has it."""
         if not hasattr(FSDPModule, name):
             self.settings.append(f"{name}: not in torch {torch.__version__}")
             return
-        for block in blocks:
-            getattr(block, name)()
-        self.settings.append(f"{name}() on {len(blocks)} blocks")
+        for module in modules:
+            getattr(module, name)(*args)
+        self.settings.append(f"{name}({', '.join(map(str, args))})")
 
 
-# Of torch._inductor.config.aten_distributed_optimizations, which is public as far as Inductor's options are.
+# Settings of torch._inductor.config.aten_distributed_optimizations.
 OVERLAP = {
     "enable_overlap_scheduling": True,
     "collective_bucketing": True,

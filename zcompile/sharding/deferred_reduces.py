@@ -19,8 +19,8 @@ REDUCE = ("each", "shards", "last")  # the values of `accumulate(reduce=)`
 BUCKET_BYTES = 64 << 20  # of shards that are summed over replicas by one collective
 
 
-class NoDeferral:
-    """Each microbatch reduces its gradients."""
+class Deferral:
+    """What a block of microbatches leaves to its end. This one leaves nothing: each microbatch reduces."""
 
     def __init__(self, states: Sequence[ShardedModel]):
         self.states = states
@@ -35,7 +35,7 @@ class NoDeferral:
         """The block raised, and other ranks may not come: gradients are as before it."""
 
 
-class DeferredReplicas(NoDeferral):
+class DeferredReplicas(Deferral):
     """Microbatches sum over the ranks that share the shards; the block's end sums over replicas, in their order.
 
     Earlier gradients have been summed over replicas. They stand aside meanwhile.
@@ -70,7 +70,7 @@ class DeferredReplicas(NoDeferral):
             parameter.grad = grad
 
 
-class DeferredReduces(NoDeferral):
+class DeferredReduces(Deferral):
     """Microbatches add up whole gradients; the block's end reduces each once. Units reduce in each microbatch."""
 
     def __init__(self, states: Sequence[ShardedModel]):
@@ -96,7 +96,7 @@ class DeferredReduces(NoDeferral):
             state.runtime.defer("reduces" if defers else "")
 
 
-def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> NoDeferral:
+def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> Deferral:
     """What is deferred for `reduce`, one of REDUCE.
 
     Raises:
@@ -104,7 +104,7 @@ def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> NoDeferral:
     """
     if reduce not in REDUCE:
         raise ValueError(f"zcompile: accumulate(reduce={reduce!r}): it is one of {', '.join(map(repr, REDUCE))}")
-    kinds = {"each": NoDeferral, "shards": DeferredReplicas, "last": DeferredReduces}
+    kinds = {"each": Deferral, "shards": DeferredReplicas, "last": DeferredReduces}
     return kinds[reduce](states)
 
 

@@ -34,24 +34,19 @@ def scaled_dot_product(call: Call) -> Work:
     query, key, values = call.args[1 if is_backward else 0 :][:3]
     flops = attention_flops(query, key, values, is_backward)
     is_causal = bool(call.argument("is_causal"))
-    kernel = _kernel_of(call.name)
     bias = call.argument("attn_bias", call.argument("attn_mask"))
-    masked = MASKED_SHARE if isinstance(bias, TensorSize) and kernel != "cpu" else 1.0
-    share = masked * reached_share(kernel, query.shape[-1], is_backward, is_causal)
-    return Work(flops=flops // (2 if is_causal else 1), attention=kernel, share=share)
+    masked = MASKED_SHARE if isinstance(bias, TensorSize) else 1.0
+    share = masked * reached_share(query.shape[-1], is_backward, is_causal)
+    return Work(flops=flops // (2 if is_causal else 1), attention=_kernel_of(call.name), share=share)
 
 
-def reached_share(kernel: str, width: int, is_backward: bool, is_causal: bool) -> float:
-    """What a call reaches of its kernel's rate; 1 on a CPU."""
-    if kernel == "cpu":
-        return 1.0
+def reached_share(width: int, is_backward: bool, is_causal: bool) -> float:
+    """What a call reaches of its kernel's rate on a GPU."""
     share = BACKWARD_SHARE if is_backward else FORWARD_SHARE
     return share * (CAUSAL_SHARE if is_causal else 1.0) * (NARROW_SHARE if width <= 64 else 1.0)
 
 
 def _kernel_of(name: str) -> str:
-    if "for_cpu" in name:
-        return "cpu"
     return next((kernel for kernel in ("efficient", "cudnn", "math") if kernel in name), "flash")
 
 
@@ -80,7 +75,7 @@ def flex_attention(call: Call) -> Work:
     return Work(
         flops=blocks * attention_flops(query, key, values, is_backward),
         attention="flex",
-        share=reached_share("flex", query.shape[-1], is_backward, is_causal=blocks < 1),
+        share=reached_share(query.shape[-1], is_backward, is_causal=blocks < 1),
         nbytes=read_bytes + nbytes_of(call.out),
     )
 

@@ -43,8 +43,8 @@ class Work:
         launches: kernels that run one after the other.
         grouped: whether they are those of grouped matmuls.
         attention: if `flops` are those of attention, which kernel it is: "flash", "efficient", "cudnn", "flex" or
-            "math"; "cpu" is the CPU's.
-        share: what the call reaches of the rate that the table has for such operations.
+            "math".
+        share: what an attention reaches of its kernel's rate, on machines where calls differ in that.
         seconds: time in addition, such as a wait of the host for the device.
     """
 
@@ -67,10 +67,10 @@ class Work:
         seconds = memory_s
         if self.flops:
             if self.attention:
-                rate = hardware.attention_rate(self.attention)
+                rate = hardware.attention_rate(self.attention) * (self.share if hardware.attention_varies else 1.0)
             else:
                 rate = hardware.matmul_rate(self.dtype or dtype) * (hardware.grouped_share if self.grouped else 1.0)
-            seconds = max(seconds, self.flops / (self.share * rate))
+            seconds = max(seconds, self.flops / rate)
         if self.launches:  # each kernel after the first waits for the one before it
             seconds = max(seconds, hardware.kernel_s) + (self.launches - 1) * hardware.kernel_s
         return seconds + self.seconds
