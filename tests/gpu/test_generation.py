@@ -6,24 +6,12 @@ import pytest
 import torch
 
 import zcompile
+from tests.support.gpu import sharded_over
 from tests.support.models import VOCABULARY, batch, hugging_face
 from tests.support.packed import Quantized
 from tests.support.reference import train_beside
-from zcompile.sharding.model_state import models_of, state_of
 
 matrix = pytest.mark.matrix
-
-
-def sharded_over(transport, model, inner=None):
-    """`model`, sharded over `transport`, one of the runtime's names."""
-    zcompile.shard(model)
-    for state in models_of(state_of(model)):
-        state.runtime.use_transport(transport)
-        if "p2p" in transport:
-            state.agreement = None  # of NCCL, which was taken before
-    if inner is not None:
-        model.compile(backend="zcompile", options={"inner": inner})
-    return model
 
 
 def rank_generates(rank, world, transport, inner, how):

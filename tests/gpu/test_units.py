@@ -5,23 +5,15 @@ import functools
 import pytest
 import torch
 
-import zcompile
+from tests.support.gpu import sharded_over
 from tests.support.mixtures import Experts, MixtureModel, StackedExperts
 from tests.support.reference import train_beside
 from tests.support.units import routed_loss
-from zcompile.sharding.model_state import models_of, state_of
 
 
-def sharded_over(transport, model, inner=None):
-    """`model` with its experts as units, over `transport`, one of the runtime's names."""
-    zcompile.shard(model, units=[type(model.layers[0].experts)])
-    for state in models_of(state_of(model)):
-        state.runtime.use_transport(transport)
-        if "p2p" in transport:
-            state.agreement = None  # of NCCL, which was taken before
-    if inner is not None:
-        model.compile(backend="zcompile", options={"inner": inner})
-    return model
+def with_units(transport, model, inner=None):
+    """`model` with its experts as units."""
+    return sharded_over(transport, model, inner, units=[type(model.layers[0].experts)])
 
 
 def rank_routes(rank, world, transport, experts, inner):
@@ -31,7 +23,7 @@ def rank_routes(rank, world, transport, experts, inner):
     train_beside(
         rank,
         world,
-        functools.partial(sharded_over, transport, inner=inner),
+        functools.partial(with_units, transport, inner=inner),
         make=lambda: MixtureModel(experts).cuda(),
         loss=loss,
         steps=5,

@@ -6,9 +6,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import zcompile
 from tests.support.models import Transformer
 from tests.support.reference import compiled, lm_loss
-from zcompile.sharding.model_state import state_of
+from zcompile.sharding.model_state import models_of, state_of
 
 # For tests of speed, or of the links between two GPUs. All others run with ranks that share GPUs, too.
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -96,3 +97,15 @@ def rank_trains_as_over_nccl(rank, world, loss, transport, options):
     assert torch.equal(nccl_losses, losses)
     for over_nccl, parameter in zip(nccl_parameters, parameters, strict=True):
         assert torch.equal(over_nccl, parameter)
+
+
+def sharded_over(transport, model, inner=None, units=None):
+    """`model`, sharded over `transport`, one of the runtime's names, and compiled if an inner backend is given."""
+    zcompile.shard(model, units=units)
+    for state in models_of(state_of(model)):
+        state.runtime.use_transport(transport)
+        if "p2p" in transport:
+            state.agreement = None  # of NCCL, which was taken before
+    if inner is not None:
+        model.compile(backend="zcompile", options={"inner": inner})
+    return model
