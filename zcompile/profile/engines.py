@@ -19,7 +19,6 @@ from zcompile.profile.torch_engines import Ddp, Fsdp2, Fsdp2Compile, Limit, Main
 from zcompile.profile.tuned_engines import ZERO_CTA_POLICY, Fsdp2Tuned, SimpleFsdpTuned
 from zcompile.profile.zcompile_engines import Eager, Zcompile
 
-
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
 
 
