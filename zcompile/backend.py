@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from zcompile.passes.verify import verify_partition
 from zcompile.sharding.forward_scope import checking_requires_grad
 from zcompile.sharding.model_state import ShardedModel, model_of
 from zcompile.sharding.rank_agreement import Line
+from zcompile.sharding.user_hooks import saves_by_hooks
 from zcompile.source_hash import source_hash
 
 
@@ -57,6 +59,8 @@ def compile_graph(
     """
     settings = parse_options(options)
     plan = _plan(example_inputs, settings)
+    if settings.save_for_backward_bytes is None and saves_by_hooks():
+        plan = replace(plan, save_for_backward_bytes=0)  # save_on_cpu would move an unsharded parameter
     compiled = compile_planned(gm, example_inputs, settings, plan, mode)
     if not _models(example_inputs):
         return compiled

@@ -97,8 +97,9 @@ class Settings:
     """Most bytes of unsharded parameters that stay from forward to backward instead of being gathered again. They are
     the parameters that forward reads last. Default: in a graph that computes the loss, the bytes of the largest
     parameter and an eighth more, since backward begins with what forward read last and has nothing yet that hides its
-    gather; in other graphs 0. Where a value is given, over "p2p" each saved parameter takes memory for what other
-    ranks have of it, which the transport then holds on to."""
+    gather; in other graphs 0, and where the graph is compiled inside of hooks for saved tensors, such as
+    `torch.autograd.graph.save_on_cpu`. Where a value is given, over "p2p" each saved parameter takes memory for what
+    other ranks have of it, which the transport then holds on to."""
 
     rematerialize: bool = True
     """Compute again in backward what pointwise kernels make of tensors that are saved anyway, such as the result of a

@@ -33,7 +33,8 @@ def run(script: Path, folder: Path, output: str, *others: str) -> dict:
 
 
 @pytest.mark.matrix
-def test_one_line_makes_a_script_train_sharded(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [(), ("--torch_compile_backend", "zcompile")])
+def test_one_line_makes_a_script_train_sharded_and_one_flag_compiled(tmp_path, monkeypatch, inductor_cache, flags):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -50,9 +51,11 @@ def test_one_line_makes_a_script_train_sharded(tmp_path, monkeypatch):
     ours.write_text(before + "\n" + LINE.rstrip() + mark + behind)
     assert len(ours.read_text().splitlines()) == len(theirs.read_text().splitlines()) + 1
 
-    under_ddp, sharded = run(theirs, tmp_path, "theirs"), run(ours, tmp_path, "ours")
+    under_ddp, sharded = run(theirs, tmp_path, "theirs"), run(ours, tmp_path, "ours", *flags)
     assert len(sharded["losses"]) == 5 and sharded["losses"] == pytest.approx(under_ddp["losses"], abs=LOSSES)
     assert sharded["eval_loss"] == pytest.approx(under_ddp["eval_loss"], abs=LOSSES)
+    assert any(inductor_cache.rglob("*.py")) == bool(flags)
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    resumed = run(ours, tmp_path, "ours", "--resume_from_checkpoint", str(tmp_path / "ours/checkpoint-3"))
+    resume = ("--resume_from_checkpoint", str(tmp_path / "ours/checkpoint-3"))
+    resumed = run(ours, tmp_path, "ours", *flags, *resume)
     assert resumed["eval_loss"] == pytest.approx(under_ddp["eval_loss"], abs=LOSSES)

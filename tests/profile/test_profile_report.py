@@ -151,6 +151,8 @@ def test_predictions_stand_in_the_report(profiled, results):
     (prediction,) = report.predictions(results)
     plan = results["engines"][OURS]["plan"]
     assert f"predicted a step of {plan['step_ms']:.1f} ms" in prediction and plan["rests_on"] in prediction
+    saved = f"Forward saves {plan['saved_bytes'] / 2**20:,.1f} MiB for backward (activation_memory_budget 1)"
+    assert plan["saved_bytes"] > 4 * 2 * 32 * 2048 and saved in prediction  # logits among it
     assert prediction in html.unescape((profiled / "report.html").read_text())
 
 

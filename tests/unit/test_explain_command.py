@@ -9,7 +9,8 @@ from zcompile.planning.workloads import load
 
 
 def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
-    arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1", "--json"]
+    arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1"]
+    arguments += ["--activation-budgets", "1,0.4", "--json"]
     assert main([*arguments, str(tmp_path / "plan.json")]) == 0
     told = capsys.readouterr().out
     assert "embedding.weight" in told and "4096" in told
@@ -27,6 +28,11 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     assert all(
         graph["unsharded_bytes"] <= graph["bound_bytes"] for plan in written["budgets"] for graph in plan["graphs"]
     )
+    all_of_them, less = written["activation_budgets"]
+    assert two["activation_memory_budget"] == all_of_them["activation_memory_budget"] == 1.0
+    assert all_of_them["graphs"] == two["graphs"] and "activation_memory_budget 1." in told
+    assert less["activation_memory_budget"] == 0.4 and "activation budget" in told
+    assert less["graphs"][1]["saved_bytes"] < 0.6 * two["graphs"][1]["saved_bytes"]
     for graph in two["graphs"]:
         times, live, unsharded = zip(*graph["memory"])
         total_ms = graph["compute_ms"] + graph["exposed_ms"] + graph["slowed_ms"]
@@ -53,6 +59,8 @@ def pair():
         (["--hardware", "abacus"], "--hardware takes h200, h100, a100, b200, l40s, cpu or a file"),
         (["--hardware", __file__], "it is no JSON"),
         (["--budgets", "-1"], "--budgets takes"),
+        (["--activation-budgets", "1,2"], "--activation-budgets takes numbers from 0 to 1"),
+        (["--activation-budgets", "half"], "--activation-budgets takes numbers from 0 to 1"),
         (["--persist", "-1"], "--save-for-backward takes"),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),

@@ -33,7 +33,9 @@ def test_a_plan_as_a_course():
     live_and_saved = [(ordered.live_bytes, saved) for ordered, saved in in_order(graphs)]
     assert live_and_saved == [(100, 0), (60, 16), (50, 16), (80, 0)]
     explained = Explanation(2, "nccl", "", 0, 10, graphs, 5.0, 45.0, 1.0, 1100, 1000, 20, 0.0, "guesses", (), 0)
+    explained = replace(explained, activation_memory_budget=0.4)
     course = step_of(explained, microbatches=2)
+    assert (course.saved_bytes, course.activation_memory_budget) == (16 + 8, 0.4)
     assert (course.step_ms, course.exposed_ms, course.rests_on) == (85.0, 2.0, "guesses")
     assert step_of(replace(explained, adding_ms=3.0), microbatches=3).step_ms == 3 * 40 + 2 * 3 + 5
     forwards = [(0, 1100, 1040), (5, 1050, 1020), (10, 1076, 1020), (15, 1046, 1010)]

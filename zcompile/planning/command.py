@@ -4,9 +4,10 @@ import argparse
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from zcompile.analysis.calibration import Calibration, merged
 from zcompile.analysis.hardware import CPU, Hardware, Link
 from zcompile.analysis.hardware_tables import TABLES
 from zcompile.backend import parse_options
-from zcompile.options import Plan
+from zcompile.options import Plan, Settings
 from zcompile.planning.argument_parser import Parser, positive
 from zcompile.planning.device_attention import DeviceAttention
 from zcompile.planning.explanation import Explanation, comparison
@@ -36,12 +37,14 @@ class Predicted(NamedTuple):
 
     Attributes:
         by_ranks: one explanation for each number of ranks.
-        by_budget: one for each budget, on the first number of ranks.
+        by_budget: one for each budget of unsharded parameters, on the first number of ranks.
+        by_activations: one for each share of activations, on the first number of ranks.
         traced_s: how long tracing took.
     """
 
     by_ranks: list[Explanation]
     by_budget: list[Explanation]
+    by_activations: list[Explanation]
     traced_s: float
 
 
@@ -72,6 +75,13 @@ def parser() -> Parser:
         metavar="MIB",
         help="of unsharded parameters that forward saves for backward; by default the size of the largest and an "
         "eighth more if forward returns a loss",
+    )
+    add(
+        "--activation-budgets",
+        default="",
+        metavar="SHARES",
+        help="what if: time and memory of a step that saves these shares of its activations for backward, from 1 to "
+        "0, with commas between; see the option activation_memory_budget",
     )
     add("--json", type=Path, metavar="FILE", help="write everything there")
     return options
@@ -158,14 +168,34 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
         raise BadInput("--ranks takes at least one number")
     hardware = _hardware(arguments.hardware)
     save_mib = _numbers("--save-for-backward", arguments.save_for_backward or "")
-    settings = parse_options({"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {})
-    plans = [settings.plan(_link(hardware, arguments.transport, world), hardware.memory_bytes) for world in ranks]
+    options: dict[str, Any] = {"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {}
+    links = [_link(hardware, arguments.transport, world) for world in ranks]
+    plans = [parse_options(options).plan(link, hardware.memory_bytes) for link in links]
+    by_share = _settings_of_shares(arguments.activation_budgets, options)
     begin = time.monotonic()
     traced, parameters = _traced(arguments, plans[0])
     traced_s = time.monotonic() - begin
     by_ranks = [predict_step(traced, plan, parameters, 1, _default_cache_bytes(plan, parameters)) for plan in plans]
     budgets = [replace(plans[0], gather_budget_bytes=mib << 20) for mib in budgets_mib]
-    return Predicted(by_ranks, [predict_step(traced, plan, parameters, 1) for plan in budgets], traced_s)
+    by_budget = [predict_step(traced, plan, parameters, 1) for plan in budgets]
+    shares = [settings.plan(links[0], hardware.memory_bytes) for settings in by_share]
+    by_activations = [predict_step(_traced(arguments, plan)[0], plan, parameters, 1) for plan in shares]
+    return Predicted(by_ranks, by_budget, by_activations, traced_s)
+
+
+def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]:
+    """Settings for each share of activations in `text`.
+
+    Raises:
+        BadInput: `text` is no list of numbers from 0 to 1.
+    """
+    try:
+        shares = [float(share) for share in text.split(",") if share]
+        return [parse_options({**options, "activation_memory_budget": share}) for share in shares]
+    except ValueError:
+        raise BadInput(
+            f"--activation-budgets takes numbers from 0 to 1 with commas between them, not {text!r}"
+        ) from None
 
 
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
@@ -191,11 +221,12 @@ def main(argv: list[str] | None = None) -> int:
     options = parser()
     arguments = options.parse_args(argv)
     try:
-        by_ranks, by_budget, traced_s = predicted(arguments)
+        by_ranks, by_budget, by_activations, traced_s = predicted(arguments)
         if arguments.json:
             everything = {
                 "ranks": [asdict(explained) for explained in by_ranks],
                 "budgets": [asdict(explained) for explained in by_budget],
+                "activation_budgets": [asdict(explained) for explained in by_activations],
             }
             arguments.json.write_text(json.dumps(everything, indent=1))
     except (BadInput, OSError) as error:
@@ -204,5 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     print(comparison("ranks", [(explained.world, explained) for explained in by_ranks]))
     if by_budget:
         print(comparison("budget MiB", [(explained.gather_budget_bytes >> 20, explained) for explained in by_budget]))
+    if by_activations:
+        by_share = [(explained.activation_memory_budget, explained) for explained in by_activations]
+        print(comparison("activation budget", by_share))
     print(f"Traced in {traced_s:.1f} s.")
     return 0

@@ -25,6 +25,7 @@ class Explanation:
         cached_graphs: the graphs inside of `zcompile.accumulate`. There they find cached what an earlier graph of the
             step gathered, as far as the cache holds it. Empty if nothing is cached.
         cached_bytes: the memory of that cache.
+        activation_memory_budget: the share of activations that forwards save; see `zcompile.options.Settings`.
     """
 
     world: int
@@ -43,6 +44,12 @@ class Explanation:
     rests_on: str
     cached_graphs: tuple[PlannedGraph, ...]
     cached_bytes: int
+    activation_memory_budget: float = 1.0
+
+    @property
+    def saved_bytes(self) -> int:
+        """What forwards save for their backwards: activations, and unsharded parameters that are saved."""
+        return sum(graph.saved_bytes for graph in self.graphs)
 
     @property
     def microbatches_ms(self) -> tuple[float, float]:
@@ -66,6 +73,10 @@ class Explanation:
             f"a step of {self.step_ms:.1f} ms, {self.exposed_ms:.2f} ms of it exposed communication; "
             f"{self.peak_bytes / GIB:.2f} GiB at most."
         )
+        page.add(
+            f"Forward saves {self.saved_bytes / MIB:.1f} MiB for backward: "
+            f"activation_memory_budget {self.activation_memory_budget:g}."
+        )
         for graph in self.graphs:
             add_graph(page, graph)
         if self.cached_graphs:
@@ -83,13 +94,13 @@ class Explanation:
         return str(page)
 
 
-def comparison(what: str, explanations: Sequence[tuple[int, Explanation]]) -> str:
+def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> str:
     """A table with one row for each explanation.
 
     Args:
         what: names the number that comes with each explanation, and by which they differ.
     """
-    columns = ("step ms", "exposed ms", "slowed ms", "peak GiB", "unsharded at once MiB", "gathered MiB")
+    columns = ("step ms", "exposed ms", "slowed ms", "peak GiB", "saved MiB", "unsharded at once MiB", "gathered MiB")
     return table_text(what, columns, [(str(number), *_figures(explained)) for number, explained in explanations])
 
 
@@ -99,6 +110,7 @@ def _figures(explained: Explanation) -> tuple[str, ...]:
         f"{explained.exposed_ms:.2f}",
         f"{sum(graph.slowed_ms for graph in explained.graphs):.2f}",
         f"{explained.peak_bytes / GIB:.2f}",
+        f"{explained.saved_bytes / MIB:.1f}",
         f"{max(graph.unsharded_bytes for graph in explained.graphs) / MIB:.0f}",
         f"{sum(graph.gathered_bytes for graph in explained.graphs) / MIB:.0f}",
     )

@@ -78,6 +78,7 @@ def predict_step(
         rests_on=link.hardware.source,
         cached_graphs=cached_graphs,
         cached_bytes=round(sum(cached.values()) * _unsharded_fraction(link)),
+        activation_memory_budget=plan.activation_memory_budget,
     )
 
 

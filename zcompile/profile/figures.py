@@ -115,12 +115,15 @@ def draw_kinds(results: Results) -> Figure | None:
     plots: list[Axes] = list(figure.subplots(len(engines), sharex=True, sharey=True, squeeze=False)[:, 0])
     for axes, (name, engine) in zip(plots, engines.items()):
         _stack(axes, engine["memory"], scale)
+        title = name
         if plan := engine.get("plan"):
+            saved = f"{plan['saved_bytes'] / scale:.3g} {unit}"
+            title += f", activation_memory_budget {plan['activation_memory_budget']:g}: {saved} planned for backward"
             ms, *levels = zip(*plan["memory"])
             for level, style, label in zip(levels, ("-", ":"), ("plan", "plan: unsharded parameters")):
                 height = [nbytes / scale for nbytes in level]
                 axes.step(ms, height, style, where="post", color=PLAN, linewidth=1, label=label)
-        axes.set_title(name, loc="left", fontsize=9)
+        axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylabel(unit)
     plots[0].set_xlim(left=0)
     plots[0].set_ylim(bottom=0)

@@ -18,6 +18,8 @@ class PlannedStep:
         memory: (ms since the step began, bytes, bytes without activations and gradients).
         transfers: (begin, end) in ms of gathers and reduces. Those that follow each other without a gap are one.
         rests_on: where the figures of the machine come from.
+        saved_bytes: that the forward of a microbatch saves for backward.
+        activation_memory_budget: the share of activations that this is under.
     """
 
     step_ms: float
@@ -26,6 +28,8 @@ class PlannedStep:
     memory: list[tuple[float, int, int]]
     transfers: list[Interval]
     rests_on: str
+    saved_bytes: int
+    activation_memory_budget: float
 
 
 def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
@@ -59,4 +63,13 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
     memory += [(ms, static + gradients, static) for ms in (now_ms, end_ms)]
     peak_bytes = max(nbytes for _, nbytes, _ in memory)
     curve = thinned(memory, POINTS, lambda point: point[1])
-    return PlannedStep(end_ms, exposed_ms, peak_bytes, curve, union(transfers), explained.rests_on)
+    return PlannedStep(
+        step_ms=end_ms,
+        exposed_ms=exposed_ms,
+        peak_bytes=peak_bytes,
+        memory=curve,
+        transfers=union(transfers),
+        rests_on=explained.rests_on,
+        saved_bytes=explained.saved_bytes,
+        activation_memory_budget=explained.activation_memory_budget,
+    )

@@ -27,7 +27,9 @@ def predictions(results: Results) -> list[str]:
             sentences.append(
                 f"The plan of {name} predicted a step of {plan['step_ms']:.1f} ms and "
                 f"{plan['peak_bytes'] / 2**20:,.0f} MiB at most; measured were {engine['step_ms']['median']:.1f} ms "
-                f"and {sum(memory['at_peak'].values()) / 2**20:,.0f} MiB. It rests on: {plan['rests_on']}."
+                f"and {sum(memory['at_peak'].values()) / 2**20:,.0f} MiB. Forward saves "
+                f"{plan['saved_bytes'] / 2**20:,.1f} MiB for backward (activation_memory_budget "
+                f"{plan['activation_memory_budget']:g}). It rests on: {plan['rests_on']}."
             )
         if settings := engine.get("settings"):
             sentences.append(f"{name} ran with: {'; '.join(settings)}.")

@@ -12,6 +12,7 @@ from zcompile.sharding.attributes import STATE, UNIT, UNITS_BELOW
 from zcompile.sharding.forward_scope import call_eagerly, never_compiled_alone
 from zcompile.sharding.model_state import ShardedModel
 from zcompile.sharding.units import Unit
+from zcompile.sharding.user_hooks import saves_by_hooks
 
 
 class UnitForward:
@@ -23,7 +24,7 @@ class UnitForward:
         self.trained = [i for i, leaf in enumerate(self.leaves) if leaf.requires_grad]
         self.unsharded: list[torch.Tensor] = gathered  # while forward runs
         # Whoever had hooks for saved tensors before keeps them. A checkpoint saves nothing, and computes again.
-        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        is_hooked = saves_by_hooks()
         self.recomputes = torch._C._current_graph_task_id() != -1  # backward is about to read it
         self.saves_notes = not is_hooked and not self.recomputes
         self.is_gathered_again = False

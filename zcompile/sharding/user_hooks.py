@@ -1,6 +1,6 @@
-"""Hooks that users register on the DTensors in `model.parameters()`.
+"""Hooks of users: on the DTensors in `model.parameters()`, and for tensors that autograd saves.
 
-Autograd accumulates into leaves, so it never calls these hooks. `ShardedParameter.post_accumulate_grad` does.
+Autograd accumulates into leaves, so it never calls the former. `ShardedParameter.post_accumulate_grad` does.
 """
 
 from typing import Any
@@ -62,3 +62,8 @@ def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a plain tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def saves_by_hooks() -> bool:
+    """Whether what autograd saves goes through somebody's hooks here, such as `save_on_cpu` or a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
