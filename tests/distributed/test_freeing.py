@@ -222,7 +222,8 @@ def rank_makes_many(rank, world, few, many, prepare):
 def growth(ranks, few, many, prepare):
     """Resident bytes that the models from the `few`th to the `many`th left, on the rank where they are most."""
     grown = []
-    for (before, threads_before), (after, threads_after) in ranks(2).run(rank_makes_many, few, many, prepare):
+    counts = ranks(2).run(rank_makes_many, few, many, prepare, timeout=600)
+    for (before, threads_before), (after, threads_after) in counts:
         assert threads_after == threads_before
         grown.append(after - before)
     return max(grown)
