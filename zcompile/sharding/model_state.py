@@ -247,6 +247,7 @@ class ShardedModel:
         self.unreduced: UnreducedParameters | None = None  # None where nobody reduces: on one rank
         self.experts: list[ExpertsImplementation] = []  # of a model of Hugging Face
         self.told_of_loop = False
+        self.eager_without_grad = False  # see [Note: modules that look into their parameters]
         self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
         self.others: list[ShardedModel] = []  # of the first domain: those of the others, in their order
@@ -339,14 +340,15 @@ class ShardedModel:
         Called outside of compiled code, before the outermost forward and before each that is compiled.
 
         Returns:
-            Whether a module has another tensor in place of a parameter; see given_parameters.py.
+            Whether the forward must run in eager: a module has another tensor in place of a parameter (see
+            given_parameters.py), or will have.
         """
         if self.unreduced is not None:
             self.unreduced.count_forward()
         for experts in self.experts:
             experts.check()
         self.refuse_assigned_data()
-        has_others = False
+        has_others = self.eager_without_grad and not torch.is_grad_enabled()
         for other in self.others:
             has_others |= other.enter_forward()
         repeated, times = self.runtime.begin_forward()
