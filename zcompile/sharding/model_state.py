@@ -252,6 +252,7 @@ class ShardedModel:
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
         self.others: list[ShardedModel] = []  # of the first domain: those of the others, in their order
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
+        self.wide_agreement: Agreement | None = None  # of more ranks than share shards; see connected_ranks.py
 
     def choose(self, wanted: str) -> Choice:
         """The transport for `wanted`, and why; see `zcompile.sharding.select_transport.choose`."""
@@ -283,7 +284,9 @@ class ShardedModel:
         return _C.Model(**{**self.groups, "number": -1})
 
     def new_agreement(self) -> Agreement:
-        """For the ranks that share the shards."""
+        """For the ranks that share the shards, and others that are connected with them."""
+        if self.wide_agreement is not None:
+            return self.wide_agreement
         prefix = f"zcompile/{self.groups['reduce']}/{self.groups['number']}"
         rank, timeout_s = self.groups["rank"], timeout_of(self.mesh).total_seconds()
         return Agreement(prefix, rank, self.groups["world"], timeout_s, started_by_rank(self.runtime, self.groups))
