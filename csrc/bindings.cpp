@@ -7,6 +7,7 @@
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/schedule/staleness.h"
 #include "runtime/model.h"
+#include "saved_tensors.h"
 #include "transport/descriptor_sockets.h"
 #include "transport/fail_together.h"
 #include "transport/shard_layout.h"
@@ -366,6 +367,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_adam_schedule(module);
   bind_sharing(module);
   bind_model(module);
+  bind_saved_tensors(module);
 }
 
 }  // namespace zcompile

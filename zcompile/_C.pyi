@@ -182,3 +182,26 @@ class DescriptorSockets:
     def exchange(self, descriptors: Sequence[int]) -> list[tuple[int, int]]: ...
 
 def fail_together(group: str, attempt: Callable[[], None]) -> None: ...
+
+class SavedTensorHooks:
+    """The pack hook of one forward of a unit; csrc/saved_tensors.cpp.
+
+    In place of a tensor over the storage of `unsharded[i]`, a note of it is saved. Any other is saved as it is.
+    """
+
+    def __init__(self, unsharded: Sequence[Tensor], gather: Callable[[], None]) -> None:
+        """`gather` is called when a note is read in backward, and must `fill`."""
+
+    def pack(self, tensor: Tensor) -> object: ...
+    def close(self) -> None:
+        """The forward is over: from now on only notes hold what `fill` is given."""
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Give notes, if there are any, the parameters again."""
+
+def unpack_saved_tensor(saved: object) -> Tensor:
+    """The tensor that `pack` was given.
+
+    Raises:
+        RuntimeError: it was changed in place since.
+    """

@@ -99,9 +99,9 @@ def rank_trains_as_over_nccl(rank, world, loss, transport, options):
         assert torch.equal(over_nccl, parameter)
 
 
-def sharded_over(transport, model, inner=None, units=None):
+def sharded_over(transport, model, inner=None, **how):
     """`model`, sharded over `transport`, one of the runtime's names, and compiled if an inner backend is given."""
-    zcompile.shard(model, units=units)
+    zcompile.shard(model, **how)
     for state in models_of(state_of(model)):
         state.runtime.use_transport(transport)
         if "p2p" in transport:

@@ -34,7 +34,7 @@ CPP_LAYERS = (
     ("p2p",),
     ("runtime",),
     ("ops",),
-    ("bindings",),
+    ("bindings", "saved_tensors"),
 )
 
 

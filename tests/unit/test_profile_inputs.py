@@ -68,6 +68,7 @@ def build():
         (["--engines", "zcompile:skip_passes=[[1]]"], "option 'skip_passes' must be a list"),
         (["--engines", "zcompile:gather_budget_bytes=true"], "must be a whole number of bytes, at least 0, not True"),
         (["--engines", "fsdp2:transport=nccl"], "engine 'fsdp2' takes no options"),
+        (["--engines", "eager:bucket_bytes=0"], "engine 'eager' takes no option but transport"),
         (["--model", "no/such model"], "no model 'no/such model': built in are tiny"),
         (["--model", "3B"], "no model of size '3B': built in are tiny"),
         (["--module", "missing.py:build"], "there is no file 'missing.py'"),

@@ -1,21 +1,25 @@
 """The engines that are compared, by name."""
 
+import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from zcompile.backend import parse_options
+from zcompile.options import Settings
 from zcompile.planning.workloads import BadInput
 from zcompile.profile.deepspeed_engines import DeepCompile, Zero3, Zero3Zcompile
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.torch_engines import Ddp, Fsdp2, Fsdp2Compile, Limit, MainParameters, SimpleFsdp
 from zcompile.profile.tuned_engines import ZERO_CTA_POLICY, Fsdp2Tuned, SimpleFsdpTuned
 from zcompile.profile.zcompile_engines import Eager, Zcompile
+
+ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
 
 
 def _needs_cuda(device: str) -> str | None:
@@ -38,23 +42,23 @@ class Entry:
         make: makes it.
         about: what the help says of it.
         missing: kind of device -> why the engine cannot run there, or None.
-        takes_options: whether it takes options of the backend.
+        options: those of the backend's options that it takes.
         environment: variables that its ranks have from their start.
     """
 
     make: Callable[[nn.Module, Training, Mapping[str, Any]], Engine]
     about: str
     missing: Callable[[str], str | None] = lambda device: None
-    takes_options: bool = False
+    options: Collection[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES = {
     "zcompile": Entry(
-        Zcompile, "zcompile.shard, torch.compile(backend='zcompile') and fuse_optimizer", takes_options=True
+        Zcompile, "zcompile.shard, torch.compile(backend='zcompile') and fuse_optimizer", options=ALL_OPTIONS
     ),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
-    "eager": Entry(Eager, "zcompile.shard and fuse_optimizer, not compiled"),
+    "eager": Entry(Eager, "zcompile.shard and fuse_optimizer, not compiled", options=("transport",)),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
     "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block"),
     "fsdp2+tuned": Entry(
@@ -71,7 +75,7 @@ ENGINES = {
     "zero3": Entry(Zero3, "DeepSpeed ZeRO-3", _needs_deepspeed),
     "deepcompile": Entry(DeepCompile, "DeepSpeed ZeRO-3 with its compiler", _needs_deepspeed_and_cuda),
     "zero3+zcompile": Entry(
-        Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed, takes_options=True
+        Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed, options=ALL_OPTIONS
     ),
 }
 
@@ -89,13 +93,17 @@ def find(name: str) -> tuple[Entry, dict[str, Any]]:
     if kind not in ENGINES:
         raise BadInput(f"no engine {kind!r}; there are {', '.join(ENGINES)}")
     options = dict(map(_option, settings))
-    if options and not ENGINES[kind].takes_options:
+    entry = ENGINES[kind]
+    if options and not entry.options:
         raise BadInput(f"engine {kind!r} takes no options")
     try:
         parse_options(options)
     except ValueError as error:
         raise BadInput(f"engine {name!r}: {error}") from error
-    return ENGINES[kind], options
+    for option in options:
+        if option not in entry.options:
+            raise BadInput(f"engine {kind!r} takes no option but {', '.join(entry.options)}")
+    return entry, options
 
 
 def names_of(text: str) -> list[str]:

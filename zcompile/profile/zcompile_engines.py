@@ -9,6 +9,7 @@ from torch import nn
 import zcompile
 from zcompile.planning.explanation import Explanation
 from zcompile.profile.engine import Engine, Training
+from zcompile.sharding.model_state import state_of
 
 
 class Eager(Engine):
@@ -17,7 +18,9 @@ class Eager(Engine):
         zcompile.fuse_optimizer(self.model, self.optimizer)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return zcompile.shard(model, param_dtype=torch.bfloat16 if self.training.precision == "bf16" else None)
+        model = zcompile.shard(model, param_dtype=torch.bfloat16 if self.training.precision == "bf16" else None)
+        state_of(model).use_transport(self.options.get("transport", "auto"))
+        return model
 
     def extra_bytes(self) -> int:
         return zcompile.stats(self.model)["transport_bytes"]

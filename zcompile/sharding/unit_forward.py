@@ -1,36 +1,17 @@
 """Calls of units, and their backward; see [Note: units] in units.py."""
 
 import contextlib
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from zcompile._C import SavedTensorHooks, unpack_saved_tensor
 from zcompile.sharding.attributes import STATE, UNIT, UNITS_BELOW
 from zcompile.sharding.forward_scope import call_eagerly, never_compiled_alone
 from zcompile.sharding.model_state import ShardedModel
 from zcompile.sharding.units import Unit
-
-
-class _Gathered:
-    """Parameters of one forward of a unit, while notes of them are saved for backward."""
-
-    tensors: list[torch.Tensor] | None = None  # from the gather in backward on
-
-
-class _Saved(NamedTuple):
-    """Stands in for a tensor over an unsharded parameter that autograd saved."""
-
-    run: "UnitForward"
-    gathered: _Gathered
-    position: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    is_conj: bool
 
 
 class UnitForward:
@@ -47,7 +28,7 @@ class UnitForward:
         self.saves_notes = not is_hooked and not self.recomputes
         self.is_gathered_again = False
         self.shown_again: list[torch.Tensor] = []  # from the gather in backward to the reduce
-        self.gathered: weakref.ref[_Gathered] = lambda: None  # type: ignore[assignment]
+        self.hooks: SavedTensorHooks | None = None
 
     @torch.compiler.disable
     def enter(self) -> Any:
@@ -62,10 +43,8 @@ class UnitForward:
         self.unit.show(shown)
         if not self.saves_notes:
             return contextlib.nullcontext()
-        held = _Gathered()
-        self.gathered = weakref.ref(held)
-        positions = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(shown)}
-        return torch.autograd.graph.saved_tensors_hooks(_packing(self, held, positions), _unpack)
+        self.hooks = SavedTensorHooks(shown, self.gather_again)
+        return torch.autograd.graph.saved_tensors_hooks(self.hooks.pack, unpack_saved_tensor)
 
     def abandon(self) -> None:
         """The module's own forward raised. What it made holds this, which must not hold that."""
@@ -73,6 +52,8 @@ class UnitForward:
 
     def hide(self) -> None:
         """Behind the module's own forward, also if it raised."""
+        if self.hooks is not None:
+            self.hooks.close()
         if not self.recomputes:  # a checkpoint inside of the unit may read them again
             self.unit.hide()
 
@@ -108,9 +89,8 @@ class UnitForward:
             return  # where a checkpoint around the unit computes it again, that has gathered it
         self.is_gathered_again = True
         tensors = self.state.unit_order.gather(self.unit)
-        held = self.gathered()
-        if held is not None:
-            held.tensors = tensors
+        if self.hooks is not None:
+            self.hooks.fill(tensors)
         # A checkpoint inside of the unit reads them again, and records what it computes as forward did.
         self.shown_again = [tensor.detach().requires_grad_(i in self.trained) for i, tensor in enumerate(tensors)]
         self.unit.show(self.shown_again)
@@ -151,48 +131,6 @@ class UnitForward:
             more = shown[i].grad if shown else None  # of a checkpoint inside of the unit that has a backward of its own
             of_all[i] = grad if more is None else more if grad is None else grad + more
         self.state.unit_order.reduce(self.unit, of_all, self.leaves)
-
-
-def _packing(run: UnitForward, held: _Gathered, positions: dict[int, int]) -> Any:
-    """A hook for saved tensors. `positions`: of an unsharded parameter in `unit.sharded`, by its storage."""
-
-    @never_compiled_alone
-    def pack(tensor: torch.Tensor) -> Any:
-        has_storage = tensor.layout == torch.strided
-        position = positions.get(tensor.untyped_storage()._cdata) if has_storage else None
-        if position is None:
-            return tensor.detach(), tensor._version  # not itself: a node that saves its result would hold itself
-        return _Saved(
-            run,
-            held,
-            position,
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.is_conj(),
-        )
-
-    return pack
-
-
-@never_compiled_alone
-def _unpack(saved: Any) -> torch.Tensor:
-    if not isinstance(saved, _Saved):
-        tensor: torch.Tensor = saved[0]
-        if tensor._version != saved[1]:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{list(tensor.shape)} is at version {tensor._version}; expected version {saved[1]} instead."
-            )
-        return tensor
-    saved.run.gather_again()
-    tensors = saved.gathered.tensors
-    assert tensors is not None
-    again = tensors[saved.position].detach()
-    view = again.new_empty(0, dtype=saved.dtype)
-    view.set_(again.untyped_storage(), saved.offset, saved.size, saved.stride)
-    return view.conj() if saved.is_conj else view
 
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ A module that reads other parameters on each rank, as a loop over experts does, 
 collective needs every rank. So its forward first gathers all of its parameters, in the order of `named_parameters`.
 While it runs, a read gives what is there. Code that is compiled inside of it therefore has no collective, and may
 differ between ranks. Nothing stays unsharded between forward and backward: what autograd saves of a parameter is
-replaced by a note (`_Saved`), and backward gathers the unit again before its first read. All gradients are reduced
-together, zeros for what this rank did not use. So that a parameter that no rank used has no gradient, as unsharded,
-ranks also reduce which ones they used: the unit has a parameter of its own for that, whose gradient says so.
+replaced by a note (csrc/saved_tensors.cpp), and backward gathers the unit again before its first read. All gradients
+are reduced together, zeros for what this rank did not use. So that a parameter that no rank used has no gradient, as
+unsharded, ranks also reduce which ones they used: the unit has a parameter of its own for that, whose gradient says so.
 
 What is gathered, and when, is decided by where the program is (in forward, in backward, in a checkpoint), and never by
 what a rank happens to have in memory. In which order units come is in unit_order.py.
