@@ -86,6 +86,39 @@ def test_expert_parallel_models_train_as_unsharded(ranks, how, inner):
     ranks(4).run(rank_trains_mixture, inner, Shard(int(how == "columns")), how == "columns")
 
 
+def rank_compares_bits(rank, world, make, prepare):
+    """Losses, gradients and parameters of steps in eager and under aot_eager are equal."""
+    models = []
+    for inner in ("eager", "aot_eager"):
+        torch.manual_seed(0)
+        models.append(prepare(inner, make()))
+    data_rank = rank // 2 if make is Dense else rank
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in range(3):
+        losses = [token_loss(model, step, data_rank) for model in models]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+        for (name, mine), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), other.grad.to_local()), name
+            assert torch.equal(mine.to_local(), other.to_local()), name
+
+
+def rank_compares_dense(rank, world):
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    rank_compares_bits(rank, world, Dense, lambda inner, model: tensor_parallel(mesh, inner, True, model))
+
+
+def rank_compares_mixtures(rank, world):
+    rank_compares_bits(rank, world, Mixture, functools.partial(expert_parallel, "cpu", shard=Shard(0)))
+
+
+@pytest.mark.parametrize("compare", [pytest.param(rank_compares_dense, marks=matrix), rank_compares_mixtures])
+def test_aot_eager_equals_eager_bit_by_bit(ranks, compare):
+    ranks(4).run(compare)
+
+
 def unequal_loss(model, step, rank):
     """Lengths differ between ranks and steps. At some steps all tokens of a rank, or of all, choose two experts."""
     x = torch.randn(1 + rank % 2, 3 + rank + step, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))

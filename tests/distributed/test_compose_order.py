@@ -65,7 +65,7 @@ def rank_differs(rank, world, make, how):
     "make, how",
     [
         (dense, "prefetch"),
-        (mixture, "order"),
+        pytest.param(mixture, "order", marks=pytest.mark.matrix),
         pytest.param(dense, "order", marks=pytest.mark.matrix),
         pytest.param(mixture, "prefetch", marks=pytest.mark.matrix),
     ],
@@ -119,5 +119,6 @@ def rank_compiles_alone(rank, world):
     train_beside(mesh["dp"].get_local_rank(), 2, prepare, make=lambda: Dense(1), loss=long_loss)
 
 
+@pytest.mark.matrix
 def test_ranks_that_compile_alone_wait_for_no_other_mesh(ranks):
     ranks(4).run(rank_compiles_alone, timeout=120)
