@@ -6,6 +6,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 import zcompile
+from tests.support.parallel import mesh_of
 from tests.support.plans import deepseek, filled, llama, neox, oss, qwen, tokens_loss
 from tests.support.reference import close
 from zcompile.huggingface import distribute
@@ -144,3 +145,23 @@ def rank_is_refused(rank, world):
 
 def test_what_distribute_does_not_do_is_refused(ranks):
     ranks(4).run(rank_is_refused)
+
+
+def rank_applies_a_plan_itself(rank, world):
+    """Its hooks would sum gradients of norms that are shards here."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh, model = mesh_of("cpu", dp=2, tp=2), filled(qwen)
+    tp_plan, _, _ = model._resolve_parallel_plans(config_of({"tp_size": 2}))
+    apply_tensor_parallelism(model, mesh["tp"], tp_plan)
+    experts = {p for name, p in model.named_parameters() if ".experts." in name}
+    local = zcompile.Placement(local=True)
+    zcompile.shard(model, mesh["dp"], shard_placement_fn=lambda parameter: local if parameter in experts else None)
+    loss = tokens_loss(model, 0, rank // 2)
+    with pytest.raises(NotImplementedError, match="c10d.allreduce_"):
+        loss.backward()
+
+
+@matrix
+def test_hooks_of_a_plan_that_the_program_applies_are_an_error(ranks):
+    ranks(4).run(rank_applies_a_plan_itself)
