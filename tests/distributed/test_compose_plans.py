@@ -158,7 +158,7 @@ def rank_applies_a_plan_itself(rank, world):
     local = zcompile.Placement(local=True)
     zcompile.shard(model, mesh["dp"], shard_placement_fn=lambda parameter: local if parameter in experts else None)
     loss = tokens_loss(model, 0, rank // 2)
-    with pytest.raises(NotImplementedError, match="c10d.allreduce_"):
+    with pytest.raises(NotImplementedError, match="allreduce_"):
         loss.backward()
 
 
