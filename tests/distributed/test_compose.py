@@ -30,10 +30,6 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.reference import FP32, close, same_grads, train_beside
-from zcompile.artifact.aot import lacking
-from zcompile.artifact.file_format import ArtifactError
-from zcompile.artifact.program import make
-from zcompile.backend import parse_options
 from zcompile.sharding.model_state import models_of, state_of
 
 matrix = pytest.mark.matrix
@@ -290,17 +286,6 @@ def rank_is_refused(rank, world):
 
 def test_what_cannot_be_sharded_is_refused_by_name(ranks):
     ranks(4).run(rank_is_refused)
-
-
-def rank_has_several_meshes(rank, world):
-    model = expert_parallel("cpu", "eager", Mixture(), shard=Shard(0))
-    with pytest.raises(ArtifactError, match="several meshes, for which there are no artifacts"):
-        make(model, parse_options({}), None, (torch.randn(2, 6, WIDTH),), {}, "")
-
-
-@pytest.mark.skipif(bool(lacking()), reason="this torch saves no compiled models")
-def test_an_artifact_of_several_meshes_is_refused(ranks):
-    ranks(4).run(rank_has_several_meshes)
 
 
 def rank_differs(rank, world):

@@ -170,7 +170,7 @@ def shard(
 def _connect(state: ShardedModel) -> None:
     """Let all ranks that wait for each other compare programs, if some of them share no shards."""
     models = models_of(state)
-    meshes = [sharded.parameter.device_mesh for each in models for sharded in each.parameters.values()]  # type: ignore
+    meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
     if state.groups["control"] or all(mesh == state.mesh for mesh in meshes):
         return
     timeout_s = timeout_of(state.mesh).total_seconds()
