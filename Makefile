@@ -109,8 +109,8 @@ asan: install
 # Tensor and expert parallelism in every combination, and a thousand steps with delayed ranks: about an hour.
 .PHONY: compose
 compose: install
-	ZCOMPILE_COMPOSE_ORDERS=1000 OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m "" tests/distributed/test_compose.py \
-		tests/distributed/test_compose_fsdp2.py $(ARGS)
+	ZCOMPILE_COMPOSE_ORDERS=1000 OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m "" \
+		$(wildcard tests/distributed/test_compose*.py) $(ARGS)
 
 # A hundred runs in which a rank fails at a random place (tests/support/chaos.py): about ten minutes.
 .PHONY: chaos

@@ -45,6 +45,7 @@ py::dict as_dict(Model& model) {
   result["reduces"] = stats.reduces;
   result["replica_bytes"] = stats.replica_bytes;
   result["peak_unsharded_bytes"] = stats.peak_unsharded_bytes;
+  result["own_bytes"] = model.own_bytes();
   result["transport"] = model.transport()->name();
   result["transport_bytes"] = model.transport()->bytes();
   return result;

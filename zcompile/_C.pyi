@@ -18,6 +18,7 @@ class Stats(TypedDict):
     gathers: int
     reduces: int
     peak_unsharded_bytes: int  # most bytes of gathered storages alive at once
+    own_bytes: int  # of both, what this model alone moved
     transport: str
     transport_bytes: int  # device memory that the transport has for itself
 

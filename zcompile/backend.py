@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch.fx import Graph, GraphModule, Node
 
-from zcompile.analysis.fx_utils import GATHER, calls
+from zcompile.analysis.fx_utils import GATHER, calls, user_collective_of
 from zcompile.analysis.hardware import CPU, Link
 from zcompile.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.options import Plan, Settings
@@ -185,14 +185,33 @@ def _on_first_run(
     return run
 
 
-def _reads(gm: GraphModule) -> list[tuple[int, str, str]]:
-    """For each gather of a Dynamo graph: which input is the shard, and what is read of it, where."""
+class _Read(NamedTuple):
+    """A gather of a Dynamo graph, or a collective of the model's own between them.
+
+    Attributes:
+        position: of the input that is the shard; None of a collective, -1 of what is no input.
+        what: shape and dtype, or the name of the collective, whose sizes may differ between ranks.
+    """
+
+    position: int | None
+    what: str
+    place: str
+
+
+def _reads(gm: GraphModule) -> list[_Read]:
+    """What a Dynamo graph reads and which collectives it has, in its order."""
     positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     reads = []
-    for node in calls(gm.graph, GATHER):
-        shard, shape, dtype = cast(tuple[Node, list[int], torch.dtype], node.args[:3])
+    for node in gm.graph.nodes:
+        collective = user_collective_of(node)
+        if node.target is not GATHER and not collective:
+            continue
         place = " ".join(map(_without_folder, (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]))
-        reads.append((positions.get(shard, -1), f"{list(shape)} {dtype}", place))
+        if collective:
+            reads.append(_Read(None, collective, place))
+        else:
+            shard, shape, dtype = cast(tuple[Node, list[int], torch.dtype], node.args[:3])
+            reads.append(_Read(positions.get(shard, -1), f"{list(shape)} {dtype}", place))
     return reads
 
 
@@ -206,11 +225,18 @@ def _without_folder(line: str) -> str:
     return '"'.join(quoted)
 
 
-def _program(reads: Sequence[tuple[int, str, str]], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[Line]:
+def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[Line]:
     """What decides which parameters travel, in which order and groups: a line for each thing that ranks must share."""
     names = {id(sharded.leaf): name for model in _models(args) for name, sharded in model.parameters.items()}
+
+    def line(read: _Read) -> Line:
+        if read.position is None:
+            return Line(f"calls {read.what}", read.place)
+        name = names.get(id(args[read.position]), "?") if read.position >= 0 else "?"
+        return Line(f"reads '{name}' {read.what}", read.place)
+
     return [
-        *(Line(f"reads '{names.get(id(args[i]), '?') if i >= 0 else '?'}' {what}", place) for i, what, place in reads),
+        *map(line, reads),
         Line(f"has costs of {dict(plan.costs) or 'no ops'} by zcompile.register_cost"),
         Line(f"plans under {plan}"),
         Line(f"caches {settings.microbatch_cache_bytes} bytes across microbatches"),

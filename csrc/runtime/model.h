@@ -52,9 +52,18 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   bool is_caching() const override { return cache_.is_on(); }
   bool defers_replicas() const override { return deferral_ == Deferral::kReplicas; }
   bool defers_reduces() const { return deferral_ == Deferral::kReduces; }
-  void count_gather(const at::Tensor& unsharded) override { stats_->count_gather(unsharded); }
-  void count_gathered_rows(const at::Tensor& rows) override { stats_->count_gathered_rows(rows); }
-  void count_reduce(const at::Tensor& wire) override { stats_->count_reduce(wire); }
+  void count_gather(const at::Tensor& unsharded) override {
+    stats_->count_gather(unsharded);
+    own_bytes_ += static_cast<int64_t>(unsharded.nbytes());
+  }
+  void count_gathered_rows(const at::Tensor& rows) override {
+    stats_->count_gathered_rows(rows);
+    own_bytes_ += static_cast<int64_t>(rows.nbytes());
+  }
+  void count_reduce(const at::Tensor& wire) override {
+    stats_->count_reduce(wire);
+    own_bytes_ += static_cast<int64_t>(wire.nbytes());
+  }
   void count_replicas(int64_t bytes) override { stats_->count_replicas(bytes); }
   void add_unclaimed(int64_t index, at::Tensor gradient) override;
   void deliver_unclaimed() override;
@@ -64,7 +73,12 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void on_unclaimed(std::function<void(Unclaimed)> deliver) { deliver_ = std::move(deliver); }
 
   Stats stats() { return stats_->get(); }
-  void reset_stats() { stats_->reset(); }
+  // Unsharded bytes that this model alone gathered and reduced.
+  int64_t own_bytes() const { return own_bytes_; }
+  void reset_stats() {
+    stats_->reset();
+    own_bytes_ = 0;
+  }
   // From now on, counts for both are one.
   void share_stats(const Model& other) { stats_ = other.stats_; }
 
@@ -134,6 +148,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::vector<std::shared_ptr<OrderLog>> orders_;  // are compared afterwards, if there are several
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
   std::shared_ptr<StatsCounter> stats_ = std::make_shared<StatsCounter>();
+  std::atomic<int64_t> own_bytes_ = 0;
   MicrobatchCache cache_;
   std::atomic<Deferral> deferral_ = Deferral::kNone;
   std::mutex mutex_;

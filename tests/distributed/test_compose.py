@@ -30,10 +30,6 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.reference import FP32, close, same_grads, train_beside
-from zcompile.artifact.aot import lacking
-from zcompile.artifact.file_format import ArtifactError
-from zcompile.artifact.program import make
-from zcompile.backend import parse_options
 from zcompile.sharding.model_state import models_of, state_of
 
 matrix = pytest.mark.matrix
@@ -84,6 +80,39 @@ def rank_trains_mixture(rank, world, inner, shard, local):
 def test_expert_parallel_models_train_as_unsharded(ranks, how, inner):
     """Modules read DTensors of the rows, and plain tensors of the columns."""
     ranks(4).run(rank_trains_mixture, inner, Shard(int(how == "columns")), how == "columns")
+
+
+def rank_compares_bits(rank, world, make, prepare):
+    """Losses, gradients and parameters of steps in eager and under aot_eager are equal."""
+    models = []
+    for inner in ("eager", "aot_eager"):
+        torch.manual_seed(0)
+        models.append(prepare(inner, make()))
+    data_rank = rank // 2 if make is Dense else rank
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in range(3):
+        losses = [token_loss(model, step, data_rank) for model in models]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+        for (name, mine), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), other.grad.to_local()), name
+            assert torch.equal(mine.to_local(), other.to_local()), name
+
+
+def rank_compares_dense(rank, world):
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    rank_compares_bits(rank, world, Dense, lambda inner, model: tensor_parallel(mesh, inner, True, model))
+
+
+def rank_compares_mixtures(rank, world):
+    rank_compares_bits(rank, world, Mixture, functools.partial(expert_parallel, "cpu", shard=Shard(0)))
+
+
+@pytest.mark.parametrize("compare", [pytest.param(rank_compares_dense, marks=matrix), rank_compares_mixtures])
+def test_aot_eager_equals_eager_bit_by_bit(ranks, compare):
+    ranks(4).run(compare)
 
 
 def unequal_loss(model, step, rank):
@@ -257,17 +286,6 @@ def rank_is_refused(rank, world):
 
 def test_what_cannot_be_sharded_is_refused_by_name(ranks):
     ranks(4).run(rank_is_refused)
-
-
-def rank_has_several_meshes(rank, world):
-    model = expert_parallel("cpu", "eager", Mixture(), shard=Shard(0))
-    with pytest.raises(ArtifactError, match="several meshes, for which there are no artifacts"):
-        make(model, parse_options({}), None, (torch.randn(2, 6, WIDTH),), {}, "")
-
-
-@pytest.mark.skipif(bool(lacking()), reason="this torch saves no compiled models")
-def test_an_artifact_of_several_meshes_is_refused(ranks):
-    ranks(4).run(rank_has_several_meshes)
 
 
 def rank_differs(rank, world):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import zcompile
@@ -20,59 +20,65 @@ from tests.support.parallel import (
 )
 from tests.support.reference import close
 
+FP32 = MixedPrecisionPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-def dense(kind, dp, tp):
+
+def dense(kind, dp, tp, policy=FP32):
     """A model under tensor parallelism, sharded by `kind`; the same values on all ranks."""
     mesh = mesh_of("cpu", dp=dp, tp=tp)
     torch.manual_seed(0)
     model = spread_dense(Dense(), mesh["tp"], sequence=False)
     if kind == "zcompile":
-        return zcompile.shard(model, mesh["dp"])
+        return zcompile.shard(model, mesh["dp"], param_dtype=policy.param_dtype)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    return fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
 
 
 ROWS = Shard(0)
 
 
-def mixture(kind, efsdp, ep, shard=ROWS):
+def mixture(kind, efsdp, ep, shard=ROWS, policy=FP32):
     """The same of a mixture under expert parallelism."""
     mesh = mesh_of("cpu", efsdp=efsdp, ep=ep)
     torch.manual_seed(0)
     model = spread_experts(Mixture(), mesh["ep"])
     if kind == "zcompile":
         placement = expert_placement(model, mesh["efsdp"], shard)
-        return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement)
+        dtype = policy.param_dtype
+        return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement, param_dtype=dtype)
     for experts in (each for each in model.modules() if isinstance(each, Experts)):
-        fully_shard(experts, mesh=mesh["efsdp"], shard_placement_fn=lambda parameter: shard)
+        fully_shard(experts, mesh=mesh["efsdp"], shard_placement_fn=lambda parameter: shard, mp_policy=policy)
         for parameter in experts.parameters():  # a mean over fewer ranks, and over gloo FSDP2 takes no other divisor
             parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(ep))
-    return fully_shard(model, mesh=mesh._flatten("dp"))
+    return fully_shard(model, mesh=mesh._flatten("dp"), mp_policy=policy)
 
 
-def steps_of(model, count=4):
-    """The norms of steps of AdamW with clipping, on the batches of `model.data_rank`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def steps_of(model, count=5):
+    """The losses and norms of steps of AdamW with clipping, on the batches of `model.data_rank`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     for step in range(count):
-        token_loss(model, step, model.data_rank).backward()
-        yield zcompile.clip_grad_norm_(model.parameters(), 0.02)
+        loss = token_loss(model, step, model.data_rank)
+        loss.backward()
+        yield loss.detach(), zcompile.clip_grad_norm_(model.parameters(), 0.02)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def rank_is_beside_fsdp2(rank, world, make, *sizes):
-    ours, theirs = (make(kind, *sizes) for kind in ("zcompile", "fsdp2"))
+def rank_is_beside_fsdp2(rank, world, tolerance, make, *sizes, policy=FP32):
+    ours, theirs = (make(kind, *sizes, policy=policy) for kind in ("zcompile", "fsdp2"))
     for model in (ours, theirs):
         model.data_rank = rank // 2 if make is dense else rank
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.placements == other.placements and mine.device_mesh == other.device_mesh, (name, mine, other)
         assert torch.equal(mine.to_local(), other.to_local()), name
     for mine, other in zip(steps_of(ours), steps_of(theirs), strict=True):
-        close(mine, other, 1e-5, "norm")
-        assert other > 0.02, "nothing was clipped"
+        for kind, value, right in zip(("loss", "norm"), mine, other, strict=True):
+            close(value, right, tolerance, kind)
+        assert other[1] > 0.02, "nothing was clipped"
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        close(mine.to_local(), other.to_local(), 1e-5, name)
+        close(mine, other.full_tensor(), tolerance, name)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +92,16 @@ def rank_is_beside_fsdp2(rank, world, make, *sizes):
     ],
 )
 def test_placements_shards_and_steps_are_those_of_fsdp2(ranks, make, sizes):
-    ranks(4).run(rank_is_beside_fsdp2, make, *sizes)
+    ranks(4).run(rank_is_beside_fsdp2, 1e-6, make, *sizes)
+
+
+def rank_is_beside_fsdp2_in_bf16(rank, world, make):
+    rank_is_beside_fsdp2(rank, world, 1e-2, make, 2, 2, policy=BF16)
+
+
+@pytest.mark.parametrize("make", [pytest.param(dense, marks=pytest.mark.matrix), mixture])
+def test_steps_in_bf16_are_those_of_fsdp2(ranks, make):
+    ranks(4).run(rank_is_beside_fsdp2_in_bf16, make)
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:

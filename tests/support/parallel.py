@@ -34,19 +34,19 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self):
+    def __init__(self, hidden: int):
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
 class DenseBlock(nn.Module):
-    def __init__(self):
+    def __init__(self, hidden: int):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm2, self.feed = nn.LayerNorm(WIDTH), FeedForward()
+        self.norm2, self.feed = nn.LayerNorm(WIDTH), FeedForward(hidden)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -56,10 +56,10 @@ class DenseBlock(nn.Module):
 class Dense(nn.Module):
     """Blocks between two layers that no tensor parallelism spreads."""
 
-    def __init__(self, blocks: int = 2):
+    def __init__(self, blocks: int = 2, hidden: int = HIDDEN):
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(DenseBlock() for _ in range(blocks))
+        self.blocks = nn.ModuleList(DenseBlock(hidden) for _ in range(blocks))
         self.leave = nn.Linear(WIDTH, 3)
 
     def forward(self, x):
@@ -99,11 +99,11 @@ def spread_dense(model: Dense, mesh: DeviceMesh, sequence: bool) -> Dense:
 class Experts(nn.Module):
     """Experts whose weights expert parallelism divides. Tokens travel to their experts and back."""
 
-    def __init__(self, sorts: bool):
+    def __init__(self, sorts: bool, count: int):
         super().__init__()
-        self.sorts = sorts
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
-        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
+        self.sorts, self.count = sorts, count
+        self.up = nn.Parameter(torch.randn(count, WIDTH, HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(count, HIDDEN, WIDTH) / 4)
         self.group = None  # of the ranks that each have some experts
         self.ranks = 1
 
@@ -119,14 +119,14 @@ class Experts(nn.Module):
         """Tokens sorted by their experts, and no more rows than there are: shapes follow from values."""
         order = chosen.flatten().argsort(stable=True)
         rows = x[order // chosen.shape[1]]
-        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        counts = torch.bincount(chosen.flatten(), minlength=self.count)
         sent, received = [len(rows)], [len(rows)]
         if self.group is not None:
             theirs = funcol.all_to_all_single(counts, None, None, self.group)
             sent, received = (each.view(self.ranks, -1).sum(1).tolist() for each in (counts, theirs))
             rows = funcol.all_to_all_single_autograd(rows, received, sent, self.group)
             counts = theirs
-        here = torch.arange(counts.numel(), device=x.device) % (EXPERTS // self.ranks)
+        here = torch.arange(counts.numel(), device=x.device) % (self.count // self.ranks)
         experts = here.repeat_interleave(counts)
         up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
         out = torch.zeros_like(rows)
@@ -140,8 +140,8 @@ class Experts(nn.Module):
 
     def forward_slots(self, x, chosen, weights):
         """Each pair of a token and an expert has a slot of its own, so shapes are static."""
-        slots = torch.zeros(EXPERTS, *x.shape, dtype=x.dtype, device=x.device)
-        picked = nn.functional.one_hot(chosen, EXPERTS).sum(1).T.unsqueeze(-1)  # [experts, tokens, 1]
+        slots = torch.zeros(self.count, *x.shape, dtype=x.dtype, device=x.device)
+        picked = nn.functional.one_hot(chosen, self.count).sum(1).T.unsqueeze(-1)  # [experts, tokens, 1]
         slots = slots + picked * x
         if self.group is not None:  # [experts of all, tokens] -> [ranks, experts here, tokens]
             slots = funcol.all_to_all_single_autograd(slots.flatten(0, 1), None, None, self.group)
@@ -151,16 +151,16 @@ class Experts(nn.Module):
         out = out.reshape(-1, self.ranks, len(x), WIDTH).transpose(0, 1).flatten(0, 1)
         if self.group is not None:
             out = funcol.all_to_all_single_autograd(out.flatten(0, 1), None, None, self.group)
-        out = out.reshape(EXPERTS, len(x), WIDTH)
-        share = torch.zeros(len(x), EXPERTS, dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
+        out = out.reshape(self.count, len(x), WIDTH)
+        share = torch.zeros(len(x), self.count, dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
         return (out * share.T.unsqueeze(-1)).sum(0)
 
 
 class MixtureBlock(nn.Module):
-    def __init__(self, sorts: bool):
+    def __init__(self, sorts: bool, experts: int):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm2, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts(sorts)
+        self.norm2, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, experts), Experts(sorts, experts)
 
     def forward(self, x, only=None):
         """`only`: whether tokens may choose each expert, a mask; default: all."""
@@ -176,10 +176,10 @@ class MixtureBlock(nn.Module):
 class Mixture(nn.Module):
     """A mixture of experts between dense layers."""
 
-    def __init__(self, blocks: int = 2, sorts: bool = False):
+    def __init__(self, blocks: int = 2, sorts: bool = False, experts: int = EXPERTS):
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(MixtureBlock(sorts) for _ in range(blocks))
+        self.blocks = nn.ModuleList(MixtureBlock(sorts, experts) for _ in range(blocks))
         self.leave = nn.Linear(WIDTH, 3)
 
     def forward(self, x, only=None):

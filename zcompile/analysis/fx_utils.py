@@ -102,6 +102,13 @@ def is_user_collective(node: Node) -> bool:
     return node.target.namespace == "_c10d_functional" and node.target is not WAIT_TENSOR
 
 
+def user_collective_of(node: Node) -> str:
+    """The name of the collective that `node` of a Dynamo graph starts for the model itself, or an empty string."""
+    name: str = getattr(node.target, "_qualified_op_name", "") or getattr(node.target, "_name", "")
+    space, _, op = name.partition("::")
+    return op.split(".")[0] if space.startswith("_c10d_functional") and not op.startswith("wait_tensor") else ""
+
+
 def domain_of(node: Node) -> int:
     """The domain of a gather, a reduce, or a start of either: parameters of one domain are sharded over one mesh."""
     schema = cast(torch._ops.OpOverload, node.target)._schema

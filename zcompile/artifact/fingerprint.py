@@ -83,7 +83,9 @@ def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memor
     """What decides a plan, and torch's own settings."""
     options = {name: value for name, value in vars(settings).items() if name != "inductor"}
     return {
-        "mesh": f"{list(state.mesh.mesh.shape)} on {state.mesh.device_type}",
+        "mesh": " and ".join(
+            f"{list(each.mesh.mesh.shape)} on {each.mesh.device_type}" for each in (state, *state.others)
+        ),
         "plan": str(settings.plan(link_of(state, settings), memory_bytes)),
         "settings": str(options),
         "mode": str(mode),
@@ -109,7 +111,8 @@ def _torch_settings() -> dict[str, str]:
 def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
     """Modules with their code, parameters, and buffers."""
     parameters = [
-        f"{sharded.name} {list(sharded.shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad}"
+        f"{sharded.name} {list(sharded.shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad} "
+        f"cut along {sharded.layout.dim} in domain {each.domain}"
         for each in models_of(state)
         for sharded in each.parameters.values()
     ]

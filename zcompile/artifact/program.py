@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
-from zcompile.artifact import aot
+from zcompile.artifact import aot, groups
 from zcompile.artifact.file_format import Artifact, ArtifactError, encode
 from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
 from zcompile.backend import compile_planned, link_of
@@ -48,8 +49,9 @@ def make(
     if settings.inner != "inductor":
         raise ArtifactError(f"zcompile: artifact= needs the option inner='inductor', not {settings.inner!r}.")
     state = state_of(model)
-    if state.others:
-        raise ArtifactError("zcompile: parameters are sharded over several meshes, for which there are no artifacts.")
+    if reason := groups.lacking(state):
+        raise ArtifactError(f"zcompile: no artifact can hold the model: {reason}.")
+    places = groups.groups_of(model)
     fields = fingerprint(model, settings, mode, state.memory_bytes, args, kwargs)
     plan = settings.plan(link_of(state, settings), state.memory_bytes)
 
@@ -57,7 +59,7 @@ def make(
         return compile_planned(gm, example_inputs, settings, plan, mode)
 
     try:
-        made = aot.compile_ahead(model, args, kwargs, compile_graph)
+        made = aot.compile_ahead(model, args, kwargs, compile_graph, places)
     except torch._dynamo.exc.Unsupported as error:
         first_line = str(error).strip().splitlines()[0]
         raise ArtifactError(
@@ -67,6 +69,10 @@ def make(
     except RuntimeError as error:  # of Dynamo's own kinds, too
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line}") from error
+    if made.collectives and (line := groups.asks_for_rank(made.sources)):
+        raise ArtifactError(
+            f"zcompile: no artifact can hold the model: it has collectives, and {line}, may differ by rank."
+        )
     facts = {
         "memory_bytes": state.memory_bytes,
         "main": main_module,
@@ -78,21 +84,31 @@ def make(
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
-    """Of each function that a guard compared by identity: how to come to it, what it is, and whether it is global."""
-    loaded = aot.Loaded(made.program, made.objects, made.libraries)
+    """Of each function or process group that a guard was about: how to come to it, what it is, and whether each call
+    looks whether it is still that: global ones, and groups."""
+    places = groups.groups_of(model)
+    loaded = aot.Loaded(made.program, made.objects, made.libraries, places)
     found: dict[str, tuple[str, str, bool]] = {}
     for each in made.dropped:
+        expression, value = each.expression, each.value
+        if isinstance(value, str):  # the name of a process group, which is another object at each look
+            expression = expression.removesuffix(".group_name")
         try:
-            is_there = loaded.look_up(each.expression, model) is each.value
+            there = loaded.look_up(expression, model)
         except Exception:  # what Dynamo cannot name in Python
             continue
-        if is_there and not isinstance(each.value, types.ModuleType):
-            found[each.expression] = (each.expression, _identity(each.value), each.is_global)
+        is_group = isinstance(there, dist.ProcessGroup)
+        is_there = there is value or (isinstance(value, str) and value == (there.group_name if is_group else there))
+        if is_there and not isinstance(value, types.ModuleType):
+            found[expression] = (expression, _identity(there, places), each.is_global or is_group)
     return list(found.values())
 
 
-def _identity(value: Any) -> str:
+def _identity(value: Any, places: groups.Groups) -> str:
     """What tells a function, class or other object from others, in another process too."""
+    if isinstance(value, (dist.ProcessGroup, str)):
+        group = value if isinstance(value, str) else value.group_name
+        return f"process group at {places.get(group, f'no place: {group}')}"
     name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None) or getattr(value, "__name__", "")
     code = code_hash(value) if isinstance(value, (types.FunctionType, types.CodeType)) else ""
     return f"{name or type(value).__qualname__} of {module_name(value)} {code}"
@@ -115,8 +131,9 @@ class Program:
             libraries = {
                 part.removeprefix(LIBRARY): data for part, data in artifact.parts.items() if part.startswith(LIBRARY)
             }
-            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries)
-        self.watched: Any = ""  # global functions that the code calls, as one expression
+            self.places = groups.groups_of(model)
+            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries, self.places)
+        self.watched: Any = ""  # global functions that the code calls, and its process groups, as one expression
         self.found: tuple[Any, ...] = ()  # what they were
         self._check_functions(model, artifact.facts["functions"], name)
         self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.parameters.values()]
@@ -132,7 +149,7 @@ class Program:
                 value = self.loaded.look_up(expression, model)
             except Exception as error:
                 raise ArtifactError(f"zcompile: {name} calls {expression}, which is not there: {error!r}.") from None
-            if _identity(value) != identity:
+            if _identity(value, self.places) != identity:
                 raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}.")
             if is_global:
                 watched.append(expression)
@@ -152,7 +169,7 @@ class Program:
             return "a hook of a module was registered or removed after the artifact was loaded"
         now = self.loaded.look_up(self.watched, model)
         if not all(map(operator.is_, now, self.found)):
-            return "a function that the model calls was replaced after the artifact was loaded"
+            return "a function that the model calls, or a process group, was replaced after the artifact was loaded"
         if not self.loaded.holds(model, args, kwargs):
             reason = self.loaded.failed_guard(model, args, kwargs)
             return f"it differs from the call that was compiled: {reason}"

@@ -6,6 +6,7 @@ Each is imported when it is first asked for, with the library that it needs.
 |---|---|
 | accelerator.py | `Accelerator`: shards in `prepare`, keeps what is gathered over micro-steps, saves and loads shards |
 | adapter.py | what `Accelerator` tells accelerate: the plugins, and what is refused |
+| plans.py | `distribute`: a model by its own plans for tensor and expert parallelism |
 | trainer.py | `TrainerMixin` gives a trainer that accelerator; `Trainer` |
 | sft_trainer.py | TRL's `SFTTrainer` |
 
@@ -23,6 +24,10 @@ What is used beside public methods of the three libraries:
 | `Accelerator` | `_models`, `_optimizers`, `_schedulers`, `_dataloaders` | what was prepared |
 | `AcceleratorState` | `fsdp_plugin` (public, set here) | the mode |
 | `AcceleratorState` | `dynamo_plugin` (public, set here) | the backend "zcompile", which accelerate does not know |
+| models | `_resolve_parallel_plans`, and styles' `should_use_local_tensors` | plans with names for wildcards |
+| models | `_mesh_manager`, `_device_mesh`, `_tp_size`, `_fsdp_size` (set here) | as `from_pretrained` leaves them |
+| models | `_is_distributed_loading_by_transformers` (set here) | the same |
+| modules | `_is_hooked` (read in sharding/parameter_table.py) | a plan has exchanged the forward |
 | `Trainer` | `create_accelerator_and_postprocess` (public) | its accelerator |
 | `Trainer` | `is_fsdp_enabled` (public, set here) | the mode |
 """
@@ -33,14 +38,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zcompile.huggingface.accelerator import Accelerator
     from zcompile.huggingface.adapter import CompilePlugin
+    from zcompile.huggingface.plans import distribute
     from zcompile.huggingface.sft_trainer import SFTTrainer
     from zcompile.huggingface.trainer import Trainer, TrainerMixin
 
-__all__ = ["Accelerator", "CompilePlugin", "SFTTrainer", "Trainer", "TrainerMixin"]
+__all__ = ["Accelerator", "CompilePlugin", "SFTTrainer", "Trainer", "TrainerMixin", "distribute"]
 
 _MODULES = {
     "Accelerator": "accelerator",
     "CompilePlugin": "adapter",
+    "distribute": "plans",
     "SFTTrainer": "sft_trainer",
     "Trainer": "trainer",
     "TrainerMixin": "trainer",

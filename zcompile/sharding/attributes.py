@@ -8,6 +8,7 @@ RECIPE = "_zcompile_recipe"  # of the class of a module: what `class_swap._shard
 UNIT = "_zcompile_unit"  # of a module that is one: its Unit
 UNITS_BELOW = "_zcompile_units_below"  # of a module that calls units: these
 UNSHARDED = "_zcompile_unsharded_"  # + parameter name: the unsharded parameter, while a forward of its unit runs
+TABLE_IS_READ = "_zcompile_table_is_read"  # of a module whose reads give what is in `_parameters`, for now
 
 MODEL = "_zcompile_model"
 """The attribute of a leaf that refers to the `ShardedModel` that it belongs to."""

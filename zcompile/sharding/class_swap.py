@@ -15,11 +15,22 @@ import torch
 from torch import nn
 
 from zcompile.options import TRAINABLE
-from zcompile.sharding.attributes import AROUND, LEAF, RECIPE, SHARDED, STATE, UNIT, UNITS_BELOW, UNSHARDED
+from zcompile.sharding.attributes import (
+    AROUND,
+    LEAF,
+    RECIPE,
+    SHARDED,
+    STATE,
+    TABLE_IS_READ,
+    UNIT,
+    UNITS_BELOW,
+    UNSHARDED,
+)
 from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.sharding.generation import agreeing_generate
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of, replaced_message
+from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
 from zcompile.sharding.placement import Layout
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
 from zcompile.sharding.unit_forward import call_parent, call_unit
@@ -44,6 +55,7 @@ class _Kind:
     is_unit: bool = False
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
+    looks: bool = False  # see [Note: modules that look into their parameters]
 
 
 def install_readers(
@@ -74,7 +86,9 @@ def install_readers(
         is_root = module is model and units is not None
         layouts = tuple(attributes.items())
         is_unit, has_units = UNIT in module.__dict__, UNITS_BELOW in module.__dict__
-        _swap_class(module, _Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root))
+        looks = looks_into_table(module, list(attributes))
+        state.eager_without_grad |= looks
+        _swap_class(module, _Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks))
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -145,7 +159,7 @@ def _sharded_class(base: type, kind: _Kind) -> type:
         namespace["_save_to_state_dict"] = _save_to_state_dict
         if hasattr(base, "reset_parameters"):
             namespace["reset_parameters"] = _reset_parameters
-    around = call_unit if kind.is_unit else call_parent if kind.has_units else None
+    around = call_unit if kind.is_unit else call_parent if kind.has_units else call_with_table if kind.looks else None
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
     if kind.is_unit:
         namespace[AROUND] = staticmethod(call_unit)
@@ -194,8 +208,11 @@ def _read_otherwise(module: Any, name: str, leaf: torch.Tensor, param_dtype: tor
     parameter = module._parameters[name]
     if not is_in_forward():
         return parameter
-    if parameter is not module.__dict__[SHARDED + name].parameter:
-        return read_given(module, name, param_dtype)
+    sharded: ShardedParameter = module.__dict__[SHARDED + name]
+    if parameter is not sharded.parameter:
+        if TABLE_IS_READ in module.__dict__:
+            return parameter
+        return _LEAF if is_own_shard(sharded, parameter) else read_given(module, name, param_dtype)
     if leaf.requires_grad is not parameter.requires_grad:
         leaf.requires_grad_(parameter.requires_grad)
     return _LEAF

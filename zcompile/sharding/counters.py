@@ -13,6 +13,8 @@ def stats(model: nn.Module) -> Stats:
         gathered_bytes, reduced_bytes: dtype name -> bytes of unsharded tensors moved on this rank.
         replica_bytes: bytes of shards of gradients that this rank received from its replicas, on a 2-D mesh.
         gathers, reduces: calls.
+        domain_bytes: of both, the bytes of each domain: parameters that are sharded over one mesh. The mesh of
+            `zcompile.shard` is the first. Others come in the order of their first parameters.
         peak_unsharded_bytes: most bytes of gathered tensors alive at once. Memory that compiled code reuses for
             activations counts until it is freed.
         transport: its name.
@@ -26,9 +28,14 @@ def stats(model: nn.Module) -> Stats:
     """
     state = state_of(model)
     counted = state.runtime.stats()
+    domain_bytes = [counted["own_bytes"], *(0 for _ in state.others)]
     for other in models_of(state)[1:]:  # which share the other counts
-        counted["transport_bytes"] += other.runtime.stats()["transport_bytes"]
-    return Stats(counted | {"transport_reason": state.transport.reason, "compiled": state.compiled})
+        own = other.runtime.stats()
+        counted["transport_bytes"] += own["transport_bytes"]
+        domain_bytes[other.domain] += own["own_bytes"]
+    words = {"transport_reason": state.transport.reason, "compiled": state.compiled}
+    shared = {name: value for name, value in counted.items() if name != "own_bytes"}
+    return Stats(shared | {"domain_bytes": domain_bytes} | words)
 
 
 def reset_stats(model: nn.Module) -> None:
@@ -37,4 +44,5 @@ def reset_stats(model: nn.Module) -> None:
     Raises:
         RuntimeError: `model` is not sharded.
     """
-    state_of(model).runtime.reset_stats()
+    for each in models_of(state_of(model)):
+        each.runtime.reset_stats()

@@ -247,10 +247,12 @@ class ShardedModel:
         self.unreduced: UnreducedParameters | None = None  # None where nobody reduces: on one rank
         self.experts: list[ExpertsImplementation] = []  # of a model of Hugging Face
         self.told_of_loop = False
+        self.eager_without_grad = False  # see [Note: modules that look into their parameters]
         self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
         self.others: list[ShardedModel] = []  # of the first domain: those of the others, in their order
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
+        self.wide_agreement: Agreement | None = None  # of more ranks than share shards; see connected_ranks.py
 
     def choose(self, wanted: str) -> Choice:
         """The transport for `wanted`, and why; see `zcompile.sharding.select_transport.choose`."""
@@ -282,7 +284,9 @@ class ShardedModel:
         return _C.Model(**{**self.groups, "number": -1})
 
     def new_agreement(self) -> Agreement:
-        """For the ranks that share the shards."""
+        """For the ranks that share the shards, and others that are connected with them."""
+        if self.wide_agreement is not None:
+            return self.wide_agreement
         prefix = f"zcompile/{self.groups['reduce']}/{self.groups['number']}"
         rank, timeout_s = self.groups["rank"], timeout_of(self.mesh).total_seconds()
         return Agreement(prefix, rank, self.groups["world"], timeout_s, started_by_rank(self.runtime, self.groups))
@@ -339,14 +343,15 @@ class ShardedModel:
         Called outside of compiled code, before the outermost forward and before each that is compiled.
 
         Returns:
-            Whether a module has another tensor in place of a parameter; see given_parameters.py.
+            Whether the forward must run in eager: a module has another tensor in place of a parameter (see
+            given_parameters.py), or will have.
         """
         if self.unreduced is not None:
             self.unreduced.count_forward()
         for experts in self.experts:
             experts.check()
         self.refuse_assigned_data()
-        has_others = False
+        has_others = self.eager_without_grad and not torch.is_grad_enabled()
         for other in self.others:
             has_others |= other.enter_forward()
         repeated, times = self.runtime.begin_forward()

@@ -141,13 +141,18 @@ class OrderWatch:
             )
 
 
+def order_store_name(groups: Mapping[str, Any]) -> str:
+    """The prefix of the keys under which ranks of these groups publish what they have started."""
+    return f"zcompile/order/{groups['gather']}/{groups['reduce']}"
+
+
 def order_store(prefix: str) -> dist.Store:
     """The store by which ranks met, for keys of this prefix."""
     return dist.PrefixStore(prefix, _base_store())
 
 
 def _order_store_of(groups: Mapping[str, Any]) -> dist.Store:
-    return order_store(f"zcompile/order/{groups['gather']}/{groups['reduce']}")
+    return order_store(order_store_name(groups))
 
 
 def _base_store() -> dist.Store:

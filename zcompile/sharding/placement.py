@@ -98,6 +98,7 @@ class Layout:
         inner: of a DTensor that modules read as such.
         domain: number of the domain; see [Note: domains].
         own_dtype: whether it is gathered in its own dtype whatever `param_dtype` is; see `TRAINABLE`.
+        local: of a DTensor that modules read as this rank's part of it.
     """
 
     shape: tuple[int, ...]
@@ -105,6 +106,7 @@ class Layout:
     inner: Inner | None = None
     domain: int = 0
     own_dtype: bool = False
+    local: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -143,7 +145,7 @@ def layout_for(parameter: torch.Tensor, placement: Placement, world: int, domain
         inner = Inner(
             parameter.device_mesh, id(parameter.device_mesh), parameter.placements, parameter.shape, parameter.stride()
         )
-    return Layout(shape, dim, inner, domain, own_dtype=part.dtype not in TRAINABLE)
+    return Layout(shape, dim, inner, domain, own_dtype=part.dtype not in TRAINABLE, local=placement.local)
 
 
 def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zcompile.analysis.costs.registry import registered_costs
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
+from zcompile.sharding.connected_ranks import agreement_of
 from zcompile.sharding.find_units import UnitLike, check_units, default_units, find_units, implementations
 from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of
@@ -28,7 +29,7 @@ from zcompile.sharding.placement import (
     part_of,
     placement_of,
 )
-from zcompile.sharding.process_groups import default_mesh, device_of, shard_group_of
+from zcompile.sharding.process_groups import default_mesh, device_of, shard_group_of, timeout_of
 from zcompile.sharding.unit_order import make_units, order_units
 from zcompile.sharding.unreduced import UnreducedParameters
 from zcompile.sharding.user_hooks import carry_hooks
@@ -153,6 +154,7 @@ def shard(
         made = make_units(state, model, unit_modules, param_dtype)
         only_casts = mesh.size() == 1 and not state.others and gradient_divide_factor in (None, 1.0)
         install_readers(state, model, param_dtype, only_casts and not _has_layouts(state), units=state.units)
+    _connect(state)
     for each in models_of(state):
         count_steps(each)
     state.use_transport("auto")
@@ -163,6 +165,18 @@ def shard(
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
     return model
+
+
+def _connect(state: ShardedModel) -> None:
+    """Let all ranks that wait for each other compare programs, if some of them share no shards."""
+    models = models_of(state)
+    meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
+    if state.groups["control"] or all(mesh == state.mesh for mesh in meshes):
+        return
+    timeout_s = timeout_of(state.mesh).total_seconds()
+    agreement = agreement_of(list(dict.fromkeys(meshes)), state.groups, state.runtime, timeout_s)
+    for each in models:
+        each.wide_agreement = agreement
 
 
 Placements = list[tuple[nn.Parameter, Placement]]  # of each parameter that is sharded, in the order of the model's

@@ -1,0 +1,124 @@
+"""Under tensor and expert parallelism, a rank that would do otherwise than others is an error on all ranks.
+
+As over NCCL, ranks do not agree before each collective. Some of those that wait for each other share no shards.
+"""
+
+import time
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import zcompile
+from tests.support.meshes import without_agreement
+from tests.support.parallel import (
+    WIDTH,
+    Dense,
+    Mixture,
+    expert_placement,
+    mesh_of,
+    spread_dense,
+    spread_experts,
+    token_loss,
+)
+from tests.support.reference import train_beside
+
+SECONDS = 30  # a fraction of the groups' timeout
+
+
+def dense():
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    return zcompile.shard(spread_dense(Dense(), mesh["tp"], sequence=False), mesh["dp"])
+
+
+def mixture():
+    mesh = mesh_of("cpu", efsdp=2, ep=2)
+    model = spread_experts(Mixture(), mesh["ep"])
+    placement = expert_placement(model, mesh["efsdp"], Shard(0))
+    return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement)
+
+
+def rank_differs(rank, world, make, how):
+    """Rank 3 alone; under tensor parallelism it shares shards with rank 1, and sums with rank 2."""
+    with without_agreement():
+        model = make()
+    options = {"inner": "aot_eager"}
+    if rank == 3 and how == "prefetch":
+        options["skip_passes"] = ["prefetch"]
+    if rank == 3 and how == "order":
+        block = model.blocks[0]
+        block.norm1, block.norm2 = block.norm2, block.norm1
+    model.compile(backend="zcompile", options=options, fullgraph=True)
+    begin = time.monotonic()
+    told = {
+        "prefetch": r"First difference: .*disabled=\('prefetch',\)",
+        "order": r"First difference: .*norm[12].weight'",
+    }
+    with pytest.raises(RuntimeError, match=told[how]):
+        token_loss(model, 0, rank).backward()
+    assert time.monotonic() - begin < SECONDS
+
+
+@pytest.mark.parametrize(
+    "make, how",
+    [
+        (dense, "prefetch"),
+        pytest.param(mixture, "order", marks=pytest.mark.matrix),
+        pytest.param(dense, "order", marks=pytest.mark.matrix),
+        pytest.param(mixture, "prefetch", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_rank_that_would_run_another_program_is_an_error_on_all(ranks, make, how):
+    ranks(4).run(rank_differs, make, how, timeout=60)
+
+
+class Sums(nn.Module):
+    """A sum of the model's own, before or behind a layer."""
+
+    def __init__(self, group, before):
+        super().__init__()
+        self.layer, self.group, self.before = nn.Linear(WIDTH, WIDTH), group, before
+
+    def sum(self, x, wanted):
+        return funcol.all_reduce(x, "sum", self.group) if wanted else x
+
+    def forward(self, x):
+        return self.sum(self.layer(self.sum(x, self.before)), not self.before)
+
+
+def rank_sums_before(rank, world):
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    with without_agreement():
+        model = zcompile.shard(Sums(mesh["dp"].get_group(), before=rank >= 2), mesh["dp"])
+    model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"First difference: on rank [01] (reads|calls all_reduce).*on rank [01] "):
+        model(torch.ones(2, WIDTH))
+
+
+def test_collectives_of_the_model_are_compared_with_its_reads(ranks):
+    ranks(4).run(rank_sums_before, timeout=60)
+
+
+def long_loss(model, step, rank):
+    """Of lengths that only some data ranks come to, at some steps."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return model(torch.randn(2, 4 + step * (rank + 1), WIDTH, generator=generator)).square().mean()
+
+
+def rank_compiles_alone(rank, world):
+    mesh = mesh_of("cpu", dp=2, tp=2)
+
+    def prepare(model):
+        with without_agreement():
+            zcompile.shard(spread_dense(model, mesh["tp"], sequence=False), mesh["dp"])
+        model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True, dynamic=False)
+        return model
+
+    train_beside(mesh["dp"].get_local_rank(), 2, prepare, make=lambda: Dense(1), loss=long_loss)
+
+
+@pytest.mark.matrix
+def test_ranks_that_compile_alone_wait_for_no_other_mesh(ranks):
+    ranks(4).run(rank_compiles_alone, timeout=120)

@@ -1,0 +1,167 @@
+"""Models of transformers by their own plans for tensor and expert parallelism, beside transformers with FSDP2."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+
+import zcompile
+from tests.support.parallel import mesh_of
+from tests.support.plans import deepseek, filled, llama, neox, oss, qwen, tokens_loss
+from tests.support.reference import close
+from zcompile.huggingface import distribute
+
+pytest.importorskip("transformers", "5.20")
+matrix = pytest.mark.matrix
+
+STEPS = 5
+CASES = {
+    "llama-tp": (llama, {"tp_size": 2, "fsdp_size": 2}),
+    "neox-tp": (neox, {"tp_size": 2, "fsdp_size": 2}),  # rowwise layers have biases
+    "qwen-tp": (qwen, {"tp_size": 2, "fsdp_size": 2}),  # experts are cut along other dimensions, and packed
+    "qwen-ep": (qwen, {"fsdp_size": 4, "ep_size": 2}),
+    "qwen-tp-ep": (qwen, {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}),
+    "qwen-replicas-ep": (qwen, {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}),
+    "oss-ep": (oss, {"fsdp_size": 4, "ep_size": 2}),  # experts have biases
+    "deepseek-ep": (deepseek, {"fsdp_size": 4, "ep_size": 2}),
+    "deepseek-ep-4": (deepseek, {"fsdp_size": 4, "ep_size": 4}),
+    "deepseek-tp-ep": (deepseek, {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}),
+}
+
+
+def config_of(sizes):
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(**sizes)
+
+
+def data_rank_of(rank, sizes):
+    return rank // sizes.get("tp_size", 1)
+
+
+def maybe_compiled(model, inner):
+    if inner != "eager":
+        model.compile(backend="zcompile", options={"inner": inner})
+    return model
+
+
+def steps_of(model, data_rank):
+    """Losses, norms and losses of evaluations of steps of AdamW with clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    for step in range(STEPS):
+        loss = tokens_loss(model, step, data_rank)
+        loss.backward()
+        norm = zcompile.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            evaluated = tokens_loss(model, step + STEPS, data_rank)
+        yield loss.detach(), norm, evaluated
+
+
+def rank_is_beside_fsdp2(rank, world, folder, make, sizes, inner):
+    whole, data_rank = filled(make), data_rank_of(rank, sizes)
+    if rank == 0:
+        whole.save_pretrained(folder)
+    torch.distributed.barrier()
+    theirs = type(whole).from_pretrained(folder, distributed_config=config_of(sizes), dtype=torch.float32)
+    ours = maybe_compiled(distribute(whole, config_of(sizes)), inner)
+    for mine, other in zip(steps_of(ours, data_rank), steps_of(theirs, data_rank), strict=True):
+        for kind, value, right in zip(("loss", "norm", "evaluation"), mine, other, strict=True):
+            close(value, right, 1e-6, kind)
+    for module in theirs.modules():
+        if isinstance(module, FSDPModule):  # some of them stay unsharded behind an evaluation
+            module.reshard()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        close(mine, other.full_tensor(), 1e-6, name)
+
+
+IN_CI = [(case, "eager") for case in ("neox-tp", "qwen-tp-ep")]
+
+
+@pytest.mark.parametrize(
+    "case, inner",
+    [
+        pytest.param(case, inner, marks=() if (case, inner) in IN_CI else matrix)
+        for case in CASES
+        for inner in ("eager", "aot_eager")
+    ],
+)
+def test_models_train_and_evaluate_as_with_fsdp2(ranks, tmp_path, case, inner):
+    ranks(4).run(rank_is_beside_fsdp2, str(tmp_path), *CASES[case], inner)
+
+
+def rank_loads(rank, world, make, sizes):
+    """Made on the meta device, where only a state dict gives values; beside one that was sharded with them."""
+    with_values = distribute(filled(make), config_of(sizes))
+    with torch.device("meta"):
+        model = make()
+    distribute(model, config_of(sizes))
+    whole = get_model_state_dict(with_values, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole if rank == 0 else {}, options=options)
+    for (name, mine), other in zip(model.named_parameters(), with_values.named_parameters(), strict=True):
+        assert (name, mine.placements, mine.device_mesh) == (other[0], other[1].placements, other[1].device_mesh)
+        assert torch.equal(mine.to_local(), other[1].to_local()), name
+    data_rank = data_rank_of(rank, sizes)
+    losses = [tokens_loss(each, 0, data_rank) for each in (model, with_values)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for mine, other in zip(model.parameters(), with_values.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+
+
+@pytest.mark.parametrize("case", ["qwen-tp-ep", pytest.param("deepseek-ep", marks=matrix)])
+def test_models_made_on_the_meta_device_load_whole_state_dicts(ranks, case):
+    ranks(4).run(rank_loads, *CASES[case])
+
+
+def rank_saves(rank, world, folder, make, sizes):
+    whole = filled(make)
+    distribute(filled(make), config_of(sizes)).save_pretrained(folder)
+    torch.distributed.barrier()
+    loaded = type(whole).from_pretrained(folder, dtype=torch.float32)
+    for (name, mine), other in zip(loaded.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_a_model_is_saved_whole_by_save_pretrained(ranks, tmp_path):
+    ranks(4).run(rank_saves, str(tmp_path), *CASES["qwen-tp-ep"])
+
+
+def rank_is_refused(rank, world):
+    refused = {
+        "fsdp_plan is for FSDP2": ({"fsdp_size": 4, "fsdp_plan": {"lm_head": "free_full_weight"}}, {}),
+        "fsdp_mixed_precision is for FSDP2": ({"fsdp_size": 4, "fsdp_mixed_precision": True}, {}),
+        "pipeline parallelism is not supported": ({"pp_size": 4}, {}),
+        "mesh follows from distributed_config": ({"fsdp_size": 4}, {"mesh": None}),
+        "has no `ep_plan`": ({"fsdp_size": 4, "ep_size": 2}, {}),
+    }
+    for text, (sizes, options) in refused.items():
+        with pytest.raises(ValueError, match=text):
+            distribute(llama(), config_of(sizes), **options)
+
+
+def test_what_distribute_does_not_do_is_refused(ranks):
+    ranks(4).run(rank_is_refused)
+
+
+def rank_applies_a_plan_itself(rank, world):
+    """Its hooks would sum gradients of norms that are shards here."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh, model = mesh_of("cpu", dp=2, tp=2), filled(qwen)
+    tp_plan, _, _ = model._resolve_parallel_plans(config_of({"tp_size": 2}))
+    apply_tensor_parallelism(model, mesh["tp"], tp_plan)
+    experts = {p for name, p in model.named_parameters() if ".experts." in name}
+    local = zcompile.Placement(local=True)
+    zcompile.shard(model, mesh["dp"], shard_placement_fn=lambda parameter: local if parameter in experts else None)
+    loss = tokens_loss(model, 0, rank // 2)
+    with pytest.raises(NotImplementedError, match="allreduce_"):
+        loss.backward()
+
+
+@matrix
+def test_hooks_of_a_plan_that_the_program_applies_are_an_error(ranks):
+    ranks(4).run(rank_applies_a_plan_itself)

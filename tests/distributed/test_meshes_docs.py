@@ -1,0 +1,32 @@
+"""The Python blocks of docs/meshes.md, as a reader would run them."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/meshes.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def rank_runs(rank, world, folder, number):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        names = {}
+        exec(BLOCKS[number], names)
+    finally:
+        os.chdir(before)
+    assert all(torch.isfinite(parameter.to_local()).all() for parameter in names["model"].parameters())
+    return names["norm"].item()
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_block_of_the_page_runs(ranks, tmp_path, number):
+    if "transformers" in BLOCKS[number]:
+        pytest.importorskip("transformers", "5.20")
+    norms = ranks(4).run(rank_runs, str(tmp_path), number)
+    assert len(set(norms)) == 1 and norms[0] > 0
+    assert (tmp_path / "saved/model.safetensors").exists() == ("save_pretrained" in BLOCKS[number])

@@ -1,0 +1,58 @@
+"""Ranks that wait for each other, of which some share no shards: under tensor and expert parallelism.
+
+Where ranks do not agree before each collective, they compare programs before they first run them. If only ranks that
+share shards compared, those would raise, and the ranks with which they compute sums would wait for them until the
+timeout. So all ranks compare that are connected by the groups of the model's parameters.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcompile import _C
+from zcompile.sharding.order_watch import Marks, order_store, order_store_name
+from zcompile.sharding.rank_agreement import Agreement
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What the others know of a rank: where it says how many collectives it has started, and a name of its model."""
+
+    order_store: str
+    number: int  # under which it does
+    model: str
+
+
+def agreement_of(
+    meshes: Sequence[DeviceMesh], groups: dict[str, object], runtime: _C.Model, timeout_s: float
+) -> Agreement:
+    """An agreement of all ranks that this one is connected with, which call together.
+
+    Args:
+        meshes: of parameters, in one order on all ranks.
+        groups: of the first domain, for its runtime.
+    """
+    me = dist.get_rank()
+    name = f"zcompile/{groups['reduce']}/{groups['number']}"
+    known = {me: _Rank(order_store_name(groups), int(str(groups["rank"])), name)}
+    for _ in range(2):  # a group for each dimension: after the first round, ranks know those of all dimensions behind
+        for group in dict.fromkeys(mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim)):
+            gathered: list[dict[int, _Rank]] = [{} for _ in range(group.size())]
+            dist.all_gather_object(gathered, known, group=group)
+            known = {rank: each for some in gathered for rank, each in some.items()}
+    ranks = sorted(known)
+
+    def started(place: int) -> int:
+        if ranks[place] == me:
+            digests = runtime.order_digests()
+            return digests[0][0] if digests else 0
+        other = known[ranks[place]]
+        store = order_store(other.order_store)
+        marks: Marks = json.loads(store.get(f"{other.number}")) if store.check([f"{other.number}"]) else []
+        return marks[-1][0] if marks else 0
+
+    prefix = f"zcompile/connected/{known[ranks[0]].model}"
+    return Agreement(prefix, ranks.index(me), len(ranks), timeout_s, started)
