@@ -92,8 +92,8 @@ at::Tensor unpack(const py::object& saved) {
 }  // namespace
 
 void bind_saved_tensors(py::module_& module) {
-  py::class_<Kept>(module, "KeptTensor");
-  py::class_<Note>(module, "TensorNote");
+  py::class_<Kept>(module, "_KeptTensor");
+  py::class_<Note>(module, "_TensorNote");
   py::class_<SavedTensorHooks>(module, "SavedTensorHooks")
       .def(py::init<const std::vector<at::Tensor>&, py::function>(), py::arg("unsharded"), py::arg("gather"))
       .def("pack", &SavedTensorHooks::pack, py::arg("tensor"))
