@@ -1,4 +1,4 @@
-"""ZeRO-3 training as a torch.compile backend: see README.md and docs/design.md."""
+"""ZeRO-3 training as a torch.compile backend: see README.md and docs/architecture.md."""
 
 import importlib
 import os

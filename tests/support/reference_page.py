@@ -1,0 +1,78 @@
+"""docs/reference.md, made from signatures and docstrings: `python -m tests.support.reference_page` writes it."""
+
+import ast
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import zcompile
+from zcompile import options
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+
+HEAD = """# Reference
+
+Made from the code by `python -m tests.support.reference_page`; a test holds that it is up to date. How things are used:
+[guide](guide.md).
+
+## Functions
+
+Each has a docstring with shapes, units and errors: `help(zcompile.shard)`.
+"""
+
+OPTIONS_HEAD = """
+## Options of the backend
+
+`torch.compile(model, backend="zcompile", options={...})`, `model.compile(backend="zcompile", options={...})`, and the
+block `"zcompile"` of a DeepSpeed config take these. `mode` is passed to Inductor.
+"""
+
+
+def wrapped(text: str, first: str = "", indent: str = "") -> str:
+    return textwrap.fill(
+        " ".join(text.split()),
+        120,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def functions() -> str:
+    """Signature and first sentence of each public name."""
+    entries = []
+    for name in zcompile.__all__:
+        value = getattr(zcompile, name)
+        if name.startswith("__"):
+            continue
+        signature = "" if inspect.isclass(value) else f"({', '.join(inspect.signature(value).parameters)})"
+        first = inspect.getdoc(value).split("\n\n")[0]
+        sentence = re.split(r"(?<=\.)\s", " ".join(first.split()))[0]
+        entries.append(wrapped(f"`zcompile.{name}{signature}`: {sentence}", "- ", "  "))
+    return "\n".join(entries)
+
+
+def option_entries() -> str:
+    """Name, default and docstring of each field of Settings."""
+    (settings,) = (
+        node
+        for node in ast.parse(inspect.getsource(options)).body
+        if isinstance(node, ast.ClassDef) and node.name == "Settings"
+    )
+    entries = []
+    for field, text in zip(settings.body, settings.body[1:], strict=False):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
+            continue
+        default = "{}" if isinstance(field.value, ast.Call) else ast.unparse(field.value)
+        entries.append(wrapped(f"`{ast.unparse(field.target)}` (`{default}`): {text.value.value}", "- ", "  "))
+    return "\n".join(entries)
+
+
+def page() -> str:
+    return f"{HEAD}\n{functions()}\n{OPTIONS_HEAD}\n{option_entries()}\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

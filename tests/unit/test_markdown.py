@@ -1,0 +1,55 @@
+"""Pages are no wider than code, link to what exists, and say what the code says."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import reference_page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/lab/*.md")])
+OF_OTHERS = ("run_clm.py", "run_glue.py")  # of transformers
+IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_no_line_is_too_long(page):
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        assert len(line) <= 120, f"line {number} has {len(line)} characters"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page if not path else (page.parent / path).resolve()
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_files_that_are_named_exist(page):
+    if "lab" in page.parts or page.name == "CHANGELOG.md":
+        pytest.skip("of what was there then")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    for name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|cu|cuh|md))(?:::[\w\[\].]+)?`", page.read_text()):
+        assert name in OF_OTHERS or any(f"/{file}".endswith(f"/{name}") for file in tracked), name
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_reference_is_what_the_code_says():
+    assert reference_page.PAGE.read_text() == reference_page.page(), "run `python -m tests.support.reference_page`"
