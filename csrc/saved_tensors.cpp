@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -78,14 +79,23 @@ at::Tensor read(const Note& note) {
   return note.is_conj ? view.conj() : view;
 }
 
+// No stream: one that a toolchain links with its own libstdc++ crashes at numbers.
+std::string shape_of(const at::Tensor& tensor) {
+  std::string text = "[";
+  for (const auto size : tensor.sizes()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
 at::Tensor unpack(const py::object& saved) {
   if (py::isinstance<Note>(saved)) return read(saved.cast<const Note&>());
   const auto& kept = saved.cast<const Kept&>();
+  const auto version = static_cast<int64_t>(kept.detached._version());
   TORCH_CHECK(
-      kept.detached._version() == kept.version,
-      "one of the variables needed for gradient computation has been modified by an inplace operation: ",
-      kept.detached.sizes(), " is at version ", kept.detached._version(), "; expected version ", kept.version,
-      " instead.");
+      version == kept.version,
+      "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+      "shape " +
+          shape_of(kept.detached) + " is at version " + std::to_string(version) + "; expected version " +
+          std::to_string(kept.version) + " instead.");
   return kept.detached;
 }
 

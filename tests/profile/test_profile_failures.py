@@ -67,11 +67,11 @@ def test_no_rank_outlives_the_profiler(tmp_path, by):
 
 
 def test_engines_that_fail_leave_the_others(tmp_path, capsys):
-    arguments = ["--engines", "fsdp2,ddp,limit,eager", "--timeout", "20", "--output", str(tmp_path)]
+    arguments = ["--engines", "fsdp2,ddp,limit,eager", "--timeout", "40", "--output", str(tmp_path)]
     assert main([*SHORT, *write_model(tmp_path), *arguments]) == 0
     engines = results_in(tmp_path)["engines"]
     assert engines["fsdp2"]["failed"] == "ValueError: the second rank does not like this batch"
-    assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 20 s" in engines["limit"]["failed"]
+    assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 40 s" in engines["limit"]["failed"]
     assert len(engines["eager"]["losses"]) == 5
     printed = capsys.readouterr().out
     assert "the second rank does not like this batch" in printed and "eager" in printed

@@ -12,13 +12,14 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile.sharding.model_state import ShardedModel, models_of, state_of
+from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of, state_of
 
 Groups = Mapping[str, str]  # the name of a group on this rank -> its place
 COLLECTIVES = "torch.ops._c10d_functional"
@@ -27,13 +28,19 @@ ASKS_FOR_RANK = re.compile(r"\bget_(local_|group_|node_local_)?rank\b|\bget_coor
 
 def groups_of(model: nn.Module) -> dict[str, str]:
     """The groups of the meshes of the parameters of `model`: alike on all ranks, but for their names."""
-    sharded = (each for state in models_of(state_of(model)) for each in state.parameters.values())
-    meshes = dict.fromkeys(cast(DTensor, each.parameter).device_mesh for each in sharded)
+    states = models_of(state_of(model))
+    meshes = dict.fromkeys(_mesh_of(state, each) for state in states for each in state.parameters.values())
     groups: dict[str, str] = {}
     for i, mesh in enumerate(meshes):
         for dimension in range(mesh.ndim):
             groups.setdefault(mesh.get_group(dimension).group_name, f"zcompile: dimension {dimension} of mesh {i}")
     return groups
+
+
+def _mesh_of(state: ShardedModel, sharded: ShardedParameter) -> DeviceMesh:
+    """All ranks that have a part of the parameter. DeepSpeed's parameters are no DTensors."""
+    parameter = sharded.parameter
+    return parameter.device_mesh if isinstance(parameter, DTensor) else state.mesh
 
 
 def lacking(state: ShardedModel) -> str:
@@ -45,7 +52,7 @@ def lacking(state: ShardedModel) -> str:
                     f"parameter '{sharded.name}' is read as a DTensor over {sharded.layout.inner.mesh.mesh_dim_names}, "
                     "whose code has this rank's place in it; parameters with Placement(local=True) can be saved"
                 )
-            mesh = cast(DTensor, sharded.parameter).device_mesh
+            mesh = _mesh_of(each, sharded)
             ranks = {rank for i in range(mesh.ndim) for rank in dist.get_process_group_ranks(mesh.get_group(i))}
             if not ranks <= set(state.mesh.mesh.flatten().tolist()):
                 return f"parameter '{sharded.name}' has ranks that the mesh {state.mesh.mesh_dim_names} does not have"
