@@ -139,9 +139,10 @@ class C10dTransport : public Transport {
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
     if (packs(requests) && !context_.native_reduce()) return start_packed_reduce(requests);
     std::vector<C10dReduce::Sum> sums;
-    if (context_.world() == 1) {
-      for (const auto& [param, grad, out, extras] : requests)
+    if (context_.world() == 1) {  // a collective of one rank would copy each gradient
+      for (const auto& [param, grad, out, extras] : requests) {
         sums.push_back({grad.view({1, grad.numel()}), out, extras});
+      }
       return std::make_unique<C10dReduce>(context_, std::vector<Work>(), std::move(sums));
     }
     for (const auto& [param, grad, out, extras] : requests) {

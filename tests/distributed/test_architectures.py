@@ -3,8 +3,8 @@ unsharded.
 
 Both are compiled. This takes minutes to an hour a task, and so runs on demand: `make models` runs it once for each task
 of `tests/support/architectures.py`, by ZCOMPILE_ARCHITECTURES=causal and so on. ZCOMPILE_ARCHITECTURES_INNER=inductor
-takes another inner backend than aot_eager, for both. With ZCOMPILE_ARCHITECTURES_DEVICE=cuda the two ranks train on
-GPUs, in fp64, or share one.
+takes another inner backend than aot_eager, for both. With ZCOMPILE_ARCHITECTURES_DEVICE=cuda the two ranks train in
+fp64 on GPUs, of which one is enough.
 """
 
 import functools
