@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +27,9 @@ from zcompile.sharding.model_state import ShardedModel, model_of
 from zcompile.sharding.rank_agreement import Line
 from zcompile.sharding.user_hooks import saves_by_hooks
 from zcompile.source_hash import source_hash
+
+# torch's higher-order ops that decide, or repeat, what they call.
+OWN_CONTROL_FLOW = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Settings:
@@ -78,6 +81,7 @@ def compile_planned(
     """
     refuse_cuda_graphs(settings.inductor, mode)
     _refuse_writes(gm)
+    _refuse_reads_in_branches(gm)
     _warn_if_unsharded(gm)
     if settings.inner == "aot_eager":
         return compile_aot_eager(gm, example_inputs, plan)
@@ -257,6 +261,32 @@ def _refuse_writes(gm: GraphModule) -> None:
                 "It is a gathered copy, so the change would be lost. Compute a new tensor instead, or update the "
                 "DTensor in model.parameters() outside of forward."
             )
+
+
+def _refuse_reads_in_branches(gm: GraphModule) -> None:
+    """Refuse a read of a parameter within a graph that runs any number of times: ranks would gather differently often.
+
+    What torch traces through, such as a checkpoint or a nested compile region, may read.
+    """
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or name not in OWN_CONTROL_FLOW:
+            continue
+        for attribute in (each for each in node.all_input_nodes if each.op == "get_attr"):
+            inner = getattr(gm, str(attribute.target), None)
+            for read in (read for each in _graphs_in(inner) for read in calls(each, GATHER)):
+                raise RuntimeError(
+                    f"zcompile: a function that torch's {name} calls reads a parameter of a sharded model, at\n"
+                    f"{read.meta.get('stack_trace', '')}\n"
+                    "Ranks may call it differently often, so it cannot gather. Read the parameter before, as in "
+                    "`weight = self.layer.weight`, and use that inside."
+                )
+
+
+def _graphs_in(value: Any) -> Iterator[Graph]:
+    """The graphs of a module and of the modules below it."""
+    if isinstance(value, torch.nn.Module):
+        yield from (each.graph for each in value.modules() if isinstance(each, GraphModule))
 
 
 def _warn_if_unsharded(gm: GraphModule) -> None:

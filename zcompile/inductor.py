@@ -173,6 +173,8 @@ def _leave_shards_alone(graph: Graph) -> None:
     tensor that leads to a convolution.
     """
     shards = {shard for start in calls(graph, *GATHER_STARTS, GATHER_ROWS) for shard in nodes_in(start.args[0])}
+    if not shards:  # Inductor runs its passes on subgraphs too, as flex attention's mask, which may return one value
+        return
     output = graph.output_node()
     saved = [i for i, node in enumerate(cast(Sequence[Any], output.args[0])) if node in shards]
     output.meta["user_visible_output_idxs"] = sorted({*output.meta.get("user_visible_output_idxs", ()), *saved})

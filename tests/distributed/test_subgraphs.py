@@ -1,0 +1,118 @@
+"""Models whose graphs have graphs of their own: flex attention, and branches that a tensor decides."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from tests.support.reference import close, compiled, train_beside
+
+WIDTH, HEADS, TOKENS, WINDOW = 32, 2, 128, 16
+
+
+def in_window(batch, head, row, column):
+    return (row >= column) & (row - column < WINDOW)
+
+
+class Attention(nn.Module):
+    """Flex attention with a mask, and scores that a parameter changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.slopes = nn.Parameter(torch.linspace(0.1, 1, HEADS))
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
+        mask = create_block_mask(in_window, None, None, TOKENS, TOKENS, device=x.device)
+        slopes = self.slopes
+        score = lambda score, batch, head, row, column: score - slopes[head] * (row - column)
+        attended = flex_attention(q, k, v, score_mod=score, block_mask=mask)
+        return x + self.out(attended.transpose(1, 2).flatten(-2))
+
+
+class Branches(nn.Module):
+    """Takes one of two layers, by the sign of its input's sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        up, down = self.up.weight, self.down.weight
+        return torch.cond(x.sum() > 0, lambda x: (x @ up).sin(), lambda x: (x @ down).cos(), (x,))
+
+
+class ReadingBranches(Branches):
+    """Reads their weights within the branches."""
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,))
+
+
+class Repeated(nn.Module):
+    """A block that torch compiles once for all places where it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return x + self.norm(self.layer(x)).sin()
+
+
+def repeated():
+    return nn.Sequential(*(Repeated() for _ in range(3)))
+
+
+def loss_of(model, step, rank):
+    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(x.to(next(model.parameters()).device)).square().mean()
+
+
+def rank_attends(rank, world, inner):
+    reference = nn.Sequential(*(Attention() for _ in range(2)))
+    model = compiled(copy.deepcopy(reference), inner=inner)
+    with torch.no_grad():
+        close(loss_of(model, 0, rank), torch.compile(loss_of)(reference, 0, rank), 1e-6, "loss")
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(ranks, inner):
+    """torch trains it on GPUs alone: tests/gpu/test_subgraphs.py."""
+    ranks(2).run(rank_attends, inner)
+
+
+def rank_trains(rank, world, make, inner):
+    train_beside(rank, world, lambda model: compiled(model, inner=inner), make=make, loss=loss_of, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("make", [Branches, repeated])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_models_with_subgraphs_train_as_unsharded(ranks, make, inner):
+    ranks(2).run(rank_trains, make, inner)
+
+
+class ReadingScores(Attention):
+    """Reads the slopes where scores are changed."""
+
+    def forward(self, x):
+        q = k = v = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        score = lambda score, batch, head, row, column: score - self.slopes[head] * (row - column)
+        return flex_attention(q, k, v, score_mod=score).transpose(1, 2).flatten(-2)
+
+
+def rank_reads_inside(rank, world, make, op):
+    model = compiled(make())
+    with torch.no_grad(), pytest.raises(RuntimeError, match=f"that torch's {op} calls reads a parameter") as raised:
+        loss_of(model, 0, rank)
+    assert "test_subgraphs.py" in str(raised.value)
+
+
+@pytest.mark.parametrize("make, op", [(ReadingBranches, "cond"), (ReadingScores, "flex_attention")])
+def test_a_parameter_that_is_read_inside_of_a_branch_is_refused(ranks, make, op):
+    ranks(2).run(rank_reads_inside, make, op)
