@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from zcompile.planning.command import main
@@ -87,3 +88,27 @@ def test_explain_for_a_gpu_has_no_scores_in_memory(tmp_path):
         live[hardware] = max(graph["live_bytes"] for graph in plan["graphs"])
     scores_bytes = 2 * 8 * 4096 * 4096
     assert live["h200"] < scores_bytes < live["cpu"]
+
+
+class FlexAttention(LatentAttention):
+    def forward(self, x):
+        parts = self.project(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        return flex_attention(*parts.chunk(3, -1))
+
+
+def flex():
+    """What `zcompile explain --module` takes."""
+    model = FlexAttention(queries=64, values=64)
+    return model, lambda step, rank: torch.randn(1, 1024, 64), lambda model, x: model(x).float().mean()
+
+
+def test_flex_attention_is_explained_without_a_gpu(tmp_path, capsys):
+    """torch refuses its backward on CPUs; what a GPU runs is known all the same."""
+    arguments = ["--module", f"{__file__}:flex", "--ranks", "2"]
+    assert main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
+    (plan,) = json.loads((tmp_path / "plan.json").read_text())["ranks"]
+    assert [graph["kind"] for graph in plan["graphs"]] == ["forward", "backward"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*arguments, "--hardware", "cpu"])
+    assert "does not support backward on CPU" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from zcompile.planning.command import main
 from zcompile.planning.workloads import load
@@ -43,6 +45,50 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
         starts = {i if gather["bucket"] is None else f"bucket {gather['bucket']}" for i, gather in gathers}
         reduces = len(graph["transfers"]) - len(starts)
         assert reduces > 0 if graph["kind"] == "backward" else reduces == 0
+
+
+class Breaks(nn.Module):
+    """Has a graph break between parameters of its own, which runs in eager."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+
+    def forward(self, x):
+        x = x @ self.first
+        torch._dynamo.graph_break()
+        return x @ self.second
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = Breaks(), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.last(self.inner(x)).sum()
+
+
+def breaks():
+    """What `zcompile explain --module` takes."""
+    return Around(), lambda step, rank: torch.ones(4, 64), lambda model, x: model(x)
+
+
+def skipped():
+    """The same, where all of a module runs in eager."""
+    model, batch, loss = breaks()
+    model.inner.forward = torch.compiler.disable(model.inner.forward)
+    return model, batch, loss
+
+
+@pytest.mark.parametrize("build", [breaks, skipped])
+def test_what_runs_between_graphs_is_left_out(build, tmp_path):
+    file = tmp_path / "plan.json"
+    assert main(["--module", f"{__file__}:{build.__name__}", "--ranks", "2", "--json", str(file)]) == 0
+    (plan,) = json.loads(file.read_text())["ranks"]
+    gathered = {gather["parameter"] for graph in plan["graphs"] for gather in graph["gathers"]}
+    assert "model.last.weight" in gathered
+    assert ("model.inner.first" in gathered) is ("model.inner.second" in gathered) is (build is breaks)
 
 
 def pair():

@@ -19,7 +19,7 @@ from zcompile.analysis.hardware_tables import TABLES
 from zcompile.backend import parse_options
 from zcompile.options import Plan, Settings
 from zcompile.planning.argument_parser import Parser, positive
-from zcompile.planning.device_attention import DeviceAttention
+from zcompile.planning.device_attention import attention_of_gpus
 from zcompile.planning.explanation import Explanation, comparison
 from zcompile.planning.llama import SIZES
 from zcompile.planning.predict import predict_step
@@ -200,7 +200,7 @@ def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]
 
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
     """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs."""
-    on_device = contextlib.nullcontext() if plan.link.hardware.name == CPU.name else DeviceAttention()
+    on_device = contextlib.nullcontext() if plan.link.hardware.name == CPU.name else attention_of_gpus()
     with FakeTensorMode(allow_non_fake_inputs=True), on_device:
         workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())

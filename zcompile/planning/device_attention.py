@@ -5,15 +5,34 @@ narrower than queries (DeepSeek-V3). The scores then stand in the graph, with th
 kernel for that. The ops of GPUs have fake results on any device, so a graph can have them that nobody runs.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_FLASH = 256  # of a head
 ALIGNED = 8  # elements; the kernel takes heads whose width is a multiple
+
+
+@contextlib.contextmanager
+def attention_of_gpus() -> Iterator[None]:
+    """Inside, models that are traced on fake CPU tensors have the attention of GPUs.
+
+    That is `DeviceAttention`, and flex attention with its backward, which torch refuses on CPUs: its check of the
+    device is left out in this process.
+    """
+    check = flex_attention._validate_device
+    flex_attention._validate_device = lambda query, key, value: None
+    try:
+        with DeviceAttention():
+            yield
+    finally:
+        flex_attention._validate_device = check
 
 
 class DeviceAttention(TorchFunctionMode):

@@ -9,7 +9,7 @@ import copyreg
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -97,6 +97,20 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and not isinstance(module, others)
 
 
+class _TracedParameter(NamedTuple):
+    """Stands for the `ShardedParameter` of a module that is only traced, where its forward runs between graphs."""
+
+    parameter: nn.Parameter
+
+
+class _TracedModel:
+    """Stands for the `ShardedModel` of such modules."""
+
+    @staticmethod
+    def enter_forward() -> bool:
+        return False
+
+
 def install_tracing_readers(
     module: nn.Module, param_dtype: torch.dtype, seen: dict[int, nn.Parameter]
 ) -> list[tuple[nn.Parameter, str]]:
@@ -111,7 +125,9 @@ def install_tracing_readers(
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     for name, parameter in own.items():
         module.__dict__[LEAF + name] = seen.setdefault(id(parameter), parameter)
+        module.__dict__[SHARDED + name] = _TracedParameter(parameter)
     if own:
+        module.__dict__[STATE] = _TracedModel
         layouts = tuple(
             (name, Layout(tuple(parameter.shape), own_dtype=parameter.dtype not in TRAINABLE))
             for name, parameter in own.items()
