@@ -13,6 +13,7 @@ from torch import nn
 import zcompile
 from tests.support.models import Chain
 from tests.support.process import rss_bytes, threads
+from tests.support.ranks import Ranks
 from tests.support.reference import close, compiled
 from zcompile.sharding.model_state import state_of
 
@@ -241,7 +242,38 @@ def unsharded(model):
 
 
 @pytest.mark.matrix
-def test_compiled_models_that_come_and_go_take_what_dynamo_keeps(ranks):
-    """Dynamo keeps guards and a log of each compile: 130 kB of an unsharded model, which has fewer guards."""
-    theirs = growth(ranks, 50, 200, unsharded)
-    assert growth(ranks, 50, 200, functools.partial(compiled, inner="aot_eager")) < 2 * theirs + 4_000_000
+def test_compiled_models_that_come_and_go_take_what_dynamo_keeps(monkeypatch):
+    """Dynamo keeps guards and a log of each compile, unsharded too, and sharded models have more guards.
+
+    torch's flight recorder is off: it holds the code that called each of the last 2,000 collectives, and that code what
+    was compiled.
+    """
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    own = Ranks(2)
+    try:
+        theirs = growth(lambda world: own, 50, 200, unsharded)
+        assert (
+            growth(lambda world: own, 50, 200, functools.partial(compiled, inner="aot_eager")) < 2 * theirs + 4_000_000
+        )
+    finally:
+        own.stop()
+
+
+def rank_records_collectives(rank, world, many):
+    """How many of `many` models' graphs are alive."""
+    for _ in range(many):
+        train_step(compiled(make_model(1)), rank)
+        torch._dynamo.reset()
+        gc.collect()
+    return sum(isinstance(thing, torch.fx.GraphModule) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("recorded", [0, pytest.param(2000, marks=pytest.mark.matrix)])
+def test_only_the_flight_recorder_holds_graphs_of_models_that_are_gone(monkeypatch, recorded):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(recorded))
+    own = Ranks(2)
+    try:
+        graphs = own.run(rank_records_collectives, 3)
+        assert all((count > 0) is (recorded > 0) for count in graphs), graphs
+    finally:
+        own.stop()
