@@ -27,7 +27,7 @@ $(CURDIR)/.venv/pyvenv.cfg:
 $(STAMP): $(BUILD_INPUTS) $(VENV)/pyvenv.cfg
 	mkdir -p build
 	$(ALONE) $(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) $$(grep '^torch==' requirements-dev.txt)
-	$(ALONE) $(PYTHON) -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
+	$(ALONE) $(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(CONSTRAINTS)
 	grep -v '^torch==\|^deepspeed==' requirements-dev.txt > build/requirements.txt
 	$(PIP) -c $(CONSTRAINTS) -r build/requirements.txt
 	DS_BUILD_OPS=0 $(PIP) -c $(CONSTRAINTS) --no-build-isolation $$(grep '^deepspeed==' requirements-dev.txt)
