@@ -113,3 +113,16 @@ def test_an_sdist_has_all_that_a_build_takes(tmp_path):
         name for name in tracked if name.startswith(("csrc/", "passes/", "tests/", "zcompile", "setup.py", "LICENSE"))
     ]
     assert needed and not [name for name in needed if name not in names and name != "zcompile/passes"]
+
+
+def test_make_install_keeps_the_torch_that_pip_knows(tmp_path):
+    """The version of its package, which has no `+cu132`. pip finds nothing that the other would allow."""
+    (line,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if line.endswith("> $(CONSTRAINTS)"))
+    code = line.split(" -c ")[1].split(" > ")[0].strip("'")
+    (tmp_path / "torch.py").write_text('__version__ = "9.8.7+cu132"\n')
+    package = tmp_path / "torch-9.8.7.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.8.7\n")
+    here = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=here, check=True, capture_output=True, text=True)
+    assert done.stdout == "torch==9.8.7\n"
