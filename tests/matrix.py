@@ -30,6 +30,7 @@ TESTS = (
     "tests/unit/test_entry_points.py",
     "tests/unit/test_pipeline.py",
     "tests/unit/test_planned_graphs.py",
+    "tests/unit/test_device_attention.py",
     "tests/distributed/test_artifact.py",
     "tests/distributed/test_compose.py",
     "tests/distributed/test_explain.py",
@@ -40,6 +41,7 @@ TESTS = (
     "tests/distributed/test_numerics.py",
     "tests/distributed/test_ops.py",
     "tests/distributed/test_rematerialize.py",
+    "tests/distributed/test_subgraphs.py",
     "tests/distributed/test_training.py",
     "tests/distributed/test_unit_order.py",
     "tests/distributed/test_units.py",
@@ -48,6 +50,7 @@ TESTS = (
 SMOKE = (
     "tests/unit/test_entry_points.py",
     "tests/unit/test_planned_graphs.py",
+    "tests/unit/test_device_attention.py",
     "tests/distributed/test_inductor_lifetimes.py",
     "tests/distributed/test_ops.py",
 )

@@ -1,6 +1,7 @@
 """Which attention a graph has that is traced on the CPU for a GPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,3 +113,13 @@ def test_flex_attention_is_explained_without_a_gpu(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, "--hardware", "cpu"])
     assert "does not support backward on CPU" in capsys.readouterr().err
+
+
+def test_a_triton_kernel_is_explained_without_a_gpu(tmp_path, caplog):
+    """With what it writes, else its inputs would be copied."""
+    pytest.importorskip("triton")
+    file, module = tmp_path / "plan.json", Path(__file__).parents[2] / "benchmarks/custom_kernels.py:triton_swiglu"
+    assert main(["--module", str(module), "--ranks", "1", "--json", str(file)]) == 0
+    assert "every input is mutated" not in caplog.text
+    (plan,) = json.loads(file.read_text())["ranks"]
+    assert [graph["kind"] for graph in plan["graphs"]] == ["forward", "backward"]

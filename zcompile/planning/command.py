@@ -24,6 +24,7 @@ from zcompile.planning.explanation import Explanation, comparison
 from zcompile.planning.llama import SIZES
 from zcompile.planning.predict import predict_step
 from zcompile.planning.trace import Traced, trace
+from zcompile.planning.triton_target import triton_without_gpu
 from zcompile.planning.workloads import BadInput, Workload, load
 from zcompile.sharding.class_swap import install_tracing_readers
 
@@ -201,7 +202,7 @@ def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
     """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs."""
     on_device = contextlib.nullcontext() if plan.link.hardware.name == CPU.name else attention_of_gpus()
-    with FakeTensorMode(allow_non_fake_inputs=True), on_device:
+    with FakeTensorMode(allow_non_fake_inputs=True), on_device, triton_without_gpu():
         workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         names = install_trace_readers(workload, PRECISIONS[arguments.precision])
