@@ -1,17 +1,15 @@
 """The Python blocks of docs/accelerate.md, as a reader would run them."""
 
 import os
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from tests.support.huggingface import Sentences, forget_accelerate, tiny_llama
+from tests.support.pages import python_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/accelerate.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+BLOCKS = python_blocks("docs/accelerate.md")
 
 
 def rank_runs(rank, world, folder, number):

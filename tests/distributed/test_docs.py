@@ -1,26 +1,165 @@
-"""The programs in docs run as they stand there."""
+"""Every code block of README.md and docs/guide.md runs as it stands there, and the programs of other pages do.
 
-import re
+The language of a block says how it is run: "python" on two ranks, with the names of `names_for`; "json" as entries of a
+DeepSpeed config; "sh" by the parsers of its commands. A block of another language fails.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zcompile
+from tests.support.artifacts import cache_in
+from tests.support.pages import Block, blocks_of, check_commands, check_config, python_blocks
+from tests.support.reference import same_parameters
+from zcompile.analysis.costs.registry import registered_costs, unregister_cost
+from zcompile.artifact.aot import lacking
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = ("README.md", "docs/guide.md")
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+STEPS, VOCABULARY = 3, 13
 
 
-def program_of(page: str) -> str:
-    """The Python block of a page."""
-    (program,) = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    return program
+@dataclass
+class Output:
+    """What the model's forward returns, in part, as models of transformers do."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class LanguageModel(nn.Module):
+    """Small, and called and saved as the models of transformers are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embed(input_ids).tanh())
+        targets = input_ids if labels is None else labels
+        return Output(nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits)
+
+    def save_pretrained(self, folder, state_dict):
+        torch.save(state_dict, folder)
+
+
+def batches_of(rank: int) -> list[dict[str, torch.Tensor]]:
+    """The batches of a rank: two sequences of five tokens each."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(VOCABULARY, (STEPS, 2, 5), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+def names_for(block: Block, rank: int, folder: Path) -> dict[str, Any]:
+    """What the reader of a block has: a model, sharded unless the block shards it, and data."""
+    model = LanguageModel()
+    if "zcompile.shard(model" not in block.text:
+        zcompile.shard(model)
+    batches = batches_of(rank)
+    names = {"torch": torch, "zcompile": zcompile, "model": model, "batches": batches, "folder": folder / "saved"}
+    return names | {"tokens": batches[0]["input_ids"]}
+
+
+@contextlib.contextmanager
+def as_a_program(folder: Path):
+    """In `folder`, without GPUs, and with the process group that a program would make; an op `lib.product` exists."""
+    with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("lib", "DEF") as library:
+        library.define("product(Tensor a, Tensor b) -> Tensor")
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(nn.Module, "cuda", lambda module: module)
+        patch.setattr(torch.distributed, "init_process_group", lambda: None)
+        patch.chdir(folder)
+        yield
+    for op, _ in registered_costs():
+        unregister_cost(op)
+
+
+def rank_runs_block(rank, world, block, folder, cache):
+    with cache_in(cache), as_a_program(folder):
+        names = names_for(block, rank, folder)
+        exec(compile(block.text, str(block), "exec"), names)
+        CHECKS[block.page, block.heading](names, rank, world)
+
+
+def trained_as_unsharded(names, rank, world, microbatches=1):
+    """A step on `microbatches` batches of each rank at a time, clipped; beside it, the same on one rank."""
+    model = LanguageModel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = list(zip(*(batches_of(each) for each in range(world)), strict=True))
+    for step in range(0, len(batches), microbatches):
+        alike = [batch for group in batches[step : step + microbatches] for batch in group]
+        (sum(model(**batch).loss for batch in alike) / len(alike)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    same_parameters(names["model"], model)
+
+
+def check_quick_start(names, rank, world):
+    if "Trainer" in names:
+        assert names["Trainer"].__module__.startswith("zcompile.")
+        return
+    trained_as_unsharded(names, rank, world)
+    assert zcompile.stats(names["model"])["compiled"] == "compiled by this process"
+
+
+def check_checkpoint(names, rank, world):
+    model = names["model"]
+    same_parameters(model, LanguageModel())
+    with torch.no_grad():
+        torch._foreach_zero_(list(model.parameters()))
+    saved = torch.load(names["folder"]) if rank == 0 else {}
+    names["set_model_state_dict"](model, saved, options=names["scatter"])
+    same_parameters(model, LanguageModel())
+
+
+def check_explained(names, rank, world):
+    """One block prints the plan, the other one registers a cost."""
+    assert [op for op, _ in registered_costs()] == ["lib::product"] * ("product_cost" in names)
+
+
+def check_artifact(names, rank, world):
+    model = names["model"]
+    model(**names["batches"][0]).loss.backward()
+    assert zcompile.stats(model)["compiled"] == "loaded: rank 0 compiled it, because model.zc was not there"
+    assert Path("model.zc").exists()
+
+
+CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
+    ("README.md", "Quick start"): check_quick_start,
+    ("docs/guide.md", "Checkpoints"): check_checkpoint,
+    ("docs/guide.md", "Is it faster, and why"): check_explained,
+    ("docs/guide.md", "Compile once"): check_artifact,
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_runs(ranks, tmp_path, inductor_cache, block):
+    if block.language == "python":
+        if "huggingface" in block.text:
+            pytest.importorskip("transformers")
+        if "artifact=" in block.text and lacking():
+            pytest.skip(lacking())
+        ranks(2).run(rank_runs_block, block, tmp_path, inductor_cache)
+    elif block.language == "json":
+        check_config(block.text)
+    else:
+        assert block.language == "sh", "say here how a block of this language is run"
+        check_commands(block.text)
 
 
 def rank_runs(rank, world, page, folder):
-    program = program_of(page).replace('"adapter"', repr(folder))
+    (program,) = python_blocks(page)
     names: dict = {}
-    exec(compile(program, page, "exec"), names)
+    exec(compile(program.replace('"adapter"', repr(folder)), page, "exec"), names)
     return {name: names.get(name) for name in ("texts", "text", "engine")} | {"loaded": check_adapter(names)}
 
 
@@ -38,13 +177,13 @@ def check_adapter(names) -> bool:
 
 def test_adapters_train_and_are_saved(ranks, tmp_path):
     pytest.importorskip("peft")
-    first, second = ranks(2).run(rank_runs, "peft.md", str(tmp_path))
+    first, second = ranks(2).run(rank_runs, "docs/peft.md", str(tmp_path))
     assert first["loaded"] and not second["loaded"]
 
 
 def test_a_model_generates_and_is_exported(ranks, tmp_path):
     pytest.importorskip("transformers")
-    first, second = ranks(2).run(rank_runs, "generation.md", str(tmp_path))
+    first, second = ranks(2).run(rank_runs, "docs/generation.md", str(tmp_path))
     assert [each["texts"].shape[1] for each in (first, second)] == [4 + 5, 5 + 15]
     assert first["text"].shape[1] == 4 + 8 and second["text"] is None
     assert all(tensor.dtype == torch.bfloat16 for tensor in first["engine"].values()) and not second["engine"]

@@ -1,14 +1,13 @@
 """The Python blocks of docs/meshes.md, as a reader would run them."""
 
 import os
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/meshes.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+from tests.support.pages import python_blocks
+
+BLOCKS = python_blocks("docs/meshes.md")
 
 
 def rank_runs(rank, world, folder, number):

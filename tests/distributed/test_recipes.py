@@ -1,16 +1,15 @@
 """The programs in docs/recipes.md run as they stand there, one after the other."""
 
 import importlib.util
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
 import zcompile
+from tests.support.pages import ROOT, python_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/recipes.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+PAGE = ROOT / "docs/recipes.md"
+BLOCKS = python_blocks("docs/recipes.md")
 
 
 def run_blocks(*words):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import reference_page
+from tests.support import pages, reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/lab/*.md")])
@@ -45,6 +45,37 @@ def test_files_that_are_named_exist(page):
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     for name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|cu|cuh|md))(?:::[\w\[\].]+)?`", page.read_text()):
         assert name in OF_OTHERS or any(f"/{file}".endswith(f"/{name}") for file in tracked), name
+
+
+@pytest.mark.parametrize("page", [page for page in IDS if "lab" not in page])
+def test_commands_in_sentences_have_the_options_that_they_name(page):
+    for command in pages.commands_in_text(page):
+        pages.check_commands(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "zcompile explain --rank 8", "zcompile explian --ranks 8", "zcompile profile --engines fsdp3", "make trian",
+        "pip install 'zcompile[profiler]'", "pip install --no-isolation .", "pip install setuptools", "rm -r x", "# x",
+    ],
+)  # fmt: skip
+def test_commands_that_do_not_exist_are_found(command):
+    with pytest.raises((AssertionError, KeyError, SystemExit, ValueError)):
+        pages.check_commands(command)
+
+
+def test_blocks_are_found_with_their_headings(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A\n\n```\nno\n```\n\n## B\n\n- in a list:\n\n  ~~~sh\n  # no heading\n  ```\n  ~~~\n\n````py\n```\n````\n"
+    )
+    found = [(block.heading, block.language, block.text) for block in pages.blocks_of("page.md")]
+    assert found == [("A", "", "no\n"), ("B", "sh", "  # no heading\n  ```\n"), ("B", "py", "```\n")]
+    page.write_text("```python\n")
+    with pytest.raises(ValueError, match="line 1"):
+        pages.blocks_of("page.md")
 
 
 def test_readme_is_short():
