@@ -23,7 +23,7 @@ from zcompile.artifact.aot import lacking
 
 PAGES = ("README.md", "docs/guide.md")
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-STEPS, VOCABULARY = 3, 13
+STEPS, VOCABULARY = 4, 13
 
 
 @dataclass
@@ -64,8 +64,8 @@ def names_for(block: Block, rank: int, folder: Path) -> dict[str, Any]:
     if "zcompile.shard(model" not in block.text:
         zcompile.shard(model)
     batches = batches_of(rank)
-    names = {"torch": torch, "zcompile": zcompile, "model": model, "batches": batches, "folder": folder / "saved"}
-    return names | {"tokens": batches[0]["input_ids"]}
+    names = {"torch": torch, "zcompile": zcompile, "model": model, "build": LanguageModel, "folder": folder / "saved"}
+    return names | {"batches": batches, "steps": [batches[:2], batches[2:]], "tokens": batches[0]["input_ids"]}
 
 
 @contextlib.contextmanager
@@ -89,8 +89,8 @@ def rank_runs_block(rank, world, block, folder, cache):
         CHECKS[block.page, block.heading](names, rank, world)
 
 
-def trained_as_unsharded(names, rank, world, microbatches=1):
-    """A step on `microbatches` batches of each rank at a time, clipped; beside it, the same on one rank."""
+def trained_on_one_rank(world, microbatches=1):
+    """A model after steps on `microbatches` batches of each rank, with clipping."""
     model = LanguageModel()
     optimizer = torch.optim.AdamW(model.parameters())
     batches = list(zip(*(batches_of(each) for each in range(world)), strict=True))
@@ -100,14 +100,14 @@ def trained_as_unsharded(names, rank, world, microbatches=1):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    same_parameters(names["model"], model)
+    return model
 
 
 def check_quick_start(names, rank, world):
     if "Trainer" in names:
         assert names["Trainer"].__module__.startswith("zcompile.")
         return
-    trained_as_unsharded(names, rank, world)
+    same_parameters(names["model"], trained_on_one_rank(world))
     assert zcompile.stats(names["model"])["compiled"] == "compiled by this process"
 
 
@@ -133,11 +133,19 @@ def check_artifact(names, rank, world):
     assert Path("model.zc").exists()
 
 
+def check_zero3(names, rank, world):
+    expected = trained_on_one_rank(world, microbatches=2)
+    nn.init.zeros_(expected.head.bias)
+    same_parameters(names["model"], expected)
+    torch.testing.assert_close(names["weight"], expected.head.weight)
+
+
 CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("README.md", "Quick start"): check_quick_start,
     ("docs/guide.md", "Checkpoints"): check_checkpoint,
     ("docs/guide.md", "Is it faster, and why"): check_explained,
     ("docs/guide.md", "Compile once"): check_artifact,
+    ("docs/guide.md", "Coming from ZeRO-3, line by line"): check_zero3,
 }
 
 

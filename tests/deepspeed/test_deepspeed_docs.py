@@ -1,0 +1,93 @@
+"""What pages say of DeepSpeed programs and configs: the blocks of docs/deepspeed.md, and a table of docs/guide.md."""
+
+import json
+import re
+
+import torch
+
+import zcompile
+from tests.support.deepspeed import LanguageModel, is_taken_over, make_engine, train
+from tests.support.deepspeed_config import BF16, config_of
+from tests.support.pages import ROOT, blocks_of, check_config
+
+WITHOUT_EFFECT = {
+    "stage3_prefetch_bucket_size": 1, "stage3_max_reuse_distance": 1, "stage3_max_live_parameters": 1,
+    "stage3_param_persistence_threshold": 10**6, "reduce_bucket_size": 100, "overlap_comm": False,
+    "contiguous_gradients": False, "reduce_scatter": False,
+}  # fmt: skip
+ON_TOP = {"communication_data_type": "fp32"}
+
+
+def trained(rank, **config):
+    """Losses and norms of two steps, and what went over the wire."""
+    engine = make_engine({}, **config)
+    curve = train(engine, rank, end=2)
+    assert is_taken_over(engine), engine.zcompile.given_back
+    counted = zcompile.stats(engine.module)
+    engine.destroy()
+    return curve, counted
+
+
+def rank_sets_what_has_no_effect(rank, world):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    expected = trained(rank, zero_optimization=zero, **BF16)
+    assert expected[1]["reduced_bytes"].keys() == {"bfloat16"}
+    assert trained(rank, zero_optimization=zero | WITHOUT_EFFECT, **BF16, **ON_TOP) == expected
+
+
+def test_options_that_have_no_effect_change_nothing(ranks):
+    ranks(2).run(rank_sets_what_has_no_effect)
+
+
+def test_the_guide_names_the_options_that_have_no_effect():
+    rows = re.findall(r"^\| (.*) \| no effect: ", (ROOT / "docs/guide.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == WITHOUT_EFFECT.keys() | ON_TOP.keys()
+
+
+def rank_has_a_threshold_of_granularity(rank, world):
+    engine = make_engine({}, zero_optimization={"stage": 3, "stage3_module_granularity_threshold": 10**6})
+    train(engine, rank, end=1)
+    assert is_taken_over(engine) and engine.zcompile.state.units is not None
+    engine.destroy()
+
+
+def test_a_threshold_of_granularity_makes_units(ranks):
+    ranks(2).run(rank_has_a_threshold_of_granularity)
+
+
+def rank_saves_in_16_bits(rank, world, folder):
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = make_engine({}, zero_optimization=zero, **BF16)
+    train(engine, rank, end=2)
+    assert engine.save_16bit_model(folder)
+    torch.distributed.barrier()
+    saved = torch.load(f"{folder}/pytorch_model.bin")
+    assert is_taken_over(engine)
+    for name, parameter in engine.module.named_parameters():
+        ours = saved[name].flatten()[rank * parameter.ds_tensor.ds_numel :][: parameter.ds_tensor.ds_numel]
+        assert ours.dtype == torch.bfloat16 and torch.equal(ours, parameter.ds_tensor[: ours.numel()])
+    engine.destroy()
+
+
+def test_a_model_is_saved_in_16_bits(ranks, tmp_path):
+    ranks(2).run(rank_saves_in_16_bits, str(tmp_path))
+
+
+def rank_runs_the_page(rank, world, folder):
+    blocks = {block.language: block.text for block in blocks_of("docs/deepspeed.md")}
+    file = f"{folder}/ds_config_{rank}.json"
+    with open(file, "w") as config:
+        json.dump(config_of(None) | json.loads(f"{{{blocks['json']}}}"), config)
+    names = {"model": LanguageModel()}
+    exec(compile(blocks["python"].replace("ds_config.json", file), "docs/deepspeed.md", "exec"), names)
+    engine = names["engine"]
+    assert engine.zcompile.options == {} and not engine.zcompile.given_back
+    engine.destroy()
+
+
+def test_the_page_runs(ranks, tmp_path):
+    for block in blocks_of("docs/deepspeed.md"):
+        assert block.language in ("python", "json"), block
+        if block.language == "json":
+            check_config(block.text)
+    ranks(2).run(rank_runs_the_page, str(tmp_path))
