@@ -11,28 +11,33 @@ class Subcommand(NamedTuple):
 
     module: str
     about: str
+    when: str
     example: str
 
 
 SUBCOMMANDS = {
     "profile": Subcommand(
         "zcompile.profile.__main__",
-        "Train one model under several engines; compare step time, peak memory and losses in a report.",
+        "Train one model under several engines, and compare step time, peak memory and losses.",
+        "Use it to learn whether zcompile is faster for your model on your machine, and why.",
         "zcompile profile --model tiny --engines zcompile,fsdp2 --ranks 2",
     ),
     "explain": Subcommand(
         "zcompile.planning.command",
-        "Show the plan of a model and predict its step time and memory for any number of ranks, without running it.",
+        "Print the plan of a model, and predict time and memory of a step for any number of ranks.",
+        "Use it before you rent the machines, or to choose budgets: no GPU is needed.",
         "zcompile explain --model 2b --ranks 8,64 --hardware h200",
     ),
     "calibrate": Subcommand(
         "zcompile.planning.calibrate_command",
-        "Measure what this machine reaches, once, so that plans and predictions rest on it.",
-        "zcompile calibrate --ranks 2",
+        "Measure what this machine reaches; plans and predictions then use it.",
+        "Use it once per machine, and again after an update of torch or of the driver.",
+        "zcompile calibrate",
     ),
     "precompile": Subcommand(
         "zcompile.precompile",
-        "Compile a model once, into a file that all ranks of a training run load.",
+        "Compile a model into a file, in one process, for all ranks of a training run.",
+        "Use it so that a run starts without a compiler.",
         "zcompile precompile --module train.py:build --ranks 8 --out model.zc",
     ),
 }
@@ -40,9 +45,15 @@ SUBCOMMANDS = {
 
 def help_text() -> str:
     """What `zcompile --help` prints."""
-    lines = ["usage: zcompile COMMAND [options]", "", "ZeRO-3 training as a torch.compile backend.", "", "commands:"]
-    for name, subcommand in SUBCOMMANDS.items():
-        lines += [f"  {name}", f"      {subcommand.about}", f"      example: {subcommand.example}", ""]
+    lines = [
+        "usage: zcompile COMMAND [options]",
+        "",
+        "ZeRO-3 training as a torch.compile backend: measure, predict and compile ahead of time.",
+        "",
+        "commands:",
+    ]
+    for name, (_, about, when, example) in SUBCOMMANDS.items():
+        lines += [f"  {name}", f"      {about}", f"      {when}", f"      example: {example}", ""]
     return "\n".join(
         [
             *lines,
@@ -50,7 +61,7 @@ def help_text() -> str:
             "  -h, --help   print this",
             "  --version    print the version of zcompile",
             "",
-            "`zcompile COMMAND --help` lists the options of a command. `python -m zcompile COMMAND` does the same.",
+            "`zcompile COMMAND --help` lists a command's options. `python -m zcompile` is the same program.",
         ]
     )
 

@@ -37,31 +37,44 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parser() -> Parser:
-    """All options, each with its reason or default in its help."""
+    """All options, each with its unit and default in its help."""
     options = Parser(
-        prog="zcompile precompile",
-        description="Compile a model once, for all ranks of a training run, which load it with "
-        "zcompile.compile(model, artifact=FILE). Nothing is trained, and no other rank is needed. On GPUs, run it on "
-        "one of the kind that the run has.",
+        "zcompile precompile",
+        "Compile a model into a file, in one process and without the other ranks. Use it so that a training run starts "
+        "without a compiler: its ranks call zcompile.compile(model, artifact=FILE). Nothing is trained. On GPUs, run "
+        "it on one of the kind that the run has.",
+        example="zcompile precompile --module train.py:build --ranks 8 --out model.zc",
+        usage="--module FILE.py:FUNCTION --ranks N --out FILE [options]",
     )
-    add = options.add_argument
+    add = options.add_argument_group("required").add_argument
     add(
         "--module",
         required=True,
         metavar="FILE.py:FUNCTION",
-        help="FUNCTION() returns module, batch(step, rank), loss(module, batch). The module may be sharded already; "
-        "FILE.py must do nothing when it is imported",
+        help="the model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch). The module may be "
+        "sharded already. FILE.py must do nothing when it is imported",
     )
-    add("--ranks", type=positive, required=True, help="of the run")
-    add("--replicas", type=positive, default=1, help="of the run: 2 of 8 ranks are a mesh of 2 x 4")
-    add("--out", type=Path, required=True, metavar="FILE", help="where the artifact goes")
-    add("--param-dtype", choices=DTYPES, help="of zcompile.shard, if FUNCTION does not shard")
-    add("--reduce-dtype", choices=DTYPES, help="likewise")
-    add("--transport", choices=TRANSPORTS[1:], help="what the run will use; nccl on GPUs, gloo on CPUs")
-    add("--options", default="{}", metavar="JSON", help="of the backend, as the run has them")
-    add("--mode", help="of Inductor, as the run has it")
-    add("--threads", type=positive, help="of a rank of the run, on CPUs; OMP_NUM_THREADS, or 1 as under torchrun")
-    add("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU")
+    add("--ranks", type=positive, required=True, metavar="N", help="ranks of the run")
+    add("--out", type=Path, required=True, metavar="FILE", help="where to write the artifact")
+    add = options.add_argument_group("sharding of the run, if FUNCTION does not shard").add_argument
+    add("--replicas", type=positive, default=1, metavar="N", help="2 of 8 ranks are a mesh of 2 x 4 (default: 1)")
+    add("--param-dtype", choices=DTYPES, help="param_dtype of zcompile.shard (default: that of the parameters)")
+    add("--reduce-dtype", choices=DTYPES, help="reduce_dtype of zcompile.shard (default: that of the gradients)")
+    add = options.add_argument_group("compiler of the run").add_argument
+    add("--options", default="{}", metavar="JSON", help="options of the backend (default: {})")
+    add("--mode", help="mode of torch.compile, which Inductor gets (default: none)")
+    add(
+        "--transport",
+        choices=TRANSPORTS[1:],
+        help="transport of the run (default: nccl on GPUs, gloo on CPUs)",
+    )
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="threads of a rank, on CPUs (default: OMP_NUM_THREADS, or 1 as under torchrun)",
+    )
+    add("--device", choices=("cuda", "cpu"), help="device of the run (default: cuda where there is a GPU, else cpu)")
     return options
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import zcompile
+from tests.support.pages import EXTRAS_OF_PROFILE, check_commands, parser_of
 from zcompile import command_line
+from zcompile.planning.argument_parser import WIDTH
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,25 +23,52 @@ def python(*arguments):
 def test_help_shows_an_example_of_each_command(arguments, capsys):
     assert command_line.main(arguments) == 0
     text = capsys.readouterr().out
-    assert all(f"example: zcompile {name} " in text for name in command_line.SUBCOMMANDS)
-    assert all(len(line) <= 120 for line in text.splitlines())
+    for name, subcommand in command_line.SUBCOMMANDS.items():
+        assert f"  {name}\n      {subcommand.about}\n      Use it " in text
+    examples = re.findall("example: (.*)", text)
+    assert [example.split()[1] for example in examples] == list(command_line.SUBCOMMANDS)
+    for example in examples:
+        check_commands(example)
+    assert all(len(line) <= WIDTH for line in text.splitlines())
+
+
+def help_of(name, columns, monkeypatch, capsys):
+    """What `zcompile NAME --help` prints in a terminal of so many columns."""
+    if name == "profile":
+        for package in EXTRAS_OF_PROFILE:
+            pytest.importorskip(package)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main([name, "--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("name", command_line.SUBCOMMANDS)
+def test_help_of_a_command_has_one_example_that_its_parser_takes(name, columns, monkeypatch, capsys):
+    text = help_of(name, columns, monkeypatch, capsys)
+    usage, blank, about, *_ = text.splitlines()
+    assert usage.startswith(f"usage: zcompile {name} ") and not blank and about
+    (example,) = re.findall(r"^example:\n  (.*)\n\n", text, re.MULTILINE)
+    assert example.startswith(f"zcompile {name} ")
+    check_commands(example)
+    assert len(usage) <= WIDTH
+    assert all(len(line) <= min(columns, WIDTH) for line in text.splitlines()[1:])
 
 
 @pytest.mark.parametrize("name", command_line.SUBCOMMANDS)
-def test_help_of_a_command_lists_its_options(name, capsys):
-    if name == "profile":
-        for package in ("jinja2", "matplotlib", "psutil", "rich"):
-            pytest.importorskip(package)
-    with pytest.raises(SystemExit) as stopped:
-        command_line.main([name, "--help"])
-    assert stopped.value.code == 0 and "--ranks" in capsys.readouterr().out
-
-
-def test_examples_of_the_help_are_accepted_by_the_parser_of_explain():
-    from zcompile.planning.command import parser
-
-    _, name, *arguments = command_line.SUBCOMMANDS["explain"].example.split()
-    assert name == "explain" and parser().parse_args(arguments).model == "2b"
+def test_help_of_a_command_says_the_default_of_each_option(name, monkeypatch, capsys):
+    text = help_of(name, WIDTH, monkeypatch, capsys)
+    for action in parser_of(name)._actions:
+        if action.dest == "help":
+            continue
+        assert action.option_strings[0] in text
+        told = re.search(r"\(default: (.*)\)$", action.help)
+        assert bool(told) != action.required, action.dest
+        if action.default:
+            ours = f"{action.default:g}".replace("e-0", "e-") if isinstance(action.default, float) else action.default
+            assert told[1] == str(ours), action.dest
 
 
 def test_unknown_command_is_one_line(capsys):

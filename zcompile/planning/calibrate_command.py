@@ -23,20 +23,28 @@ MIB = 1 << 20
 
 
 def parser() -> Parser:
-    """All options, each with its reason or default in its help."""
+    """All options, each with its unit and default in its help."""
     options = Parser(
-        prog="zcompile calibrate",
-        description="Measure what this machine reaches, in less than 20 s, with nothing else running on it. Plans and "
-        "predictions then use what was measured where it differs by more than a quarter from the shipped table.",
-        epilog="Across hosts, start one process a GPU: torchrun --nnodes ... -m zcompile calibrate",
+        "zcompile calibrate",
+        "Measure what this machine reaches: matmuls, attention, memory, and transfers between ranks. Run it once, with "
+        "nothing else running, and again after an update of torch or of the driver; it takes less than 20 s. Plans and "
+        "predictions then use what was measured where it differs by more than a quarter from the shipped table. Across "
+        "hosts, start one process per GPU: torchrun --nnodes ... -m zcompile calibrate.",
+        example="zcompile calibrate --output machine.json",
     )
     add = options.add_argument
-    add("--ranks", type=positive, help="between how many transfers are measured; all GPUs, or 2 where there is none")
+    add(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="processes between which transfers are measured (default: one per GPU, or 2 on CPUs)",
+    )
     add(
         "--output",
         type=Path,
         metavar="FILE",
-        help="write there and not to the cache; for `zcompile explain --hardware`",
+        help="where to write, for `zcompile explain --hardware FILE` (default: the cache in XDG_CACHE_HOME or "
+        "~/.cache, where training and `zcompile profile` find it)",
     )
     return options
 

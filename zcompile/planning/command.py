@@ -50,41 +50,81 @@ class Predicted(NamedTuple):
 
 
 def parser() -> Parser:
-    """All options, each with its reason or default in its help."""
+    """All options, each with its unit and default in its help."""
     options = Parser(
-        prog="zcompile explain",
-        description="Print the plan of a model and what a step would take on any number of ranks, without running it.",
+        "zcompile explain",
+        "Print the plan of a model, and predict time and memory of a training step for any number of ranks. Nothing is "
+        "trained, and no GPU is needed: use it before you rent the machines, or to choose budgets.",
+        example="zcompile explain --model 2b --ranks 8,64 --hardware h200 --budgets 0,256,1024",
     )
-    add = options.add_argument
-    add("--model", default="2b", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path")
-    add("--module", metavar="FILE.py:FUNCTION", help="your own, as for zcompile.profile")
-    add("--ranks", default="8", help="how many, or several numbers with commas between them")
-    add("--hardware", default="h200", help=f"{', '.join(TABLES)}, or a file that `zcompile calibrate` wrote")
-    add("--transport", help="p2p or nccl, gloo on CPUs; p2p where all ranks share the fast links, else nccl")
-    add("--batch", type=positive, help="sequences a rank; 1, or 8 of the tiny model")
-    add("--tokens", type=positive, help="per sequence")
-    add("--precision", choices=PRECISIONS, default="bf16", help="of compute; main parameters are fp32")
-    add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
+    add = options.add_argument_group("model").add_argument
+    add(
+        "--model",
+        default="2b",
+        metavar="NAME",
+        help=f"{', '.join(SIZES)} (decoders of Llama's shape), or a Hugging Face config by name or path (default: 2b)",
+    )
+    add(
+        "--module",
+        metavar="FILE.py:FUNCTION",
+        help="your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch) (default: the "
+        "one that --model names)",
+    )
+    add("--batch", type=positive, metavar="N", help="sequences per rank (default: 1, or 8 for tiny)")
+    add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default="bf16",
+        help="dtype of compute and of gathers; main parameters are fp32 (default: bf16)",
+    )
+    add(
+        "--checkpointing",
+        action="store_true",
+        help="activation checkpointing: recompute each block's activations in backward (default: off)",
+    )
+    add = options.add_argument_group("machine").add_argument
+    add(
+        "--ranks",
+        default="8",
+        metavar="N[,N...]",
+        help="numbers of ranks; the plan is that of the first (default: 8)",
+    )
+    add(
+        "--hardware",
+        default="h200",
+        metavar="NAME",
+        help=f"{', '.join(TABLES)}, or a file that `zcompile calibrate --output` wrote (default: h200)",
+    )
+    add(
+        "--transport",
+        metavar="NAME",
+        help="p2p or nccl, on CPUs gloo (default: p2p where all ranks share one NVLink domain, else nccl)",
+    )
+    add = options.add_argument_group("what if").add_argument
     add(
         "--budgets",
         default="",
-        help="what if: time and memory of a step under these budgets, in MiB, with commas between",
+        metavar="MIB[,MIB...]",
+        help="also predict a step under these limits of unsharded parameters, in MiB; see the option "
+        "gather_budget_bytes (default: none)",
     )
     add(
         "--save-for-backward",
         "--persist",  # its name in earlier releases
         metavar="MIB",
-        help="of unsharded parameters that forward saves for backward; by default the size of the largest and an "
-        "eighth more if forward returns a loss",
+        help="unsharded parameters that forward saves for backward, in MiB (default: the size of the largest and an "
+        "eighth more if forward returns a loss, else 0)",
     )
     add(
         "--activation-budgets",
         default="",
-        metavar="SHARES",
-        help="what if: time and memory of a step that saves these shares of its activations for backward, from 1 to "
-        "0, with commas between; see the option activation_memory_budget",
+        metavar="SHARE[,SHARE...]",
+        help="also predict a step that saves these shares of its activations for backward, from 1 (all) to 0; see the "
+        "option activation_memory_budget (default: none)",
     )
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add = options.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="also write everything there, as JSON (default: no file)")
     return options
 
 

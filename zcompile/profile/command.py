@@ -26,65 +26,123 @@ from zcompile.profile.job import Job
 
 
 def parser() -> Parser:
-    """All options, each with its reason or default in its help."""
+    """All options, each with its unit and default in its help."""
     options = Parser(
-        prog="zcompile profile",
-        description="Train one model under several engines, each in processes of its own, and compare step time, "
-        "peak memory and losses.",
-        epilog="engines: " + "; ".join(f"{name}: {entry.about}" for name, entry in ENGINES.items()),
+        "zcompile profile",
+        "Train one model under several engines, and compare step time, peak memory and losses. Use it to learn whether "
+        "zcompile is faster for your model on your machine, and why: the report splits step time into compute, exposed "
+        "communication and idle, and memory by what it is for. Each engine runs in processes of its own, in turns.",
+        example="zcompile profile --model 2b --engines zcompile,limit,fsdp2+compile,zero3",
+        names=("engines", {name: entry.about for name, entry in ENGINES.items()}),
     )
-    add = options.add_argument
+    _add_model(options.add_argument_group("model"))
+    _add_measurement(options.add_argument_group("measurement"))
+    _add_output(options.add_argument_group("output"))
+    return options
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
-        "--model", default="tiny", help=f"{', '.join(SIZES)}, or a Hugging Face config by name or path (random weights)"
+        "--model",
+        default="tiny",
+        metavar="NAME",
+        help=f"{', '.join(SIZES)} (decoders of Llama's shape), or a Hugging Face config by name or path; weights are "
+        "random (default: tiny)",
     )
     add(
         "--module",
         metavar="FILE.py:FUNCTION",
-        help="your own: FUNCTION() returns module, batch(step, rank), loss(module, batch)",
+        help="your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch) (default: the "
+        "one that --model names)",
     )
-    example = "the backend's options as in zcompile:transport=nccl:save_for_backward_bytes=0"
-    add("--engines", default="zcompile,limit,fsdp2", help=f"comma-separated, of those below, or 'all'; {example}")
-    add("--ranks", type=positive, help="processes; all GPUs, or 2 where there is none")
-    add("--batch", type=positive, help="sequences a rank and microbatch; 1, or 8 of the tiny model")
-    add("--tokens", type=positive, help="per sequence")
+    add("--batch", type=positive, metavar="N", help="sequences per rank and microbatch (default: 1, or 8 for tiny)")
+    add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
     about = "; ".join(f"{name}: {what}" for name, what in PRECISIONS.items())
-    add("--precision", choices=PRECISIONS, help=f"{about}. bf16 on GPUs, fp32 on CPUs")
-    add("--checkpointing", action="store_true", help="recompute each block's activations in backward")
-    add("--accumulation", type=positive, default=1, help="microbatches a step")
-    add("--steps", type=positive, default=20, help="timed, in each repeat")
-    add("--warmup", type=positive, default=8, help="steps before them; DeepCompile compiles again after five")
-    add("--repeats", type=positive, default=2, help="of each engine, in turns")
+    add("--precision", choices=PRECISIONS, help=f"{about} (default: bf16 on GPUs, fp32 on CPUs)")
+    add(
+        "--checkpointing",
+        action="store_true",
+        help="activation checkpointing: recompute each block's activations in backward (default: off)",
+    )
+    add(
+        "--accumulation",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="gradient accumulation: microbatches per step (default: 1)",
+    )
     add(
         "--lr",
         type=float,
         default=2e-5,
-        help="of AdamW, after a rise over 20 steps; steeper, and runs that differ by rounding may part",
+        metavar="RATE",
+        help="learning rate of AdamW, after a warm-up of 20 steps; with a larger one, runs that differ by rounding may "
+        "diverge (default: 2e-5)",
     )
-    add("--seed", type=int, default=0)
-    add("--timeout", type=float, default=600.0, help="seconds that one run may take")
-    add("--output", type=Path, default=Path("out/profile"), help="a folder")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+
+
+def _add_measurement(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--engines",
+        default="zcompile,limit,fsdp2",
+        metavar="NAME[,NAME...]",
+        help="engines of the list below, or all; with options of the backend as in "
+        "zcompile:transport=nccl:save_for_backward_bytes=0 (default: zcompile,limit,fsdp2)",
+    )
+    add("--ranks", type=positive, metavar="N", help="processes (default: one per GPU, or 2 on CPUs)")
+    add("--steps", type=positive, default=20, metavar="N", help="timed steps of each repeat, at least 2 (default: 20)")
+    add(
+        "--warmup",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="steps before them, in which engines compile; DeepCompile compiles again after five (default: 8)",
+    )
+    add("--repeats", type=positive, default=2, metavar="N", help="runs of each engine, in turns (default: 2)")
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="seconds after which a run is ended (default: 600)",
+    )
     add(
         "--calibrate",
         action="store_true",
-        help="first measure this machine, for plans and predictions, as `zcompile calibrate` does; without this option "
-        "only a GPU that has no table and was not measured yet",
+        help="first measure this machine, as `zcompile calibrate` does (default: only a GPU that has no table and was "
+        "not measured yet)",
     )
     add(
         "--untraced",
         action="store_true",
-        help="step times, peaks and losses alone, without the parts of a step and memory by kind: much quicker",
+        help="only step times, peaks and losses, without the parts of a step and memory by kind: much quicker "
+        "(default: off)",
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--output",
+        type=Path,
+        default=Path("out/profile"),
+        metavar="FOLDER",
+        help="where the report goes: report.html, pictures, results.json (default: out/profile)",
     )
     add(
         "--trace",
         action="store_true",
-        help="keep a trace of two steps of each engine, OUTPUT/ENGINE.trace.json.gz, for ui.perfetto.dev",
+        help="keep a trace of two steps of each engine for ui.perfetto.dev: FOLDER/ENGINE.trace.json.gz (default: off)",
     )
     add(
         "--snapshot",
         action="store_true",
-        help="keep a CUDA memory snapshot of a step, OUTPUT/ENGINE.snapshot.pickle, for pytorch.org/memory_viz",
+        help="keep a CUDA memory snapshot of a step for pytorch.org/memory_viz: FOLDER/ENGINE.snapshot.pickle "
+        "(default: off)",
     )
-    return options
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
