@@ -1,5 +1,6 @@
 """Pages are no wider than code, link to what exists, and say what the code says."""
 
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -18,6 +19,22 @@ def anchors(page: Path) -> set[str]:
     """The names that GitHub gives to headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@functools.cache
+def tracked_files() -> list[str]:
+    return subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+
+
+@functools.cache
+def notes() -> dict[str, set[str]]:
+    """The notes in the sources, by name, and the files that hold them."""
+    found: dict[str, set[str]] = {}
+    for file in tracked_files():
+        if file.endswith((".py", ".cpp", ".h", ".cu", ".cuh")):
+            for name in re.findall(r"^\W*\[Note: (.*)\]$", (ROOT / file).read_text(), re.MULTILINE):
+                found.setdefault(name, set()).add(Path(file).name)
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -42,7 +59,7 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     if "lab" in page.parts or page.name == "CHANGELOG.md":
         pytest.skip("of what was there then")
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    tracked = tracked_files()
     for name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|cu|cuh|md))(?:::[\w\[\].]+)?`", page.read_text()):
         assert name in OF_OTHERS or any(f"/{file}".endswith(f"/{name}") for file in tracked), name
 
@@ -76,6 +93,13 @@ def test_blocks_are_found_with_their_headings(tmp_path, monkeypatch):
     page.write_text("```python\n")
     with pytest.raises(ValueError, match="line 1"):
         pages.blocks_of("page.md")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "lab" not in page.parts], ids=lambda page: page.name)
+def test_notes_that_are_named_exist(page):
+    text = " ".join(page.read_text().split())
+    for name, file in re.findall(r"\[Note: ([^\]]+)\](?: in `(?:[^`]*/)?([^`/]+)`)?", text):
+        assert name in notes() and (not file or file in notes()[name]), (name, file)
 
 
 def test_readme_is_short():
