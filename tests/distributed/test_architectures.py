@@ -73,7 +73,7 @@ def test_trains_as_unsharded(ranks, kind):
 
 
 IN_CI = [("images", "resnet"), ("images", "swin"), ("ctc", "wav2vec2"), ("diffusion", "unet")]
-UNDER_INDUCTOR = [
+OF_ALL_KINDS = [
     *(
         ("images", kind)
         for kind in ("resnet", "convnext", "regnet", "mobilenet_v2", "poolformer", "vit", "swin", "pvt")
@@ -96,6 +96,12 @@ def test_models_of_other_kinds_train_as_unsharded(ranks, task, kind):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("task, kind", UNDER_INDUCTOR)
+@pytest.mark.parametrize("task, kind", OF_ALL_KINDS)
 def test_models_of_all_kinds_train_under_inductor(ranks, task, kind):
     assert two_ranks(ranks).run(rank_trains, task, kind, "inductor", timeout=600) == [None, None]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("task, kind", OF_ALL_KINDS)
+def test_models_of_all_kinds_train_under_aot_eager(ranks, task, kind):
+    assert two_ranks(ranks).run(rank_trains, task, kind, "aot_eager", timeout=600) == [None, None]

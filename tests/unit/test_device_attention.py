@@ -11,13 +11,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from zcompile.analysis.hardware_tables import A100, B200, H100
 from zcompile.planning.command import main
 from zcompile.planning.device_attention import DeviceAttention
 
 EFFICIENT, CPU_FLASH = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
+CUDNN = "_scaled_dot_product_cudnn_attention"
 
 
-def ops_of(widths, dtype=torch.bfloat16, mask=False, **how):
+def ops_of(widths, dtype=torch.bfloat16, mask=False, hardware=A100, **how):
     """The names of the attention ops, forward and backward, of heads whose queries and values have `widths`."""
     with FakeTensorMode():
         query, key = (torch.empty(2, 4, 64, widths[0], dtype=dtype, requires_grad=True) for _ in range(2))
@@ -29,7 +31,7 @@ def ops_of(widths, dtype=torch.bfloat16, mask=False, **how):
             out = scaled_dot_product_attention(query, key, value, **how)
             return out, *torch.autograd.grad(out.sum(), (query, key, value))
 
-        with DeviceAttention():
+        with DeviceAttention(hardware):
             gm = make_fx(step)(query, key, value)
     names = [str(node.target).split(".")[1] for node in gm.graph.nodes if "dot_product" in str(node.target)]
     shapes = [tuple(value.shape) for value in gm.graph.output_node().args[0] and _values(gm)]
@@ -49,6 +51,10 @@ def _values(gm):
         ({"widths": (64, 64), "mask": True}, EFFICIENT),
         ({"widths": (64, 64), "dropout_p": 0.1}, EFFICIENT),
         ({"widths": (64, 64), "dtype": torch.float32}, CPU_FLASH),
+        ({"widths": (64, 64), "is_causal": True, "hardware": H100}, CUDNN),
+        ({"widths": (192, 128), "mask": True, "hardware": H100}, CUDNN),
+        ({"widths": (192, 128), "is_causal": True, "hardware": B200}, EFFICIENT),
+        ({"widths": (64, 64), "dtype": torch.float32, "hardware": H100}, CPU_FLASH),
     ],
 )
 def test_attention_is_the_kernel_that_a_gpu_has_for_it(case, kernel):

@@ -69,6 +69,8 @@ class Hardware:
         attention_by_kernel: (kernel, operations a second) of other kernels, where they were measured. The others have a
             share of `attention_flops_s`; see ATTENTION_SHARES.
         grouped_share: what grouped matmuls reach of the rate of plain ones, padding counted.
+        widest_cudnn_head: torch runs attention by cuDNN before it tries other kernels, where heads are no wider than
+            this and 2-byte; 0 where it tries flash attention first.
         attention_varies: whether a call of attention reaches another share of the rate than the measured ones, as on
             GPUs.
     """
@@ -86,6 +88,7 @@ class Hardware:
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
     grouped_share: float = 0.8
     attention_varies: bool = True
+    widest_cudnn_head: int = 0
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
         """Operations a second that matmuls of `dtype` reach.
@@ -180,6 +183,7 @@ H200 = Hardware(
     source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 "
     "(docs/lab/measurements.md); attention and int8 as measured on an H100, which has the same SMs; launches, fp8 and "
     "fp64 estimated; between hosts, 400 Gb/s for each GPU are assumed",
+    widest_cudnn_head=256,
 )
 
 KIB = 1 << 10

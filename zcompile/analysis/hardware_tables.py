@@ -75,6 +75,7 @@ H100 = Hardware(
     memory_bytes=79 << 30,
     source="the data sheet of the H100 SXM, times what an H200 reaches of its own; attention and memory measured; "
     "transfers as measured on H200, which has the same NVLink; between hosts, 400 Gb/s for each GPU are assumed",
+    widest_cudnn_head=256,
 )
 
 B200 = Hardware(
@@ -97,6 +98,7 @@ B200 = Hardware(
     source="the data sheet of the DGX B200, times what an H200 reaches of its own; nothing was measured; between "
     "hosts, 400 Gb/s for each GPU are assumed",
     attention_by_kernel=(("cudnn", 1200e12),),
+    widest_cudnn_head=128,
 )
 
 L40S = Hardware(

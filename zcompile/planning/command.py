@@ -241,7 +241,8 @@ def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]
 
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
     """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs."""
-    on_device = contextlib.nullcontext() if plan.link.hardware.name == CPU.name else attention_of_gpus()
+    hardware = plan.link.hardware
+    on_device = contextlib.nullcontext() if hardware.name == CPU.name else attention_of_gpus(hardware)
     with FakeTensorMode(allow_non_fake_inputs=True), on_device, triton_without_gpu():
         workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())

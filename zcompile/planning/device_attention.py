@@ -14,14 +14,16 @@ from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from zcompile.analysis.hardware import Hardware
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_FLASH = 256  # of a head
 ALIGNED = 8  # elements; the kernel takes heads whose width is a multiple
 
 
 @contextlib.contextmanager
-def attention_of_gpus() -> Iterator[None]:
-    """Inside, models that are traced on fake CPU tensors have the attention of GPUs.
+def attention_of_gpus(hardware: Hardware) -> Iterator[None]:
+    """Inside, models that are traced on fake CPU tensors have the attention of such a GPU.
 
     That is `DeviceAttention`, and flex attention with its backward, which torch refuses on CPUs: its check of the
     device is left out in this process.
@@ -29,7 +31,7 @@ def attention_of_gpus() -> Iterator[None]:
     check = flex_attention._validate_device
     flex_attention._validate_device = lambda query, key, value: None
     try:
-        with DeviceAttention():
+        with DeviceAttention(hardware):
             yield
     finally:
         flex_attention._validate_device = check
@@ -38,18 +40,22 @@ def attention_of_gpus() -> Iterator[None]:
 class DeviceAttention(TorchFunctionMode):
     """Inside, a model that is traced on fake tensors calls the attention that a GPU would run.
 
-    What flash attention runs stays torch's op for CPUs, which counts as flash attention. With a mask, or with values of
-    another width than queries, it is the memory-efficient kernel's op. All else stays as it is: grouped queries with a
-    mask, odd widths.
+    On GPUs that have it first, that is cuDNN's. What flash attention runs stays torch's op for CPUs, which counts as
+    flash attention. With a mask, or with values of another width than queries, it is the memory-efficient kernel's op.
+    All else stays as it is: odd widths, grouped queries that cuDNN does not take.
     """
+
+    def __init__(self, hardware: Hardware):
+        self.hardware = hardware
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
+            return _attention(self.hardware.widest_cudnn_head, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _attention(
+    widest_cudnn_head: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -59,21 +65,26 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Arguments and result as those of `torch.nn.functional.scaled_dot_product_attention`."""
+    """The other arguments and the result are those of `torch.nn.functional.scaled_dot_product_attention`."""
+    widths = query.shape[-1], value.shape[-1]
     grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
-    flash = attn_mask is None and query.shape[-1] == value.shape[-1] <= WIDEST_FLASH
-    fits = (
-        query.dtype in DTYPES and query.dim() == 4 and not query.shape[-1] % ALIGNED and not value.shape[-1] % ALIGNED
-    )
-    if (flash and dropout_p == 0.0) or grouped or not fits:
+    fits = query.dtype in DTYPES and query.dim() == 4 and not any(width % ALIGNED for width in widths)
+    cudnn = fits and query.itemsize == 2 and max(widths) <= widest_cudnn_head
+    flash = attn_mask is None and dropout_p == 0.0 and widths[0] == widths[1] <= WIDEST_FLASH
+    if not cudnn and (flash or grouped or not fits):
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
     saves = query.requires_grad or key.requires_grad or value.requires_grad
-    out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, saves, dropout_p, is_causal, scale=scale
-    )
+    if cudnn:
+        out, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, saves, dropout_p, is_causal, False, scale=scale
+        )
+    else:
+        out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+        )
     return out
 
 
