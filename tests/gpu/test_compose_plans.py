@@ -1,5 +1,6 @@
 """DeepSeek-V3 of transformers by its own plans on GPUs, beside transformers with FSDP2, in bf16."""
 
+import os
 import random
 import time
 
@@ -36,7 +37,13 @@ def losses_of(model, data_rank, steps, pause=lambda: None):
         yield loss.detach()
 
 
+def share_gpus():
+    """transformers takes the GPU of this number; ranks may share one."""
+    os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
+
+
 def rank_is_beside_fsdp2(rank, world, folder, sizes, inner):
+    share_gpus()
     whole, data_rank = filled(deepseek), data_rank_of(rank, sizes)
     if rank == 0:
         whole.save_pretrained(folder)
@@ -58,6 +65,7 @@ def test_deepseek_v3_trains_as_with_fsdp2(gpus, tmp_path, sizes, inner):
 
 def rank_is_delayed(rank, world, sizes):
     """As without delays, bit by bit."""
+    share_gpus()
     chance, shards = random.Random(rank), []
 
     def pause():

@@ -14,12 +14,12 @@ def make():
     return nn.Sequential(*(Attention() for _ in range(2))).cuda()
 
 
-def rank_trains(rank, world, transport, inner):
-    prepare = functools.partial(sharded_over, transport, inner=inner)
+def rank_trains(rank, world, transport):
+    prepare = functools.partial(sharded_over, transport, inner="inductor")
     train_beside(rank, world, prepare, make=make, loss=loss_of, tolerance=1e-3)  # products in TF32
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("transport", ["c10d", "p2p"])
-def test_flex_attention_trains_as_unsharded(gpus, transport, inner):
-    gpus(2).run(rank_trains, transport, inner)
+def test_flex_attention_trains_as_unsharded(gpus, transport):
+    """Under Inductor: torch's own aot_eager has no gradient of what a score function reads, unless it is an input."""
+    gpus(2).run(rank_trains, transport)
