@@ -29,8 +29,7 @@ On each of the graphs that come of it (`schedule_passes`):
 | warn_over_budget | changes nothing; warns where the budget is broken | a user should report it |
 | cache_across_microbatches | marks what the runtime may cache | parameters do not change between microbatches |
 
-To add a pass: write passes/<name>.py with a function <name>(graph, ...), put it into a tuple below and into a table
-above. If users may leave it out, add its name to `zcompile.options.OPTIONAL_PASSES`.
+To add a pass: CONTRIBUTING.md.
 """
 
 import logging

@@ -1,8 +1,8 @@
 // Reads cached shards, this rank's and its peers', into unsharded parameters.
 //
 // Copy engines pull what is large, on copy streams. A kernel in compute's order reads what is small, where that costs
-// less than a copy beside compute. A gather may begin before a refresh has ended: it waits for the groups that it
-// reads.
+// less than a copy beside compute. A gather may begin before a refresh has ended: it waits for those groups of
+// the refresh that it reads (RefreshProgress).
 #pragma once
 
 #include <ATen/core/Tensor.h>

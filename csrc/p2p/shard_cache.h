@@ -15,9 +15,9 @@
 // What is gathered at all is known after one step. Until then, and for a parameter or a width that turns up later,
 // gathers go over c10d. The next refresh makes room for them.
 //
-// Meanwhile, gradients take the place of dead shards: schedule/grad_placement.h. A refresh finds gradients that are
-// still alive, because they accumulate, and moves them to memory of their own. A step that writes copies overwrites the
-// gradients that it has read.
+// Between a shard's last gather and the next refresh, gradients lie in its place: schedule/grad_placement.h. A refresh
+// finds gradients that are still alive, because they accumulate, and moves them to memory of their own. A step that
+// writes copies overwrites the gradients that it has read.
 //
 // The seams: cache_memory (which shards there are, and where), cache_pulls (gathers), cached_grads (gradients in dead
 // shards); of this class, shard_cache.cpp (what the transport asks for), shard_cache_refresh.cpp and

@@ -1,10 +1,9 @@
 // The state machine of gathers and reduces.
 //
 // [Note: life of an unsharded parameter]
-//   gather_start  allocates the unsharded tensor, starts the transfer   -> in flight: nobody may read or free it
-//   gather_wait   waits, forgets the transfer                           -> unsharded: plain tensor, owned by its
-//   holders last reader   the compiled code drops the tensor                    -> freed by reference count, without
-//   the runtime
+//   gather_start  allocates, starts the transfer -> in flight: nobody may read or free it
+//   gather_wait   waits, forgets the transfer    -> unsharded: a plain tensor of its holders
+//   last reader   compiled code drops it         -> freed by reference count, not by the runtime
 // While microbatches accumulate, the runtime holds some of them too: the next gather of such a parameter is done at
 // once. A reduce is the mirror image: from start to wait the gradient must stay untouched, and after wait the shard's
 // gradient is an ordinary tensor.

@@ -38,7 +38,7 @@ REDUCE_ROWS = ops.reduce_rows.default
 REDUCE_ROWS_START = ops.reduce_rows_start.default
 
 GATHER_STARTS = (GATHER_START, GATHER_CACHED_START, GATHER_GROUP_START)
-GATHERS = {GATHER, *GATHER_STARTS}
+GATHERS = {GATHER, *GATHER_STARTS}  # not GATHER_ROWS, which has no start
 REDUCE_STARTS = (REDUCE_START, REDUCE_GROUP_START, REDUCE_ROWS_START)
 ROW_REDUCES = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
@@ -296,8 +296,8 @@ def waits_of(start: Node) -> list[Node]:
 def transfer_bytes(start: Node) -> int:
     """Bytes of the unsharded tensors that a gather, a reduce, or a start of either transfers.
 
-    A reduce of rows counts as one of the dense gradient. The count of rows depends on the batch, so ranks may differ in
-    it.
+    Not of `gather_rows`. A reduce of rows counts as one of the dense gradient. The count of rows depends on the batch,
+    so ranks may differ in it.
     """
     if start.target in GATHERS:
         return sum(result_bytes(start))

@@ -28,8 +28,8 @@ class Walks:
 
     Attributes:
         found: one list for each range named WALK in the trace, in order.
-        before: address -> bytes of what the allocator had given out before. None on a CPU, where nobody knows.
-            Gradients may lie in a transport's memory, which is not the allocator's.
+        before: address -> bytes of what torch's allocator held on entry. Only owned storages that it gave out count as
+            its memory: gradients may lie in a transport's. None on a CPU, where there is no such list.
     """
 
     def __init__(self, engine: Any, on_gpu: bool):

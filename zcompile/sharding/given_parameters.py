@@ -1,4 +1,4 @@
-"""Reads of a parameter in whose place a module has another tensor for now.
+"""Reads of a parameter that another tensor replaces for a while.
 
 `torch.func.functional_call` puts the tensors that it is given into `module._parameters`, and `zcompile.unshard` whole
 parameters. Compiled code gathers the leaves of the model's own parameters, so such a forward runs in eager.
