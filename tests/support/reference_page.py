@@ -21,6 +21,12 @@ Made from the code by `python -m tests.support.reference_page`; a test holds tha
 Each has a docstring with shapes, units and errors: `help(zcompile.shard)`.
 """
 
+COUNTS_HEAD = """
+## What is counted
+
+`zcompile.stats(model)` returns a dictionary:
+"""
+
 OPTIONS_HEAD = """
 ## Options of the backend
 
@@ -54,6 +60,18 @@ def functions() -> str:
     return "\n".join(entries)
 
 
+def counts() -> str:
+    """Each key of `zcompile.stats`, from the docstring."""
+    returns = inspect.getdoc(zcompile.stats).split("Returns:\n")[1].split("\n\nRaises:")[0]
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(returns))
+    pairs = (entry.split(": ", 1) for entry in entries)
+    return "\n".join(wrapped(f"{_as_code(keys)}: {text}", "- ", "  ") for keys, text in pairs)
+
+
+def _as_code(keys: str) -> str:
+    return ", ".join(f"`{key}`" for key in keys.split(", "))
+
+
 def option_entries() -> str:
     """Name, default and docstring of each field of Settings."""
     (settings,) = (
@@ -71,7 +89,7 @@ def option_entries() -> str:
 
 
 def page() -> str:
-    return f"{HEAD}\n{functions()}\n{OPTIONS_HEAD}\n{option_entries()}\n"
+    return f"{HEAD}\n{functions()}\n{COUNTS_HEAD}\n{counts()}\n{OPTIONS_HEAD}\n{option_entries()}\n"
 
 
 if __name__ == "__main__":
