@@ -205,3 +205,21 @@ def rank_defers_with_units(rank, world, reduce, shape):
 @pytest.mark.parametrize("reduce, shape", [("last", (2,)), pytest.param("shards", (2, 2), marks=pytest.mark.matrix)])
 def test_models_with_units_may_defer(ranks, reduce, shape):
     ranks(2 * len(shape)).run(rank_defers_with_units, reduce, shape)
+
+
+def rank_clips_inside(rank, world, reduce, shape):
+    mesh = dist.init_device_mesh("cpu", shape)
+    model = zcompile.shard(Transformer(), mesh)
+    with zcompile.accumulate(model, reduce=reduce):
+        loss_of(model, batch(0, rank)).backward()
+        with pytest.raises(RuntimeError, match=r"the gradient of '.*' is not reduced.* Clip behind the block"):
+            zcompile.clip_grad_norm_(model.parameters(), 1.0)
+    assert zcompile.clip_grad_norm_(model.parameters(), 1.0) > 0
+    with zcompile.accumulate(model):  # each microbatch is reduced
+        loss_of(model, batch(1, rank)).backward()
+        assert zcompile.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+@pytest.mark.parametrize("reduce, shape", [("last", (2,)), ("shards", (2, 2))])
+def test_gradients_that_are_not_reduced_yet_are_not_clipped(ranks, reduce, shape):
+    ranks(len(shape) * 2).run(rank_clips_inside, reduce, shape)

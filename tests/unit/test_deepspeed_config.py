@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from tests.support.deepspeed_config import config_of
-from zcompile.deepspeed.config import options_of
+from zcompile.deepspeed.config import WITHOUT_EFFECT, options_of, without_effect
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,20 @@ def test_the_block_may_stand_in_zero_optimization():
     config = config_of(None)
     config["zero_optimization"]["zcompile"] = {"enabled": True, "inner": "aot_eager"}
     assert options_of(config) == {"inner": "aot_eager"}
+
+
+def test_options_without_effect_are_named_with_what_to_set_instead():
+    zero = {"stage": 3, "stage3_max_live_parameters": 10**9, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    told = without_effect({"zero_optimization": zero, "communication_data_type": "fp32"})
+    assert told == (
+        "stage3_max_live_parameters, overlap_comm, communication_data_type: no effect; set gather_budget_bytes for "
+        "stage3_max_live_parameters"
+    )
+    assert without_effect({"zero_optimization": {"stage": 3}}) == ""
+
+
+def test_options_without_effect_are_deepspeeds():
+    config = pytest.importorskip("deepspeed.runtime.zero.config")
+    fields = config.DeepSpeedZeroConfig.model_fields
+    known = set(fields) | {field.alias for field in fields.values()}
+    assert set(WITHOUT_EFFECT) - {"communication_data_type"} <= known

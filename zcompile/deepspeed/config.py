@@ -51,6 +51,34 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
     return options
 
 
+# Options of ZeRO-3 that have no effect, and the one of zcompile that does what each is set for; None: nothing need be.
+WITHOUT_EFFECT = {
+    "stage3_prefetch_bucket_size": None,
+    "stage3_max_reuse_distance": "save_for_backward_bytes",
+    "stage3_max_live_parameters": "gather_budget_bytes",
+    "stage3_param_persistence_threshold": None,
+    "overlap_comm": None,
+    "contiguous_gradients": None,
+    "reduce_scatter": None,
+    "reduce_bucket_size": "bucket_bytes",
+    "allgather_bucket_size": "bucket_bytes",
+    "communication_data_type": None,
+}
+
+
+def without_effect(config: Mapping[str, Any]) -> str:
+    """A sentence that names options of `config` that have no effect, and what to set instead; empty if there are none.
+
+    Those that are "auto", as the Hugging Face Trainer writes them, nobody chose.
+    """
+    given = {**(config.get("zero_optimization") or {}), **config}
+    ignored = [name for name in WITHOUT_EFFECT if given.get(name, "auto") != "auto"]
+    if not ignored:
+        return ""
+    instead = [f"{WITHOUT_EFFECT[name]} for {name}" for name in ignored if WITHOUT_EFFECT[name]]
+    return f"{', '.join(ignored)}: no effect" + (f"; set {', '.join(instead)}" if instead else "")
+
+
 def _conflict_in(config: Mapping[str, Any]) -> str:
     """What in the config cannot work together with zcompile, and what to remove; empty if nothing."""
     zero = config.get("zero_optimization", {})

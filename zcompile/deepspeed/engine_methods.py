@@ -195,5 +195,6 @@ class EngineMethods(abc.ABC):
 
     def fail(self, doing: str, error: Exception) -> None:
         """Warn that `doing` failed, and give the engine back."""
-        log.warning("zcompile: %s failed, and training goes on in eager ZeRO-3: %s", doing, error, exc_info=error)
+        log.warning("zcompile: %s failed, and training goes on in eager ZeRO-3: %s", doing, error)
+        log.debug("zcompile: %s failed", doing, exc_info=error)
         self.give_back(f"{doing} failed: {error}")

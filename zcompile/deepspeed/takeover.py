@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.artifact.model import install
 from zcompile.backend import compile_graph, parse_options
+from zcompile.deepspeed.config import without_effect
 from zcompile.deepspeed.engine_methods import EngineMethods
 from zcompile.deepspeed.fallback import unsupported
 from zcompile.deepspeed.gradients import ReducedSquares, add
@@ -89,6 +90,8 @@ class Takeover(EngineMethods):
             len(state.units.parameters) if state.units is not None else 0,
             *state.transport,
         )
+        if torch.distributed.get_rank() == 0 and (ignored := without_effect(self.engine._config._param_dict)):
+            log.warning("zcompile: in the DeepSpeed config, %s", ignored)
 
     def shard_engine(self, state: ShardedModel) -> None:
         """Make the engine's partitions those of `state`, and leaf modules its units; all ranks together."""

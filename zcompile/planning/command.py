@@ -167,7 +167,7 @@ def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
     known = list(dict.fromkeys(wire.transport for wire in hardware.wires))
     far = world > hardware.domain
     if transport is None:
-        transport = next(name for name in known if not (far and name == "p2p"))
+        transport = next((name for name in known if name != "p2p" or 1 < world <= hardware.domain), known[0])
     if transport not in known:
         raise BadInput(f"--transport must be one of {', '.join(known)} on {hardware.name}, not {transport!r}")
     if far and transport == "p2p":

@@ -1,11 +1,14 @@
 """`zcompile.clip_grad_norm_`: one norm over parameters of several meshes."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from zcompile.sharding.attributes import MODEL, SHARDED
 
 
 @torch.no_grad()
@@ -31,9 +34,10 @@ def clip_grad_norm_(
         The norm before, a scalar tensor, the same on all ranks.
 
     Raises:
-        RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`; or gradients are not reduced yet.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    _refuse_deferred(given)
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in given:
         if parameter.grad is not None:
@@ -59,3 +63,13 @@ def clip_grad_norm_(
 def _grad(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _refuse_deferred(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        sharded: Any = getattr(parameter, SHARDED, lambda: None)()
+        if sharded is not None and getattr(sharded.leaf, MODEL).deferred:
+            raise RuntimeError(
+                f"zcompile.clip_grad_norm_: the gradient of '{sharded.name}' is not reduced before the end of "
+                "zcompile.accumulate(reduce=...). Clip behind the block."
+            )

@@ -47,7 +47,7 @@ class DeferredReplicas(Deferral):
 
     def begin(self) -> None:
         for state in self.states:
-            state.runtime.defer("replicas")
+            _defer(state, "replicas")
             for sharded in state.parameters.values():
                 if sharded.parameter.grad is not None:
                     self.earlier.append((sharded.parameter, sharded.parameter.grad))
@@ -55,7 +55,7 @@ class DeferredReplicas(Deferral):
 
     def finish(self) -> None:
         for state in self.states:
-            state.runtime.defer("")
+            _defer(state, "")
             _sum_over_replicas(state)
         for parameter, grad in self.earlier:
             added = parameter.grad
@@ -63,7 +63,7 @@ class DeferredReplicas(Deferral):
 
     def drop(self) -> None:
         for state in self.states:
-            state.runtime.defer("")
+            _defer(state, "")
             for sharded in state.parameters.values():
                 sharded.parameter.grad = None
         for parameter, grad in self.earlier:
@@ -77,23 +77,27 @@ class DeferredReduces(Deferral):
         super().__init__([state for state in states if not state.are_units])
 
     def begin(self) -> None:
-        self._defer(True)
+        self._defer("reduces")
 
     def finish(self) -> None:
-        self._defer(False)
+        self._defer("")
         for state in self.states:
             _reduce(state)
 
     def drop(self) -> None:
-        self._defer(False)
+        self._defer("")
         for state in self.states:
             for sharded in state.parameters.values():
                 state.runtime.take_unreduced(sharded.index)
 
-    def _defer(self, defers: bool) -> None:
+    def _defer(self, what: str) -> None:
         for state in self.states:
-            state.defers_reduces = defers
-            state.runtime.defer("reduces" if defers else "")
+            _defer(state, what)
+
+
+def _defer(state: ShardedModel, what: str) -> None:
+    state.deferred = what
+    state.runtime.defer(what)
 
 
 def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> Deferral:

@@ -134,7 +134,7 @@ class ShardedParameter:
         if not parameter.requires_grad:
             return
         accumulates = getattr(leaf, MODEL).accumulates  # of each parameter in each step: what follows is short for that
-        if accumulates and getattr(leaf, MODEL).defers_reduces:
+        if accumulates and getattr(leaf, MODEL).deferred == "reduces":
             return  # zeros
         hooks = parameter._backward_hooks
         if hooks or parameter._post_accumulate_grad_hooks:
@@ -243,7 +243,7 @@ class ShardedModel:
         self.microbatch_cache_bytes: int | None = None  # the option of the last compile
         self.accumulates = False  # inside of `zcompile.accumulate`
         self.accumulate_reduce = "each"  # what that block was told of reduces
-        self.defers_reduces = False  # inside of `zcompile.accumulate(reduce="last")`
+        self.deferred = ""  # "replicas" or "reduces" inside of `zcompile.accumulate(reduce="shards")`, and of "last"
         self.unreduced: UnreducedParameters | None = None  # None where nobody reduces: on one rank
         self.experts: list[ExpertsImplementation] = []  # of a model of Hugging Face
         self.told_of_loop = False
@@ -475,7 +475,10 @@ def state_of(model: nn.Module) -> ShardedModel:
     """
     found = [module.__dict__[STATE] for module in model.modules() if STATE in module.__dict__]
     if not found:
-        raise RuntimeError("this model has no sharded parameter: call zcompile.shard(model) first.")
+        raise RuntimeError(
+            "this model has no sharded parameter: call zcompile.shard(model) first. If it is a DeepSpeed engine with "
+            "the flag: it has not run yet, or trains in eager ZeRO-3, and a warning said why."
+        )
     state: ShardedModel = next((each for each in found if each.units is not None), found[0])
     return state
 
