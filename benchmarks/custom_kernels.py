@@ -31,8 +31,8 @@ def _in_window(batch: Any, head: Any, row: Any, column: Any) -> Any:
     return (row >= column) & (row - column < WINDOW)
 
 
-class FlexBlock(Block):
-    """A block whose attention is flex_attention with a sliding window."""
+class PlainHeads(Block):
+    """A block with as many heads of keys as of queries, whose attention and gate a subclass has."""
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [batch, tokens, width], as is the result."""
@@ -41,12 +41,24 @@ class FlexBlock(Block):
         q, k, v = (
             layer(h).view(batch, tokens, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mask = create_block_mask(_in_window, None, None, tokens, tokens, device=x.device)
-        attended = flex_attention(q, k, v, block_mask=mask)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, -1))
+        attended = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
         h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.down(self.gated(self.gate(h), self.up(h)))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate) * up
+
+
+class FlexBlock(PlainHeads):
+    """Attends within a sliding window."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = create_block_mask(_in_window, None, None, q.shape[-2], k.shape[-2], device=q.device)
+        return flex_attention(q, k, v, block_mask=mask)
 
 
 if triton is not None:
@@ -93,20 +105,11 @@ if triton is not None:
     )
 
 
-class TritonBlock(Block):
-    """A block whose SwiGLU is one Triton kernel."""
+class TritonBlock(PlainHeads):
+    """Its SwiGLU is one Triton kernel."""
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [batch, tokens, width], as is the result."""
-        batch, tokens, _ = x.shape
-        h = self.attention_norm(x)
-        q, k, v = (
-            layer(h).view(batch, tokens, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
-        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, -1))
-        h = self.mlp_norm(x)
-        return x + self.down(swiglu(self.gate(h), self.up(h)))
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return swiglu(gate, up)
 
 
 def _workload(block: type[Block]) -> tuple[nn.Module, Any, Any]:

@@ -15,7 +15,7 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     arguments += ["--activation-budgets", "1,0.4", "--json"]
     assert main([*arguments, str(tmp_path / "plan.json")]) == 0
     told = capsys.readouterr().out
-    assert "embedding.weight" in told and "4096" in told
+    assert "embedding.weight" in told and "4096" in told and "Graph breaks" not in told
     written = json.loads((tmp_path / "plan.json").read_text())
     two, many = written["ranks"]
     assert two["peak_bytes"] > many["peak_bytes"] and two["step_ms"] < many["step_ms"]
@@ -82,12 +82,13 @@ def skipped():
 
 
 @pytest.mark.parametrize("build", [breaks, skipped])
-def test_what_runs_between_graphs_is_left_out(build, tmp_path):
+def test_what_runs_between_graphs_is_left_out(build, tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert main(["--module", f"{__file__}:{build.__name__}", "--ranks", "2", "--json", str(file)]) == 0
     (plan,) = json.loads(file.read_text())["ranks"]
     gathered = {gather["parameter"] for graph in plan["graphs"] for gather in graph["gathers"]}
     assert "model.last.weight" in gathered
+    assert "Graph breaks, so that parts of the model are in no figure (" in capsys.readouterr().out
     assert ("model.inner.first" in gathered) is ("model.inner.second" in gathered) is (build is breaks)
 
 

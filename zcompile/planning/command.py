@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.analysis.calibration import Calibration, merged
@@ -41,12 +43,14 @@ class Predicted(NamedTuple):
         by_budget: one for each budget of unsharded parameters, on the first number of ranks.
         by_activations: one for each share of activations, on the first number of ranks.
         traced_s: how long tracing took.
+        graph_breaks: why Dynamo ended graphs, one sentence each. What runs between graphs is in no figure.
     """
 
     by_ranks: list[Explanation]
     by_budget: list[Explanation]
     by_activations: list[Explanation]
     traced_s: float
+    graph_breaks: list[str]
 
 
 def parser() -> Parser:
@@ -213,15 +217,16 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
     links = [_link(hardware, arguments.transport, world) for world in ranks]
     plans = [parse_options(options).plan(link, hardware.memory_bytes) for link in links]
     by_share = _settings_of_shares(arguments.activation_budgets, options)
-    begin = time.monotonic()
+    begin, before = time.monotonic(), Counter(counters["graph_break"])
     traced, parameters = _traced(arguments, plans[0])
-    traced_s = time.monotonic() - begin
+    traced_s, graph_breaks = time.monotonic() - begin, counters["graph_break"] - before
     by_ranks = [predict_step(traced, plan, parameters, 1, _default_cache_bytes(plan, parameters)) for plan in plans]
     budgets = [replace(plans[0], gather_budget_bytes=mib << 20) for mib in budgets_mib]
     by_budget = [predict_step(traced, plan, parameters, 1) for plan in budgets]
     shares = [settings.plan(links[0], hardware.memory_bytes) for settings in by_share]
     by_activations = [predict_step(_traced(arguments, plan)[0], plan, parameters, 1) for plan in shares]
-    return Predicted(by_ranks, by_budget, by_activations, traced_s)
+    reasons = [reason.splitlines()[0] for reason in graph_breaks]
+    return Predicted(by_ranks, by_budget, by_activations, traced_s, reasons)
 
 
 def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]:
@@ -263,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser()
     arguments = options.parse_args(argv)
     try:
-        by_ranks, by_budget, by_activations, traced_s = predicted(arguments)
+        by_ranks, by_budget, by_activations, traced_s, graph_breaks = predicted(arguments)
         if arguments.json:
             everything = {
                 "ranks": [asdict(explained) for explained in by_ranks],
@@ -280,5 +285,10 @@ def main(argv: list[str] | None = None) -> int:
     if by_activations:
         by_share = [(explained.activation_memory_budget, explained) for explained in by_activations]
         print(comparison("activation budget", by_share))
+    if graph_breaks:
+        print(
+            f"Graph breaks, so that parts of the model are in no figure ({'; '.join(graph_breaks)}). "
+            'TORCH_LOGS="graph_breaks" says where.'
+        )
     print(f"Traced in {traced_s:.1f} s.")
     return 0
