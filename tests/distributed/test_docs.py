@@ -5,6 +5,7 @@ DeepSpeed config; "sh" by the parsers of its commands. A block of another langua
 """
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def names_for(block: Block, rank: int, folder: Path) -> dict[str, Any]:
     """What the reader of a block has: a model, sharded unless the block shards it, its optimizer, and data."""
     model = LanguageModel()
     names = {"torch": torch, "zcompile": zcompile, "model": model, "build": LanguageModel, "folder": folder / "saved"}
-    if "zcompile.shard(model" not in block.text:
+    if not re.search(r"zcompile\.shard\((model|build)", block.text):
         names["optimizer"] = torch.optim.AdamW(zcompile.shard(model).parameters())
     batches = batches_of(rank)
     return names | {"batches": batches, "steps": [batches[:2], batches[2:]], "tokens": batches[0]["input_ids"]}
@@ -153,6 +154,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("docs/guide.md", "Is it faster, and why"): check_explained,
     ("docs/guide.md", "Compile once"): check_artifact,
     ("docs/guide.md", "Microbatches"): check_microbatches,
+    ("docs/guide.md", "Coming from FSDP2"): check_microbatches,
     ("docs/guide.md", "Leave DeepSpeed"): check_zero3,
 }
 
