@@ -85,15 +85,16 @@ def rank_counts(rank, world):
         pass
     counted = zcompile.stats(model)
     assert counted["gathered_bytes"] == {"bfloat16": whole}  # cast before the wire
-    assert counted["peak_unsharded_bytes"] <= largest + layer  # a bucket, and the tensor that the loop still has
+    # A bucket, the tensor that the loop still has, and the bucket before it, which gloo's thread may hold for a moment.
+    assert counted["peak_unsharded_bytes"] <= largest + layer + bucket
     assert counted["peak_unsharded_bytes"] < whole / 2
     assert counted["gathers"] == 22
 
-    model = layers_and_a_large_one()  # of the first one, gloo's thread may hold what was gathered last for a moment
+    model = layers_and_a_large_one()
     for i, _ in enumerate(zcompile.full_parameters(model, torch.bfloat16, bucket)):
         if i == 19:
             break
-    assert zcompile.stats(model)["peak_unsharded_bytes"] <= bucket + layer
+    assert zcompile.stats(model)["peak_unsharded_bytes"] <= 2 * bucket + layer
 
 
 def test_memory_is_that_of_one_bucket(ranks):

@@ -21,11 +21,12 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.slopes = nn.Parameter(torch.linspace(0.1, 1, HEADS))
 
     def forward(self, x):
-        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
+        heads = (layer(x).unflatten(-1, (HEADS, -1)) for layer in (self.query, self.key, self.value))
+        q, k, v = (each.transpose(1, 2).contiguous() for each in heads)  # CPUs take no views
         mask = create_block_mask(in_window, None, None, TOKENS, TOKENS, device=x.device)
         slopes = self.slopes
         score = lambda score, batch, head, row, column: score - slopes[head] * (row - column)
