@@ -31,6 +31,8 @@ TESTS = (
     "tests/unit/test_pipeline.py",
     "tests/unit/test_planned_graphs.py",
     "tests/unit/test_device_attention.py",
+    "tests/unit/test_explain_command.py",
+    "tests/unit/test_same_code.py",
     "tests/distributed/test_artifact.py",
     "tests/distributed/test_compose.py",
     "tests/distributed/test_explain.py",
@@ -51,6 +53,7 @@ SMOKE = (
     "tests/unit/test_entry_points.py",
     "tests/unit/test_planned_graphs.py",
     "tests/unit/test_device_attention.py",
+    "tests/unit/test_explain_command.py",
     "tests/distributed/test_inductor_lifetimes.py",
     "tests/distributed/test_ops.py",
 )
