@@ -47,6 +47,12 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
         assert reduces > 0 if graph["kind"] == "backward" else reduces == 0
 
 
+def test_one_rank_moves_nothing_peer_to_peer(tmp_path):
+    file = tmp_path / "plan.json"
+    assert main(["--model", "tiny", "--tokens", "16", "--ranks", "1,2,64", "--json", str(file)]) == 0
+    assert [plan["transport"] for plan in json.loads(file.read_text())["ranks"]] == ["nccl", "p2p", "nccl"]
+
+
 class Breaks(nn.Module):
     """Has a graph break between parameters of its own, which runs in eager."""
 
