@@ -3,7 +3,7 @@
     zcompile profile --module benchmarks/custom_kernels.py:flex --engines zcompile,limit
 
 `flex` attends by flex_attention within a sliding window. `triton_swiglu` computes SwiGLU by Triton kernels of a user,
-one for forward and one for backward. Both have the built-in decoder's blocks, 8 of them, 0.5 B parameters.
+one for forward and one for backward. Both have the built-in decoder's blocks, 8 of them, 0.62 B parameters.
 """
 
 from typing import Any

@@ -29,7 +29,7 @@ from zcompile.sharding.user_hooks import saves_by_hooks
 from zcompile.source_hash import source_hash
 
 # torch's higher-order ops that decide, or repeat, what they call.
-OWN_CONTROL_FLOW = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
+CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Settings:
@@ -264,13 +264,13 @@ def _refuse_writes(gm: GraphModule) -> None:
 
 
 def _refuse_reads_in_branches(gm: GraphModule) -> None:
-    """Refuse a read of a parameter within a graph that runs any number of times: ranks would gather differently often.
+    """Refuse a read of a parameter in a subgraph that may run another number of times on each rank.
 
     What torch traces through, such as a checkpoint or a nested compile region, may read.
     """
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "")
-        if not isinstance(node.target, torch._ops.HigherOrderOperator) or name not in OWN_CONTROL_FLOW:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or name not in CONTROL_FLOW_OPS:
             continue
         for attribute in (each for each in node.all_input_nodes if each.op == "get_attr"):
             inner = getattr(gm, str(attribute.target), None)
@@ -278,8 +278,8 @@ def _refuse_reads_in_branches(gm: GraphModule) -> None:
                 raise RuntimeError(
                     f"zcompile: a function that torch's {name} calls reads a parameter of a sharded model, at\n"
                     f"{read.meta.get('stack_trace', '')}\n"
-                    "Ranks may call it differently often, so it cannot gather. Read the parameter before, as in "
-                    "`weight = self.layer.weight`, and use that inside."
+                    "Each rank may call it another number of times, so it cannot gather. Read the parameter before, as "
+                    "in `weight = self.layer.weight`, and use that inside."
                 )
 
 

@@ -51,7 +51,7 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
     return options
 
 
-# Options of ZeRO-3 that have no effect, and the one of zcompile that does what each is set for; None: nothing need be.
+# Options of ZeRO-3 that have no effect -> the option of zcompile to set instead; None if there is nothing to set.
 WITHOUT_EFFECT = {
     "stage3_prefetch_bucket_size": None,
     "stage3_max_reuse_distance": "save_for_backward_bytes",
