@@ -10,6 +10,7 @@
 #include "saved_tensors.h"
 #include "transport/descriptor_sockets.h"
 #include "transport/fail_together.h"
+#include "transport/process_groups.h"
 #include "transport/shard_layout.h"
 
 #include <ATen/ops/from_blob.h>
@@ -17,6 +18,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <unistd.h>
+
+#include <set>
 
 namespace py = pybind11;
 
@@ -57,6 +60,14 @@ bool is_finalizing() {
 #else
   return _Py_IsFinalizing() != 0;
 #endif
+}
+
+// Those in which it gathers and reduces.
+std::set<std::string> groups_of(const Model& model) {
+  const auto& groups = model.groups();
+  std::set<std::string> names{groups.gather, groups.reduce, groups.replicate};
+  names.erase("");
+  return names;
 }
 
 // Ending a transport waits for what its streams still wait for, which other ranks may do only when other threads of
@@ -314,6 +325,19 @@ void bind_model(py::module& module) {
             for (const auto& order : model.orders()) order->fail(message);
           },
           py::arg("message"))
+      .def(
+          "nccl_failure",
+          [](const Model& model) {
+            for (const auto& group : groups_of(model)) {
+              if (auto failure = nccl_failure(group); !failure.empty()) return failure;
+            }
+            return std::string();
+          },
+          ReleaseGil())
+      .def(
+          "connect_nccl", [](const Model& model) { connect_nccl(groups_of(model)); }, ReleaseGil())
+      .def(
+          "abort_nccl", [](const Model& model) { abort_nccl(groups_of(model)); }, ReleaseGil())
       .def(
           "fused_adam_step",
           [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "compat.h"
@@ -183,13 +184,32 @@ class C10dTransport : public Transport {
   std::unique_ptr<Transfer> agree_and(c10::ArrayRef<Request> requests, Start start) {
     const auto want = want_of_all(requests, number_);
     for (const auto& order : orders_) order->append(want, requests.front().param->name);
-    if (!agreement_ || agreement_->agree(want)) return start(requests);
+    if (!agreement_) return start_alone(requests, start);
+    if (agreement_->agree(want)) return start(requests);
     auto transfers = std::make_unique<Transfers>();
     for (const auto& request : requests) {
       agreement_->agree(want_of(request, number_));
       transfers->add(start(c10::ArrayRef<Request>(request)));
     }
     return transfers;
+  }
+
+  // Starts what ranks have not agreed on. Others may be gone, which the first collective of a group is told at once.
+  template <typename Request, typename Start>
+  std::unique_ptr<Transfer> start_alone(c10::ArrayRef<Request> requests, Start start) {
+    try {
+      return start(requests);
+    } catch (const c10::DistBackendError& error) {
+      for (const auto& order : orders_) order->check();  // why it failed, if that is known
+      const auto* verb = std::is_same_v<Request, GatherRequest> ? "gather" : "reduce";
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str(
+              "zcompile: rank ", context_.rank(), " cannot ", verb, " '", requests.front().param->name,
+              "' with the other ranks. A rank stopped, or the network "
+              "failed. ",
+              message_of(error)));
+    }
   }
 
   // Takes part in what another rank wants and this one does not.

@@ -1,9 +1,13 @@
 #include "transport/process_groups.h"
 
+#include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <exception>
+#include <thread>
+
+#include "compat.h"
 
 namespace zcompile {
 
@@ -16,6 +20,44 @@ ProcessGroup resolve_group(const std::string& name) {
         "' of this sharded model was closed. Keep it open (no destroy_process_group) for as long as the model is "
         "used.");
   }
+}
+
+namespace {
+
+c10::intrusive_ptr<c10d::Backend> nccl_of(const std::string& group) {
+  try {
+    auto backend = c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CUDA);
+    if (backend->getBackendName() == "nccl") return backend;
+  } catch (const std::exception&) {  // closed, or only for CPUs
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string nccl_failure(const std::string& group) {
+  const auto backend = nccl_of(group);
+  if (!backend) return "";
+  const auto error = backend->getError();
+  if (error == c10d::ErrorType::SUCCESS) return "";
+  return error == c10d::ErrorType::TIMEOUT ? "a collective took longer than the timeout" : "NCCL lost another rank";
+}
+
+void connect_nccl(const std::set<std::string>& groups) {
+  for (const auto& name : groups) {
+    if (!nccl_of(name)) continue;
+    const auto group = resolve_group(name);
+    const auto sent = at::zeros({1}, at::TensorOptions(at::kByte).device(at::kCUDA));
+    all_gather(*group, at::empty({group->getSize()}, sent.options()), sent)->wait();
+  }
+}
+
+void abort_nccl(const std::set<std::string>& groups) {
+  std::vector<std::thread> threads;  // to abort one frees memory, for which the device ends what it is in: another
+  for (const auto& group : groups) {
+    if (auto backend = nccl_of(group)) threads.emplace_back([backend] { backend->abort(); });
+  }
+  for (auto& thread : threads) thread.join();
 }
 
 std::string message_of(const std::exception& error) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <exception>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,18 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 
 // Throws, with what to do, if the group was closed.
 ProcessGroup resolve_group(const std::string& name);
+
+// Why NCCL's collectives of this group end no more, as torch's own thread found: empty while they do, and where the
+// group is closed or has no NCCL.
+std::string nccl_failure(const std::string& group);
+
+// Makes NCCL's communicator of each group now, on all its ranks together. Making one waits for the other ranks on the
+// host, for which NCCL has no timeout and from which nothing but the end of the process wakes it.
+void connect_nccl(const std::set<std::string>& groups);
+
+// Ends NCCL's collectives of all these groups on this rank, with wrong results: a host that waits for a device that
+// waits for another rank goes on. None can be started afterwards.
+void abort_nccl(const std::set<std::string>& groups);
 
 // The text of an error, without the C++ stack.
 std::string message_of(const std::exception& error);

@@ -7,7 +7,6 @@ takes another inner backend than aot_eager, for both. With ZCOMPILE_ARCHITECTURE
 fp64 on GPUs, of which one is enough.
 """
 
-import functools
 import os
 
 import pytest
@@ -54,20 +53,21 @@ def _compiles_unsharded(task, kind, inner):
         raise CannotBeMade(f"it does not compile unsharded: {error}") from error
 
 
-@functools.cache
-def on_gpus() -> Ranks:
-    return Ranks(2, "nccl")
-
-
-def two_ranks(ranks) -> Ranks:
+@pytest.fixture(scope="module")
+def two_ranks(ranks):
     """On DEVICE."""
-    return ranks(2) if DEVICE == "cpu" else on_gpus()
+    if DEVICE == "cpu":
+        yield ranks(2)
+        return
+    pool = Ranks(2, "nccl")
+    yield pool
+    pool.stop()
 
 
 @pytest.mark.skipif(not TASK, reason=f"set ZCOMPILE_ARCHITECTURES to one of {', '.join(TASKS)}")
 @pytest.mark.parametrize("kind", kinds(TASK) if TASK else [""])
-def test_trains_as_unsharded(ranks, kind):
-    reasons = two_ranks(ranks).run(rank_trains, TASK, kind, INNER)
+def test_trains_as_unsharded(two_ranks, kind):
+    reasons = two_ranks.run(rank_trains, TASK, kind, INNER)
     if reasons[0]:
         pytest.skip(f"{kind} cannot be made small or be compiled: {reasons[0].splitlines()[0][:200]}")
 
@@ -91,17 +91,17 @@ OF_ALL_KINDS = [
 
 
 @pytest.mark.parametrize("task, kind", IN_CI)
-def test_models_of_other_kinds_train_as_unsharded(ranks, task, kind):
-    assert two_ranks(ranks).run(rank_trains, task, kind, "aot_eager") == [None, None]
+def test_models_of_other_kinds_train_as_unsharded(two_ranks, task, kind):
+    assert two_ranks.run(rank_trains, task, kind, "aot_eager") == [None, None]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("task, kind", OF_ALL_KINDS)
-def test_models_of_all_kinds_train_under_inductor(ranks, task, kind):
-    assert two_ranks(ranks).run(rank_trains, task, kind, "inductor", timeout=600) == [None, None]
+def test_models_of_all_kinds_train_under_inductor(two_ranks, task, kind):
+    assert two_ranks.run(rank_trains, task, kind, "inductor", timeout=600) == [None, None]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("task, kind", OF_ALL_KINDS)
-def test_models_of_all_kinds_train_under_aot_eager(ranks, task, kind):
-    assert two_ranks(ranks).run(rank_trains, task, kind, "aot_eager", timeout=600) == [None, None]
+def test_models_of_all_kinds_train_under_aot_eager(two_ranks, task, kind):
+    assert two_ranks.run(rank_trains, task, kind, "aot_eager", timeout=600) == [None, None]

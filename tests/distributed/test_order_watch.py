@@ -1,15 +1,19 @@
 """Over NCCL, ranks do not agree before each collective, but are compared. Here on CPU, without the agreement."""
 
+import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zcompile
 from tests.support.meshes import short_mesh, without_agreement
+from zcompile.sharding import order_watch
 from zcompile.sharding.order_watch import difference
 
 
@@ -84,6 +88,9 @@ class Runtime:
     def order_failure(self):
         return ""
 
+    def nccl_failure(self):
+        return ""
+
 def leave():
     os._exit(any(thread.name == "zcompile order" for thread in threading.enumerate()))
 
@@ -98,6 +105,39 @@ begun.wait()
 def test_the_thread_ends_before_the_interpreter():
     """A thread in a call of C++ when the interpreter ends would end the process by an abort."""
     assert subprocess.run([sys.executable, "-c", EXIT], timeout=120).returncode == 0
+
+
+class FailedRuntime:
+    """As of a model whose NCCL lost another rank."""
+
+    def __init__(self):
+        self.said, self.aborted = "", threading.Event()
+
+    def order(self):
+        return [(3, 7, "gather 'a'")]
+
+    def order_failure(self):
+        return self.said
+
+    def nccl_failure(self):
+        return "NCCL lost another rank"
+
+    def fail_order(self, message):
+        self.said = message
+
+    def abort_nccl(self):
+        self.aborted.set()
+
+
+def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(order_watch, "_base_store", lambda: store)
+    runtime, groups = FailedRuntime(), {"rank": 0, "world": 2, "gather": "gather", "reduce": "reduce"}
+    watch = order_watch.OrderWatch(runtime, groups, 1.0)
+    assert runtime.aborted.wait(10)
+    watch.close()
+    assert re.search(r"rank 0 can no longer .* lost another rank.* is number 3, gather 'a'; rank 1", runtime.said)
+    assert watch.store.get("failed").decode() == runtime.said
 
 
 def test_what_is_compared():

@@ -19,9 +19,9 @@ from zcompile.sharding.model_state import state_of
 MIB = 1 << 20
 
 
-def make_wide(transport):
+def make_wide(transport, *sizes):
     torch.manual_seed(0)
-    model = compiled(nn.Sequential(*(Wide() for _ in range(2))).cuda(), fullgraph=False)
+    model = compiled(nn.Sequential(*(Wide(*sizes) for _ in range(2))).cuda(), fullgraph=False)
     state_of(model).runtime.use_transport(transport)
     return model
 
@@ -30,17 +30,18 @@ def train(model, steps=3):
     """Peer to peer, shards are cached from the second step on."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for step in range(steps):
-        x = torch.randn(8, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        generator = torch.Generator("cuda").manual_seed(step)
+        x = torch.randn(8, model[0].up.in_features, device="cuda", generator=generator)
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def rank_makes_many(rank, world, transport, few, many):
+def rank_makes_many(rank, world, transport, few, many, sizes):
     """(allocated bytes, bytes that nvidia-smi shows of the device, threads) after `few` and after `many` models."""
     counts = []
     for i in range(1, many + 1):
-        model = make_wide(transport)
+        model = make_wide(transport, *sizes)
         train(model)
         state = weakref.ref(state_of(model))
         del model
@@ -58,13 +59,15 @@ def rank_makes_many(rank, world, transport, few, many):
 
 
 @pytest.mark.parametrize("transport", ["c10d", "p2p"])
-@pytest.mark.parametrize("few, many", [(5, 15), pytest.param(50, 200, marks=pytest.mark.matrix)])
-def test_models_that_come_and_go_take_no_memory_and_no_threads(gpus, transport, few, many):
-    """A model has 64 MiB of shards on two ranks, and as much again in caches, staging and mapped memory."""
-    for before, after in gpus(2).run(rank_makes_many, transport, few, many, timeout=540):
+@pytest.mark.parametrize(
+    "few, many, sizes", [(5, 15, ()), pytest.param(50, 200, (512, 1029), marks=pytest.mark.matrix)]
+)
+def test_models_that_come_and_go_take_no_memory_and_no_threads(gpus, transport, few, many, sizes):
+    """Fifteen have 64 MiB of shards on each of two ranks, and as much again in caches, staging and mapped memory."""
+    for before, after in gpus(2).run(rank_makes_many, transport, few, many, sizes, timeout=540):
         assert after[0] - before[0] <= MIB, (before, after)
         assert after[1] - before[1] <= 64 * MIB, (before, after)
-        assert after[2] == before[2], (before, after)
+        assert after[2] <= before[2] + 1, (before, after)  # torch has threads that come and go
 
 
 def rank_is_ahead(rank, world):

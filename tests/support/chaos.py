@@ -6,6 +6,7 @@ in an exception or an exit, in time, with a text that names a rank and a paramet
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -220,6 +221,7 @@ def train(model, fault, rank):
 def rank_main(rank, fault, store, errors, pipe):
     """One process."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()
     Here.fault, Here.pipe = fault, pipe
     try:
         pipe.send(("end", "ok", run_rank(rank, fault, store)))
@@ -325,7 +327,10 @@ def _run(fault, folder):
             else:
                 answers[rank] = message[1:]
     seconds = None if at is None else time.monotonic() - at
-    for process in processes:
+    for process, answer in zip(processes, answers, strict=True):
+        if answer is None and process.is_alive():
+            os.kill(process.pid, signal.SIGABRT)  # it tells where its threads are
+            process.join(5)
         process.kill()
         process.join()
     texts = [(folder / f"errors{rank}").read_text() for rank in range(WORLD)]

@@ -40,14 +40,14 @@ class Parameters(nn.Module):
 
 
 class Wide(nn.Module):
-    """Two matrices of 4101 rows or columns.
+    """Two matrices, by default of 4101 rows or columns.
 
     A shard of either is larger than a memory page and ends inside one. Two equal shards have one row more than 4101.
     """
 
-    def __init__(self):
+    def __init__(self, width=2048, inner=4101):
         super().__init__()
-        self.up, self.down = nn.Linear(2048, 4101, bias=False), nn.Linear(4101, 2048, bias=False)
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
 
     def forward(self, x):
         return x + self.down(F.silu(self.up(x)))

@@ -138,9 +138,14 @@ def _close_groups(store) -> None:
     """Close the groups that earlier tests opened. Gloo's threads for each wake a hundred times a second, used or not.
 
     The names of closed groups come again, and gloo would find the old addresses under them. So groups to come look in
-    `store`. DTensor remembers results of ops by what their meshes look like, and would give those of a closed mesh.
+    `store`. DTensor remembers results of ops by what their meshes look like, and would give those of a closed mesh. It
+    does so for each thread, of which autograd has one of its own for a GPU.
     """
     _clear_sharding_prop_cache()
+    if dist.get_backend() == "nccl":
+        leaf = torch.zeros((), device="cuda", requires_grad=True)
+        leaf.register_hook(lambda _: _clear_sharding_prop_cache())
+        leaf.backward()
     theirs = vars(sys.modules.get("deepspeed.utils.groups", object)).values()  # of the process, not of an engine
     groups, world = distributed_c10d._world.pg_map, dist.group.WORLD
     for group in list(groups):

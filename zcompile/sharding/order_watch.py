@@ -2,10 +2,13 @@
 
 See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. A thread compares, and nothing waits for it.
 So what ranks computed until then may be wrong, but no optimizer steps on it (order_check.py); afterwards no rank goes
-on.
+on. The thread is also the first to see that NCCL failed, as a rank ended or did not come. In both cases it aborts the
+groups of the model: hosts may wait for a device that waits for another rank, and would do so until torch ends the
+process, up to a minute behind the timeout.
 """
 
 import atexit
+import contextlib
 import json
 import logging
 import threading
@@ -57,7 +60,7 @@ class OrderWatch:
 
     Args:
         timeout_s: of the group's collectives. A rank that has waited for most of it says what it and the other last
-            started: soon after, torch ends the process.
+            started.
     """
 
     def __init__(self, runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float):
@@ -67,6 +70,9 @@ class OrderWatch:
         self.store = _order_store_of(groups)
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
+        self.other = (self.rank - 1) % self.world
+        self.theirs: Marks = []  # as that rank last published
+        self.has_store = True
         self.idle_s, self.last_number, self.told = 0.0, 0, False
         self.thread = threading.Thread(target=self.run, name="zcompile order", daemon=True)
         self.thread.start()
@@ -92,42 +98,58 @@ class OrderWatch:
                 if runtime is None:
                     self.ended = True
                     return
-            try:
-                if self.compare(runtime):
-                    return
-            except (RuntimeError, ValueError):  # the store or the group is closed
+            if runtime.order_failure():  # all ranks were told before an optimizer's step
+                return
+            message = self.compare(runtime) or self.lost_rank(runtime)
+            if message:
+                self.fail(runtime, message)
                 return
             del runtime
 
-    def compare(self, runtime: _C.Model) -> bool:
-        """Publish and compare; whether there is a difference, which makes the next collective of all ranks an error."""
+    def lost_rank(self, runtime: _C.Model) -> str:
+        """What to say if NCCL failed, or an empty string."""
+        reason = runtime.nccl_failure()
+        if not reason:
+            return ""
         mine = runtime.order()
-        if runtime.order_failure():  # all ranks were told before an optimizer's step
-            return True
-        if not mine:
-            return False
-        self.store.set(f"{self.rank}", json.dumps(mine))
-        if self.store.check(["failed"]):
-            return self.fail(runtime, self.store.get("failed").decode())
-        other = (self.rank - 1) % self.world
-        if not self.store.check([f"{other}"]):
-            return False
-        theirs: Marks = json.loads(self.store.get(f"{other}"))
-        if message := difference(self.rank, mine, other, theirs):
-            self.store.set("failed", message)
-            return self.fail(runtime, message)
-        self.tell_if_idle(mine, other, theirs)
-        return False
+        return (
+            f"zcompile: rank {self.rank} can no longer gather and reduce, as {reason}: a rank ended, stopped, or did "
+            f"not come. The last that rank {self.rank} started is {_last_of(mine)}; rank {self.other}, when it last "
+            f"said so, had started {_last_of(self.theirs)}."
+        )
 
-    def fail(self, runtime: _C.Model, message: str) -> bool:
-        """Make the next collective of this rank an error. It may not come to one, so say it now, too."""
+    def compare(self, runtime: _C.Model) -> str:
+        """Publish and compare; what to say if there is a difference, or if another rank said something."""
+        mine = runtime.order()
+        if not mine or not self.has_store:
+            return ""
+        try:
+            self.store.set(f"{self.rank}", json.dumps(mine))
+            if self.store.check(["failed"]):
+                return self.store.get("failed").decode()
+            if not self.store.check([f"{self.other}"]):
+                return ""
+            self.theirs = json.loads(self.store.get(f"{self.other}"))
+        except (RuntimeError, ValueError):  # closed, or the rank that has it ended
+            self.has_store = False
+            return ""
+        message = difference(self.rank, mine, self.other, self.theirs)
+        if not message:
+            self.tell_if_idle(mine)
+        return message
+
+    def fail(self, runtime: _C.Model, message: str) -> None:
+        """Make the next collective of all ranks an error. This rank may not come to one, so say it now, too."""
         log.error("%s", message)
         runtime.fail_order(message)
-        return True
+        with contextlib.suppress(RuntimeError, ValueError):
+            if self.has_store:
+                self.store.set("failed", message)
+        runtime.abort_nccl()
 
-    def tell_if_idle(self, mine: Marks, other: int, theirs: Marks) -> None:
+    def tell_if_idle(self, mine: Marks) -> None:
         """Say what was started last if that was most of the timeout ago: soon torch may end the process."""
-        number, _, text = mine[-1]
+        number = mine[-1][0]
         self.idle_s = self.idle_s + self.period_s if number == self.last_number else 0.0
         self.last_number = number
         if self.idle_s < 0.8 * self.timeout_s:
@@ -135,10 +157,13 @@ class OrderWatch:
         elif not self.told:
             self.told = True
             log.warning(
-                "zcompile: rank %d has started no collective for %.0f s. Its last one was number %d, %s; that of rank "
-                "%d was number %d, %s.",
-                *(self.rank, self.idle_s, number, text, other, theirs[-1][0], theirs[-1][2]),
+                "zcompile: rank %d has started no collective for %.0f s. Its last one was %s; that of rank %d was %s.",
+                *(self.rank, self.idle_s, _last_of(mine), self.other, _last_of(self.theirs)),
             )
+
+
+def _last_of(marks: Marks) -> str:
+    return f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
 
 
 def order_store_name(groups: Mapping[str, Any]) -> str:
