@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import zcompile
-from tests.support.artifacts import Broken, cache_in, compiler_counts, make_file, sharded, tokens_of, train
+from tests.support.artifacts import Broken, BrokenEven, cache_in, compiler_counts, make_file, sharded, train
 from zcompile.artifact.aot import lacking
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
@@ -154,23 +154,37 @@ def test_another_sha256_than_the_pinned_one_is_an_error(ranks, file):
         assert "has the SHA-256" in error
 
 
-def rank_breaks(rank, world, path, require):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = zcompile.compile(sharded(Broken), artifact=path, require=require)
-        try:
-            with torch.no_grad():
-                model.train(False)(tokens_of(0, rank))
-        except RuntimeError as error:
-            return str(error)
-    return zcompile.stats(model)["compiled"]
+def rank_breaks(rank, world, path, folder, make_model, require=False):
+    """Losses and gradients, how torch's caches served, and what the model says of itself."""
+    torch._dynamo.reset()
+    counters.clear()
+    with cache_in(folder):
+        model = zcompile.compile(sharded(make_model), artifact=path, require=require)
+        seen = train(model, rank)
+    counts = {**counters["aot_autograd"], **counters["inductor"]}
+    looked_up = {name: counts.get(name, 0) for name in (*HITS, *MISSES)}
+    return seen, looked_up, zcompile.stats(model)["compiled"]
 
 
-@pytest.mark.matrix
-def test_a_model_with_graph_breaks_is_compiled_by_every_rank(ranks, tmp_path):
-    for compiled in ranks(2).run(rank_breaks, tmp_path / "model.zc", False):
-        assert compiled.startswith("compiled by this process: Rank 0 could not make it") and "graph break" in compiled
-    assert not (tmp_path / "model.zc").exists()
+HITS, MISSES = ("autograd_cache_hit", "fxgraph_cache_hit"), ("autograd_cache_miss", "fxgraph_cache_miss")
+
+
+@pytest.mark.parametrize("make_model", [BrokenEven, pytest.param(Broken, marks=pytest.mark.matrix)])
+def test_a_model_with_graph_breaks_is_traced_and_finds_what_was_compiled(ranks, tmp_path, make_model):
+    path = tmp_path / "model.zc"
+    first = ranks(2).run(rank_breaks, path, tmp_path / "first", make_model)
+    again = ranks(2).run(rank_breaks, path, tmp_path / "again", make_model)
+    for (seen, _, how), (seen_again, looked_up, how_again) in zip(first, again, strict=True):
+        assert how.startswith("compiled by this process: graph breaks") and str(path) in how
+        assert how_again.startswith("traced by this process") and str(path) in how_again
+        assert seen == seen_again
+        # Of `Broken`, the last rank has other sizes, which it compiles for itself.
+        if make_model is BrokenEven or (seen_again, looked_up, how_again) is again[0]:
+            assert all(looked_up[name] for name in HITS) and not any(looked_up[name] for name in MISSES), looked_up
+    for _, looked_up, _ in first:
+        assert all(looked_up[name] for name in MISSES)
+    with pytest.raises(AssertionError, match=r"is required and cannot be used.*graph breaks"):
+        ranks(2).run(rank_breaks, path, tmp_path / "required", make_model, True)
 
 
 def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(ranks, inductor_cache, file, tmp_path):

@@ -7,6 +7,8 @@ at the file and says what it found: the file fits, it is not there, or why it do
 - All have the same file, and it fits: each loads its own.
 - Some have it, and it is not there for the others (no shared folder): one rank sends it to them.
 - Nobody has it: rank 0 compiles and sends, and all load what it sent. It writes the file.
+- Nobody has it, and rank 0 finds graph breaks: every rank compiles. At the second call, when forward and backward ran
+  once, rank 0 writes what it compiled; see caches.py.
 - Anything else: one warning that says why, and every rank compiles for itself, as `model.compile` does.
 
 Loading may fail on one rank, so ranks gather once more how it went. Files travel by broadcasts in the groups of the
@@ -30,10 +32,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.artifact import aot
-from zcompile.artifact.file_format import ArtifactError, decode, read, write
+from zcompile.artifact import aot, caches
+from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read, write
 from zcompile.artifact.fingerprint import differences, fingerprint
-from zcompile.artifact.program import Program, make
+from zcompile.artifact.program import GraphBreaks, Program, make
 from zcompile.backend import compile_graph, parse_options, prepare
 from zcompile.options import Settings
 from zcompile.sharding.model_state import models_of, state_of
@@ -62,8 +64,10 @@ def compile(
 
     A file is a program: load only what you would run. See [Note: a file is a program] in file_format.py.
 
+    A model with graph breaks is traced by every rank. Its file has what comes after that, and does not serve `require`.
+
     Args:
-        model: a sharded model without graph breaks, of whose parts none is compiled.
+        model: a sharded model, of whose parts none is compiled.
         artifact: the path of the file. Ranks may have copies of one file; at most one needs it.
         options: see `zcompile.options.Settings`.
         require: whether it is an error if the file cannot be used, instead of a compile.
@@ -150,6 +154,7 @@ class FromFile:
         self.require, self.sha256, self.around_make = require, sha256, around_make
         self.decided = False
         self.program: Program | None = None
+        self.to_keep: dict[str, str] | None = None  # the fingerprint of what this rank will write at the next call
         self.warned = False
         backend = functools.partial(compile_graph, options=vars(settings), mode=mode)
         self.compiled: Callable[..., Any] = torch.compile(nn.Module._call_impl, backend=backend)
@@ -159,6 +164,9 @@ class FromFile:
         assert model is not None
         if not aot.runs_compiled_code():
             return self.compiled(model, *args, **kwargs)  # which runs the model in eager
+        if self.to_keep is not None:
+            fields, self.to_keep = self.to_keep, None
+            self.write(lambda: caches.keep(fields, state_of(model).memory_bytes))
         if not self.decided:
             self.decide(model, args, kwargs)
             self.decided = True
@@ -200,7 +208,10 @@ class FromFile:
         owners = [i for i, report in enumerate(reports) if report.verdict == FITS]
         if not reason and not owners:
             how = f"loaded: rank {reports[0].rank} compiled it, because {self.path} was not there"
-            data, reason = self.make_on_first(model, args, kwargs)
+            data, reason, has_breaks = self.make_on_first(model, args, kwargs)
+            if has_breaks:
+                self.compile_and_keep(model, here)
+                return
         elif not reason and len(owners) < len(reports):
             data = broadcast_over_mesh(state.mesh, data, owners[0])
         if not reason:
@@ -208,10 +219,21 @@ class FromFile:
         if reason:
             self.give_up(model, reason)
             return
-        prepare(state, self.settings)
+        if self.program is None:
+            how = f"traced by this process, which has graph breaks; compiled code from {self.path}"
+        else:
+            prepare(state, self.settings)
         for each in models_of(state):
             each.compiled = how
         log.info("zcompile: compiled code: %s", how)
+
+    def compile_and_keep(self, model: nn.Module, here: dict[str, str]) -> None:
+        """Compile on all ranks, and write on the first one, at its next call, what it compiled."""
+        state = state_of(model)
+        if not any(state.mesh.get_coordinate() or ()):
+            self.to_keep = here
+        for each in models_of(state):
+            each.compiled = f"compiled by this process: graph breaks. {self.path} will have the compiled code"
 
     def give_up(self, model: nn.Module, reason: str) -> None:
         """Compile on all ranks, which do this together.
@@ -248,9 +270,13 @@ class FromFile:
         verdict = f"It was made for something else: {'; '.join(differing)}." if differing else FITS
         return data, _Report(rank, verdict, artifact.sha256, digest)
 
-    def make_on_first(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str]:
-        """What the first rank compiles, on all ranks; it also writes the file. Or why it could not be made."""
-        mesh, data, reason = state_of(model).mesh, b"", ""
+    def make_on_first(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str, bool]:
+        """What the first rank compiles, on all ranks; it also writes the file. Or why it could not be made.
+
+        Returns:
+            The file; why there is none; and whether that is because of graph breaks.
+        """
+        mesh, data, reason, has_breaks = state_of(model).mesh, b"", "", False
         if not any(mesh.get_coordinate() or ()):
             try:
                 with self.around_make():
@@ -258,29 +284,41 @@ class FromFile:
             except Exception as error:
                 log.info("zcompile: %s could not be made", self.path, exc_info=True)
                 reason = f"Rank {dist.get_rank()} could not make it: {_first_line(error)}"
+                has_breaks = isinstance(error, GraphBreaks)
             else:
-                self.write(data)
-        made: tuple[bytes, str] = broadcast_over_mesh(mesh, (data, reason), 0)
+                self.write(lambda: data)
+        made: tuple[bytes, str, bool] = broadcast_over_mesh(mesh, (data, reason, has_breaks), 0)
         return made
 
-    def write(self, data: bytes) -> None:
+    def write(self, make_data: Callable[[], bytes]) -> None:
         """Write the file; that it cannot be written is a warning, because all ranks have what is in it."""
         try:
-            write(self.path, data)
-        except OSError as error:
+            write(self.path, make_data())
+        except (OSError, ArtifactError) as error:
             warnings.warn(f"zcompile: {self.path} could not be written: {error}", stacklevel=2)
 
     def load(self, model: nn.Module, data: bytes, args: Any, kwargs: Any) -> str:
         """Load on all ranks, which do this together. Why one of them could not, with its number; empty if all did."""
         reason = ""
         try:
-            self.program = Program(decode(data, str(self.path)), model, str(self.path))
-            reason = self.program.changed(model, args, kwargs)
+            artifact = decode(data, str(self.path))
+            if caches.PART in artifact.parts:
+                reason = self.load_caches(artifact)
+            else:
+                self.program = Program(artifact, model, str(self.path))
+                reason = self.program.changed(model, args, kwargs)
         except Exception as error:
             log.info("zcompile: %s could not be loaded", self.path, exc_info=True)
             reason = _first_line(error)
         reasons = all_gather_over_mesh(state_of(model).mesh, (dist.get_rank(), reason))
         return next((f"Rank {rank} could not load it: {reason}" for rank, reason in reasons if reason), "")
+
+    def load_caches(self, artifact: Artifact) -> str:
+        """Load what torch compiled of a model with graph breaks. Why not, or an empty string."""
+        if self.require:
+            return "the model has graph breaks, so this rank traces it, and might compile"
+        caches.load(artifact)
+        return ""
 
 
 def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh, require: bool) -> str:

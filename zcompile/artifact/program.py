@@ -33,6 +33,10 @@ from zcompile.sharding.model_state import ShardedParameter, models_of, state_of
 LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
 
 
+class GraphBreaks(ArtifactError):
+    """A model has several graphs."""
+
+
 def make(
     model: nn.Module, settings: Settings, mode: str | None, args: Any, kwargs: Any, main_module: str = ""
 ) -> bytes:
@@ -42,7 +46,8 @@ def make(
         main_module: the name by which this process imported a file that others run as their program.
 
     Raises:
-        ArtifactError: the model has graph breaks, or something in it cannot be saved; says what.
+        GraphBreaks: the model has some.
+        ArtifactError: something in it cannot be saved; says what.
     """
     if reason := aot.lacking():
         raise ArtifactError(f"zcompile: {reason}.")
@@ -62,8 +67,8 @@ def make(
         made = aot.compile_ahead(model, args, kwargs, compile_graph, places)
     except torch._dynamo.exc.Unsupported as error:
         first_line = str(error).strip().splitlines()[0]
-        raise ArtifactError(
-            f"zcompile: the model has graph breaks, so no artifact can hold it: {first_line}. "
+        raise GraphBreaks(
+            f"zcompile: the model has graph breaks, so no artifact can hold its program: {first_line}. "
             "`torch.compile(model, fullgraph=True)` shows where."
         ) from error
     except RuntimeError as error:  # of Dynamo's own kinds, too

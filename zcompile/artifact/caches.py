@@ -1,0 +1,39 @@
+"""Torch's own caches as a file, for a model with graph breaks: each rank traces it, and finds what it would compile.
+
+A program in a file needs one graph. Between several there is Python, so Dynamo runs on every rank. What comes after it
+is found by a hash of the graph: AOTAutograd's and Inductor's results, the same on all ranks whose shards have the same
+sizes. A rank whose last shard is shorter compiles its own. C++ kernels are compiled again, GPU kernels are not.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from zcompile.artifact.file_format import Artifact, ArtifactError, encode
+
+PART = "caches"
+
+
+def keep(fingerprint: Mapping[str, str], memory_bytes: int) -> bytes:
+    """The file with all that this process compiled, or found in its caches.
+
+    Args:
+        memory_bytes: that plans were made for.
+
+    Raises:
+        ArtifactError: torch's caches are off.
+    """
+    saved = torch.compiler.save_cache_artifacts()
+    if saved is None:
+        raise ArtifactError("zcompile: torch kept nothing of what it compiled: its caches are off.")
+    return encode(fingerprint, {"memory_bytes": memory_bytes}, {PART: saved[0]})
+
+
+def load(artifact: Artifact) -> None:
+    """Put what `keep` saved into this process's cache folder. Unpickles, so all checks of `artifact` must have passed.
+
+    Raises:
+        ArtifactError: torch cannot read it.
+    """
+    if torch.compiler.load_cache_artifacts(artifact.parts[PART]) is None:
+        raise ArtifactError("zcompile: torch cannot read what it compiled elsewhere.")
