@@ -108,7 +108,7 @@ def check_quick_start(names, rank, world):
     if "Trainer" in names:
         assert names["Trainer"].__module__.startswith("zcompile.")
         return
-    same_parameters(names["model"], trained_on_one_rank(world))
+    same_parameters(names["model"], trained_on_one_rank(world), 3e-4)  # it computes in bf16
     assert zcompile.stats(names["model"])["compiled"] == "compiled by this process"
 
 

@@ -127,12 +127,13 @@ def _dtype(node: Node) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One gather or reduce, alone or of a group, in a simulated step. Times are seconds since the graph's beginning.
+    """One gather or reduce, alone or of a group, in a simulated step.
 
     Attributes:
         start: the node that begins it.
-        nbytes: by `wire_bytes`.
-        exposed_s: how long compute waits for it.
+        nbytes: bytes on the wire, from `wire_bytes`.
+        begins_s, ends_s: seconds since the graph's beginning.
+        exposed_s: seconds that compute waits for it.
     """
 
     start: Node

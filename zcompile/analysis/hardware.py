@@ -10,11 +10,11 @@ Points = tuple[tuple[int, float], ...]  # measured: (bytes that a rank receives,
 
 @dataclass(frozen=True)
 class Wire:
-    """Measured transfers of one transport between `world` ranks of one domain.
+    """Measured transfers of one transport between `world` ranks of one domain, such as NVLink's.
 
     Attributes:
-        gather, reduce: the time of a transfer, in seconds, by the bytes that a rank receives.
-        interference: seconds that compute loses for each second of transfer beside it. The wire takes memory bandwidth,
+        gather, reduce: (bytes that a rank receives, seconds) of transfers of rising size.
+        interference: seconds that compute loses for each second of transfer beside it: transfers take memory bandwidth,
             power or SMs.
     """
 

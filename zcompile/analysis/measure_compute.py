@@ -27,14 +27,14 @@ class Compute(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is measured.
+    """Shapes that are measured.
 
     Attributes:
-        products: rows of square matmuls.
-        grouped_rows: rows of all groups together.
-        groups, inner, columns: of grouped matmuls.
-        attention: batch, heads, rows, width.
-        memory_bytes: of a tensor that a pointwise kernel reads.
+        products: n of each matmul [n, n] x [n, n].
+        grouped_rows: rows of all groups of a grouped matmul together, of each one that is measured.
+        groups, inner, columns: how many groups; each multiplies by [inner, columns].
+        attention: batch, heads, sequence length, width of a head.
+        memory_bytes: of each tensor that a pointwise kernel reads.
     """
 
     products: tuple[int, ...]

@@ -174,11 +174,11 @@ def compare_with_limit(engines: Mapping[str, dict[str, Any]]) -> None:
 
 
 def mark_strays(engines: Mapping[str, dict[str, Any]], tolerance: float) -> None:
-    """Mark engines whose loss leaves the others'.
+    """Mark engines whose losses differ from the others'.
 
-    Adds `loss_difference`, the largest relative difference to the median, and `strays`. The median is over kinds of
-    engines, so one engine under several options counts once. Of two kinds, both are marked. If there is one kind,
-    each of its options is compared with the first. "limit" is left out: it computes gradients and does not use them.
+    Adds `loss_difference`, the largest relative difference to the median, and whether the engine `strays`. The median
+    is over kinds of engines: zcompile under several options counts once. Two kinds that differ are both marked. If
+    there is one kind, each of its options is compared with the first. "limit" is left out: it uses no gradients.
     """
     curves = {name: result["losses"] for name, result in engines.items() if "losses" in result and name != "limit"}
     kinds: dict[str, list[float]] = {}

@@ -121,9 +121,10 @@ def counting_call(
 
 
 def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, code of one graph, which refuses leaves that train where their parameters do not, or the reverse.
+    """Wrap `compiled`, the code of one graph: it raises if a leaf's `requires_grad` differs from its parameter's.
 
-    Calls of modules let leaves follow. Around a compiled function nobody could: Dynamo has looked at the leaves before.
+    A module's call gives its leaves the flags of their parameters. A compiled function around the model calls no module
+    before Dynamo looks at the leaves, so there is nothing left but to raise.
     """
 
     def run(*args: Any) -> Any:

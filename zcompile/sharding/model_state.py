@@ -271,7 +271,7 @@ class ShardedModel:
         choice = self.choose(wanted)
         if choice.transport != self.transport.transport:
             self.runtime.use_transport("p2p" if choice.transport == "p2p" else "c10d")
-            if choice.transport == "nccl" and self.runtime.world > 1:
+            if choice.transport == "nccl" and self.mesh.size() > 1:
                 self.runtime.connect_nccl()
         self.wanted_transport, self.transport = wanted, choice
         for other in models_of(self)[1:]:
