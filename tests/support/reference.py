@@ -80,12 +80,19 @@ def train_beside(
     steps: int = 4,
     microbatches: int = 1,
     tolerance: float = FP32,
+    loss_tolerance: float | None = None,
+    parameter_tolerance: float | None = None,
     after_step: Callable[[nn.Module, nn.Module, int], None] = lambda model, reference, step: None,
 ) -> nn.Module:
     """Train `prepare(make())` and `make()` on the same batches; compare losses, gradients and parameters at every step.
 
     The reference sees the batches of all ranks, one after the other. Returns the sharded model.
+
+    Args:
+        tolerance: of gradients, see `close`; of losses and of parameters too, unless those have one of their own.
     """
+    loss_tolerance = tolerance if loss_tolerance is None else loss_tolerance
+    parameter_tolerance = tolerance if parameter_tolerance is None else parameter_tolerance
     models = []
     for _ in range(2):  # and no copy: there are models that cannot be copied
         torch.manual_seed(0)
@@ -98,11 +105,11 @@ def train_beside(
             ours.backward()
             theirs = [loss(reference, microbatch, other) for other in range(world)]
             (sum(theirs) / world).backward()
-            close(ours, theirs[rank], tolerance, "loss")
+            close(ours, theirs[rank], loss_tolerance, "loss")
         same_grads(model, reference, tolerance)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         after_step(model, reference, step)
-    same_parameters(model, reference, tolerance)
+    same_parameters(model, reference, parameter_tolerance)
     return model
