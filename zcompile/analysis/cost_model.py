@@ -127,7 +127,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One gather or reduce, alone or of a group, in a simulated step.
+    """One gather or reduce, of one parameter or of several together, in a simulated step.
 
     Attributes:
         start: the node that begins it.

@@ -10,7 +10,7 @@ Points = tuple[tuple[int, float], ...]  # measured: (bytes that a rank receives,
 
 @dataclass(frozen=True)
 class Wire:
-    """Measured transfers of one transport between `world` ranks of one domain, such as NVLink's.
+    """Measured transfers of one transport between `world` ranks of one domain (of NVLink, say).
 
     Attributes:
         gather, reduce: (bytes that a rank receives, seconds) of transfers of rising size.

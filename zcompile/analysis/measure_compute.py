@@ -31,10 +31,10 @@ class Sizes(NamedTuple):
 
     Attributes:
         products: n of each matmul [n, n] x [n, n].
-        grouped_rows: rows of all groups of a grouped matmul together, of each one that is measured.
-        groups, inner, columns: how many groups; each multiplies by [inner, columns].
+        grouped_rows: rows of all groups together, for each measured grouped matmul.
+        groups, inner, columns: number of groups, and the shape [inner, columns] of each group's weight.
         attention: batch, heads, sequence length, width of a head.
-        memory_bytes: of each tensor that a pointwise kernel reads.
+        memory_bytes: of each of the two tensors that the measured pointwise kernel reads.
     """
 
     products: tuple[int, ...]

@@ -177,8 +177,8 @@ def mark_strays(engines: Mapping[str, dict[str, Any]], tolerance: float) -> None
     """Mark engines whose losses differ from the others'.
 
     Adds `loss_difference`, the largest relative difference to the median, and whether the engine `strays`. The median
-    is over kinds of engines: zcompile under several options counts once. Two kinds that differ are both marked. If
-    there is one kind, each of its options is compared with the first. "limit" is left out: it uses no gradients.
+    is over kinds of engines: all variants of zcompile count as one. With two kinds, a difference marks both. If there
+    is one kind, each of its variants is compared with the first. "limit" is skipped: it uses no gradients.
     """
     curves = {name: result["losses"] for name, result in engines.items() if "losses" in result and name != "limit"}
     kinds: dict[str, list[float]] = {}

@@ -123,8 +123,8 @@ def counting_call(
 def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `compiled`, the code of one graph: it raises if a leaf's `requires_grad` differs from its parameter's.
 
-    A module's call gives its leaves the flags of their parameters. A compiled function around the model calls no module
-    before Dynamo looks at the leaves, so there is nothing left but to raise.
+    A leaf is the shard that graphs read in a parameter's place. A module's call gives its leaves the flags of their
+    parameters. If a function around the model is compiled, Dynamo reads the leaves before any module's call.
     """
 
     def run(*args: Any) -> Any:

@@ -14,9 +14,9 @@ UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 without a limit have a number 
 
 
 def memory_bytes_of_a_rank(mesh: DeviceMesh) -> int:
-    """Bytes of memory per rank: of its GPU, or on CPUs of its host, divided by the ranks that share it.
+    """Bytes of memory per rank: of its GPU, or on CPUs of its host, divided by the ranks that share that.
 
-    The least of all ranks, which call this together, rounded down to a power of two: 80 GB are 64 GiB. Total and not
+    Collective. The least of all ranks, rounded down to a power of two: 80 GB are 64 GiB. Total and not
     free memory, because that differs from run to run, and another plan would miss every cache. Rounded, because
     machines of one kind differ a little.
     """
