@@ -80,7 +80,7 @@ class Model:
     def order_digests(self) -> list[tuple[int, int]]: ...  # count and hash, of each log
     def order_failure(self) -> str: ...  # empty unless ranks are known to differ
     def fail_order(self, message: str) -> None: ...
-    def nccl_failure(self) -> str: ...  # why its collectives end no more, else empty
+    def nccl_failure(self) -> str: ...  # why its collectives fail; empty while they work
     def connect_nccl(self) -> None: ...  # all ranks together
     def abort_nccl(self) -> None: ...  # so that no host waits for a device that waits for another rank
     def fused_adam_step(

@@ -194,7 +194,7 @@ class C10dTransport : public Transport {
     return transfers;
   }
 
-  // Starts what ranks have not agreed on. Others may be gone, which the first collective of a group is told at once.
+  // Starts what ranks have not agreed on. Where another rank is gone, NCCL may throw at once, and names no parameter.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> start_alone(c10::ArrayRef<Request> requests, Start start) {
     try {
@@ -206,9 +206,7 @@ class C10dTransport : public Transport {
           DistBackendError,
           c10::str(
               "zcompile: rank ", context_.rank(), " cannot ", verb, " '", requests.front().param->name,
-              "' with the other ranks. A rank stopped, or the network "
-              "failed. ",
-              message_of(error)));
+              "' with the other ranks: a rank stopped, or the network failed. ", message_of(error)));
     }
   }
 

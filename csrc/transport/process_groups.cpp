@@ -53,7 +53,8 @@ void connect_nccl(const std::set<std::string>& groups) {
 }
 
 void abort_nccl(const std::set<std::string>& groups) {
-  std::vector<std::thread> threads;  // to abort one frees memory, for which the device ends what it is in: another
+  // At once. An abort frees memory, which waits for the device, which may wait in a collective of another group.
+  std::vector<std::thread> threads;
   for (const auto& group : groups) {
     if (auto backend = nccl_of(group)) threads.emplace_back([backend] { backend->abort(); });
   }

@@ -18,8 +18,8 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 // Throws, with what to do, if the group was closed.
 ProcessGroup resolve_group(const std::string& name);
 
-// Why NCCL's collectives of this group end no more, as torch's own thread found: empty while they do, and where the
-// group is closed or has no NCCL.
+// Why NCCL's collectives of this group fail, as torch's watchdog found. Empty while they work, and where the group is
+// closed or has no NCCL.
 std::string nccl_failure(const std::string& group);
 
 // Makes NCCL's communicator of each group now, on all its ranks together. Making one waits for the other ranks on the

@@ -1,8 +1,8 @@
 """Torch's own caches as a file, for a model with graph breaks: each rank traces it, and finds what it would compile.
 
 A program in a file needs one graph. Between several there is Python, so Dynamo runs on every rank. What comes after it
-is found by a hash of the graph: AOTAutograd's and Inductor's results, the same on all ranks whose shards have the same
-sizes. A rank whose last shard is shorter compiles its own. C++ kernels are compiled again, GPU kernels are not.
+is found by a hash of the graph: Inductor's results, and AOTAutograd's as far as torch can save them. They are the same
+on all ranks whose shards have the same sizes; a rank with other sizes compiles its own. C++ kernels are compiled again.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def keep(fingerprint: Mapping[str, str], memory_bytes: int) -> bytes:
     """
     saved = torch.compiler.save_cache_artifacts()
     if saved is None:
-        raise ArtifactError("zcompile: torch kept nothing of what it compiled: its caches are off.")
+        raise ArtifactError("zcompile: there is no artifact, for torch's caches are off.")
     return encode(fingerprint, {"memory_bytes": memory_bytes}, {PART: saved[0]})
 
 

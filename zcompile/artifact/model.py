@@ -165,8 +165,8 @@ class FromFile:
         if not aot.runs_compiled_code():
             return self.compiled(model, *args, **kwargs)  # which runs the model in eager
         if self.to_keep is not None:
-            fields, self.to_keep = self.to_keep, None
-            self.write(lambda: caches.keep(fields, state_of(model).memory_bytes))
+            self.keep(model, self.to_keep)
+            self.to_keep = None
         if not self.decided:
             self.decide(model, args, kwargs)
             self.decided = True
@@ -233,7 +233,16 @@ class FromFile:
         if not any(state.mesh.get_coordinate() or ()):
             self.to_keep = here
         for each in models_of(state):
-            each.compiled = f"compiled by this process: graph breaks. {self.path} will have the compiled code"
+            each.compiled = f"compiled by this process: graph breaks. {self.path} gets the code at the second call"
+
+    def keep(self, model: nn.Module, fields: Mapping[str, str]) -> None:
+        """Write what this rank compiled of a model with graph breaks, whose fingerprint is `fields`."""
+        try:
+            data = caches.keep(fields, state_of(model).memory_bytes)
+        except ArtifactError as error:
+            warnings.warn(str(error), stacklevel=3)
+        else:
+            self.write(data)
 
     def give_up(self, model: nn.Module, reason: str) -> None:
         """Compile on all ranks, which do this together.
@@ -286,15 +295,15 @@ class FromFile:
                 reason = f"Rank {dist.get_rank()} could not make it: {_first_line(error)}"
                 has_breaks = isinstance(error, GraphBreaks)
             else:
-                self.write(lambda: data)
+                self.write(data)
         made: tuple[bytes, str, bool] = broadcast_over_mesh(mesh, (data, reason, has_breaks), 0)
         return made
 
-    def write(self, make_data: Callable[[], bytes]) -> None:
+    def write(self, data: bytes) -> None:
         """Write the file; that it cannot be written is a warning, because all ranks have what is in it."""
         try:
-            write(self.path, make_data())
-        except (OSError, ArtifactError) as error:
+            write(self.path, data)
+        except OSError as error:
             warnings.warn(f"zcompile: {self.path} could not be written: {error}", stacklevel=2)
 
     def load(self, model: nn.Module, data: bytes, args: Any, kwargs: Any) -> str:

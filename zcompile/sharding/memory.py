@@ -14,11 +14,11 @@ UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 without a limit have a number 
 
 
 def memory_bytes_of_a_rank(mesh: DeviceMesh) -> int:
-    """Bytes of memory per rank: of its GPU, or on CPUs of its host, divided by the ranks that share that.
+    """Bytes of memory per rank: of its GPU, or on CPUs of its host, divided by the ranks that share it.
 
-    Collective. The least of all ranks, rounded down to a power of two: 80 GB are 64 GiB. Total and not
-    free memory, because that differs from run to run, and another plan would miss every cache. Rounded, because
-    machines of one kind differ a little.
+    Collective. The least of all ranks, rounded down to a power of two: 80 GB are 64 GiB. Total and not free memory,
+    because that differs from run to run, and another plan would miss every cache. Rounded, because machines of one kind
+    differ a little.
     """
     if mesh.device_type == "cuda":
         device = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -2,9 +2,9 @@
 
 See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. A thread compares, and nothing waits for it.
 So what ranks computed until then may be wrong, but no optimizer steps on it (order_check.py); afterwards no rank goes
-on. The thread is also the first to see that NCCL failed, as a rank ended or did not come. In both cases it aborts the
-groups of the model: hosts may wait for a device that waits for another rank, and would do so until torch ends the
-process, up to a minute behind the timeout.
+on. The thread also asks torch whether NCCL failed, because a rank ended or did not come. After a difference or a
+failure it aborts the model's groups. A host may wait for a device that waits for another rank, and would do so until
+torch ends the process, a minute behind the timeout.
 """
 
 import atexit
@@ -139,7 +139,10 @@ class OrderWatch:
         return message
 
     def fail(self, runtime: _C.Model, message: str) -> None:
-        """Make the next collective of all ranks an error. This rank may not come to one, so say it now, too."""
+        """Make the next collective of all ranks an error, and end those that wait.
+
+        This rank may not come to another collective, so it says it now, too.
+        """
         log.error("%s", message)
         runtime.fail_order(message)
         with contextlib.suppress(RuntimeError, ValueError):

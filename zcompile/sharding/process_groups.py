@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def default_mesh(model: nn.Module) -> DeviceMesh:
-    """All ranks of the default process group in one dimension, on GPUs if the backend is NCCL or `model` is on them."""
+    """All ranks of the default process group in one dimension, on GPUs if it has NCCL or `model` is on them."""
     devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
-    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
+    # `get_backend` says "undefined" of a group that was made with torch's defaults.
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     device_type = "cuda" if on_gpu or "cuda" in devices else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
