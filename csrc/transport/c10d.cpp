@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -197,17 +199,22 @@ class C10dTransport : public Transport {
   // Starts what ranks have not agreed on. Where another rank is gone, NCCL may throw at once, and names no parameter.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> start_alone(c10::ArrayRef<Request> requests, Start start) {
+    const auto* verb = std::is_same_v<Request, GatherRequest> ? "gather" : "reduce";
     try {
       return start(requests);
     } catch (const c10::DistBackendError& error) {
-      for (const auto& order : orders_) order->check();  // why it failed, if that is known
-      const auto* verb = std::is_same_v<Request, GatherRequest> ? "gather" : "reduce";
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str(
-              "zcompile: rank ", context_.rank(), " cannot ", verb, " '", requests.front().param->name,
-              "' with the other ranks: a rank stopped, or the network failed. ", message_of(error)));
+      throw_cannot(verb, requests.front().param->name, message_of(error));
+    } catch (const std::runtime_error& error) {  // torch's all_to_all over NCCL
+      throw_cannot(verb, requests.front().param->name, error.what());
     }
+  }
+
+  [[noreturn]] void throw_cannot(const char* verb, const std::string& name, const std::string& why) {
+    for (const auto& order : orders_) order->check();  // why it failed, if that is known
+    C10_THROW_ERROR(
+        DistBackendError, c10::str(
+                              "zcompile: rank ", context_.rank(), " cannot ", verb, " '", name,
+                              "' with the other ranks: a rank stopped, or the network failed. ", why));
   }
 
   // Takes part in what another rank wants and this one does not.

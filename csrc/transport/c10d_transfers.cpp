@@ -40,7 +40,10 @@ void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Te
     return;
   }
   auto rows = at::empty({count, sum.numel()}, sum.options());
-  all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum))->wait();
+  auto communicators = keep_communicators();
+  auto work = all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum));
+  communicators.unlock();
+  work->wait();
   context.count_replicas((count - 1) * static_cast<int64_t>(sum.nbytes()));
   mean(rows.unbind(0), divisor, out, extras);
 }

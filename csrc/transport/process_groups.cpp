@@ -4,7 +4,9 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <chrono>
 #include <exception>
+#include <mutex>
 #include <thread>
 
 #include "compat.h"
@@ -23,6 +25,14 @@ ProcessGroup resolve_group(const std::string& name) {
 }
 
 namespace {
+
+// How long an abort waits for those that start collectives. Longer than that, they wait for a rank that does not come.
+constexpr auto longest_start = std::chrono::seconds(2);
+
+std::shared_timed_mutex& communicators() {
+  static auto* mutex = new std::shared_timed_mutex;  // never destroyed: threads may outlive static destructors
+  return *mutex;
+}
 
 c10::intrusive_ptr<c10d::Backend> nccl_of(const std::string& group) {
   try {
@@ -52,7 +62,10 @@ void connect_nccl(const std::set<std::string>& groups) {
   }
 }
 
+std::shared_lock<std::shared_timed_mutex> keep_communicators() { return std::shared_lock(communicators()); }
+
 void abort_nccl(const std::set<std::string>& groups) {
+  std::unique_lock alone(communicators(), longest_start);
   // At once. An abort frees memory, which waits for the device, which may wait in a collective of another group.
   std::vector<std::thread> threads;
   for (const auto& group : groups) {
@@ -67,7 +80,7 @@ std::string message_of(const std::exception& error) {
 }
 
 CoalescedCollectives::CoalescedCollectives(ProcessGroup group, c10::Device device, size_t count)
-    : group_(std::move(group)), device_(device.type()) {
+    : group_(std::move(group)), device_(device.type()), communicators_(keep_communicators()) {
   open_ = coalesced_ = count > 1 && device.is_cuda();
   if (coalesced_) group_->startCoalescing(device_);
 }
@@ -85,9 +98,11 @@ void CoalescedCollectives::add(Work work) {
 }
 
 std::vector<Work> CoalescedCollectives::end() {
-  if (!coalesced_) return std::move(works_);
-  open_ = false;
-  if (auto work = group_->endCoalescing(device_)) works_.push_back(std::move(work));
+  if (coalesced_) {
+    open_ = false;
+    if (auto work = group_->endCoalescing(device_)) works_.push_back(std::move(work));
+  }
+  communicators_.unlock();
   return std::move(works_);
 }
 

@@ -6,6 +6,7 @@
 
 #include <exception>
 #include <set>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,7 +28,8 @@ std::string nccl_failure(const std::string& group);
 void connect_nccl(const std::set<std::string>& groups);
 
 // Ends NCCL's collectives of all these groups on this rank, with wrong results: a host that waits for a device that
-// waits for another rank goes on. None can be started afterwards.
+// waits for another rank goes on. None can be started afterwards. Waits until no collective is being started: NCCL may
+// not free a communicator that another thread is in, and torch does not see to that.
 void abort_nccl(const std::set<std::string>& groups);
 
 // The text of an error, without the C++ stack.
@@ -35,6 +37,9 @@ std::string message_of(const std::exception& error);
 
 // One path for all dtypes, also those that a backend does not know.
 inline at::Tensor as_bytes(const at::Tensor& flat) { return flat.view(at::kByte); }
+
+// While this is held, no communicator is freed. For whoever starts a collective that NCCL may run.
+std::shared_lock<std::shared_timed_mutex> keep_communicators();
 
 // Several collectives. With NCCL they are one group, launched together. Other backends know no groups: there,
 // parameters that travel together are packed into one collective, which costs less than the latency of many. Between
@@ -55,6 +60,7 @@ class CoalescedCollectives {
   c10::DeviceType device_;
   bool coalesced_;
   bool open_;
+  std::shared_lock<std::shared_timed_mutex> communicators_;
   std::vector<Work> works_;
 };
 

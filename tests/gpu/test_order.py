@@ -82,3 +82,21 @@ def test_a_rank_that_ended_is_told_soon_after_the_timeout():
     answers = pool.run(rank_ends, allow_failure=True, timeout=90)
     assert time.monotonic() - begin < 30 + TIMEOUT_S
     assert re.search(r"rank 0 (can no longer|cannot) gather.*'[01].weight'", str(answers[0])), answers
+
+
+def rank_ends_amid_gathers(rank, world, pause_s):
+    """Rank 1 does, while the other starts one gather after the other."""
+    model = sharded(64)
+    x = torch.ones(1, 64, device="cuda")
+    end_s = time.monotonic() + pause_s
+    while rank == 0 or time.monotonic() < end_s:
+        for layer in model:
+            layer(x)
+    os._exit(1)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.3, 0.7])
+def test_communicators_are_not_freed_while_a_gather_starts(pause_s):
+    """That would be a segmentation fault: the thread that compares orders frees them, and another starts gathers."""
+    answers = Ranks(2, "nccl").run(rank_ends_amid_gathers, pause_s, allow_failure=True, timeout=90)
+    assert re.search(r"rank 0 (can no longer|cannot) gather.*'[01].weight'", str(answers[0])), answers
