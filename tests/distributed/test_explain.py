@@ -13,6 +13,8 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from zcompile.planning.command import main
+from zcompile.planning.workloads import load
 
 matrix = pytest.mark.matrix
 
@@ -37,6 +39,26 @@ def explain_and_compile(rank, options):
     torch._dynamo.reset()
     model.compile(backend="zcompile", options=options, fullgraph=True)
     return model, plan, gathers
+
+
+def rank_explains_alone(rank, world, file):
+    """What `explain` and the command say of one model, world of 1."""
+    arguments = ["--model", "tiny", "--precision", "bf16", "--hardware", "cpu"]
+    assert main([*arguments, "--ranks", "1", "--json", file]) == 0
+    workload = load("tiny", None, None, None, False)
+    model = zcompile.shard(workload.model, param_dtype=torch.bfloat16)
+    ours = zcompile.explain(model, workload.batch(0, 0))
+    return [(graph.kind, graph.saved_bytes, graph.compute_ms) for graph in ours.graphs]
+
+
+def test_the_command_says_of_one_rank_what_a_run_of_it_says(ranks, tmp_path):
+    file = tmp_path / "plan.json"
+    run = ranks(1).run(rank_explains_alone, str(file))[0]
+    (paper,) = json.loads(file.read_text())["ranks"]
+    for (kind, saved_bytes, compute_ms), graph in zip(run, paper["graphs"], strict=True):
+        assert graph["kind"] == kind
+        assert graph["saved_bytes"] == saved_bytes
+        assert graph["compute_ms"] == pytest.approx(compute_ms, rel=1e-6)
 
 
 def rank_explain_and_run_microbatches(rank, world, microbatch_cache_bytes):

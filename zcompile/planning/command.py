@@ -181,8 +181,11 @@ def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
     return hardware.over(transport, world)
 
 
-def install_trace_readers(workload: Workload, dtype: torch.dtype) -> dict[int, str]:
-    """Let the modules of `workload` gather their parameters as the shards of one rank of one.
+def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: bool = False) -> dict[int, str]:
+    """Let the modules of `workload` gather their parameters, as if these were the shards of one rank.
+
+    Args:
+        single_rank: let them cast their parameters instead, as a model on one rank does.
 
     Returns:
         The name of each parameter by the id of its shard.
@@ -190,7 +193,7 @@ def install_trace_readers(workload: Workload, dtype: torch.dtype) -> dict[int, s
     names: dict[int, str] = {}
     seen: dict[int, nn.Parameter] = {}
     for path, module in list(workload.model.named_modules()):
-        for leaf, attribute in install_tracing_readers(module, dtype, seen):
+        for leaf, attribute in install_tracing_readers(module, dtype, single_rank, seen):
             names.setdefault(id(leaf), f"{path}.{attribute}" if path else attribute)
     return names
 
@@ -218,11 +221,18 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
     plans = [parse_options(options).plan(link, hardware.memory_bytes) for link in links]
     by_share = _settings_of_shares(arguments.activation_budgets, options)
     begin, before = time.monotonic(), Counter(counters["graph_break"])
-    traced, parameters = _traced(arguments, plans[0])
+    traced: dict[bool, tuple[list[Traced], int]] = {}
+    for plan in plans:
+        if _is_alone(plan) not in traced:
+            traced[_is_alone(plan)] = _traced(arguments, plan)
     traced_s, graph_breaks = time.monotonic() - begin, counters["graph_break"] - before
-    by_ranks = [predict_step(traced, plan, parameters, 1, _default_cache_bytes(plan, parameters)) for plan in plans]
+    by_ranks = []
+    for plan in plans:
+        graphs, parameters = traced[_is_alone(plan)]
+        by_ranks.append(predict_step(graphs, plan, parameters, 1, _default_cache_bytes(plan, parameters)))
+    graphs, parameters = traced[_is_alone(plans[0])]
     budgets = [replace(plans[0], gather_budget_bytes=mib << 20) for mib in budgets_mib]
-    by_budget = [predict_step(traced, plan, parameters, 1) for plan in budgets]
+    by_budget = [predict_step(graphs, plan, parameters, 1) for plan in budgets]
     shares = [settings.plan(links[0], hardware.memory_bytes) for settings in by_share]
     by_activations = [predict_step(_traced(arguments, plan)[0], plan, parameters, 1) for plan in shares]
     reasons = [reason.splitlines()[0] for reason in graph_breaks]
@@ -244,6 +254,11 @@ def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]
         ) from None
 
 
+def _is_alone(plan: Plan) -> bool:
+    """Whether it is for one rank, which casts parameters where several gather them."""
+    return plan.link.world == 1
+
+
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
     """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs."""
     hardware = plan.link.hardware
@@ -251,7 +266,7 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
     with FakeTensorMode(allow_non_fake_inputs=True), on_device, triton_without_gpu():
         workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
-        names = install_trace_readers(workload, PRECISIONS[arguments.precision])
+        names = install_trace_readers(workload, PRECISIONS[arguments.precision], _is_alone(plan))
         batch = workload.batch(0, 0)
         try:
             return trace(lambda: workload.model(batch), plan, lambda leaf: names.get(id(leaf))), parameters

@@ -106,7 +106,7 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
     timeline = simulate(graph, costs, hits)
     least_s = least_exposed_s(graph, costs, hits)
     lifetimes = ParamLifetimes(graph)
-    shards = _shards(graph)
+    shards = _shards(graph, names)
     # Inside of `zcompile.accumulate`, later microbatches need the shards, so gradients have memory of their own.
     fraction = _gradient_fraction(plan.link) if cached is None else 1.0
     scale = fraction * traced_world / plan.link.world
@@ -224,9 +224,9 @@ def _stretched(timeline: Timeline) -> Callable[[float], float]:
     return lambda seconds: round(factor * seconds, 3)
 
 
-def _shards(graph: Graph) -> set[Node]:
-    """Inputs that are shards, which live as long as the model."""
-    shards: set[Node] = set()
+def _shards(graph: Graph, named: Collection[Node]) -> set[Node]:
+    """Inputs that are shards, which live as long as the model: those named, and what is gathered or reduced."""
+    shards = set(named)
     for start in calls(graph, *GATHERS, GATHER_ROWS):
         shards.update(_nodes(start, 0, several=start.target is GATHER_GROUP_START))
     for start in calls(graph, *REDUCES):

@@ -112,11 +112,12 @@ class _TracedModel:
 
 
 def install_tracing_readers(
-    module: nn.Module, param_dtype: torch.dtype, seen: dict[int, nn.Parameter]
+    module: nn.Module, param_dtype: torch.dtype, single_rank: bool, seen: dict[int, nn.Parameter]
 ) -> list[tuple[nn.Parameter, str]]:
     """Let `module` read as one of a sharded model does, so that it can be traced without ranks, though not run.
 
     Args:
+        single_rank: that of a model on one rank, which only casts.
         seen: id of a parameter -> its leaf, for parameters that several modules read; this module's are added.
 
     Returns:
@@ -132,7 +133,7 @@ def install_tracing_readers(
             (name, Layout(tuple(parameter.shape), own_dtype=parameter.dtype not in TRAINABLE))
             for name, parameter in own.items()
         )
-        _swap_class(module, _Kind(layouts, param_dtype))
+        _swap_class(module, _Kind(layouts, param_dtype, single_rank))
     return [(module.__dict__[LEAF + name], name) for name in own]
 
 
