@@ -23,6 +23,7 @@ BACKWARD_SHARE = 0.94
 CAUSAL_SHARE = 0.8  # blocks of one kernel take unlike times
 NARROW_SHARE = 0.8  # of heads that are at most 64 wide
 MASKED_SHARE = 0.5  # reads a mask for each pair
+CPU_COLUMNS = 512  # of a block of keys in torch's kernel for CPUs, which leaves out blocks, but no part of one
 
 
 def scaled_dot_product(call: Call) -> Work:
@@ -37,7 +38,15 @@ def scaled_dot_product(call: Call) -> Work:
     bias = call.argument("attn_bias", call.argument("attn_mask"))
     masked = MASKED_SHARE if isinstance(bias, TensorSize) else 1.0
     share = masked * reached_share(query.shape[-1], is_backward, is_causal)
-    return Work(flops=flops // (2 if is_causal else 1), attention=_kernel_of(call.name), share=share)
+    cpu_share = 0.5 / _computed_on_cpus(key.shape[-2]) if is_causal else 1.0
+    return Work(
+        flops=flops // (2 if is_causal else 1), attention=_kernel_of(call.name), share=share, cpu_share=cpu_share
+    )
+
+
+def _computed_on_cpus(columns: int) -> float:
+    """The share of a causal attention's pairs that a CPU computes."""
+    return min(1.0, (columns + CPU_COLUMNS) / (2 * columns)) if columns else 1.0
 
 
 def reached_share(width: int, is_backward: bool, is_causal: bool) -> float:

@@ -44,7 +44,8 @@ class Work:
         grouped: whether they are those of grouped matmuls.
         attention: if `flops` are those of attention, which kernel it is: "flash", "efficient", "cudnn", "flex" or
             "math".
-        share: what an attention reaches of its kernel's rate, on machines where calls differ in that.
+        share: what an attention reaches of its kernel's rate on a GPU.
+        cpu_share: the same on a CPU.
         seconds: time in addition, such as a wait of the host for the device.
     """
 
@@ -55,6 +56,7 @@ class Work:
     grouped: bool = False
     attention: str | None = None
     share: float = 1.0
+    cpu_share: float = 1.0
     seconds: float = 0.0
 
     def on(self, hardware: Hardware, dtype: torch.dtype, nbytes: float) -> float:
@@ -67,7 +69,8 @@ class Work:
         seconds = memory_s
         if self.flops:
             if self.attention:
-                rate = hardware.attention_rate(self.attention) * (self.share if hardware.attention_varies else 1.0)
+                share = self.share if hardware.attention_varies else self.cpu_share
+                rate = hardware.attention_rate(self.attention) * share
             else:
                 rate = hardware.matmul_rate(self.dtype or dtype) * (hardware.grouped_share if self.grouped else 1.0)
             seconds = max(seconds, self.flops / rate)
