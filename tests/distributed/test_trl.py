@@ -33,12 +33,12 @@ def begin(folder, kind, **changed):
 
     forget_accelerate()
     torch._dynamo.reset()
-    settings = dict(
-        learning_rate=1e-2, max_steps=5, logging_steps=1, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, max_grad_norm=0.5, eval_strategy="steps", eval_steps=5, report_to=[],
-        save_strategy="steps", save_steps=3, disable_tqdm=True, use_cpu=True, seed=1, bf16=False, max_length=16,
-        per_device_eval_batch_size=2, gradient_checkpointing=kind == "eager",
-    )  # fmt: skip
+    settings = {
+        "learning_rate": 1e-2, "max_steps": 5, "logging_steps": 1, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 5,
+        "report_to": [], "save_strategy": "steps", "save_steps": 3, "disable_tqdm": True, "use_cpu": True, "seed": 1,
+        "bf16": False, "max_length": 16, "per_device_eval_batch_size": 2, "gradient_checkpointing": kind == "eager",
+    }  # fmt: skip
     args = trl.SFTConfig(str(folder), **settings | changed)
     args.device  # noqa: B018  # the process group
     model = tiny_llama()
