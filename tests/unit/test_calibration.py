@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zcompile.analysis import calibration as module
-from zcompile.analysis.calibration import Calibration, merged, read_calibration, write_calibration
+from zcompile.analysis.calibration import Calibration, merged, read_calibration, tables_of, write_calibration
 from zcompile.analysis.hardware import CPU, H200, Wire
 from zcompile.options import Settings
 
@@ -58,6 +58,16 @@ def test_what_is_written_is_read_again(of_this_machine):
 def test_a_machine_within_a_quarter_of_its_table_keeps_it_and_its_plans():
     near = measured(bytes_s=1.2 * H200.bytes_s, kernel_s=0.8 * H200.kernel_s, matmul_flops_s=(("bfloat16", 600e12),))
     assert merged(H200, near) is H200
+
+
+def test_predictions_go_by_all_that_was_measured_where_plans_keep_their_table():
+    near = measured(bytes_s=1.2 * H200.bytes_s, kernel_s=0.8 * H200.kernel_s, matmul_flops_s=(("bfloat16", 600e12),))
+    planned, predicted = tables_of(H200, near)
+    assert planned is H200
+    assert dict(predicted.matmul_flops_s)[torch.bfloat16] == 600e12
+    assert predicted.bytes_s == pytest.approx(1.2 * H200.bytes_s, rel=0.02)  # figures have two digits
+    assert predicted.kernel_s == pytest.approx(0.8 * H200.kernel_s, rel=0.02)
+    assert predicted.source.startswith("bfloat16, ") and "memory, launches measured" in predicted.source
 
 
 def test_only_what_differs_by_more_than_a_quarter_is_replaced_and_the_source_names_it():

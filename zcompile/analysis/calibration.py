@@ -1,8 +1,9 @@
 """What `zcompile calibrate` measured of a machine: as JSON in a cache, and merged with a shipped table.
 
 A file is of one device and one number of ranks. It names the driver and the torch that it was measured with, and counts
-for no other. Figures of it replace those of the shipped table where the two differ by more than a quarter: so a second
-calibration, or that of an equal machine, changes no plan, and compiled graphs are found in caches.
+for no other. Plans take a figure of it only where it differs by more than a quarter from the shipped table: so a second
+calibration, or that of an equal machine, changes no plan, and compiled graphs are found in caches. Predictions take all
+figures.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -123,12 +124,15 @@ def rounded(figure: float) -> float:
     return float(f"{figure:.{DIGITS}g}")
 
 
-def merged(shipped: Hardware, calibration: Calibration) -> Hardware:
-    """`shipped`, with what was measured where that differs by more than DIFFERS. The same object if nothing does."""
+def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS) -> Hardware:
+    """`shipped`, with what was measured where that differs by more than `differs`. The same object if nothing does.
+
+    By default, what plans go by, which then seldom change. With 0, what predictions go by.
+    """
     changed: list[str] = []
 
     def taken(what: str, old: float, measured: float) -> float:
-        if abs(measured - old) <= DIFFERS * old:
+        if abs(measured - old) <= differs * old:
             return old
         changed.append(what)
         return rounded(measured)
@@ -157,7 +161,7 @@ def merged(shipped: Hardware, calibration: Calibration) -> Hardware:
         kernel_s=taken("launches", shipped.kernel_s, calibration.kernel_s),
         grouped_share=taken("grouped matmuls", share, calibration.grouped_share or share),
     )
-    made = _with_wires(made, calibration, changed)
+    made = _with_wires(made, calibration, changed, differs)
     if not changed:
         return shipped
     made = replace(made, memory_bytes=calibration.memory_bytes)
@@ -165,9 +169,21 @@ def merged(shipped: Hardware, calibration: Calibration) -> Hardware:
     return replace(made, source=f"{what} measured by zcompile calibrate on {calibration.device}; else {shipped.source}")
 
 
-def _with_wires(made: Hardware, calibration: Calibration, changed: list[str]) -> Hardware:
+class Tables(NamedTuple):
+    """Of one machine: what plans go by, and what predictions go by, which is all that was measured."""
+
+    planned: Hardware
+    predicted: Hardware
+
+
+def tables_of(shipped: Hardware, calibration: Calibration) -> Tables:
+    """Those of a machine that was measured."""
+    return Tables(merged(shipped, calibration), merged(shipped, calibration, differs=0.0))
+
+
+def _with_wires(made: Hardware, calibration: Calibration, changed: list[str], differs: float) -> Hardware:
     """`made` with the measured wires that differ; `changed` gets their names."""
-    different = [wire for wire in calibration.wires if _differs(made, wire)]
+    different = [wire for wire in calibration.wires if _differs(made, wire, differs)]
     if not different:
         return made
     changed += [f"transfers over {wire.transport}" for wire in different]
@@ -183,14 +199,14 @@ def _order(known: list[str], wire: Wire) -> tuple[int, int]:
     return known.index(wire.transport) if wire.transport in known else len(known), wire.world
 
 
-def _differs(table: Hardware, wire: Wire) -> bool:
+def _differs(table: Hardware, wire: Wire, differs: float) -> bool:
     if wire.transport not in {known.transport for known in table.wires}:
         return True
     link = table.over(wire.transport, wire.world)
 
     def far(time_s: Callable[[int], float], points: Points) -> bool:
         whole = [(nbytes * wire.world // max(1, wire.world - 1), seconds) for nbytes, seconds in points]
-        return any(abs(seconds - time_s(nbytes)) > DIFFERS * time_s(nbytes) for nbytes, seconds in whole)
+        return any(abs(seconds - time_s(nbytes)) > differs * time_s(nbytes) for nbytes, seconds in whole)
 
     return far(link.gather_s, wire.gather) or far(link.reduce_s, wire.reduce)
 

@@ -27,9 +27,9 @@ def parser() -> Parser:
     options = Parser(
         "zcompile calibrate",
         "Measure what this machine reaches: matmuls, attention, memory, and transfers between ranks. Run it once, with "
-        "nothing else running, and again after an update of torch or of the driver; it takes less than 20 s. Plans and "
-        "predictions then use what was measured where it differs by more than a quarter from the shipped table. Across "
-        "hosts, start one process per GPU: torchrun --nnodes ... -m zcompile calibrate.",
+        "nothing else running, and again after an update of torch or of the driver; it takes less than 20 s. "
+        "Predictions then use what was measured, and plans where it differs by more than a quarter from the shipped "
+        "table. Across hosts, start one process per GPU: torchrun --nnodes ... -m zcompile calibrate.",
         example="zcompile calibrate --output machine.json",
     )
     add = options.add_argument

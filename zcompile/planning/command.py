@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zcompile.analysis.calibration import Calibration, merged
+from zcompile.analysis.calibration import Calibration, Tables, tables_of
 from zcompile.analysis.hardware import CPU, Hardware, Link
 from zcompile.analysis.hardware_tables import TABLES
 from zcompile.backend import parse_options
@@ -146,14 +146,14 @@ def _numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
-def _hardware(name: str) -> Hardware:
-    """The shipped table `name`, or that of a file.
+def _tables(name: str) -> Tables:
+    """The shipped table `name`, or those of a file.
 
     Raises:
         BadInput: there is no such table, or the file is none that `zcompile calibrate` wrote.
     """
     if name in TABLES:
-        return TABLES[name]
+        return Tables(TABLES[name], TABLES[name])
     try:
         calibration = Calibration.from_json(Path(name).read_text())
     except (OSError, ValueError) as error:
@@ -161,7 +161,7 @@ def _hardware(name: str) -> Hardware:
         raise BadInput(
             f"--hardware takes {', '.join(TABLES)} or a file that `zcompile calibrate` wrote, not {name!r}: {what}"
         ) from None
-    return merged(calibration.shipped, calibration)
+    return tables_of(calibration.shipped, calibration)
 
 
 def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
@@ -214,7 +214,7 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
     ranks, budgets_mib = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
     if not ranks:
         raise BadInput("--ranks takes at least one number")
-    hardware = _hardware(arguments.hardware)
+    hardware, measured = _tables(arguments.hardware)
     save_mib = _numbers("--save-for-backward", arguments.save_for_backward or "")
     options: dict[str, Any] = {"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {}
     links = [_link(hardware, arguments.transport, world) for world in ranks]
@@ -226,15 +226,17 @@ def predicted(arguments: argparse.Namespace) -> Predicted:
         if _is_alone(plan) not in traced:
             traced[_is_alone(plan)] = _traced(arguments, plan)
     traced_s, graph_breaks = time.monotonic() - begin, counters["graph_break"] - before
-    by_ranks = []
-    for plan in plans:
-        graphs, parameters = traced[_is_alone(plan)]
-        by_ranks.append(predict_step(graphs, plan, parameters, 1, _default_cache_bytes(plan, parameters)))
-    graphs, parameters = traced[_is_alone(plans[0])]
+
+    def predict(plan: Plan, graphs: list[Traced], cache_bytes: int = 0) -> Explanation:
+        link = measured.over(plan.link.wire.transport, plan.link.world)
+        return predict_step(graphs, plan, parameters, 1, cache_bytes, link)
+
+    parameters = traced[_is_alone(plans[0])][1]
+    by_ranks = [predict(plan, traced[_is_alone(plan)][0], _default_cache_bytes(plan, parameters)) for plan in plans]
     budgets = [replace(plans[0], gather_budget_bytes=mib << 20) for mib in budgets_mib]
-    by_budget = [predict_step(graphs, plan, parameters, 1) for plan in budgets]
+    by_budget = [predict(plan, traced[_is_alone(plan)][0]) for plan in budgets]
     shares = [settings.plan(links[0], hardware.memory_bytes) for settings in by_share]
-    by_activations = [predict_step(_traced(arguments, plan)[0], plan, parameters, 1) for plan in shares]
+    by_activations = [predict(plan, _traced(arguments, plan)[0]) for plan in shares]
     reasons = [reason.splitlines()[0] for reason in graph_breaks]
     return Predicted(by_ranks, by_budget, by_activations, traced_s, reasons)
 

@@ -43,7 +43,12 @@ Key = tuple[str, str]  # a parameter's name, and the dtype in which it is gather
 
 
 def predict_step(
-    traced: Sequence[Traced], plan: Plan, parameters: int, traced_world: int, microbatch_cache_bytes: int = 0
+    traced: Sequence[Traced],
+    plan: Plan,
+    parameters: int,
+    traced_world: int,
+    microbatch_cache_bytes: int = 0,
+    link: Link | None = None,
 ) -> Explanation:
     """What `plan` makes of traced graphs, which stay as they are.
 
@@ -51,11 +56,12 @@ def predict_step(
         parameters: elements of all sharded parameters.
         traced_world: the number of ranks for which the graphs were traced. The plan may be for another number.
         microbatch_cache_bytes: most bytes of unsharded parameters that are cached from microbatch to microbatch.
+        link: the machine's figures as measured. Default: those that the plan goes by.
     """
-    link = plan.link
-    graphs = tuple(_planned(graph, plan, traced_world) for graph in traced)
+    link = link or plan.link
+    graphs = tuple(_planned(graph, plan, link, traced_world) for graph in traced)
     cached = _cached(graphs, microbatch_cache_bytes)
-    cached_graphs = tuple(_planned(graph, plan, traced_world, cached) for graph in traced) if cached else ()
+    cached_graphs = tuple(_planned(graph, plan, link, traced_world, cached) for graph in traced) if cached else ()
     share = -(-parameters // link.world)
     optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.bytes_s
     static_bytes = share * STATE_BYTES
@@ -92,7 +98,9 @@ def _cached(graphs: Sequence[PlannedGraph], microbatch_cache_bytes: int) -> dict
     return cached
 
 
-def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[Key] | None = None) -> PlannedGraph:
+def _planned(
+    traced: Traced, plan: Plan, link: Link, traced_world: int, cached: Collection[Key] | None = None
+) -> PlannedGraph:
     """The planned graph.
 
     Args:
@@ -101,15 +109,15 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
     graph, copies = copied(traced.graph)
     pipeline.run_passes(graph, pipeline.schedule_passes(plan))
     names = {copies[node]: name for node, name in traced.names.items()}
-    costs = Costs(graph, plan.link, plan.fused)
+    costs = Costs(graph, link, plan.fused)
     hits = {start for start in calls(graph, GATHER_CACHED_START) if _key(start, names) in (cached or ())}
     timeline = simulate(graph, costs, hits)
     least_s = least_exposed_s(graph, costs, hits)
     lifetimes = ParamLifetimes(graph)
     shards = _shards(graph, names)
     # Inside of `zcompile.accumulate`, later microbatches need the shards, so gradients have memory of their own.
-    fraction = _gradient_fraction(plan.link) if cached is None else 1.0
-    scale = fraction * traced_world / plan.link.world
+    fraction = _gradient_fraction(link) if cached is None else 1.0
+    scale = fraction * traced_world / link.world
     live = costs.liveness.live_bytes(exclude=shards | hits, scaled=set(calls(graph, *REDUCES)), scale=scale)
     gathers = [start for start in calls(graph, *GATHERS) if start not in hits]
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
@@ -123,7 +131,7 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
         gathers=_gathers(lifetimes, timeline, names, hits),
         rows=rows,
         gathered_bytes=sum(map(transfer_bytes, gathers)) + sum(matrix.nbytes for matrix in rows),
-        reduced_bytes=sum(wire_bytes(start, plan.link) for start in calls(graph, *REDUCES)),
+        reduced_bytes=sum(wire_bytes(start, link) for start in calls(graph, *REDUCES)),
         reduce_budget_bytes=reduce_budget(graph, plan.reduce_budget_bytes),
         compute_ms=1e3 * timeline.compute_s,
         exposed_ms=1e3 * timeline.exposed_s,
@@ -133,21 +141,21 @@ def _planned(traced: Traced, plan: Plan, traced_world: int, cached: Collection[K
         live_bytes=max(live),
         saved_bytes=sum(sum(result_bytes(node)) for node in inputs) if traced.kind == "backward" else 0,
         least_exposed_ms=1e3 * min(least_s, timeline.exposed_s),
-        held_by=_held_by(traced, plan, timeline, least_s) if cached is None else "",
+        held_by=_held_by(traced, plan, link, timeline, least_s) if cached is None else "",
         without_formula=tuple((name, 1e3 * seconds) for name, seconds in _largest(costs.without_formula)),
         memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
         transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
     )
 
 
-def _held_by(traced: Traced, plan: Plan, timeline: Timeline, least_s: float) -> str:
+def _held_by(traced: Traced, plan: Plan, link: Link, timeline: Timeline, least_s: float) -> str:
     """What most of a graph's exposed time is due to; see `PlannedGraph.held_by`."""
     if timeline.exposed_s < LITTLE * timeline.total_s:
         return ""
     graph, _ = copied(traced.graph)
     unlimited = replace(plan, gather_budget_bytes=UNLIMITED_BYTES, reduce_budget_bytes=UNLIMITED_BYTES)
     pipeline.run_passes(graph, pipeline.schedule_passes(unlimited))
-    exposed_s = simulate(graph, Costs(graph, plan.link, plan.fused)).exposed_s
+    exposed_s = simulate(graph, Costs(graph, link, plan.fused)).exposed_s
     parts = {"wire": least_s, "budget": timeline.exposed_s - exposed_s, "order": exposed_s - least_s}
     return max(parts, key=lambda part: parts[part])
 

@@ -4,8 +4,8 @@ import logging
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.analysis.calibration import Calibration, device_name, merged, read_calibration
-from zcompile.analysis.hardware import CPU, Hardware
+from zcompile.analysis.calibration import Calibration, Tables, device_name, read_calibration, tables_of
+from zcompile.analysis.hardware import CPU
 from zcompile.analysis.hardware_tables import stand_in_notice, table_of_name
 from zcompile.sharding.process_groups import all_gather_over_mesh, device_of, shard_group_of
 
@@ -14,8 +14,8 @@ log = logging.getLogger("zcompile")
 _told: set[str] = set()
 
 
-def agreed_table(mesh: DeviceMesh) -> Hardware:
-    """The table of the first rank's device, with what `zcompile calibrate` measured of it; all ranks call together.
+def agreed_tables(mesh: DeviceMesh) -> Tables:
+    """The tables of the first rank's device, with what `zcompile calibrate` measured of it; all ranks call together.
 
     Other ranks may have other devices, or other files in their homes. Plans of one model must not differ.
     """
@@ -28,4 +28,4 @@ def agreed_table(mesh: DeviceMesh) -> Hardware:
         _told.add(notice)
         log.warning("zcompile: %s", notice)
     shipped = table_of_name(name)[0] if device.type == "cuda" else CPU
-    return merged(shipped, Calibration.from_json(text)) if text else shipped
+    return tables_of(shipped, Calibration.from_json(text)) if text else Tables(shipped, shipped)

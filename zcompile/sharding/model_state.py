@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from zcompile import _C
 from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
 from zcompile.sharding.find_units import ExpertsImplementation
-from zcompile.sharding.machine_table import agreed_table
+from zcompile.sharding.machine_table import agreed_tables
 from zcompile.sharding.memory import memory_bytes_of_a_rank
 from zcompile.sharding.order_check import OrderCheck
 from zcompile.sharding.order_watch import started_by_rank, watch_order
@@ -236,7 +236,7 @@ class ShardedModel:
         self.order_check = OrderCheck(mesh, self.runtime.world) if self.runtime.order_digests() else None
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
-        self.hardware = agreed_table(mesh)
+        self.hardware, self.measured_hardware = agreed_tables(mesh)
         self.memory_bytes = 0  # of a rank; see measure_memory
         self.shard_options = ""  # what `zcompile.shard` was told, in words
         self.compiled = ""  # how compiled code of the model came to be, in words
