@@ -84,7 +84,8 @@ def test_a_machine_near_its_table_has_the_plan_of_the_table_and_predictions_of_i
         plans += json.loads((tmp_path / "plan.json").read_text())["ranks"]
     of_table, measured = plans
     places = ("starts", "arrives", "dies", "bucket")
-    starts = [[[gather[k] for k in places] for graph in plan["graphs"] for gather in graph["gathers"]] for plan in plans]
+    gathers = [[gather for graph in plan["graphs"] for gather in graph["gathers"]] for plan in plans]
+    starts = [[[gather[place] for place in places] for gather in of_plan] for of_plan in gathers]
     assert starts[0] == starts[1] and len(starts[0]) > 20
     for mine, theirs in zip(measured["graphs"], of_table["graphs"], strict=True):
         assert mine["compute_ms"] == pytest.approx(theirs["compute_ms"] / 1.1, rel=0.03)
