@@ -65,7 +65,7 @@ class ParamLifetimes:
                 self.lifetimes.append(lifetime)
 
     def unsharded_bytes(self, include_returned: bool = False, exclude: Collection[Node] = ()) -> list[int]:
-        """Bytes of unsharded parameters at each node, on their way or there; behind the last node, a 0.
+        """Bytes of unsharded parameters at each node, in flight or gathered; then a 0, for the end of the graph.
 
         Args:
             include_returned: whether parameters that live on after the graph count too.

@@ -95,7 +95,7 @@ def compare(
 
     Args:
         job: what to train; its engine and folders are set here.
-        counted: what `count` says of it.
+        counted: the parameters and operations that `count` found; None if it could not.
         output: a folder for each engine's logs and traces.
         tell: called before each run.
 

@@ -1,8 +1,8 @@
 """Modules of a sharded model get a class of their own, with one property per parameter, which gathers it.
 
 Dynamo traces the property like any Python code, so a compiled graph has one gather where the module reads a parameter.
-In eager it gathers inside of forwards; outside of them it returns the DTensor. For that, modules without parameters are
-of such a class, too; see [Note: inside of a forward] in forward_scope.py.
+In eager it gathers inside of forwards; outside of them it returns the DTensor. So calls of all modules must be noticed,
+and modules without parameters get a class of their own, too; see [Note: inside of a forward] in forward_scope.py.
 """
 
 import copyreg

@@ -78,8 +78,8 @@ def counting_call(
 
     Args:
         is_root: they are the whole model, and have units; see [Note: order of units] in unit_order.py.
-        around: of units, and of modules that call units: calls its first argument with the module and what the other
-            two are, positional and keyword arguments.
+        around: for units, and for modules that call units: `around(call, module, args, kwargs)` runs
+            `call(module, *args, **kwargs)`, and does what a unit needs before and after it.
     """
     # Of a module that has a compiled call, too, Dynamo traces the plain one.
     traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
