@@ -145,11 +145,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated run of a graph.
+    """A simulated run of a graph, which takes `compute_s + exposed_s + slowed_s`.
 
     Attributes:
         transfers: in the order of their starts.
-        compute_s: seconds of compute alone.
+        compute_s: seconds of compute, as if nothing travelled beside it.
         exposed_s: seconds in which compute waits for the wire.
         slowed_s: seconds that compute loses because the wire takes memory bandwidth, power or SMs meanwhile.
         begins_s: when each node begins, in graph order, `slowed_s` left out.

@@ -16,12 +16,12 @@ from zcompile.sharding.model_state import ShardedModel, models_of, state_of
 def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     """Around the microbatches of one step: parameters do not change inside, so compiled graphs gather them once.
 
-    What is gathered first stays unsharded until the end, as far as the option `microbatch_cache_bytes` lets it. Over
-    p2p, the cached shards that peers read are refreshed once. Gradients add up as ever, but each time into new
-    memory: a tensor that was taken out of `.grad` earlier does not follow. No number changes, except that gradients
-    of a parameter which several graphs read are added in another order. All ranks enter and leave the block at the
-    same microbatches. A value that is changed inside may be seen only at the end of the block; change it on all ranks
-    or on none.
+    What is gathered stays unsharded until the end; first come, first kept, until the option `microbatch_cache_bytes`
+    is used up. Over p2p, the copies of shards that peers read are renewed once. Gradients add up as ever, but into new
+    memory each time: a tensor that was taken out of `.grad` earlier does not follow. With "each", no number changes,
+    except that gradients of a parameter which several graphs read are added in another order. All ranks must enter and
+    leave the block at the same microbatches. Do not change parameters inside: reads may give the old values until the
+    block ends.
 
     Args:
         reduce: when gradients are reduced. All ranks pass the same.
@@ -33,8 +33,8 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
               `set_requires_gradient_sync(False)`). Each rank holds a whole gradient of every parameter meanwhile, in
               the parameter's dtype. Hooks of parameters run at the end. Units reduce in each microbatch.
 
-            With "shards" and "last", `.grad` is right only behind the block. A block that raises leaves the gradients
-            that were there before it.
+            With "shards" and "last", `.grad` is right only after the block, and a block that raises leaves the
+            gradients that were there before it.
 
     Raises:
         RuntimeError: `model` is not sharded; an optimizer steps with its parameters inside.

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 
 class Line(NamedTuple):
-    """One thing of a program that ranks must share.
+    """One entry in the description of a program, such as a parameter that it reads.
 
     Attributes:
-        text: the same on all ranks.
-        place: where in the model's source that is. It may differ: a rank that skips a part compiles other code around
-            the same reads.
+        text: what is compared. It must be equal on all ranks.
+        place: where in the model's source that is, for messages. It may differ: a rank that skips a part compiles other
+            code around the same reads.
     """
 
     text: str
