@@ -31,7 +31,8 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
               replicas (FSDP2's `set_requires_all_reduce(False)`). Without a 2-D mesh, as "each".
             - "last": they add up unreduced, and the block's end reduces them once (FSDP2's
               `set_requires_gradient_sync(False)`). Each rank holds a whole gradient of every parameter meanwhile, in
-              the parameter's dtype. Hooks of parameters run at the end. Units reduce in each microbatch.
+              the parameter's dtype. Hooks of parameters run at the end. Parameters of units (`units` of
+              `zcompile.shard`) are reduced in each microbatch all the same.
 
             With "shards" and "last", `.grad` is right only after the block, and a block that raises leaves the
             gradients that were there before it.
