@@ -45,7 +45,7 @@ def scaled_dot_product(call: Call) -> Work:
 
 
 def _computed_on_cpus(columns: int) -> float:
-    """The share of a causal attention's pairs that a CPU computes."""
+    """The share of pairs that a CPU computes of a causal attention with as many queries as keys."""
     return min(1.0, (columns + CPU_COLUMNS) / (2 * columns)) if columns else 1.0
 
 
