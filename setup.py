@@ -140,6 +140,16 @@ def sources(with_cuda: bool) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
+def cxx_runtime() -> list[str]:
+    """The C++ runtime that torch has loaded into this process.
+
+    Linked first, since a compiler without a shared one would link a static one in. A process with two of them ends in a
+    segmentation fault at the first error message of ours with a number in it.
+    """
+    mapped = [line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [path for path in mapped if Path(path).name.startswith("libstdc++.so.6")][:1]
+
+
 def extension() -> dict[str, Any]:
     """The compiled runtime, and the command that compiles it. With CUDA, csrc/p2p and the kernels for GPUs join in."""
     torch = import_torch()
@@ -170,6 +180,7 @@ def extension() -> dict[str, Any]:
         sources(toolkit is not None),
         include_dirs=[str(CSRC)],
         extra_compile_args=flags,
+        extra_link_args=cxx_runtime(),
         define_macros=macros,
         depends=[str(path.relative_to(ROOT)) for path in CSRC.rglob("*.h")],
     )
