@@ -20,11 +20,12 @@ DOWN, GATE_UP = [128, 2048, 768], [128, 1536, 2048]  # 384 MiB, 768 MiB
 ATTENTION = [1, 4096, 4096]  # 32 MiB
 
 
-def backward_of(layers: int, gradients: list[tuple[list[int], int]]) -> Graph:
+def backward_of(layers: int, gradients: list[tuple[list[int], int]], rank: int = 0) -> Graph:
     """A backward in which a product makes each gradient, which is then reduced.
 
     Args:
         gradients: of each layer, in order: (shape, tokens of each expert).
+        rank: whose shards they are reduced to.
     """
     graph, mode = Graph(), FakeTensorMode()
     made = layers * gradients
@@ -35,7 +36,8 @@ def backward_of(layers: int, gradients: list[tuple[list[int], int]]) -> Graph:
         with mode:
             left.meta["val"] = torch.empty(experts, rows, tokens, dtype=torch.bfloat16)
             right.meta["val"] = torch.empty(experts, tokens, columns, dtype=torch.bfloat16)
-            shard.meta["val"] = torch.empty(-(-experts // LINK.world) * rows * columns)
+            share = -(-experts // LINK.world)
+            shard.meta["val"] = torch.empty(min(share, max(0, experts - rank * share)), rows, columns)
         gradient = insert(graph, end, aten.bmm.default, left, right, like=left)
         reduced.append(insert(graph, end, REDUCE, gradient, shard, like=shard))
     end.args = (tuple(reduced),)
@@ -93,3 +95,12 @@ def test_a_budget_that_is_given_is_taken_as_it_is(budget_mib, on_the_way_mib):
 def test_explain_tells_the_default_budget():
     assert predicted(mixture()).reduce_budget_bytes == 2 * 768 * MIB
     assert predicted(backward_of(1, [(ATTENTION, 16)])).reduce_budget_bytes == 256 * MIB
+
+
+def test_ranks_with_other_shards_plan_the_same():
+    plans = set()
+    for rank in (0, LINK.world // 2, LINK.world - 1):  # with 2, 1 and none of 9 experts
+        planned, _ = copied(backward_of(4, [([9, 1536, 2048], 16), (ATTENTION, 1 << 17)], rank))
+        pipeline.run_passes(planned, pipeline.schedule_passes(Settings().plan(LINK, H200.memory_bytes)))
+        plans.add(str(planned))
+    assert len(plans) == 1
