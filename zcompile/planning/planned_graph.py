@@ -93,10 +93,11 @@ class PlannedGraph:
 def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
     """The graphs of a step in the order in which they run: all forwards, then their backwards in reverse.
 
-    Each comes with the bytes that the other graphs have saved when it runs.
-
     Args:
-        graphs: each forward before its backward, as they were traced.
+        graphs: in the order in which they were traced, each forward before its backward.
+
+    Returns:
+        Pairs: a graph, and how many bytes the other graphs hold for their backwards while it runs.
     """
     forwards: list[tuple[PlannedGraph, int]] = []
     backwards: list[tuple[PlannedGraph, int]] = []

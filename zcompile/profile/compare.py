@@ -174,11 +174,12 @@ def compare_with_limit(engines: Mapping[str, dict[str, Any]]) -> None:
 
 
 def mark_strays(engines: Mapping[str, dict[str, Any]], tolerance: float) -> None:
-    """Mark engines whose losses differ from the others'.
+    """Mark engines whose losses differ from those of the others by more than `tolerance`.
 
-    Adds `loss_difference`, the largest relative difference to the median, and whether the engine `strays`. The median
-    is over kinds of engines: all variants of zcompile count as one. With two kinds, a difference marks both. If there
-    is one kind, each of its variants is compared with the first. "limit" is skipped: it uses no gradients.
+    Adds two entries to each result: `loss_difference`, the largest relative difference between the engine's loss and
+    the median of all kinds of engines at the same step, and `strays`, whether that is above the tolerance. An engine
+    under several options is one kind. With two kinds, each is compared with the other, so a difference marks both. With
+    one kind, each of its engines is compared with the first. "limit" is left out: it uses no gradients.
     """
     curves = {name: result["losses"] for name, result in engines.items() if "losses" in result and name != "limit"}
     kinds: dict[str, list[float]] = {}

@@ -74,10 +74,12 @@ def _enter(*states: ShardedModel) -> bool:
 def counting_call(
     base: type[nn.Module], is_root: bool, around: Callable[[Any, Any, Any, Any], Any] | None
 ) -> Callable[..., Any]:
-    """A `__call__` for a subclass of `base` whose instances belong to a sharded model.
+    """A `__call__` that counts the forwards which this thread is inside of.
+
+    It is for a subclass of `base`, a class of modules, whose instances belong to a sharded model.
 
     Args:
-        is_root: they are the whole model, and have units; see [Note: order of units] in unit_order.py.
+        is_root: each instance is a whole sharded model with units; see [Note: order of units] in unit_order.py.
         around: for units, and for modules that call units: `around(call, module, args, kwargs)` runs
             `call(module, *args, **kwargs)`, and does what a unit needs before and after it.
     """
