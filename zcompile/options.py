@@ -82,11 +82,12 @@ class Settings:
     and why."""
 
     gather_budget_bytes: int | None = None
-    """Most bytes of unsharded parameters at once in a compiled graph, in addition to the largest that one reader
-    needs. A plan starts each gather as late as still hides it, so it seldom comes near. Under a small budget, a
-    parameter that is read again much later is gathered again. Default: a sixteenth of the memory that a rank may have
-    (of its device, or of its host's, divided by the ranks that share it; on the rank that has least; as a power of
-    two). What is free plays no part: a plan would differ from run to run, and miss every cache."""
+    """Most bytes of unsharded parameters at once in a compiled graph, not counting what the op that needs most of them
+    reads at once. A plan starts each gather as late as compute can still hide it, so it seldom reaches this limit.
+    Under a small budget, a parameter that is read again much later is gathered again. Default: a sixteenth of a rank's
+    memory. That is the total memory of its GPU (of the host, for CPU ranks), divided by the number of ranks that share
+    it; the least of all ranks, rounded down to a power of two. Free memory plays no part: otherwise plans would differ
+    from run to run, and find nothing in caches."""
 
     reduce_budget_bytes: int | None = None
     """Most bytes of gradients whose reduce has started and has not been waited for. One reduce may be under way in any
@@ -121,8 +122,8 @@ class Settings:
 
     microbatch_cache_bytes: int | None = None
     """Most bytes of unsharded parameters that stay unsharded from microbatch to microbatch inside of
-    `zcompile.accumulate`; what is gathered first is cached first. Default: a quarter of what is left of the memory
-    that a rank may have (see `gather_budget_bytes`) after shards, gradients and two optimizer states of that size.
+    `zcompile.accumulate`; what is gathered first is cached first. Default: a quarter of what is left of a rank's memory
+    (see `gather_budget_bytes`) after shards, gradients and two optimizer states of that size.
     The DeepSpeed flag has no such block, so it caches only if this option is given: the option then promises that
     partitions do not change between the microbatches of a step."""
 

@@ -1,8 +1,9 @@
 """`zcompile precompile`: the artifact of a training program, made by one process without the other ranks.
 
-The program's own functions say what is compiled: `build()` makes the model, and `loss(model, batch(0, 0))` calls it,
-under autocast or whatever it uses. The process is rank 0 of a group whose other ranks do not exist. The call of the
-model is caught: it is compiled, and not run.
+The program's own functions say what is compiled: `build()` makes the model, and `loss(model, batch)` calls it, with
+autocast or whatever else `loss` uses, on the batch of step 0 and rank 0. The process is rank 0 of a group whose other
+ranks do not exist. When `loss` calls the model, that call is compiled, forward and backward, instead of run, and `loss`
+ends there.
 """
 
 import argparse

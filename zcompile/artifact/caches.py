@@ -1,8 +1,9 @@
-"""Torch's own caches as a file, for a model with graph breaks: each rank traces it, and finds what it would compile.
+"""Torch's own caches as a file, for a model with graph breaks: each rank traces the model, but compiles no graph.
 
-A program in a file needs one graph. Between several there is Python, so Dynamo runs on every rank. What comes after it
-is found by a hash of the graph: Inductor's results, and AOTAutograd's as far as torch can save them. They are the same
-on all ranks whose shards have the same sizes; a rank with other sizes compiles its own. C++ kernels are compiled again.
+A program in a file needs one graph. Between several graphs there is Python, so Dynamo runs on every rank. The results
+of the stages after Dynamo are looked up by a hash of the graph: Inductor's, and AOTAutograd's as far as torch can save
+them. A rank whose shards have other sizes finds nothing under its hash, and compiles. Each machine compiles C++ kernels
+once more.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""One sub-group of a stage-3 optimizer: a flat main parameter that is updated parameter by parameter.
+"""One sub-group of a stage-3 optimizer: DeepSpeed's flat fp32 tensor, updated one parameter at a time.
 
-DeepSpeed's optimizer has one flat main parameter for each sub-group of parameters, and wants one flat gradient for it.
-An optimizer that treats every element alone can as well update views of the flat main parameter, each with its own
-gradient. So gradients need not be concatenated.
+DeepSpeed's optimizer has one flat fp32 tensor for each sub-group of parameters, and wants one flat gradient for it. An
+elementwise optimizer, such as Adam, does the same if it updates views of that tensor, one a parameter, each with its
+own gradient. So gradients need not be concatenated.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam")
-"""Optimizers that treat every element alone. Their state is tensors like the parameter, and counts of steps."""
+"""Elementwise optimizers. Their state is tensors like the parameter, and counts of steps."""
 
 
 class SubGroup:

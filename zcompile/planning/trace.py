@@ -23,11 +23,15 @@ class Traced:
 
 
 def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | None]) -> list[Traced]:
-    """The graphs of a forward and of its backward, after the passes on joint graphs.
+    """Trace a forward and its backward.
 
     Args:
         run: runs the forward. It is called once.
-        name_of: the name of the parameter that an input of a Dynamo graph is the shard of, or None.
+        name_of: what an input of a Dynamo graph is -> the name of the parameter whose shard it is, or None.
+
+    Returns:
+        A forward and, if it has one, a backward for each of Dynamo's graphs. The passes on joint graphs have run, the
+        schedule passes have not.
 
     Raises:
         RuntimeError: Dynamo captured nothing.

@@ -141,9 +141,13 @@ def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
 
 
 def _start_gather(sharded: ShardedParameter, wire: torch.dtype) -> tuple[torch.Tensor, dist.Work | None]:
-    """What the runtime would gather, on its way, by the process group alone; all ranks have met and do the same.
+    """Start to gather a parameter in dtype `wire`, by the process group and not by the runtime.
 
-    Why not by the runtime: peer to peer, that would keep a second copy of each shard for ever, in the export's dtype.
+    The caller has seen to it that all ranks call this for the same parameters in the same order. The runtime, peer to
+    peer, would keep a second copy of each shard for good, in the export's dtype.
+
+    Returns:
+        The whole parameter, and what to wait for before it is read; None if there is nothing to wait for.
     """
     shape, world, rank = sharded.shape, sharded.state.runtime.world, sharded.state.groups["rank"]
     local = sharded.leaf.detach().reshape(-1).to(wire)

@@ -56,10 +56,11 @@ class OrderCheck:
         self.timeout_s = timeout_of(mesh).total_seconds()
 
     def check(self, runtime: _C.Model) -> None:
-        """Return when all ranks of the mesh have come here, having started the same.
+        """Wait until all ranks of the mesh have called this, and compare the collectives that each has started.
 
         Raises:
-            RuntimeError: they have not, on all ranks; or a rank does not come.
+            RuntimeError: on all ranks, if these differ; on the ranks that wait, if one does not call within the
+                timeout.
         """
         group = self.group()
         if group is None:
