@@ -28,13 +28,14 @@ def free(graph: Graph) -> None:
     A linear layer's backward has two matmuls on one output gradient: dgrad reads the gathered weight, wgrad reads
     activations. This pass moves each wgrad, and what depends on it, after the last dgrad that shares that gradient.
 
-    Why: Inductor runs wgrad second anyway, so a gather that is planned between them would start late. Inductor does so
-    because it fuses what is recomputed for wgrad with what follows dgrad.
+    Why: Inductor runs wgrad after dgrad whatever the order of the graph, because it fuses what is recomputed for wgrad
+    with what follows dgrad. So a gather whose start was planned between wgrad and dgrad would start late. Also, dgrad
+    is the last reader of the unsharded weight, which is then freed before wgrad runs.
 
     How: a wgrad is a matmul on which no reader of an unsharded parameter depends. Where the results of several dgrads
-    in a row are added up (queries, keys, values), wgrads move after all of them; between them, a wgrad would need a
-    kernel of its own for what is recomputed. Kinds of nodes and their order decide, and no sizes, so that ranks that
-    see other sizes decide alike. Nothing moves past a node that writes to its arguments.
+    in a row are added up (queries, keys, values), wgrads move after all of them: what is recomputed for a wgrad that
+    stood between them could not be fused, and would take one more kernel. Kinds of nodes and their order decide, and no
+    sizes, so that ranks that see other sizes decide alike. Nothing moves past a node that writes to its arguments.
     """
     if not calls(graph, *REDUCES):
         return

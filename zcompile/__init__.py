@@ -63,10 +63,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`zcompile.explain` and `zcompile.compile`, imported when first asked for: they import the backend, and that
-    Inductor.
+    """`zcompile.explain` and `zcompile.compile`, imported when first asked for: with them comes Inductor.
 
-    The submodule zcompile.explain puts the function in its own place, so both are one object whoever imported what.
+    There is a submodule zcompile.explain, too. In `sys.modules` it replaces itself with the function. So the name is
+    the function, whether or not somebody has imported the submodule.
     """
     if name == "explain":
         return importlib.import_module("zcompile.explain")

@@ -23,10 +23,10 @@ ALIGNED = 8  # elements; the kernel takes heads whose width is a multiple
 
 @contextlib.contextmanager
 def attention_of_gpus(hardware: Hardware) -> Iterator[None]:
-    """Inside, models that are traced on fake CPU tensors have the attention of such a GPU.
+    """Inside, models that are traced on fake CPU tensors get the attention ops that torch would choose on `hardware`.
 
-    That is `DeviceAttention`, and flex attention with its backward, which torch refuses on CPUs: its check of the
-    device is left out in this process.
+    `DeviceAttention` chooses those of scaled dot product attention. Flex attention stays an op of its own. torch
+    refuses its backward on CPUs, so until the block ends torch's check of the device is left out, in the whole process.
     """
     check = flex_attention._validate_device
     flex_attention._validate_device = lambda query, key, value: None

@@ -27,15 +27,15 @@ POINTS = 400  # of a curve
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the last traced step, bytes on one rank.
+    """Memory of one rank in the last traced step.
 
     Attributes:
-        ms: since the step began, at most about POINTS times, the peak's among them. On a GPU, when the device got
-            there.
-        kinds: kind -> bytes at each of these times.
+        ms: about POINTS points in time at most, the peak's among them, in ms since the step began. On a GPU, when the
+            device came to the allocation, not the host.
+        kinds: kind -> bytes at each of these points.
         at_peak: kind -> bytes when their sum is highest.
-        allocator_bytes: what a GPU's allocator says of the peak, with the transport's memory. The kinds are told
-            right if their sum is within 2 % of it. None on a CPU.
+        allocator_bytes: the peak by the GPU's allocator, with the transport's memory; None on a CPU. If the sum of
+            `at_peak` is within 2 % of it, the kinds are told apart rightly.
     """
 
     ms: list[float]

@@ -45,7 +45,7 @@ class Limit(Engine):
 class MainParameters(Engine):
     """One rank and nothing sharded: the model compiled whole, with bf16 copies of fp32 main parameters.
 
-    What an engine of one rank can be compared with: it trains what `Limit` only computes.
+    What other engines can be compared with on one rank: unlike `Limit`, it takes steps that train the model.
     """
 
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):

@@ -19,7 +19,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients so that their norm, as one vector over all ranks, is at most `max_norm`.
+    """Scale all gradients by one factor, so that the norm of all of them together is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_`, which takes parameters of one mesh. Here dense layers and experts may be
     sharded over meshes of their own. All ranks call it together, with the same parameters in the same order.

@@ -437,9 +437,10 @@ def _deliver(leaf: torch.Tensor) -> None:
 
 
 def _requires_grad_setter(sharded: ShardedParameter) -> Callable[..., nn.Parameter]:
-    """What stands in for the DTensor's `requires_grad_`. It holds nothing, and goes with `sharded`.
+    """What replaces the DTensor's `requires_grad_`: it sets the leaf's flag, too.
 
-    Nor does it refer weakly to the DTensor: torch exchanges no parameter that somebody refers to so.
+    It refers to `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor:
+    `torch.utils.swap_tensors` refuses a tensor that has one.
     """
     reference = weakref.ref(sharded)
 

@@ -1,7 +1,8 @@
-"""Before an optimizer steps: whether all ranks started the same collectives, where they do not agree before each.
+"""Over NCCL, before an optimizer steps, ranks compare whether all have started the same collectives.
 
 See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. What is compared is on the host. So a check
-waits for the hosts of other ranks, and for no device.
+waits for the hosts of other ranks, and for no device. Two kinds of steps are not checked: those inside of a backward,
+and those that `torch.compile` compiled, which call no hook.
 """
 
 import datetime

@@ -1,10 +1,13 @@
-"""Whether all ranks start the same collectives in the same order, where they do not agree before each: over NCCL.
+"""Over NCCL, a thread compares whether all ranks started the same collectives in the same order.
 
-See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. A thread compares, and nothing waits for it.
-So what ranks computed until then may be wrong, but no optimizer steps on it (order_check.py); afterwards no rank goes
-on. The thread also asks torch whether NCCL failed, because a rank ended or did not come. After a difference or a
-failure it aborts the model's groups. A host may wait for a device that waits for another rank, and would do so until
-torch ends the process, a minute behind the timeout.
+See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. On CPU, ranks agree before each collective;
+over NCCL they compare afterwards. Training does not wait for the thread. So what ranks computed until a difference is
+found may be wrong; order_check.py keeps optimizers from stepping with it, but for two kinds of steps that it names.
+After a difference, each rank's next collective raises.
+
+The thread also asks torch whether NCCL failed, because a rank ended or did not come. After a difference or a failure it
+aborts the model's groups. Why: a host may be waiting for its device, and the device for another rank. Without the abort
+it would wait until torch ends the process, a minute after the timeout.
 """
 
 import atexit

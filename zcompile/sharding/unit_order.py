@@ -113,9 +113,9 @@ class _List:
 
 
 class UnitOrder:
-    """The units of one model. Its methods are called from forwards and backwards, by one thread at a time.
+    """Where a rank is in the order of one model's units. Forwards and backwards call it, by one thread at a time.
 
-    What others call is not compiled, although code around a unit may be.
+    Code around a unit may be compiled. So methods that are called from outside of this file are hidden from Dynamo.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int, ranks_agree: bool):
