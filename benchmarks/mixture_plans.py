@@ -1,10 +1,10 @@
 """Exposed time of large mixtures of experts on many ranks, as it is simulated, beside the least of any schedule.
 
-    python benchmarks/mixture_plans.py --layers 6 --tokens 4096 --ranks 8,64,512
+    python benchmarks/mixture_plans.py --layers 8 --tokens 4096 --ranks 8,64,512
 
 The layers have the sizes of Qwen3-30B-A3B and of DeepSeek-V3, with random weights that take no memory. Each plan is
-made with 256 MiB of gradients on their way at most, which once was the default, and with the default; and made again
-with the shards of the first, a middle and the last rank, which must give the same bytes. Needs no GPU.
+made with at most 256 MiB of gradients on their way, which once was the default, and with today's default. The latter is
+also made from the shards of the first, a middle and the last rank, which must give the same graphs. Needs no GPU.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def deepseek_v3(layers: int) -> nn.Module:
 
 
 def made(model: Callable[..., nn.Module], config: DeepseekV3Config | Qwen3MoeConfig) -> nn.Module:
-    """The model, with experts as grouped products."""
+    """The model, with experts as grouped matmuls."""
     config._experts_implementation = "grouped_mm"
     config._attn_implementation = "sdpa"
     return model(config)
@@ -109,9 +109,9 @@ def main() -> None:
         AssertionError: ranks plan differently.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=8, help="of each model")
     parser.add_argument("--tokens", type=int, default=4096, help="on each rank, in one sequence")
-    parser.add_argument("--ranks", default="8,64,512")
+    parser.add_argument("--ranks", default="8,64,512", help="numbers of ranks, with commas between them")
     arguments = parser.parse_args()
     print("| model | ranks | compute ms | exposed ms, 256 MiB | default | least | held by |")
     print("|---|---|---|---|---|---|---|")
