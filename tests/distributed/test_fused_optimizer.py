@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcompile
 import zcompile.sharding.fused_optimizer
@@ -66,6 +68,38 @@ def rank_steps_fused_and_plain(rank, world, make, closures):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=matrix)])
 def test_steps_are_torchs(ranks, make, closures):
     ranks(2).run(rank_steps_fused_and_plain, make, closures)
+
+
+class Recorded(TorchDispatchMode):
+    """Notes for each fused step of AdamW whether it is on DTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_dtensors = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._fused_adamw_.default:
+            self.on_dtensors.append(any(isinstance(tensor, DTensor) for values in args for tensor in values))
+        return func(*args, **(kwargs or {}))
+
+
+def rank_steps_locally(rank, world, fuse):
+    model = zcompile.shard(nn.Linear(6, 5))
+    theirs = nn.Parameter(zcompile.shard(nn.Linear(6, 5)).weight.detach().clone())
+    optimizer = torch.optim.AdamW([*model.parameters(), theirs], fused=True)
+    if fuse:
+        zcompile.fuse_optimizer(model, optimizer)
+    model(torch.ones(2, 6)).sum().backward()
+    theirs.grad = torch.ones_like(theirs)
+    with Recorded() as recorded:
+        optimizer.step()
+    assert sorted(recorded.on_dtensors) == ([False, True] if fuse else [True])
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_steps_are_on_shards_and_those_of_others_as_ever(ranks, fuse):
+    """What DTensor does for each parameter takes the host longer than the rest of a step."""
+    ranks(2).run(rank_steps_locally, fuse)
 
 
 def rank_fuses_unsharded(rank, world):

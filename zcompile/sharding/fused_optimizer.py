@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zcompile.sharding.model_state import ShardedModel, models_of, state_of
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
+MAXIMA = 4  # which of their arguments has the maxima of squares, for amsgrad
 
 
 def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -126,35 +127,42 @@ class StepMode(TorchDispatchMode):
         kwargs, state = kwargs or {}, self.state
         if func not in (ADAM, ADAMW) or state is None:
             return func(*args, **kwargs)
-        parameters, gradients, averages, squares, _, counts = args
+        parameters = args[0]
         index_of = {id(sharded.parameter): sharded.index for sharded in state.parameters.values()}
         ours = {i: index_of[id(parameter)] for i, parameter in enumerate(parameters) if id(parameter) in index_of}
-        tensors = [[_local(each[i]) for i in ours] for each in (parameters, gradients, averages, squares, counts)]
+        # An op on DTensors makes specs of all its tensors, which takes the host longer than all else of the step.
+        local = [[_local(values[i]) for i in ours] if values else [] for values in args]
+        others = tuple([value for i, value in enumerate(values) if i not in ours] for values in args)
+        tensors = [values for i, values in enumerate(local) if i != MAXIMA]
         settings = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
         if ours and _is_plain(func, kwargs) and state.runtime.fused_adam_step(list(ours.values()), tensors, **settings):
             self.refreshes_cache = True
             # At once: whoever wrote to a gradient now, a hook or a handler of an error, would write to the cache.
             for i in ours:
                 parameters[i].grad = None
-            args = tuple([value for i, value in enumerate(values) if i not in ours] for values in args)
-        elif self.refreshes_cache:
-            # torch's kernel does not, and what is cached since the step before would pass for new.
-            torch.autograd.graph.increment_version(tensors[0])
-        if args[0]:
-            func(*args, **kwargs)
+        else:
+            if self.refreshes_cache:
+                # torch's kernel does not, and what is cached since the step before would pass for new.
+                torch.autograd.graph.increment_version(local[0])
+            if _is_scaled(kwargs):
+                others = args  # the scales may be DTensors themselves
+            elif ours:
+                func(*local, **kwargs)
+        if others[0]:
+            func(*others, **kwargs)
         return None
 
 
 def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the call is for what transports compute. Groups may have changed since, as by a checkpoint."""
-    if (
-        kwargs.get("grad_scale") is not None
-        or kwargs.get("found_inf") is not None
-        or kwargs["amsgrad"]
-        or kwargs["maximize"]
-    ):
+    if _is_scaled(kwargs) or kwargs["amsgrad"] or kwargs["maximize"]:
         return False
     return func is ADAMW or kwargs["weight_decay"] == 0
+
+
+def _is_scaled(kwargs: dict[str, Any]) -> bool:
+    """Whether the call is from a GradScaler."""
+    return kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
