@@ -156,6 +156,14 @@ def test_predictions_stand_in_the_report(profiled, results):
     assert prediction in html.unescape((profiled / "report.html").read_text())
 
 
+@pytest.mark.parametrize(("host_ms", "said"), [(None, False), (70.0, False), (99.0, True)])
+def test_a_step_that_the_gpu_waits_for_is_said_to_be_the_hosts(results, host_ms, said):
+    results["engines"] = {"limit": results["engines"]["limit"] | {"host_ms": host_ms}}
+    results["engines"]["limit"]["step_ms"]["median"] = 100.0
+    sentences = report.predictions(results)
+    assert any("The host takes 99.0 ms to issue a step of limit" in each for each in sentences) == said
+
+
 def test_a_picture_of_nothing_is_left_out(results, tmp_path):
     results["engines"] = {"limit": results["engines"]["limit"] | {"memory": None}}
     names = {path.stem for path in report.write(results, tmp_path) if path.suffix == ".png"}

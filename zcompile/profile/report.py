@@ -19,6 +19,9 @@ def absent(results: Results) -> dict[str, str]:
     return {name: reason for name, reason in why.items() if reason}
 
 
+HOST_BOUND = 0.95  # of a step: if the host takes that long to issue it, the GPU waits for the host
+
+
 def predictions(results: Results) -> list[str]:
     """A sentence for each plan, with what was measured, for settings, and for what could not be measured."""
     sentences = []
@@ -30,6 +33,12 @@ def predictions(results: Results) -> list[str]:
                 f"and {sum(memory['at_peak'].values()) / 2**20:,.0f} MiB. Forward saves "
                 f"{plan['saved_bytes'] / 2**20:,.1f} MiB for backward (activation_memory_budget "
                 f"{plan['activation_memory_budget']:g}). It rests on: {plan['rests_on']}."
+            )
+        host_ms = engine.get("host_ms")
+        if host_ms and host_ms >= HOST_BOUND * engine["step_ms"]["median"]:
+            sentences.append(
+                f"The host takes {host_ms:.1f} ms to issue a step of {name}: the GPU waits for it. Predictions leave "
+                "that out."
             )
         if settings := engine.get("settings"):
             sentences.append(f"{name} ran with: {'; '.join(settings)}.")
