@@ -276,7 +276,7 @@ def repeatability(times: int) -> list[dict[str, Any]]:
             **dict(compute.matmul_flops_s),
             **{f"{name} attention": rate for name, rate in compute.attention_flops_s},
         }
-        figures |= {"memory": compute.bytes_s, "least kernel": compute.kernel_s}
+        figures |= {"memory": compute.bytes_s, "fused AdamW": compute.adam_bytes_s, "least kernel": compute.kernel_s}
         if compute.grouped_share is not None:
             figures["grouped share"] = compute.grouped_share
         for name, figure in figures.items():

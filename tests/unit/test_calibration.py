@@ -31,6 +31,7 @@ def measured(**changed):
         "grouped_share": H200.grouped_share,
         "attention_flops_s": (("flash", 306e12), ("efficient", 147e12)),
         "bytes_s": H200.bytes_s,
+        "adam_bytes_s": H200.adam_bytes_s,
         "kernel_s": H200.kernel_s,
         "wires": (Wire("nccl", 2, points, reduces, 0.4),),
     }
@@ -98,8 +99,8 @@ def test_a_measured_table_is_part_of_the_plan_which_keys_inductors_cache():
 def damaged(text):
     read = json.loads(text)
     yield "it is no JSON", text[: len(text) // 2]
-    yield "it is not of version 1", json.dumps({**read, "version": 99})
-    yield "it is not of version 1", "[]"
+    yield "it is not of version 2", json.dumps({**read, "version": 99})
+    yield "it is not of version 2", "[]"
     yield "it has no usable", json.dumps({name: each for name, each in read.items() if name != "bytes_s"})
     yield "no positive number", json.dumps({**read, "kernel_s": -1.0})
     yield "no positive number", json.dumps({**read, "bytes_s": "fast"})
@@ -175,5 +176,10 @@ def test_a_cpu_without_figures_of_its_own_keeps_its_table():
     reduces = tuple((nbytes, CPU.over("gloo", 2).reduce_s(2 * nbytes)) for nbytes in (32_768, 1 << 20))
     wires = (Wire("gloo", 2, points, reduces, 0.1),)
     rates = (("float32", 105e9),)
-    figures = {"bytes_s": CPU.bytes_s, "kernel_s": CPU.kernel_s, "attention_flops_s": (("flash", 30e9),)}
+    figures = {
+        "bytes_s": CPU.bytes_s,
+        "adam_bytes_s": CPU.bytes_s,
+        "kernel_s": CPU.kernel_s,
+        "attention_flops_s": (("flash", 30e9),),
+    }
     assert merged(CPU, measured(driver="", wires=wires, matmul_flops_s=rates, grouped_share=None, **figures)) is CPU

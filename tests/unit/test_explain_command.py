@@ -68,7 +68,8 @@ def test_a_machine_near_its_table_has_the_plan_of_the_table_and_predictions_of_i
     calibration = Calibration(
         device="NVIDIA H200", driver="13000", torch=torch.__version__, world=2, memory_bytes=table.memory_bytes,
         matmul_flops_s=tuple((str(dtype)[6:], 1.1 * rate) for dtype, rate in table.matmul_flops_s), grouped_share=None,
-        attention_flops_s=(), bytes_s=1.1 * table.bytes_s, kernel_s=table.kernel_s / 1.1, wires=(),
+        attention_flops_s=(), bytes_s=1.1 * table.bytes_s, adam_bytes_s=0.9 * table.adam_rate(),
+        kernel_s=table.kernel_s / 1.1, wires=(),
     )  # fmt: skip
     (tmp_path / "machine.json").write_text(calibration.to_json())
     plans = []
@@ -83,6 +84,7 @@ def test_a_machine_near_its_table_has_the_plan_of_the_table_and_predictions_of_i
     assert starts[0] == starts[1] and len(starts[0]) > 20
     for mine, theirs in zip(measured["graphs"], of_table["graphs"], strict=True):
         assert mine["compute_ms"] == pytest.approx(theirs["compute_ms"] / 1.1, rel=0.03)
+    assert measured["optimizer_ms"] == pytest.approx(of_table["optimizer_ms"] / 0.9, rel=0.02)
     assert "measured by zcompile calibrate on NVIDIA H200" in measured["rests_on"]
 
 

@@ -24,7 +24,7 @@ import torch
 from zcompile.analysis.hardware import CPU, Hardware, Points, Wire
 from zcompile.analysis.hardware_tables import table_of_name
 
-VERSION = 1  # of the file: raised when something else is measured
+VERSION = 2  # of the file: raised when something else is measured
 DIFFERS = 0.25  # a measured figure replaces a shipped one if it is further from it than this share of it
 DIGITS = 2  # that are kept of a figure: the others change from run to run
 
@@ -54,6 +54,7 @@ class Calibration:
     grouped_share: float | None
     attention_flops_s: tuple[tuple[str, float], ...]
     bytes_s: float
+    adam_bytes_s: float
     kernel_s: float
     wires: tuple[Wire, ...]
 
@@ -78,7 +79,14 @@ class Calibration:
             made = cls(**{**given, **pairs, "wires": wires})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"it has no usable {error}") from None
-        numbers = [made.bytes_s, made.kernel_s, made.world, made.memory_bytes, made.grouped_share or 1.0]
+        numbers = [
+            made.bytes_s,
+            made.adam_bytes_s,
+            made.kernel_s,
+            made.world,
+            made.memory_bytes,
+            made.grouped_share or 1.0,
+        ]
         texts = [made.device, made.driver, made.torch]
         if not all(_is_positive(number) for number in numbers) or not all(isinstance(each, str) for each in texts):
             raise ValueError("it has a figure that is no positive number, or a name that is no text")
@@ -158,6 +166,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
         attention_flops_s=flash,
         attention_by_kernel=tuple(sorted(kernels.items())),
         bytes_s=taken("memory", shipped.bytes_s, calibration.bytes_s),
+        adam_bytes_s=taken("fused AdamW", shipped.adam_rate(), calibration.adam_bytes_s),
         kernel_s=taken("launches", shipped.kernel_s, calibration.kernel_s),
         grouped_share=taken("grouped matmuls", share, calibration.grouped_share or share),
     )

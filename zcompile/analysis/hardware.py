@@ -33,6 +33,9 @@ class Network:
     latency_s: float
 
 
+# AdamW in fp32 reads a parameter's weight, gradient and two moments, and writes all of them but the gradient.
+ADAM_BYTES = 28
+
 # What an attention kernel reaches of flash attention's rate: measured on an H100, but for "math", which is an estimate.
 ATTENTION_SHARES = {"flash": 1.0, "cudnn": 1.8, "flex": 1.03, "efficient": 0.48, "math": 0.1}
 
@@ -59,6 +62,7 @@ class Hardware:
         attention_flops_s: operations a second that flash attention reaches: forward and backward together, heads 128
             wide, no mask. `costs/attention.py` has what other calls reach of it.
         bytes_s: bytes of memory a second that a pointwise kernel reads and writes.
+        adam_bytes_s: the same of fused AdamW, which reads and writes many tensors at once. None: as `bytes_s`.
         kernel_s: the least time of a kernel, in seconds.
         wires: what was measured. Of a transport's wires, `over` takes the one with the most ranks that are not more
             than the world.
@@ -89,6 +93,7 @@ class Hardware:
     grouped_share: float = 0.8
     attention_varies: bool = True
     widest_cudnn_head: int = 0
+    adam_bytes_s: float | None = None
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
         """Operations a second that matmuls of `dtype` reach.
@@ -103,6 +108,10 @@ class Hardware:
             dtype, share = STAND_INS[dtype]
             rates = {known: rate * share for known, rate in rates.items()}
         return rates[dtype]
+
+    def adam_rate(self) -> float:
+        """Bytes a second that fused AdamW reads and writes."""
+        return self.adam_bytes_s or self.bytes_s
 
     def attention_rate(self, kernel: str) -> float:
         """Operations a second that an attention kernel reaches, one of ATTENTION_SHARES."""
@@ -184,6 +193,7 @@ H200 = Hardware(
     "(docs/lab/measurements.md); attention and int8 as measured on an H100, which has the same SMs; launches, fp8 and "
     "fp64 estimated; between hosts, 400 Gb/s for each GPU are assumed",
     widest_cudnn_head=256,
+    adam_bytes_s=3.5e12,
 )
 
 KIB = 1 << 10

@@ -4,14 +4,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from zcompile.analysis.hardware import ADAM_BYTES
+
+WARM_UP_S = 1.0  # of matmuls before anything is measured: a GPU that was idle is faster until its power limit is met
 ROUNDS = 5  # of which the median counts
-ROUND_S = 0.03  # about how long a round takes, so that clocks settle
-MOST_CALLS = 50  # in a round
+ROUND_S = 0.05  # about how long a round takes, so that clocks settle
+MOST_CALLS = 1000  # in a round
+ADAM_TENSORS = 8
 MOST_AHEAD_S = 0.05  # how long the device waits for the host before a round
 CYCLES_S = 2e9  # of a GPU's clock, about
 
@@ -23,6 +27,7 @@ class Compute(NamedTuple):
     grouped_share: float | None
     attention_flops_s: tuple[tuple[str, float], ...]
     bytes_s: float
+    adam_bytes_s: float
     kernel_s: float
 
 
@@ -34,7 +39,8 @@ class Sizes(NamedTuple):
         grouped_rows: rows of all groups together, for each measured grouped matmul.
         groups, inner, columns: number of groups, and the shape [inner, columns] of each group's weight.
         attention: batch, heads, sequence length, width of a head.
-        memory_bytes: of each of the two tensors that the measured pointwise kernel reads.
+        memory_bytes: of each of the two tensors that the measured pointwise kernel reads; of all parameters that the
+            measured step of AdamW changes.
     """
 
     products: tuple[int, ...]
@@ -93,6 +99,8 @@ def _round_s(call: Callable[[], object], device: torch.device, calls: int) -> fl
 def measure_compute(device: torch.device) -> Compute:
     """What `device` reaches. What it does not have, such as fp8 on an older GPU, is left out."""
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        _warm_up(device)
     sizes, dtypes = (GPU_SIZES, GPU_DTYPES) if on_gpu else (CPU_SIZES, CPU_DTYPES)
     found = {dtype: _if_possible(partial(_matmul_rate, device, dtype, sizes)) for dtype in dtypes}
     rates = {dtype: rate for dtype, rate in found.items() if rate is not None}
@@ -107,8 +115,18 @@ def measure_compute(device: torch.device) -> Compute:
         grouped_share=None if grouped is None or plain is None else grouped / plain,
         attention_flops_s=tuple((kernel, rate) for kernel, rate in attention.items() if rate is not None),
         bytes_s=memory_rate(device, sizes.memory_bytes),
+        adam_bytes_s=adam_rate(device, sizes.memory_bytes),
         kernel_s=_kernel_s(device),
     )
+
+
+def _warm_up(device: torch.device) -> None:
+    """Runs matmuls for WARM_UP_S. In a training step, too, the GPU is as fast as its power limit lets it be."""
+    product = square_product(device, torch.bfloat16, GPU_SIZES.products[-1])
+    begin_s = time.perf_counter()
+    while time.perf_counter() - begin_s < WARM_UP_S:
+        product()
+        torch.cuda.synchronize()
 
 
 def _if_possible(measure: Callable[[], float]) -> float | None:
@@ -177,7 +195,29 @@ def memory_rate(device: torch.device, nbytes: int) -> float:
     return 3 * nbytes / seconds_of(lambda: torch.add(a, b, out=out), device)
 
 
+def adam_rate(device: torch.device, nbytes: int) -> float:
+    """Bytes a second that fused AdamW reads and writes, with fp32 parameters of `nbytes` in all."""
+    parameters, gradients, averages, squares = (
+        [torch.rand(nbytes // 4 // ADAM_TENSORS, device=device) for _ in range(ADAM_TENSORS)] for _ in range(4)
+    )
+    steps = [torch.ones((), device=device) for _ in range(ADAM_TENSORS)]
+    settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+    step = partial(
+        torch._fused_adamw_,
+        parameters,
+        gradients,
+        averages,
+        squares,
+        [],
+        steps,
+        amsgrad=False,
+        maximize=False,
+        **settings,
+    )
+    return ADAM_BYTES * (nbytes // 4) / seconds_of(step, device)
+
+
 def _kernel_s(device: torch.device) -> float:
     """Seconds of the least kernel, one after the other."""
     x = torch.ones(16, device=device)
-    return seconds_of(lambda: x.add_(1), device, calls=200)
+    return seconds_of(lambda: x.add_(1), device, calls=MOST_CALLS)

@@ -20,7 +20,7 @@ from zcompile.analysis.fx_utils import (
     transfer_bytes,
     value,
 )
-from zcompile.analysis.hardware import Link
+from zcompile.analysis.hardware import ADAM_BYTES, Link
 from zcompile.analysis.param_lifetimes import ParamLifetime, ParamLifetimes
 from zcompile.options import Plan
 from zcompile.passes import pipeline
@@ -30,8 +30,6 @@ from zcompile.planning.explanation import Explanation
 from zcompile.planning.planned_graph import Gather, PlannedGraph, Rows, in_order
 from zcompile.planning.trace import Traced, copied
 
-# AdamW in fp32 reads a parameter's weight, gradient and two moments, and writes all of them but the gradient.
-ADAM_BYTES = 28
 STATE_BYTES = 12  # of a parameter: weight and two moments
 GRADIENT_BYTES = 4  # of an element of a shard
 STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
@@ -63,7 +61,7 @@ def predict_step(
     cached = _cached(graphs, microbatch_cache_bytes)
     cached_graphs = tuple(_planned(graph, plan, link, traced_world, cached) for graph in traced) if cached else ()
     share = -(-parameters // link.world)
-    optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.bytes_s
+    optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.adam_rate()
     static_bytes = share * STATE_BYTES
     if link.wire.transport == "p2p":
         static_bytes += 2 * share + STAGING_BYTES  # the cache of shards in compute dtype
