@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile import _C
 from zcompile.analysis.calibration import Calibration, device_name, driver_of, write_calibration
 from zcompile.analysis.hardware import MIB, Points, Wire
-from zcompile.analysis.measure_compute import measure_compute, square_product
+from zcompile.analysis.measure_compute import CYCLES_S, MOST_AHEAD_S, measure_compute, square_product
 from zcompile.sharding.memory import host_memory_bytes
 from zcompile.sharding.process_groups import all_gather_object, device_of, groups_of, shard_group_of
 from zcompile.sharding.select_transport import choose
@@ -27,7 +27,7 @@ ops = torch.ops.zcompile
 GPU_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64, 128, 256))
 CPU_BYTES = tuple(1024 * kib for kib in (16, 64, 256, 1024, 4096, 16384))
 GPU_PRODUCT, CPU_PRODUCT = 4096, 256  # rows of the matmuls that run beside transfers
-SEVERAL = 8  # transfers in a row on GPUs, where one is short: ranks do not begin at the same moment
+SEVERAL = 8  # transfers in a row on GPUs, where one is short
 LARGE_BYTES = 8 * MIB
 ROUNDS = 15  # of which the lower quartile counts
 
@@ -132,8 +132,11 @@ class _Transport:
 
     def wire(self) -> Wire:
         """Times by size in both directions, and what compute loses beside transfers."""
-        gather, reduce = (self._points(start) for start in (self._start_gather, self._start_reduce))
-        return Wire(self.name, self.world, gather, reduce, self._interference(gather[-1][1]))
+        for i in 2 * list(range(len(self.tensors))):  # peer to peer, shards are cached from the second forward on
+            self._start_gather(i)()
+        gather = _in_backward(partial(self._points, self._start_gather))
+        reduce = self._points(self._start_reduce)
+        return Wire(self.name, self.world, gather, reduce, _in_backward(partial(self._interference, gather[-1][1])))
 
     def _start_gather(self, i: int) -> Callable[[], Any]:
         shard, _, shape = self.tensors[i]
@@ -184,16 +187,20 @@ class _Transport:
     def _seconds(self, call: Callable[[], Any], count: int = 1) -> float:
         """Seconds of one of `count` calls in a row, which all ranks begin at about the same time."""
         times = []
+        ahead_s = MOST_AHEAD_S  # how long the device waits: calls take some hosts longer than the transfer
         for _ in range(ROUNDS + 2):
             all_gather_object(self.group, None)
             if self.device.type == "cuda":
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda.synchronize()
-                torch.cuda._sleep(2_000_000)
+                torch.cuda._sleep(int(ahead_s * CYCLES_S))
+                begin_s = time.perf_counter()
+                call()  # behind a transfer, all devices are as far
                 begin.record()
                 for _ in range(count):
                     call()
                 end.record()
+                ahead_s = min(MOST_AHEAD_S, 1e-3 + 1.5 * (time.perf_counter() - begin_s))
                 torch.cuda.synchronize()
                 times.append(begin.elapsed_time(end) / 1e3 / count)
             else:
@@ -205,6 +212,32 @@ class _Transport:
 
     def _slowest(self, seconds: float) -> float:
         return float(max(all_gather_object(self.group, seconds)))
+
+
+def _in_backward(measure: Callable[[], Any]) -> Any:
+    """What `measure` returns, called by a backward.
+
+    Peer to peer, a second gather of a parameter outside of backward is that of another forward, which caches all
+    shards anew. That took 0.3 ms of each transfer.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        measured: list[Any] = []
+        _Backward.apply(torch.zeros((), requires_grad=True), lambda: measured.append(measure())).backward()
+    return measured[0]
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, whose backward makes a call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return grad, None
 
 
 def _wait_at_once(start: Callable[[], Callable[[], Any]]) -> None:
