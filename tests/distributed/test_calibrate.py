@@ -33,7 +33,8 @@ def calibrate_quickly():
 
 def rank_calibrates(rank, world, folder):
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"):
-        calibration = calibrate_quickly()
+        with torch.inference_mode():  # as in a script that evaluates
+            calibration = calibrate_quickly()
         kept = read_calibration(CPU_DEVICE, world)
         return calibration.to_json(), kept[0] == calibration, state_of(zcompile.shard(nn.Linear(2, 2))).hardware
 
@@ -46,6 +47,7 @@ def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, t
     (wire,) = calibration.wires
     assert (wire.transport, wire.world, len(wire.gather), len(wire.reduce)) == ("gloo", 2, 3, 3)
     assert {name for name, _ in calibration.matmul_flops_s} == {"bfloat16", "float32"}
+    assert {name for name, _ in calibration.attention_flops_s} == {"flash"}
     assert table != CPU and "measured by zcompile calibrate" in table.source  # matmuls this small reach less
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcompile
@@ -100,6 +100,37 @@ def rank_steps_locally(rank, world, fuse):
 def test_steps_are_on_shards_and_those_of_others_as_ever(ranks, fuse):
     """What DTensor does for each parameter takes the host longer than the rest of a step."""
     ranks(2).run(rank_steps_locally, fuse)
+
+
+def rank_steps_an_odd_gradient(rank, world, odd):
+    """Of each kind of optimizer, the weight after two steps with a gradient that is not sharded as the weight is."""
+    weights = []
+    for fuse in (True, False):
+        torch.manual_seed(0)
+        model = zcompile.shard(nn.Linear(4, 6, bias=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        if fuse:
+            zcompile.fuse_optimizer(model, optimizer)
+        for step in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            full = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            mesh = model.weight.device_mesh
+            if odd == "replicated":
+                model.weight.grad = DTensor.from_local(full, mesh, [Replicate()], run_check=False)
+            if odd == "moments" and step == 1:
+                optimizer.state[model.weight]["exp_avg"] = full
+                with pytest.raises(RuntimeError, match="DTensor"):
+                    optimizer.step()
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.to_local().detach())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("odd", ["replicated", "moments"])
+def test_what_is_not_sharded_as_its_parameter_is_left_to_dtensor(ranks, odd):
+    ranks(2).run(rank_steps_an_odd_gradient, odd)
 
 
 def rank_fuses_unsharded(rank, world):
@@ -202,12 +233,19 @@ def test_gradients_are_gone_when_hooks_run(ranks):
     ranks(2).run(rank_drops_gradients)
 
 
+def change(optimizer, changed):
+    optimizer.param_groups[0] |= changed
+    if changed.get("amsgrad"):
+        for state in optimizer.state.values():
+            state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+
+
 def rank_changes_a_group(rank, world, changed):
     models = pair()
     optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
     transports = writes(state_of, models[:1], optimizer)
     train(models, optimizer, 2)
-    optimizer.param_groups[0] |= changed
+    change(optimizer, changed)
     versions = [parameter._local_tensor._version for parameter in models[0].parameters()]
     trained = train(models, optimizer, 2)
     assert [transport.steps for transport in transports] == [2]
@@ -216,14 +254,15 @@ def rank_changes_a_group(rank, world, changed):
     plain = pair()
     optimizer = torch.optim.AdamW(parameters_of(plain), lr=1e-2, fused=True)
     train(plain, optimizer, 2)
-    optimizer.param_groups[0] |= changed
+    change(optimizer, changed)
     for ours, theirs in zip(trained, train(plain, optimizer, 2), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_groups_that_change_are_stepped_by_torch(ranks):
+@pytest.mark.parametrize("changed", [{"maximize": True}, {"weight_decay": 0.5, "amsgrad": True}])
+def test_groups_that_change_are_stepped_by_torch(ranks, changed):
     """As a checkpoint's groups do. That main parameters moved is told too, since torch's kernel does not tell."""
-    ranks(2).run(rank_changes_a_group, {"maximize": True})
+    ranks(2).run(rank_changes_a_group, changed)
 
 
 def rank_deletes_the_optimizer(rank, world):

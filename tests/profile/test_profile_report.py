@@ -156,12 +156,22 @@ def test_predictions_stand_in_the_report(profiled, results):
     assert prediction in html.unescape((profiled / "report.html").read_text())
 
 
-@pytest.mark.parametrize(("host_ms", "said"), [(None, False), (70.0, False), (99.0, True)])
-def test_a_step_that_the_gpu_waits_for_is_said_to_be_the_hosts(results, host_ms, said):
-    results["engines"] = {"limit": results["engines"]["limit"] | {"host_ms": host_ms}}
-    results["engines"]["limit"]["step_ms"]["median"] = 100.0
-    sentences = report.predictions(results)
-    assert any("The host takes 99.0 ms to issue a step of limit" in each for each in sentences) == said
+def host_bound(results, host_ms, parts):
+    """What the report says of a step of 100 ms."""
+    changed = {"host_ms": host_ms, "parts": parts, "step_ms": {"median": 100.0}}
+    results["engines"] = {OURS: results["engines"][OURS] | changed}
+    return [each for each in report.predictions(results) if "to issue a step" in each]
+
+
+@pytest.mark.parametrize(("host_ms", "idle_ms"), [(None, 30.0), (89.0, 30.0), (99.0, 4.0)])
+def test_a_host_that_is_ahead_of_the_gpu_is_not_mentioned(results, host_ms, idle_ms):
+    assert not host_bound(results, host_ms, {"idle_ms": idle_ms, "step_ms": 100.0})
+
+
+@pytest.mark.parametrize(("parts", "waits"), [({"idle_ms": 6.0, "step_ms": 100.0}, "waits"), (None, "may wait")])
+def test_a_host_that_the_gpu_waits_for_is_mentioned(results, parts, waits):
+    expected = f"The host takes 91.0 ms to issue a step of {OURS}, for which the GPU {waits}. The prediction leaves"
+    assert host_bound(results, 91.0, parts) == [expected + " that out."]
 
 
 def test_a_picture_of_nothing_is_left_out(results, tmp_path):

@@ -62,9 +62,14 @@ def test_a_machine_within_a_quarter_of_its_table_keeps_it_and_its_plans():
 
 
 def test_predictions_go_by_all_that_was_measured_where_plans_keep_their_table():
-    near = measured(bytes_s=1.2 * H200.bytes_s, kernel_s=0.8 * H200.kernel_s, matmul_flops_s=(("bfloat16", 600e12),))
+    near = measured(
+        bytes_s=1.2 * H200.bytes_s,
+        kernel_s=0.8 * H200.kernel_s,
+        matmul_flops_s=(("bfloat16", 600e12),),
+        adam_bytes_s=1e12,
+    )
     planned, predicted = tables_of(H200, near)
-    assert planned is H200
+    assert planned is H200 and predicted.adam_rate() == 1e12 and H200.adam_rate() == 3.5e12
     assert dict(predicted.matmul_flops_s)[torch.bfloat16] == 600e12
     assert predicted.bytes_s == pytest.approx(1.2 * H200.bytes_s, rel=0.02)  # figures have two digits
     assert predicted.kernel_s == pytest.approx(0.8 * H200.kernel_s, rel=0.02)
@@ -77,6 +82,11 @@ def test_only_what_differs_by_more_than_a_quarter_is_replaced_and_the_source_nam
     assert dict(far.matmul_flops_s) == expected and far.bytes_s == 2.0e12
     assert (far.wires, far.kernel_s, far.attention_flops_s) == (H200.wires, H200.kernel_s, H200.attention_flops_s)
     assert far.source.startswith("bfloat16, memory measured by zcompile calibrate on NVIDIA H200; else ")
+
+
+def test_a_table_without_a_rate_of_adamw_takes_that_of_memory():
+    slower = merged(CPU, measured(driver="", bytes_s=1e9, adam_bytes_s=9e9))
+    assert CPU.adam_rate() == CPU.bytes_s and slower.adam_rate() == slower.bytes_s == 1e9
 
 
 def test_a_slower_wire_replaces_that_of_its_transport_and_ranks_alone():

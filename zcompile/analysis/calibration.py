@@ -159,14 +159,16 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
         old = shipped.attention_rate(kernel)
         if (new := taken(f"{kernel} attention", old, rate)) != old:
             kernels[kernel] = new
-    share = shipped.grouped_share
+    share, adam = shipped.grouped_share, shipped.adam_bytes_s
+    if differs == 0:  # no plan goes by it
+        adam = taken("fused AdamW", shipped.adam_rate(), calibration.adam_bytes_s)
     made = replace(
         shipped,
         matmul_flops_s=tuple(rates.items()),
         attention_flops_s=flash,
         attention_by_kernel=tuple(sorted(kernels.items())),
         bytes_s=taken("memory", shipped.bytes_s, calibration.bytes_s),
-        adam_bytes_s=taken("fused AdamW", shipped.adam_rate(), calibration.adam_bytes_s),
+        adam_bytes_s=adam,
         kernel_s=taken("launches", shipped.kernel_s, calibration.kernel_s),
         grouped_share=taken("grouped matmuls", share, calibration.grouped_share or share),
     )

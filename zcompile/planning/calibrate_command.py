@@ -145,7 +145,7 @@ def _figures(calibration: Calibration, shipped: Hardware, taken: Hardware) -> li
         rows.append(("grouped matmuls, share of others' rate", old, calibration.grouped_share, new))
     rows.append(("memory, pointwise, GB/s", *_in(1e9, shipped.bytes_s, calibration.bytes_s, taken.bytes_s)))
     adam = (shipped.adam_rate(), calibration.adam_bytes_s, taken.adam_rate())
-    rows.append(("memory, fused AdamW, GB/s", *_in(1e9, *adam)))
+    rows.append(("memory, fused AdamW (predictions alone), GB/s", *_in(1e9, *adam)))
     rows.append(("least kernel, us", *_in(micro, shipped.kernel_s, calibration.kernel_s, taken.kernel_s)))
     for wire in calibration.wires:
         before, after = (table.over(wire.transport, wire.world) for table in (shipped, taken))

@@ -12,6 +12,9 @@ from zcompile.planning.workloads import BadInput
 from zcompile.profile import results_json
 from zcompile.profile.figures import PICTURES, Results, finished, svg_of
 
+# If the host takes this share of a step to issue it, the GPU may wait for it; unless a trace has it idle for less.
+HOST_BOUND, IDLE = 0.9, 0.05
+
 
 def absent(results: Results) -> dict[str, str]:
     """The engines that were not measured, and why."""
@@ -19,11 +22,8 @@ def absent(results: Results) -> dict[str, str]:
     return {name: reason for name, reason in why.items() if reason}
 
 
-HOST_BOUND = 0.95  # of a step: if the host takes that long to issue it, the GPU waits for the host
-
-
 def predictions(results: Results) -> list[str]:
-    """A sentence for each plan, with what was measured, for settings, and for what could not be measured."""
+    """Sentences: each plan beside what was measured, hosts that GPUs may wait for, settings, and what is missing."""
     sentences = []
     for name, engine in finished(results).items():
         if (plan := engine.get("plan")) and (memory := engine.get("memory")):
@@ -34,16 +34,20 @@ def predictions(results: Results) -> list[str]:
                 f"{plan['saved_bytes'] / 2**20:,.1f} MiB for backward (activation_memory_budget "
                 f"{plan['activation_memory_budget']:g}). It rests on: {plan['rests_on']}."
             )
-        host_ms = engine.get("host_ms")
-        if host_ms and host_ms >= HOST_BOUND * engine["step_ms"]["median"]:
-            sentences.append(
-                f"The host takes {host_ms:.1f} ms to issue a step of {name}: the GPU waits for it. Predictions leave "
-                "that out."
-            )
+        sentences += _about_host(name, engine)
         if settings := engine.get("settings"):
             sentences.append(f"{name} ran with: {'; '.join(settings)}.")
         sentences += [f"Of {name} there is no {what}." for what in engine.get("missing", [])]
     return sentences
+
+
+def _about_host(name: str, engine: Mapping[str, Any]) -> list[str]:
+    step_ms, host_ms, parts = engine["step_ms"]["median"], engine.get("host_ms"), engine["parts"]
+    if not host_ms or host_ms < HOST_BOUND * step_ms or (parts and parts["idle_ms"] < IDLE * parts["step_ms"]):
+        return []
+    waits = "waits" if parts else "may wait"
+    said = f"The host takes {host_ms:.1f} ms to issue a step of {name}, for which the GPU {waits}."
+    return [said + " The prediction leaves that out." if engine.get("plan") else said]
 
 
 def rows(results: Results) -> tuple[list[str], list[list[str]]]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.sharding.model_state import ShardedModel, models_of, state_of
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
-MAXIMA = 4  # which of their arguments has the maxima of squares, for amsgrad
+MAXIMA, COUNTS = 4, 5  # which of their arguments has the maxima of squares, for amsgrad, and which counts steps
 
 
 def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -109,7 +110,10 @@ def _fused_step(unbound: Callable[..., Any], state: ShardedModel) -> Callable[..
 
 
 class StepMode(TorchDispatchMode):
-    """Where torch calls its fused kernel, calls the transport's for parameters of the model, and torch's for others."""
+    """Where torch calls its fused kernel, calls the transport's for parameters of the model, if it has one.
+
+    Else torch's, on their shards; and torch's for other parameters.
+    """
 
     def __init__(self, state: ShardedModel):
         super().__init__()
@@ -130,12 +134,13 @@ class StepMode(TorchDispatchMode):
         parameters = args[0]
         index_of = {id(sharded.parameter): sharded.index for sharded in state.parameters.values()}
         ours = {i: index_of[id(parameter)] for i, parameter in enumerate(parameters) if id(parameter) in index_of}
-        # An op on DTensors makes specs of all its tensors, which takes the host longer than all else of the step.
         local = [[_local(values[i]) for i in ours] if values else [] for values in args]
         others = tuple([value for i, value in enumerate(values) if i not in ours] for values in args)
         tensors = [values for i, values in enumerate(local) if i != MAXIMA]
         settings = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
-        if ours and _is_plain(func, kwargs) and state.runtime.fused_adam_step(list(ours.values()), tensors, **settings):
+        on_shards = bool(ours) and not _is_scaled(kwargs) and all(_are_sharded_alike(args, i) for i in ours)
+        is_plain = on_shards and _is_plain(func, kwargs)
+        if is_plain and state.runtime.fused_adam_step(list(ours.values()), tensors, **settings):
             self.refreshes_cache = True
             # At once: whoever wrote to a gradient now, a hook or a handler of an error, would write to the cache.
             for i in ours:
@@ -144,10 +149,10 @@ class StepMode(TorchDispatchMode):
             if self.refreshes_cache:
                 # torch's kernel does not, and what is cached since the step before would pass for new.
                 torch.autograd.graph.increment_version(local[0])
-            if _is_scaled(kwargs):
-                others = args  # the scales may be DTensors themselves
-            elif ours:
+            if on_shards:  # an op on DTensors makes specs of all, which takes the host longer than all else of a step
                 func(*local, **kwargs)
+            else:  # DTensor redistributes what is sharded in another way, or refuses it
+                others = args
         if others[0]:
             func(*others, **kwargs)
         return None
@@ -155,14 +160,25 @@ class StepMode(TorchDispatchMode):
 
 def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the call is for what transports compute. Groups may have changed since, as by a checkpoint."""
-    if _is_scaled(kwargs) or kwargs["amsgrad"] or kwargs["maximize"]:
+    if kwargs["amsgrad"] or kwargs["maximize"]:
         return False
     return func is ADAMW or kwargs["weight_decay"] == 0
 
 
 def _is_scaled(kwargs: dict[str, Any]) -> bool:
-    """Whether the call is from a GradScaler."""
+    """Whether the call is from a GradScaler, whose scales may be DTensors."""
     return kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None
+
+
+def _are_sharded_alike(args: tuple[Any, ...], i: int) -> bool:
+    """Whether the gradient and the moments of parameter `i` are sharded as it is, so that a rank's parts are a step."""
+    parameter, *others = (values[i] for values in args[:COUNTS] if values)
+    return all(
+        isinstance(each, DTensor)
+        and each.placements == parameter.placements
+        and each.device_mesh == parameter.device_mesh
+        for each in others
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

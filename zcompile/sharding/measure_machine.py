@@ -32,6 +32,8 @@ LARGE_BYTES = 8 * MIB
 ROUNDS = 15  # of which the lower quartile counts
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibration:
     """Measure this machine for plans: matmuls, attention, memory, and transfers between the ranks.
 
@@ -134,9 +136,12 @@ class _Transport:
         """Times by size in both directions, and what compute loses beside transfers."""
         for i in 2 * list(range(len(self.tensors))):  # peer to peer, shards are cached from the second forward on
             self._start_gather(i)()
-        gather = _in_backward(partial(self._points, self._start_gather))
-        reduce = self._points(self._start_reduce)
-        return Wire(self.name, self.world, gather, reduce, _in_backward(partial(self._interference, gather[-1][1])))
+        gather, interference = _in_backward(self._gathers)
+        return Wire(self.name, self.world, gather, self._points(self._start_reduce), interference)
+
+    def _gathers(self) -> tuple[Points, float]:
+        gather = self._points(self._start_gather)
+        return gather, self._interference(gather[-1][1])
 
     def _start_gather(self, i: int) -> Callable[[], Any]:
         shard, _, shape = self.tensors[i]
@@ -185,7 +190,10 @@ class _Transport:
         return min(1.0, max(0.0, (beside_s - quiet_s) / transfer_s))
 
     def _seconds(self, call: Callable[[], Any], count: int = 1) -> float:
-        """Seconds of one of `count` calls in a row, which all ranks begin at about the same time."""
+        """Seconds of one of `count` calls in a row, which all ranks begin at about the same time.
+
+        On GPUs one more goes before them, behind which all devices are as far.
+        """
         times = []
         ahead_s = MOST_AHEAD_S  # how long the device waits: calls take some hosts longer than the transfer
         for _ in range(ROUNDS + 2):
@@ -195,7 +203,7 @@ class _Transport:
                 torch.cuda.synchronize()
                 torch.cuda._sleep(int(ahead_s * CYCLES_S))
                 begin_s = time.perf_counter()
-                call()  # behind a transfer, all devices are as far
+                call()
                 begin.record()
                 for _ in range(count):
                     call()
