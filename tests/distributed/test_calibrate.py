@@ -51,6 +51,28 @@ def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, t
     assert table != CPU and "measured by zcompile calibrate" in table.source  # matmuls this small reach less
 
 
+def rank_notes_where_it_gathers(rank, world, folder):
+    in_backward = []
+    start = measure_machine._Transport._start_gather
+
+    def noted(self, i):
+        in_backward.append(torch._C._current_graph_task_id() != -1)
+        return start(self, i)
+
+    with (
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"),
+        mock.patch.object(measure_machine._Transport, "_start_gather", noted),
+    ):
+        calibrate_quickly()
+    return in_backward
+
+
+def test_gathers_are_timed_where_none_caches_shards_anew(ranks, tmp_path):
+    """In a backward, behind two forwards, from whose second on shards are cached peer to peer."""
+    for in_backward in ranks(2).run(rank_notes_where_it_gathers, str(tmp_path)):
+        assert in_backward[:6] == 2 * 3 * [False] and len(in_backward) > 12 and all(in_backward[6:])
+
+
 def rank_has_a_broken_file(rank, world, folder):
     messages = []
     handler = logging.Handler()
