@@ -102,8 +102,8 @@ def test_steps_are_on_shards_and_those_of_others_as_ever(ranks, fuse):
     ranks(2).run(rank_steps_locally, fuse)
 
 
-def rank_steps_an_odd_gradient(rank, world, odd):
-    """Of each kind of optimizer, the weight after two steps with a gradient that is not sharded as the weight is."""
+def rank_steps_beside_plain(rank, world, odd):
+    """A fused and a plain optimizer end with the same weight, or refuse the same step."""
     weights = []
     for fuse in (True, False):
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def rank_steps_an_odd_gradient(rank, world, odd):
 
 @pytest.mark.parametrize("odd", ["replicated", "moments"])
 def test_what_is_not_sharded_as_its_parameter_is_left_to_dtensor(ranks, odd):
-    ranks(2).run(rank_steps_an_odd_gradient, odd)
+    ranks(2).run(rank_steps_beside_plain, odd)
 
 
 def rank_fuses_unsharded(rank, world):

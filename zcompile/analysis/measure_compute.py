@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zcompile.analysis.hardware import ADAM_BYTES
+
+T = TypeVar("T")
 
 WARM_UP_S = 1.0  # of matmuls before anything is measured: a GPU that was idle is faster until its power limit is met
 ROUNDS = 5  # of which the median counts
@@ -86,14 +88,18 @@ def _round_s(call: Callable[[], object], device: torch.device, calls: int) -> fl
     call()
     host_s = time.perf_counter() - begin_s
     torch.cuda.synchronize()
-    ahead_s = min(MOST_AHEAD_S, 1e-3 + 1.5 * calls * host_s)
-    torch.cuda._sleep(int(ahead_s * CYCLES_S))  # so that the host is ahead of the device
+    hold_device(calls * host_s)
     begin.record()
     for _ in range(calls):
         call()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+def hold_device(host_s: float) -> None:
+    """Let the device wait until the host, which takes `host_s` for it, has issued what comes next."""
+    torch.cuda._sleep(int(min(MOST_AHEAD_S, 1e-3 + 1.5 * host_s) * CYCLES_S))
 
 
 def measure_compute(device: torch.device) -> Compute:
@@ -120,17 +126,16 @@ def measure_compute(device: torch.device) -> Compute:
     )
 
 
-def _warm_up(device: torch.device) -> float:
-    """Runs matmuls for WARM_UP_S, and returns that. In a training step, too, a GPU's power limit sets its clock."""
+def _warm_up(device: torch.device) -> None:
+    """Runs matmuls for WARM_UP_S. In a training step, too, a GPU's power limit sets its clock."""
     product = square_product(device, torch.bfloat16, GPU_SIZES.products[-1])
     begin_s = time.perf_counter()
     while time.perf_counter() - begin_s < WARM_UP_S:
         product()
         torch.cuda.synchronize()
-    return WARM_UP_S
 
 
-def _if_possible(measure: Callable[[], float]) -> float | None:
+def _if_possible(measure: Callable[[], T]) -> T | None:
     try:
         return measure()
     except (RuntimeError, NotImplementedError, ValueError):  # this device, or this torch, has no such kernel

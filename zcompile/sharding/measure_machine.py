@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile import _C
 from zcompile.analysis.calibration import Calibration, device_name, driver_of, write_calibration
 from zcompile.analysis.hardware import MIB, Points, Wire
-from zcompile.analysis.measure_compute import CYCLES_S, MOST_AHEAD_S, measure_compute, square_product
+from zcompile.analysis.measure_compute import MOST_AHEAD_S, hold_device, measure_compute, square_product
 from zcompile.sharding.memory import host_memory_bytes
 from zcompile.sharding.process_groups import all_gather_object, device_of, groups_of, shard_group_of
 from zcompile.sharding.select_transport import choose
@@ -195,20 +195,20 @@ class _Transport:
         On GPUs one more goes before them, behind which all devices are as far.
         """
         times = []
-        ahead_s = MOST_AHEAD_S  # how long the device waits: calls take some hosts longer than the transfer
+        host_s = MOST_AHEAD_S  # for all calls, which take some hosts longer than the transfers take; until it is known
         for _ in range(ROUNDS + 2):
             all_gather_object(self.group, None)
             if self.device.type == "cuda":
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda.synchronize()
-                torch.cuda._sleep(int(ahead_s * CYCLES_S))
+                hold_device(host_s)
                 begin_s = time.perf_counter()
                 call()
                 begin.record()
                 for _ in range(count):
                     call()
                 end.record()
-                ahead_s = min(MOST_AHEAD_S, 1e-3 + 1.5 * (time.perf_counter() - begin_s))
+                host_s = time.perf_counter() - begin_s
                 torch.cuda.synchronize()
                 times.append(begin.elapsed_time(end) / 1e3 / count)
             else:
