@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -130,3 +131,15 @@ def test_the_command_says_in_one_line_why_it_cannot_keep_what_it_measured(tmp_pa
     (tmp_path / "file").write_text("")
     refused = run_calibrate("--ranks", "1", "--output", tmp_path / "file" / "below")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "could not be kept" in refused.stderr
+
+
+def test_a_call_that_takes_long_is_measured_once():
+    calls = []
+
+    def call():
+        calls.append(None)
+        time.sleep(0.01)
+
+    with mock.patch.object(measure_compute, "SLOW_S", 0.005):
+        assert measure_compute.seconds_of(call, CPU_DEVICE) == pytest.approx(0.01, rel=1.0)
+    assert len(calls) == 2  # and one before that

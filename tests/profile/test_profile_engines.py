@@ -50,6 +50,7 @@ def rank_losses(rank, world, engine, stance="force_eager"):
     "engine",
     [
         "simplefsdp",
+        "eager+units",
         pytest.param("fsdp2+tuned", marks=pytest.mark.matrix),
         pytest.param("ddp", marks=pytest.mark.matrix),
         pytest.param("eager", marks=pytest.mark.matrix),

@@ -174,10 +174,15 @@ def test_a_host_that_the_gpu_waits_for_is_mentioned(results, parts, waits):
     assert host_bound(results, 91.0, parts) == [expected + " that out."]
 
 
-def test_a_picture_of_nothing_is_left_out(results, tmp_path):
-    results["engines"] = {"limit": results["engines"]["limit"] | {"memory": None}}
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("missing", "left_out"),
+    [(["memory"], {"kinds", "lifetimes"}), (["memory", "parts"], {"kinds", "lifetimes", "timeline"})],
+)
+def test_a_picture_of_nothing_is_left_out(results, missing, left_out, tmp_path):
+    results["engines"] = {"limit": results["engines"]["limit"] | dict.fromkeys(missing)}
     names = {path.stem for path in report.write(results, tmp_path) if path.suffix == ".png"}
-    assert set(figures.PICTURES) - names == {"kinds", "lifetimes"}
+    assert set(figures.PICTURES) - names == left_out
 
 
 def look_at_page(page, folder):

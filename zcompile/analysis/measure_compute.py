@@ -17,6 +17,7 @@ WARM_UP_S = 1.0  # of matmuls before anything is measured: a GPU that was idle i
 ROUNDS = 5  # of which the median counts
 ROUND_S = 0.05  # about how long a round takes, so that clocks settle
 MOST_CALLS = 1000  # in a round
+SLOW_S = 0.2  # A call of so long is measured once: CPUs without bf16 instructions take seconds for a bf16 matmul.
 ADAM_TENSORS = 8
 MOST_AHEAD_S = 0.05  # how long the device waits for the host before a round
 CYCLES_S = 2e9  # of a GPU's clock, about
@@ -72,6 +73,8 @@ def seconds_of(call: Callable[[], object], device: torch.device, calls: int | No
     call()
     if calls is None:
         once_s = max(_round_s(call, device, 1), 1e-7)
+        if once_s > SLOW_S:
+            return once_s
         calls = max(1, min(MOST_CALLS, int(ROUND_S / once_s)))
     return median(_round_s(call, device, calls) / calls for _ in range(ROUNDS))
 

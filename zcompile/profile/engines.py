@@ -17,7 +17,7 @@ from zcompile.profile.deepspeed_engines import DeepCompile, Zero3, Zero3Zcompile
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.torch_engines import Ddp, Fsdp2, Fsdp2Compile, Limit, MainParameters, SimpleFsdp
 from zcompile.profile.tuned_engines import ZERO_CTA_POLICY, Fsdp2Tuned, SimpleFsdpTuned
-from zcompile.profile.zcompile_engines import Eager, Zcompile
+from zcompile.profile.zcompile_engines import Eager, EagerUnits, Zcompile
 
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
 
@@ -59,6 +59,9 @@ ENGINES = {
     ),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
     "eager": Entry(Eager, "zcompile.shard and fuse_optimizer, not compiled", options=("transport",)),
+    "eager+units": Entry(
+        EagerUnits, "eager, each block gathered whole: zcompile.shard(units=...)", options=("transport",)
+    ),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
     "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block"),
     "fsdp2+tuned": Entry(

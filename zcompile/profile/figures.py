@@ -87,9 +87,11 @@ def draw_memory(results: Results) -> Figure:
     return figure
 
 
-def draw_timeline(results: Results) -> Figure:
+def draw_timeline(results: Results) -> Figure | None:
     """One traced step of each engine, compute above communication, on one scale."""
     engines = {name: engine["parts"] for name, engine in finished(results).items() if engine["parts"]}
+    if not engines:
+        return None
     figure = Figure(figsize=(7, 0.9 + 0.5 * len(engines)), layout="constrained")
     axes = figure.add_subplot()
     names = sorted(engines, key=lambda name: -engines[name]["step_ms"])

@@ -9,6 +9,7 @@ from torch import nn
 import zcompile
 from zcompile.planning.explanation import Explanation
 from zcompile.profile.engine import Engine, Training
+from zcompile.profile.torch_engines import blocks_of
 from zcompile.sharding.model_state import state_of
 
 
@@ -18,15 +19,27 @@ class Eager(Engine):
         zcompile.fuse_optimizer(self.model, self.optimizer)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        model = zcompile.shard(model, param_dtype=torch.bfloat16 if self.training.precision == "bf16" else None)
+        param_dtype = torch.bfloat16 if self.training.precision == "bf16" else None
+        model = zcompile.shard(model, param_dtype=param_dtype, units=self.units_of(model))
         state_of(model).use_transport(self.options.get("transport", "auto"))
         return model
+
+    def units_of(self, model: nn.Module) -> list[nn.Module] | None:
+        """As `shard` takes them."""
+        return None
 
     def extra_bytes(self) -> int:
         return zcompile.stats(self.model)["transport_bytes"]
 
     def wire_bytes(self) -> int:
         return counted_bytes(self.model)
+
+
+class EagerUnits(Eager):
+    """The modules that FSDP2's engine gives to `fully_shard` are units, each gathered in one transfer."""
+
+    def units_of(self, model: nn.Module) -> list[nn.Module] | None:
+        return [block for block in blocks_of(model) if block is not model]
 
 
 class Zcompile(Eager):
