@@ -63,6 +63,7 @@ def rank_notes_where_it_gathers(rank, world, folder):
     with (
         mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"),
         mock.patch.object(measure_machine._Transport, "_start_gather", noted),
+        mock.patch.object(measure_machine, "CPU_GROUP", 1),  # as on GPUs
     ):
         calibrate_quickly()
     return in_backward
@@ -143,3 +144,12 @@ def test_a_call_that_takes_long_is_measured_once():
     with mock.patch.object(measure_compute, "SLOW_S", 0.005):
         assert measure_compute.seconds_of(call, CPU_DEVICE) == pytest.approx(0.01, rel=1.0)
     assert len(calls) == 2  # and one before that
+
+
+def test_matmuls_are_measured_on_operands_that_no_cache_holds(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(a.data_ptr()))
+    sizes = SMALL._replace(products=(32,))
+    monkeypatch.setattr(measure_compute, "COLD_BYTES", 5 * 3 * 32 * 32 * 4)
+    measure_compute._matmul_rate(CPU_DEVICE, torch.float32, sizes)
+    assert len(set(seen)) == 5 and seen[:5] == seen[5:10]

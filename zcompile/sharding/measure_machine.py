@@ -28,6 +28,7 @@ GPU_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64, 128, 256))
 CPU_BYTES = tuple(1024 * kib for kib in (16, 64, 256, 1024, 4096, 16384))
 GPU_PRODUCT, CPU_PRODUCT = 4096, 256  # rows of the matmuls that run beside transfers
 SEVERAL = 8  # transfers in a row on GPUs, where one is short
+CPU_GROUP = 8  # tensors of a transfer on CPUs, where it takes time to pack them
 LARGE_BYTES = 8 * MIB
 ROUNDS = 15  # of which the lower quartile counts
 
@@ -123,18 +124,22 @@ class _Transport:
         self.group = shard_group_of(mesh)
         self.world = self.group.size()
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.tensors: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []  # shard, gradient, shape
-        for i, nbytes in enumerate(GPU_BYTES if device.type == "cuda" else CPU_BYTES):
-            chunk = nbytes // self.dtype.itemsize // self.world
+        self.nbytes = GPU_BYTES if device.type == "cuda" else CPU_BYTES
+        self.together = 1 if device.type == "cuda" else CPU_GROUP  # how many tensors a transfer has
+        self.shards: list[list[torch.Tensor]] = []
+        self.grads: list[list[torch.Tensor]] = []
+        for i, nbytes in enumerate(self.nbytes):
+            chunk = nbytes // self.dtype.itemsize // self.world // self.together
             shape = [self.world, chunk]
-            shard = torch.randn(chunk, device=device)
-            grad = torch.randn(shape, device=device, dtype=self.dtype)
-            runtime.add(name=f"measured{i}", shard=shard, shape=shape, chunk=chunk, replicated=False, reduce_dtype=None)
-            self.tensors.append((shard, grad, shape))
+            self.shards.append([torch.randn(chunk, device=device) for _ in range(self.together)])
+            self.grads.append([torch.randn(shape, device=device, dtype=self.dtype) for _ in range(self.together)])
+            for k, shard in enumerate(self.shards[-1]):
+                name = f"measured{i}.{k}"
+                runtime.add(name=name, shard=shard, shape=shape, chunk=chunk, replicated=False, reduce_dtype=None)
 
     def wire(self) -> Wire:
         """Times by size in both directions, and what compute loses beside transfers."""
-        for i in 2 * list(range(len(self.tensors))):  # peer to peer, shards are cached from the second forward on
+        for i in 2 * list(range(len(self.nbytes))):  # peer to peer, shards are cached from the second forward on
             self._start_gather(i)()
         gather, interference = _in_backward(self._gathers)
         return Wire(self.name, self.world, gather, self._points(self._start_reduce), interference)
@@ -144,14 +149,19 @@ class _Transport:
         return gather, self._interference(gather[-1][1])
 
     def _start_gather(self, i: int) -> Callable[[], Any]:
-        shard, _, shape = self.tensors[i]
-        started = ops.gather_start(shard, shape, self.dtype)
-        return lambda: ops.gather_wait(started)
+        shards, shape = self.shards[i], list(self.grads[i][0].shape)
+        if self.together == 1:
+            started = [ops.gather_start(shards[0], shape, self.dtype)]
+        else:
+            started = ops.gather_group_start(shards, self.together * shape, self.together * [2], self.dtype)
+        return lambda: [ops.gather_wait(tensor) for tensor in started]
 
     def _start_reduce(self, i: int) -> Callable[[], Any]:
-        shard, grad, _ = self.tensors[i]
-        started = ops.reduce_start(grad, shard)
-        return lambda: ops.reduce_wait(started, grad)
+        shards, grads = self.shards[i], self.grads[i]
+        started = (
+            [ops.reduce_start(grads[0], shards[0])] if self.together == 1 else ops.reduce_group_start(grads, shards)
+        )
+        return lambda: [ops.reduce_wait(tensor, grad) for tensor, grad in zip(started, grads)]
 
     def _points(self, start: Callable[[int], Callable[[], Any]]) -> Points:
         """(bytes that a rank receives, seconds), on the slowest rank.
@@ -159,12 +169,11 @@ class _Transport:
         Times do not fall as bytes rise. Where they do, the smaller transfer was disturbed.
         """
         points: list[tuple[int, float]] = []
-        for i in reversed(range(len(self.tensors))):
-            _, grad, _ = self.tensors[i]
+        for i in reversed(range(len(self.nbytes))):
             transfer = partial(_wait_at_once, partial(start, i))
-            count = SEVERAL if self.device.type == "cuda" and grad.nbytes < LARGE_BYTES else 1
+            count = SEVERAL if self.device.type == "cuda" and self.nbytes[i] < LARGE_BYTES else 1
             seconds = self._slowest(self._seconds(transfer, count))
-            received = grad.nbytes // self.world * (self.world - 1)
+            received = self.nbytes[i] // self.world * (self.world - 1)
             points.append((received, min(seconds, points[-1][1] if points else seconds)))
         return tuple(points[::-1])
 
@@ -175,7 +184,7 @@ class _Transport:
         product = square_product(self.device, dtype, rows)
         alone_s = self._slowest(self._seconds(product))
         count = max(1, round(2 * transfer_s / max(alone_s, 1e-7)))  # twice as long as the transfer
-        last = len(self.tensors) - 1
+        last = len(self.nbytes) - 1
 
         def products(beside: bool) -> float:
             def run() -> None:
