@@ -1,4 +1,4 @@
-"""Host time of a loop over experts in eager: zcompile and FSDP2 beside the model alone, on CPUs.
+"""A loop over experts in eager: zcompile and FSDP2 beside the model alone, on CPUs. On one rank, that is host time.
 
 Run: OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 1 benchmarks/looped_experts.py
 

@@ -26,6 +26,7 @@ SMALL = measure_compute.Sizes((32, 64, 128), (64,), 2, 16, 16, (1, 2, 32, 16), 1
 def calibrate_quickly():
     with (
         mock.patch.object(measure_compute, "CPU_SIZES", SMALL),
+        mock.patch.object(measure_compute, "COLD_BYTES", 1 << 16),
         mock.patch.object(measure_machine, "CPU_BYTES", (1 << 12, 1 << 14, 1 << 16)),
         mock.patch.object(measure_machine, "ROUNDS", 4),
     ):
@@ -134,7 +135,7 @@ def test_the_command_says_in_one_line_why_it_cannot_keep_what_it_measured(tmp_pa
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "could not be kept" in refused.stderr
 
 
-def test_a_call_that_takes_long_is_measured_once():
+def test_a_call_that_takes_long_is_not_measured_in_rounds():
     calls = []
 
     def call():
@@ -142,14 +143,14 @@ def test_a_call_that_takes_long_is_measured_once():
         time.sleep(0.01)
 
     with mock.patch.object(measure_compute, "SLOW_S", 0.005):
-        assert measure_compute.seconds_of(call, CPU_DEVICE) == pytest.approx(0.01, rel=1.0)
-    assert len(calls) == 2  # and one before that
+        assert measure_compute.seconds_of(call, CPU_DEVICE) >= 0.01
+    assert len(calls) == 3  # one to warm up, one to see, one more
 
 
-def test_matmuls_are_measured_on_operands_that_no_cache_holds(monkeypatch):
+def test_matmuls_take_turns_among_operands(monkeypatch):
     seen = []
-    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(a.data_ptr()))
+    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.data_ptr(), b.data_ptr())))
     sizes = SMALL._replace(products=(32,))
-    monkeypatch.setattr(measure_compute, "COLD_BYTES", 5 * 3 * 32 * 32 * 4)
+    monkeypatch.setattr(measure_compute, "COLD_BYTES", 5 * 2 * 32 * 32 * 4)
     measure_compute._matmul_rate(CPU_DEVICE, torch.float32, sizes)
     assert len(set(seen)) == 5 and seen[:5] == seen[5:10]

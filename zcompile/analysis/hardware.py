@@ -13,7 +13,8 @@ class Wire:
     """Measured transfers of one transport between `world` ranks of one domain (of NVLink, say).
 
     Attributes:
-        gather, reduce: (bytes that a rank receives, seconds) of transfers of rising size.
+        gather, reduce: (bytes that a rank receives, seconds) of transfers of rising size. One tensor each; on CPUs,
+            where it takes time to pack them, several.
         interference: seconds that compute loses for each second of transfer beside it: transfers take memory bandwidth,
             power or SMs.
     """

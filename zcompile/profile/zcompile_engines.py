@@ -36,10 +36,10 @@ class Eager(Engine):
 
 
 class EagerUnits(Eager):
-    """The modules that FSDP2's engine gives to `fully_shard` are units, each gathered in one transfer."""
+    """The blocks that FSDP2's engine gives to `fully_shard` are units, each gathered in one transfer."""
 
     def units_of(self, model: nn.Module) -> list[nn.Module] | None:
-        return [block for block in blocks_of(model) if block is not model]
+        return [block for block in blocks_of(model) if block is not model] or None
 
 
 class Zcompile(Eager):

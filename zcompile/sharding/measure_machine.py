@@ -124,22 +124,21 @@ class _Transport:
         self.group = shard_group_of(mesh)
         self.world = self.group.size()
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.nbytes = GPU_BYTES if device.type == "cuda" else CPU_BYTES
         self.together = 1 if device.type == "cuda" else CPU_GROUP  # how many tensors a transfer has
         self.shards: list[list[torch.Tensor]] = []
         self.grads: list[list[torch.Tensor]] = []
-        for i, nbytes in enumerate(self.nbytes):
-            chunk = nbytes // self.dtype.itemsize // self.world // self.together
+        for i, nbytes in enumerate(GPU_BYTES if device.type == "cuda" else CPU_BYTES):
+            chunk = max(1, nbytes // self.dtype.itemsize // self.world // self.together)
             shape = [self.world, chunk]
             self.shards.append([torch.randn(chunk, device=device) for _ in range(self.together)])
             self.grads.append([torch.randn(shape, device=device, dtype=self.dtype) for _ in range(self.together)])
             for k, shard in enumerate(self.shards[-1]):
-                name = f"measured{i}.{k}"
-                runtime.add(name=name, shard=shard, shape=shape, chunk=chunk, replicated=False, reduce_dtype=None)
+                label = f"measured{i}.{k}"
+                runtime.add(name=label, shard=shard, shape=shape, chunk=chunk, replicated=False, reduce_dtype=None)
 
     def wire(self) -> Wire:
         """Times by size in both directions, and what compute loses beside transfers."""
-        for i in 2 * list(range(len(self.nbytes))):  # peer to peer, shards are cached from the second forward on
+        for i in 2 * list(range(len(self.grads))):  # peer to peer, shards are cached from the second forward on
             self._start_gather(i)()
         gather, interference = _in_backward(self._gathers)
         return Wire(self.name, self.world, gather, self._points(self._start_reduce), interference)
@@ -150,7 +149,7 @@ class _Transport:
 
     def _start_gather(self, i: int) -> Callable[[], Any]:
         shards, shape = self.shards[i], list(self.grads[i][0].shape)
-        if self.together == 1:
+        if self.together == 1:  # the memory of a group is not aliased, peer to peer
             started = [ops.gather_start(shards[0], shape, self.dtype)]
         else:
             started = ops.gather_group_start(shards, self.together * shape, self.together * [2], self.dtype)
@@ -169,11 +168,12 @@ class _Transport:
         Times do not fall as bytes rise. Where they do, the smaller transfer was disturbed.
         """
         points: list[tuple[int, float]] = []
-        for i in reversed(range(len(self.nbytes))):
+        for i in reversed(range(len(self.grads))):
+            nbytes = sum(grad.nbytes for grad in self.grads[i])
             transfer = partial(_wait_at_once, partial(start, i))
-            count = SEVERAL if self.device.type == "cuda" and self.nbytes[i] < LARGE_BYTES else 1
+            count = SEVERAL if self.device.type == "cuda" and nbytes < LARGE_BYTES else 1
             seconds = self._slowest(self._seconds(transfer, count))
-            received = self.nbytes[i] // self.world * (self.world - 1)
+            received = nbytes // self.world * (self.world - 1)
             points.append((received, min(seconds, points[-1][1] if points else seconds)))
         return tuple(points[::-1])
 
@@ -184,7 +184,7 @@ class _Transport:
         product = square_product(self.device, dtype, rows)
         alone_s = self._slowest(self._seconds(product))
         count = max(1, round(2 * transfer_s / max(alone_s, 1e-7)))  # twice as long as the transfer
-        last = len(self.nbytes) - 1
+        last = len(self.grads) - 1
 
         def products(beside: bool) -> float:
             def run() -> None:
