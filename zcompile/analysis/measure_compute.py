@@ -18,7 +18,7 @@ WARM_UP_S = 1.0  # of matmuls before anything is measured: a GPU that was idle i
 ROUNDS = 5  # of which the median counts
 ROUND_S = 0.05  # about how long a round takes, so that clocks settle
 MOST_CALLS = 1000  # in a round
-SLOW_S = 0.2  # A call of so long has one more instead of rounds: without bf16 instructions, a matmul takes seconds.
+SLOW_S = 0.2  # Of longer calls, two count in place of rounds: without bf16 instructions, a matmul takes seconds.
 COLD_BYTES = 64 << 20  # of operands that take turns on a CPU: more than most caches hold
 ADAM_TENSORS = 8
 MOST_AHEAD_S = 0.05  # how long the device waits for the host before a round
@@ -150,7 +150,7 @@ def _if_possible(measure: Callable[[], T]) -> T | None:
 def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
     """Operations a second: the median over sizes.
 
-    In a step, operands are seldom in a cache. That costs a CPU a fifth of its rate, and a GPU next to nothing.
+    In a step, operands are seldom in a cache. On CPUs that costs a fifth of the rate; on GPUs it was not measured.
     """
 
     def product(n: int) -> Callable[[], object]:

@@ -157,9 +157,7 @@ class _Transport:
 
     def _start_reduce(self, i: int) -> Callable[[], Any]:
         shards, grads = self.shards[i], self.grads[i]
-        started = (
-            [ops.reduce_start(grads[0], shards[0])] if self.together == 1 else ops.reduce_group_start(grads, shards)
-        )
+        started = ops.reduce_group_start(grads, shards)
         return lambda: [ops.reduce_wait(tensor, grad) for tensor, grad in zip(started, grads)]
 
     def _points(self, start: Callable[[int], Callable[[], Any]]) -> Points:
