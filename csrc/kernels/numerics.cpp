@@ -36,6 +36,20 @@ void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor
   }
 }
 
+// Of the size of `like`, of each address.
+std::vector<at::Tensor> tensors_at(
+    const std::vector<const void*>& addresses, at::ScalarType dtype, const at::Tensor& like) {
+  std::vector<at::Tensor> tensors;
+  for (const auto* address : addresses) {
+    tensors.push_back(
+        at::for_blob(const_cast<void*>(address), like.sizes())
+            .options(like.options().dtype(dtype))
+            .target_device(like.device())
+            .make_tensor());
+  }
+  return tensors;
+}
+
 #ifdef ZCOMPILE_CUDA
 
 using cuda::kernel_type;
@@ -132,34 +146,35 @@ void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, c
         "zcompile: what is added up must be alike, contiguous, and where the result is");
     addresses.push_back(row.const_data_ptr());
   }
-  mean(addresses, rows[0].scalar_type(), divisor, std::move(out), extras);
+  mean({MeanRequest{std::move(addresses), rows[0].scalar_type(), std::move(out), extras}}, divisor);
 }
 
-void mean(
-    const std::vector<const void*>& rows, at::ScalarType dtype, double divisor, at::Tensor out,
-    const ReduceExtras& extras) {
-  if (out.numel() == 0) return;
+void mean(const std::vector<MeanRequest>& means, double divisor) {
 #ifdef ZCOMPILE_CUDA
-  const auto& [base, squares] = extras;
-  if (have_kernel(dtype, out) && rows.size() <= cuda::max_ranks) {
+  std::map<std::tuple<cuda::Type, cuda::Type, size_t>, std::vector<cuda::Mean>> launches;
+#endif
+  for (const auto& [rows, dtype, out, extras] : means) {
+    if (out.numel() == 0) continue;
+#ifdef ZCOMPILE_CUDA
+    const auto& [base, squares] = extras;
+    if (have_kernel(dtype, out) && rows.size() <= cuda::max_ranks) {
+      launches[{*kernel_type(dtype), *kernel_type(out.scalar_type()), rows.size()}].push_back(
+          {rows.data(), base.defined() ? base.const_data_ptr() : nullptr, out.mutable_data_ptr(), out.numel(),
+           squares.defined() ? squares.mutable_data_ptr<double>() : nullptr});
+      continue;
+    }
+#endif
+    mean_by_ops(tensors_at(rows, dtype, out), divisor, out, extras);
+  }
+#ifdef ZCOMPILE_CUDA
+  for (const auto& [kind, batch] : launches) {
+    const auto& [in, out, row_count] = kind;
     C10_CUDA_CHECK(
         cuda::launch_mean(
-            *kernel_type(dtype), *kernel_type(out.scalar_type()), rows.data(), static_cast<int>(rows.size()),
-            base.defined() ? base.const_data_ptr() : nullptr, out.mutable_data_ptr(), out.numel(),
-            static_cast<float>(divisor), squares.defined() ? squares.mutable_data_ptr<double>() : nullptr,
-            c10::cuda::getCurrentCUDAStream()));
-    return;
+            in, out, batch.data(), static_cast<int>(batch.size()), static_cast<int>(row_count),
+            static_cast<float>(divisor), c10::cuda::getCurrentCUDAStream()));
   }
 #endif
-  std::vector<at::Tensor> tensors;
-  for (const auto* row : rows) {
-    tensors.push_back(
-        at::for_blob(const_cast<void*>(row), out.sizes())
-            .options(out.options().dtype(dtype))
-            .target_device(out.device())
-            .make_tensor());
-  }
-  mean_by_ops(tensors, divisor, out, extras);
 }
 
 }  // namespace zcompile

@@ -24,10 +24,17 @@ struct ReduceExtras {
 // out = base + (rows[0] + rows[1] + ...) / divisor, the mean being rounded like `out` first. All are contiguous and
 // have as many elements as `out`.
 void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, const ReduceExtras& extras = {});
-// The same of rows at these addresses, on the device of `out`.
-void mean(
-    const std::vector<const void*>& rows, at::ScalarType dtype, double divisor, at::Tensor out,
-    const ReduceExtras& extras = {});
+
+// One such mean, of rows at these addresses on the device of `out`.
+struct MeanRequest {
+  std::vector<const void*> rows;
+  at::ScalarType dtype;  // of the rows
+  at::Tensor out;
+  ReduceExtras extras;
+};
+
+// On CUDA one launch per pair of dtypes and number of rows.
+void mean(const std::vector<MeanRequest>& means, double divisor);
 
 // Gradients of some rows of a matrix, sorted so that those of one row are neighbours.
 struct SortedRows {

@@ -1,4 +1,4 @@
-// The mean of several ranks' slices of a gradient.
+// The mean of several ranks' slices of gradients.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,14 +9,21 @@
 
 namespace zcompile::cuda {
 
-// result = base + (rows[0] + rows[1] + ...) / divisor, for `count` rows, at most max_ranks. The sum is fp32, in this
-// order. The mean is rounded to Out; then `base`, of type Out too, is added if there is one. With `squares`, each block
-// adds the squares of what it wrote to its element.
-cudaError_t launch_mean(
-    Type in, Type out, const void* const* rows, int count, const void* base, void* result, int64_t numel, float divisor,
-    double* squares, cudaStream_t stream);
+struct Mean {
+  const void* const* rows;  // of the `row_count` ranks
+  const void* base;  // null: none
+  void* result;
+  int64_t numel;  // of the result and of each row
+  double* squares;  // null: none
+};
 
-// The number of blocks of such a launch. It does not fall as `numel` rises.
+// result = base + (rows[0] + rows[1] + ...) / divisor of each of `count` means, whose rows are at most max_ranks. The
+// sum is fp32, in this order. The mean is rounded to Out; then `base`, of type Out too, is added if there is one. With
+// `squares`, block i of blocks_of_mean(numel) adds the squares of what it wrote to element i.
+cudaError_t launch_mean(
+    Type in, Type out, const Mean* means, int count, int row_count, float divisor, cudaStream_t stream);
+
+// How many blocks one mean has. It does not fall as `numel` rises.
 int blocks_of_mean(int64_t numel);
 
 // See load_kernels() in loading.h.

@@ -38,6 +38,11 @@ int64_t bytes_of_slot(TransportContext& context) {
   return largest <= most || fitting >= most / 2 ? fitting : most;
 }
 
+// Of `tensor`, flat; itself if that is all of it, which spares the host an op.
+at::Tensor slice(const at::Tensor& tensor, int64_t begin, int64_t numel) {
+  return numel == tensor.numel() ? tensor : tensor.narrow(0, begin, numel);
+}
+
 at::Device current_device() { return at::Device(at::kCUDA, c10::cuda::current_device()); }
 
 }  // namespace
@@ -50,9 +55,11 @@ Reducer::Reducer(
       pool_(pool),
       slot_bytes_(bytes_of_slot(context)),
       staging_(context.groups().gather, current_device(), staging_regions * (context.world() - 1) * slot_bytes_),
-      copy_streams_(streams, std::move(pool)) {}
+      copy_streams_(streams, std::move(pool)),
+      replicas_(context.groups().replicate.empty() ? nullptr : OrderLog::of(context.groups().replicate)) {}
 
 std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests) {
+  note(want_of_all(requests, context_.number()), *requests.front().param);
   begin();
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
   std::vector<at::Tensor> sums;
@@ -62,13 +69,15 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
     push(piece);
     add_up(piece);
   }
-  for (size_t i = 0; !context_.groups().replicate.empty() && i < requests.size(); ++i) {
+  for (size_t i = 0; replicas_ && i < requests.size(); ++i) {
     mean_over_replicas(context_, sums[i], requests[i].out, requests[i].extras);
   }
   return end();
 }
 
 std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request) {
+  const auto index = request.param->index;
+  note({WantKind::reduce, context_.number(), index, request.wire, 1, index}, *request.param);
   const auto sums = sum_rows(request);
   begin();
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
@@ -81,8 +90,13 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
     push_rows(piece);
     add_up_rows(piece, sum);
   }
-  if (!context_.groups().replicate.empty()) mean_over_replicas(context_, sum, request.out, request.extras);
+  if (replicas_) mean_over_replicas(context_, sum, request.out, request.extras);
   return end();
+}
+
+// Ranks that share shards have tags for what they reduce. Means over replicas are collectives, without tags.
+void Reducer::note(const Want& want, const ShardedParam& param) {
+  if (replicas_ && !context_.defers_replicas()) replicas_->append(want, param.name);
 }
 
 // In compute's order: `work` may still wait for a peer, and little is left to compute when the gradients of an
@@ -100,8 +114,7 @@ void Reducer::begin() {
 
 // Where this rank's slice is added up, flat. With replicas it is not the result yet: their sums are added up too.
 at::Tensor Reducer::make_sum(const at::Tensor& out, at::ScalarType wire) const {
-  return context_.groups().replicate.empty() ? out.view({-1})
-                                             : at::empty({out.numel()}, out.options().dtype(sum_dtype(wire)));
+  return replicas_ ? at::empty({out.numel()}, out.options().dtype(sum_dtype(wire))) : out.view({-1});
 }
 
 std::unique_ptr<Transfer> Reducer::end() {
@@ -163,6 +176,7 @@ void Reducer::add_up(const Piece& piece) {
   signals_.barrier(
       signal::pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.front().request->param->index});
   free_before();
+  std::vector<MeanRequest> means;
   for (const auto& part : piece) {
     const auto numel = part.length_of(rank);
     if (numel == 0) continue;
@@ -170,10 +184,11 @@ void Reducer::add_up(const Piece& piece) {
     for (int64_t source = 0; source < world; ++source) {
       rows.push_back(source == rank ? part.slice_of(rank) : place_of(part.offset, source, rank));
     }
-    mean(
-        rows, part.request->grad.scalar_type(), divisor(), part.sum.narrow(0, part.begin, numel),
-        context_.groups().replicate.empty() ? part.extras(numel) : ReduceExtras{});  // else for the mean over replicas
+    means.push_back(
+        {std::move(rows), part.request->grad.scalar_type(), slice(part.sum, part.begin, numel),
+         replicas_ ? ReduceExtras{} : part.extras(numel)});  // with replicas, they are for the mean over these
   }
+  mean(means, divisor());
 }
 
 // All ranks have posted this piece, and so have added up the one before, whose region is free now.
@@ -202,7 +217,7 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
              numel = piece.count_of(rank) * piece.columns();
   const auto out = sum.narrow(0, begin, numel);
   const auto& [base, squares] =
-      context_.groups().replicate.empty() ? piece.request->extras : ReduceExtras{};  // else for the mean over replicas
+      replicas_ ? ReduceExtras{} : piece.request->extras;  // with replicas, they are for the mean over these
   const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
   const auto stream = work_.stream().stream();
   if (!own_base.defined() && numel > 0)
@@ -246,11 +261,11 @@ bool Reducer::has_rows(const ShardedParam& param, int64_t columns) const {
 
 ReduceExtras Reducer::Part::extras(int64_t numel) const {
   const auto& [base, squares] = request->extras;
-  return {base.defined() ? base.narrow(0, begin, numel) : base, squares};
+  return {base.defined() ? slice(base, begin, numel) : base, squares};
 }
 
 // With replicas, the mean is taken when their sums are added.
-double Reducer::divisor() const { return context_.groups().replicate.empty() ? context_.divisor() : 1.0; }
+double Reducer::divisor() const { return replicas_ ? 1.0 : context_.divisor(); }
 
 int64_t Reducer::Part::length_of(int64_t rank) const {
   return std::clamp<int64_t>(request->param->length_of(rank) - begin, 0, most);

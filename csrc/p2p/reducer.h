@@ -34,6 +34,8 @@
 #include "p2p/copy_streams.h"
 #include "p2p/signals.h"
 #include "p2p/symmetric_memory.h"
+#include "transport/order_log.h"
+#include "transport/rank_agreement.h"
 #include "transport/transport.h"
 
 namespace zcompile::cuda {
@@ -80,6 +82,7 @@ class Reducer {
     int64_t has_offset() const;  // bytes, in a slot
   };
 
+  void note(const Want& want, const ShardedParam& param);
   void begin();
   SortedRows sum_rows(const ReduceRowsRequest& request);
   at::Tensor make_sum(const at::Tensor& out, at::ScalarType wire) const;
@@ -104,6 +107,7 @@ class Reducer {
   int64_t slot_bytes_;
   SymmetricBuffer staging_;
   CopyStreams copy_streams_;  // pushes
+  std::shared_ptr<OrderLog> replicas_;  // what ranks with the same shards reduce together; null: there are no replicas
   std::array<c10::cuda::CUDAEvent, staging_regions> free_;  // by region: all ranks have added it up
   c10::cuda::CUDAEvent ready_;  // of the reduce that is being started: what it pushes
   c10::cuda::CUDAEvent copied_;  // of the piece that is being started

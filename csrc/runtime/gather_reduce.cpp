@@ -60,7 +60,8 @@ Unsharded make_unsharded(const ParamState& param, at::ScalarType dtype, bool onl
   const auto options = param.shard.options().dtype(dtype).requires_grad(false);
   const auto padded_numel = param.padded_numel(param.model->world());
   auto padded = only_read ? param.model->transport()->make_unsharded(param, dtype) : at::Tensor();
-  if (!padded.defined() && padded_numel == param.numel) {
+  if (padded_numel == param.numel) {
+    if (padded.defined()) return {at::native::view(padded, param.shape), padded};
     auto unsharded = at::empty(param.shape, options);
     return {unsharded, at::native::view(unsharded, {-1})};
   }

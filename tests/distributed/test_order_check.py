@@ -196,6 +196,47 @@ def test_a_rank_at_its_step_is_told_what_the_thread_finds(ranks):
         assert DIFFERENT in message and "'a.weight'" in message and "'b.weight'" in message
 
 
+def rank_starts_none(rank, world):
+    """As peer to peer, where what is gathered and reduced is no collective."""
+    model = experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    times = []
+    for _ in range(2):
+        if rank == 1:
+            time.sleep(2)
+        begin = time.monotonic()
+        optimizer.step()
+        times.append(time.monotonic() - begin)
+    return times
+
+
+def test_a_rank_that_starts_none_is_a_step_ahead_at_most(ranks):
+    """The first step of rank 0 waits for no rank, and the second for the first one of rank 1."""
+    (first, second), _ = ranks(2).run(rank_starts_none)
+    assert first < 1 < second < 3
+
+
+def rank_starts_one_after_its_step(rank, world):
+    """Rank 1 gathers what rank 0 gathers after a step, in which it has nothing to compare."""
+    model = experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    if rank == 0:
+        optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    return difference_at_step(optimizer, model)
+
+
+def test_what_another_rank_starts_is_told_one_step_later(ranks):
+    first, second = ranks(2).run(rank_starts_one_after_its_step)
+    assert first == second and "number 3 is gather 'a.weight' on ranks 0, 1" in first
+    assert "after another number of optimizer steps" in first
+
+
 def rank_computes_gradients_in_a_closure(rank, world):
     model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,7 @@
-"""Over NCCL: ranks that start different collectives end in time, with the names of what each started."""
+"""Ranks that start different collectives over NCCL end in time, with the names of what each started.
+
+Peer to peer, means over replicas are such collectives.
+"""
 
 import datetime
 import os
@@ -102,3 +105,41 @@ def test_a_gather_that_nccl_refuses_is_an_error_that_names_the_parameter(pause_s
     """Another thread ends the communicators meanwhile."""
     answers = Ranks(2, "nccl").run(rank_ends_amid_gathers, pause_s, allow_failure=True, timeout=90)
     assert re.search(r"rank 0 (can no longer|cannot) gather.*'[01].weight'", str(answers[0])), answers
+
+
+class Either(nn.Module):
+    """Two layers of one size, of which a forward reads one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x, second):
+        return (self.b if second else self.a)(x)
+
+
+def rank_replica_reads_another(rank, world, transport):
+    mesh = dist.init_device_mesh("cuda", (2, world // 2))
+    model = zcompile.shard(Either().cuda(), mesh)
+    state_of(model).use_transport(transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for second in (False, True, mesh.get_coordinate()[0] == 1):
+        optimizer.zero_grad()
+        model(torch.ones(1, 64, device="cuda"), second).sum().backward()
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            assert all(map(torch.equal, before, (parameter.to_local() for parameter in model.parameters())))
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("transport", ["p2p", "nccl"])
+def test_replicas_that_reduce_different_gradients_do_not_step(transport):
+    pool = Ranks(4, "nccl")
+    messages = pool.run(rank_replica_reads_another, transport)
+    pool.stop()
+    for message in messages:
+        assert "ranks started different gathers and reduces" in message
+        assert "'a.weight' on rank 0 and" in message and "'b.weight' on rank 2" in message

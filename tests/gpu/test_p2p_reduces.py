@@ -8,6 +8,7 @@ from torch import nn
 import zcompile
 from tests.support.gpu import DTYPES, SHAPES, Parameters
 from tests.support.reduce_checks import check_means, rank_squares_of_reduces
+from tests.support.sharded_ops import shards
 from zcompile.sharding.model_state import state_of
 
 ops = torch.ops.zcompile
@@ -36,6 +37,30 @@ def rank_reduces_are_sums_in_rank_order(rank, world):
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_reduces_are_sums_in_rank_order(gpus, world):
     gpus(world).run(rank_reduces_are_sums_in_rank_order)
+
+
+def rank_groups_equal_singles(rank, world):
+    """More gradients than one launch adds up, of several dtypes. One travels in pieces, the last is a scalar."""
+    torch.manual_seed(rank)
+    shapes = [*((17 + i, 5 + i % 7) for i in range(69)), (4096, 20_003), ()]
+    module, leaves = shards(world, *shapes, device="cuda")
+    runtime = state_of(module).runtime
+    runtime.use_transport("p2p")
+    runtime.collect_squares()
+    grads = [torch.randn(shape, device="cuda").to(DTYPES[i % len(DTYPES)]) for i, shape in enumerate(shapes)]
+    singly = [ops.reduce(grad, leaf) for grad, leaf in zip(grads, leaves, strict=True)]
+    squares = [runtime.squares_of(index, reduced).clone() for index, reduced in enumerate(singly)]
+    runtime.clear_squares()
+    starts = ops.reduce_group_start(grads, [leaf.detach() for leaf in leaves])
+    grouped = [ops.reduce_wait(start, grad) for start, grad in zip(starts, grads, strict=True)]
+    for index, (single, group) in enumerate(zip(singly, grouped, strict=True)):
+        assert torch.equal(single, group), shapes[index]
+        assert torch.equal(squares[index], runtime.squares_of(index, group)), shapes[index]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_groups_of_reduces_equal_single_ones(gpus, world):
+    gpus(world).run(rank_groups_equal_singles)
 
 
 def test_mean_kernel_equals_ops():

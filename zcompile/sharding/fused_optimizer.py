@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.sharding.model_state import ShardedModel, models_of, state_of
@@ -171,14 +170,19 @@ def _is_scaled(kwargs: dict[str, Any]) -> bool:
 
 
 def _are_sharded_alike(args: tuple[Any, ...], i: int) -> bool:
-    """Whether the gradient and the moments of parameter `i` are sharded as it is, so that a rank's parts are a step."""
-    parameter, *others = (values[i] for values in args[:COUNTS] if values)
-    return all(
-        isinstance(each, DTensor)
-        and each.placements == parameter.placements
-        and each.device_mesh == parameter.device_mesh
-        for each in others
-    )
+    """Whether the gradient and the moments of parameter `i` are sharded as it is, so that a rank's parts are a step.
+
+    Of each parameter in each step: mostly specs, or what they consist of, are the very same objects.
+    """
+    parameter, *others = [getattr(values[i], "_spec", None) for values in args[:COUNTS] if values]
+    for other in others:
+        if other is parameter:
+            continue
+        if other is None or parameter is None or other.placements != parameter.placements:
+            return False
+        if other.mesh is not parameter.mesh and other.mesh != parameter.mesh:
+            return False
+    return parameter is not None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

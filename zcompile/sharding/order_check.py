@@ -3,6 +3,10 @@
 See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. What is compared is on the host. So a check
 waits for the hosts of other ranks, and for no device. Two kinds of steps are not checked: those inside of a backward,
 and those that `torch.compile` compiled, which call no hook.
+
+A rank that started none since its last check has nothing that ranks could have mixed up. That is so peer to peer, where
+each transfer has a tag. It does not wait at its step: it looks at the next step what became of this check, so hosts may
+be up to a step apart. All ranks take part in each check, since each decides by itself whether it waits.
 """
 
 import datetime
@@ -10,7 +14,8 @@ import itertools
 import json
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,8 +30,31 @@ _PERIOD_S = 1.0  # how often a rank that waits looks whether a difference is kno
 _RECENT = 64  # collectives of which a log has the names
 _MOST_NAMED = 8  # ranks, and texts, that an error lists
 
-# Of the next check over a group, which all models over the same ranks share.
-_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
+
+@dataclass
+class Exchange:
+    """An all-reduce of what ranks have started."""
+
+    number: int  # of the check over its group
+    tensor: torch.Tensor
+    work: dist.Work
+
+    @property
+    def message(self) -> str:
+        """The key in the store for what all ranks raise."""
+        return f"{self.number}/message"
+
+
+@dataclass
+class Checks:
+    """Those over one group, which all models over the same ranks share."""
+
+    number: int = 0  # of the next one
+    digests: Sequence[tuple[int, int]] | None = None  # of this rank, at the last one
+    under_way: Exchange | None = None  # the last one, if this rank has not waited for it
+
+
+_checks: "weakref.WeakKeyDictionary[dist.ProcessGroup, Checks]" = weakref.WeakKeyDictionary()
 
 
 class OrderCheck:
@@ -57,11 +85,13 @@ class OrderCheck:
         self.timeout_s = timeout_of(mesh).total_seconds()
 
     def check(self, runtime: _C.Model) -> None:
-        """Wait until all ranks of the mesh have called this, and compare the collectives that each has started.
+        """Compare the collectives that each rank of the mesh has started. All of them call this.
+
+        If this rank started any since the last check, it waits for the others. Else it waits at the next check.
 
         Raises:
-            RuntimeError: on all ranks, if these differ; on the ranks that wait, if one does not call within the
-                timeout.
+            RuntimeError: on all ranks, if these differ, at the latest at the next check; on the ranks that wait, if one
+                does not call within the timeout.
         """
         group = self.group()
         if group is None:
@@ -69,39 +99,60 @@ class OrderCheck:
                 "zcompile: the process groups of this sharded model were closed. Keep them open (no "
                 "destroy_process_group) for as long as an optimizer steps with its parameters."
             )
-        number = next(_numbers.setdefault(group, itertools.count()))
-        message = f"{number}/message"  # what all ranks raise
-        if runtime.order_failure():
-            self.leave_if_told(runtime, message)
-        said = self.exchange(group, runtime, message)
-        if not any(differs(said, log) for log in range(len(self.logs))):
-            return
-        self.tell(runtime, number, message)
-        self.wait_for_store(runtime, message, message)
-        self.leave_if_told(runtime, message)
+        checks = _checks.setdefault(group, Checks())
+        self.finish(checks, runtime)
+        number, before = checks.number, checks.digests
+        checks.number, checks.digests = number + 1, runtime.order_digests()
+        checks.under_way = self.start(group, number, runtime, checks.digests)
+        if checks.digests != before:
+            self.finish(checks, runtime)
 
-    def exchange(self, group: dist.ProcessGroup, runtime: _C.Model, message: str) -> list[int]:
-        """The all-reduce. Meanwhile this rank may be told of a difference: others may hang, or raise, elsewhere."""
+    def start(
+        self, group: dist.ProcessGroup, number: int, runtime: _C.Model, digests: Sequence[tuple[int, int]]
+    ) -> Exchange:
+        """The all-reduce of a check."""
         numbers = [_ABSENT] * (4 * len(self.logs))
-        for place, (count, value) in zip(self.places, runtime.order_digests(), strict=True):
+        for place, (count, value) in zip(self.places, digests, strict=True):
             numbers[4 * place : 4 * place + 4] = count, ~count, value, ~value
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        message = f"{number}/message"
+        if runtime.order_failure():
+            self.leave_if_told(runtime, message)
         try:
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group, async_op=True)
-            assert work is not None
-            while not work.is_completed():
-                try:
-                    work.wait(datetime.timedelta(seconds=_PERIOD_S))
-                except RuntimeError:
-                    self.leave_if_told(runtime, message)
-            work.wait()
         except RuntimeError as error:
             self.leave_if_told(runtime, message)
             raise self.missing(runtime, str(error)) from error
-        return tensor.tolist()
+        assert work is not None
+        return Exchange(number, tensor, work)
 
-    def tell(self, runtime: _C.Model, number: int, message: str) -> None:
+    def finish(self, checks: Checks, runtime: _C.Model) -> None:
+        """Wait for the check that is under way, if one is, and compare.
+
+        Meanwhile this rank may be told of a difference: others may hang, or raise, elsewhere.
+        """
+        exchange, checks.under_way = checks.under_way, None
+        if exchange is None:
+            return
+        try:
+            while not exchange.work.is_completed():
+                try:
+                    exchange.work.wait(datetime.timedelta(seconds=_PERIOD_S))
+                except RuntimeError:
+                    self.leave_if_told(runtime, exchange.message)
+            exchange.work.wait()
+        except RuntimeError as error:
+            self.leave_if_told(runtime, exchange.message)
+            raise self.missing(runtime, str(error)) from error
+        said = exchange.tensor.tolist()
+        if any(differs(said, log) for log in range(len(self.logs))):
+            self.tell(runtime, exchange)
+            self.wait_for_store(runtime, exchange.message, exchange.message)
+            self.leave_if_told(runtime, exchange.message)
+
+    def tell(self, runtime: _C.Model, exchange: Exchange) -> None:
         """Publish what this rank started. One rank finds the first difference, and words it for all."""
+        number, message = exchange.number, exchange.message
         marks = {place: runtime.order(log) for log, place in enumerate(self.places)}
         self.store.set(f"{number}/{self.rank}", json.dumps(marks))
         if self.rank != self.ranks[0]:
@@ -160,8 +211,9 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
         if at := first_difference(marks):
             return (
                 "zcompile: ranks started different gathers and reduces before this optimizer step, so gradients are "
-                f"mixed up: {at}. No parameter was changed. Where ranks do not agree before each collective (over "
-                f"NCCL), all must read the same parameters in the same order, in forward and in backward. {UNITS_HINT}"
+                f"mixed up: {at}. A rank that started any since its step before changed no parameter. Where ranks do "
+                "not agree before each collective (over NCCL), all must read the same parameters in the same order, in "
+                f"forward and in backward. {UNITS_HINT}"
             )
     return "zcompile: ranks started different gathers and reduces, and their logs do not tell which."
 
