@@ -233,8 +233,55 @@ def rank_starts_one_after_its_step(rank, world):
 
 def test_what_another_rank_starts_is_told_one_step_later(ranks):
     first, second = ranks(2).run(rank_starts_one_after_its_step)
-    assert first == second and "number 3 is gather 'a.weight' on ranks 0, 1" in first
-    assert "after another number of optimizer steps" in first
+    assert first == second and "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in first
+
+
+def rank_comes_late_to_its_next_step(rank, world):
+    """As above, but rank 0 is long on the way to the step at which it would say what it had started."""
+    model = experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    if rank == 0:
+        optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    begin = time.monotonic()
+    if rank == 0:
+        time.sleep(8)
+    message = difference_at_step(optimizer, model)
+    assert rank == 0 or time.monotonic() - begin < 7
+    return message
+
+
+def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(ranks):
+    first, second = ranks(2).run(rank_comes_late_to_its_next_step)
+    assert first == second and DIFFERENT in first
+    assert "The last is number 3, gather 'a.weight' on rank 1. Ranks 0 had started none" in first
+
+
+def rank_has_two_meshes(rank, world):
+    """Models over the same ranks, of which one is replicated: they have one group, and logs of their own."""
+    meshes = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    models = [experts(mesh=mesh) for mesh in meshes]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    groups = {state_of(model).order_check.group() for model in models}
+    for _ in range(2):
+        for model in models:
+            backward(model)
+        for optimizer in (*optimizers, *optimizers):  # the second time, none was started since
+            optimizer.step()
+    for model in models:
+        backward(model, rank == 1)
+    return len(groups), [difference_at_step(optimizer, *models) for optimizer in optimizers]
+
+
+def test_models_over_other_meshes_of_the_same_ranks_are_compared_apart(ranks):
+    pool = ranks(2)
+    answers = pool.run(rank_has_two_meshes)
+    pool.stop()  # the default group's order stays wrong
+    for groups, messages in answers:
+        assert groups == 1 and all(DIFFERENT in message for message in messages)
 
 
 def rank_computes_gradients_in_a_closure(rank, world):

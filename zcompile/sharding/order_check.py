@@ -4,9 +4,10 @@ See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. What i
 waits for the hosts of other ranks, and for no device. Two kinds of steps are not checked: those inside of a backward,
 and those that `torch.compile` compiled, which call no hook.
 
-A rank that started none since its last check has nothing that ranks could have mixed up. That is so peer to peer, where
-each transfer has a tag. It does not wait at its step: it looks at the next step what became of this check, so hosts may
-be up to a step apart. All ranks take part in each check, since each decides by itself whether it waits.
+A rank that started none since its last check has nothing that ranks could have mixed up. So it is peer to peer, where
+each transfer has a tag, once all shards are cached. Such a rank does not wait at its step: at its next step it looks
+what became of this check, so hosts may be up to a step apart. All ranks take part in each check, since each decides by
+itself whether it waits. What the check of a rank's last step finds, only ranks that wait are told.
 """
 
 import datetime
@@ -14,7 +15,7 @@ import itertools
 import json
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +28,17 @@ from zcompile.sharding.process_groups import order_group, timeout_of
 
 _ABSENT = torch.iinfo(torch.int64).min
 _PERIOD_S = 1.0  # how often a rank that waits looks whether a difference is known by now
+_PATIENCE_S = 5.0  # how long a rank that knows of a difference waits until all say what they started
 _RECENT = 64  # collectives of which a log has the names
 _MOST_NAMED = 8  # ranks, and texts, that an error lists
+_UNCHANGED = (
+    "No parameter was changed, except that ranks that had started none since their step before have taken this one."
+)
+
+# Of the next check over a group, which all models over the same ranks share.
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
+
+Digests = Sequence[tuple[int, int]]  # of each of a model's logs: how many collectives, and their hash
 
 
 @dataclass
@@ -36,6 +46,7 @@ class Exchange:
     """An all-reduce of what ranks have started."""
 
     number: int  # of the check over its group
+    digests: Digests  # of this rank
     tensor: torch.Tensor
     work: dist.Work
 
@@ -43,18 +54,6 @@ class Exchange:
     def message(self) -> str:
         """The key in the store for what all ranks raise."""
         return f"{self.number}/message"
-
-
-@dataclass
-class Checks:
-    """Those over one group, which all models over the same ranks share."""
-
-    number: int = 0  # of the next one
-    digests: Sequence[tuple[int, int]] | None = None  # of this rank, at the last one
-    under_way: Exchange | None = None  # the last one, if this rank has not waited for it
-
-
-_checks: "weakref.WeakKeyDictionary[dist.ProcessGroup, Checks]" = weakref.WeakKeyDictionary()
 
 
 class OrderCheck:
@@ -83,6 +82,8 @@ class OrderCheck:
         self.rank, self.ranks = dist.get_rank(), sorted(ranks.flatten().tolist())
         self.store = order_store(f"zcompile/check/{self.name}")
         self.timeout_s = timeout_of(mesh).total_seconds()
+        self.digests: Digests | None = None  # at the last check
+        self.under_way: Exchange | None = None  # the last check, if this rank has not waited for it
 
     def check(self, runtime: _C.Model) -> None:
         """Compare the collectives that each rank of the mesh has started. All of them call this.
@@ -99,17 +100,14 @@ class OrderCheck:
                 "zcompile: the process groups of this sharded model were closed. Keep them open (no "
                 "destroy_process_group) for as long as an optimizer steps with its parameters."
             )
-        checks = _checks.setdefault(group, Checks())
-        self.finish(checks, runtime)
-        number, before = checks.number, checks.digests
-        checks.number, checks.digests = number + 1, runtime.order_digests()
-        checks.under_way = self.start(group, number, runtime, checks.digests)
-        if checks.digests != before:
-            self.finish(checks, runtime)
+        self.finish(runtime)
+        number = next(_numbers.setdefault(group, itertools.count()))
+        before, self.digests = self.digests, runtime.order_digests()
+        self.under_way = self.start(group, number, runtime, self.digests)
+        if self.digests != before:
+            self.finish(runtime)
 
-    def start(
-        self, group: dist.ProcessGroup, number: int, runtime: _C.Model, digests: Sequence[tuple[int, int]]
-    ) -> Exchange:
+    def start(self, group: dist.ProcessGroup, number: int, runtime: _C.Model, digests: Digests) -> Exchange:
         """The all-reduce of a check."""
         numbers = [_ABSENT] * (4 * len(self.logs))
         for place, (count, value) in zip(self.places, digests, strict=True):
@@ -124,14 +122,14 @@ class OrderCheck:
             self.leave_if_told(runtime, message)
             raise self.missing(runtime, str(error)) from error
         assert work is not None
-        return Exchange(number, tensor, work)
+        return Exchange(number, digests, tensor, work)
 
-    def finish(self, checks: Checks, runtime: _C.Model) -> None:
+    def finish(self, runtime: _C.Model) -> None:
         """Wait for the check that is under way, if one is, and compare.
 
         Meanwhile this rank may be told of a difference: others may hang, or raise, elsewhere.
         """
-        exchange, checks.under_way = checks.under_way, None
+        exchange, self.under_way = self.under_way, None
         if exchange is None:
             return
         try:
@@ -147,30 +145,35 @@ class OrderCheck:
         said = exchange.tensor.tolist()
         if any(differs(said, log) for log in range(len(self.logs))):
             self.tell(runtime, exchange)
-            self.wait_for_store(runtime, exchange.message, exchange.message)
-            self.leave_if_told(runtime, exchange.message)
 
     def tell(self, runtime: _C.Model, exchange: Exchange) -> None:
-        """Publish what this rank started. One rank finds the first difference, and words it for all."""
-        number, message = exchange.number, exchange.message
-        marks = {place: runtime.order(log) for log, place in enumerate(self.places)}
-        self.store.set(f"{number}/{self.rank}", json.dumps(marks))
-        if self.rank != self.ranks[0]:
-            return
-        said = {}
-        for rank in self.ranks:
-            self.wait_for_store(runtime, f"{number}/{rank}", message)
-            said[rank] = json.loads(self.store.get(f"{number}/{rank}"))
-        self.store.set(message, difference_in(self.logs, said))
+        """Raise what all ranks raise, after this rank has published what it had started.
 
-    def wait_for_store(self, runtime: _C.Model, key: str, message: str) -> None:
-        """Return when `key` is in the store."""
-        deadline = time.monotonic() + self.timeout_s
-        while not self.store.check([key]):
+        One rank finds the first difference, and words it for all. If not all ranks publish soon, since one of them did
+        not wait for this check, any rank that did words what is known.
+        """
+        number, message = exchange.number, exchange.message
+        self.store.set(f"{number}/{self.rank}", json.dumps(self.marks(runtime, exchange)))
+        keys = {rank: f"{number}/{rank}" for rank in self.ranks}
+        deadline = time.monotonic() + min(_PATIENCE_S, self.timeout_s)
+        while not self.store.check(list(keys.values())) and time.monotonic() < deadline:
             self.leave_if_told(runtime, message)
-            if time.monotonic() > deadline:
-                raise self.missing(runtime, "Ranks started different gathers and reduces, and not all say which.")
             time.sleep(0.01)
+        said = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+        if self.rank == self.ranks[0] or len(said) < len(self.ranks):
+            self.store.compare_set(message, "", difference_in(self.logs, said))  # the first one counts
+        deadline = time.monotonic() + self.timeout_s
+        while time.monotonic() < deadline:
+            self.leave_if_told(runtime, message)
+            time.sleep(0.01)
+        raise self.missing(runtime, "Ranks started different gathers and reduces, and none says which.")
+
+    def marks(self, runtime: _C.Model, exchange: Exchange) -> dict[int, Marks]:
+        """What this rank had started at that check, by index of the log."""
+        return {
+            place: [mark for mark in runtime.order(log) if mark[0] <= count]
+            for log, (place, (count, _)) in enumerate(zip(self.places, exchange.digests, strict=True))
+        }
 
     def leave_if_told(self, runtime: _C.Model, message: str) -> None:
         """Raise if a difference is known: by the thread, which may have told no other rank yet, or by another rank."""
@@ -188,8 +191,8 @@ class OrderCheck:
         last = f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
         return RuntimeError(
             f"zcompile: rank {self.rank} waited at an optimizer's step for the other ranks, and not all came: a rank "
-            "stopped, or does not step. All ranks must step alike. No parameter was changed. The last gather or reduce "
-            f"that rank {self.rank} started is {last}. {reason}"
+            "stopped, or does not step. All ranks must step alike. No parameter was changed since the step before. The "
+            f"last gather or reduce that rank {self.rank} started is {last}. {reason}"
         )
 
 
@@ -207,15 +210,22 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
         said: by rank and, as text, index of the log.
     """
     for log, ranks in enumerate(logs):
-        marks = {rank: said[rank][str(log)] for rank in ranks if str(log) in said[rank]}
+        marks = {rank: said[rank][str(log)] for rank in ranks if str(log) in said.get(rank, {})}
         if at := first_difference(marks):
             return (
                 "zcompile: ranks started different gathers and reduces before this optimizer step, so gradients are "
-                f"mixed up: {at}. A rank that started any since its step before changed no parameter. Where ranks do "
-                "not agree before each collective (over NCCL), all must read the same parameters in the same order, in "
-                f"forward and in backward. {UNITS_HINT}"
+                f"mixed up: {at}. {_UNCHANGED} Where ranks do not agree before each collective (over NCCL), all must "
+                f"read the same parameters in the same order, in forward and in backward. {UNITS_HINT}"
             )
-    return "zcompile: ranks started different gathers and reduces, and their logs do not tell which."
+    silent = sorted({rank for ranks in logs for rank in ranks} - said.keys())
+    if not silent:
+        return "zcompile: ranks started different gathers and reduces, and their logs do not tell which."
+    last = {rank: f"number {marks[-1][0]}, {marks[-1][2]}" for rank in said for marks in said[rank].values() if marks}
+    return (
+        "zcompile: ranks started different gathers and reduces before this optimizer step. The last is "
+        f"{by_text(last)}. Ranks {', '.join(map(str, silent[:_MOST_NAMED]))} had started none since their step before, "
+        f"and have not come to their next step. {_UNCHANGED} {UNITS_HINT}"
+    )
 
 
 def first_difference(said: Mapping[int, Marks]) -> str:
