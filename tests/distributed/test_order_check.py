@@ -260,6 +260,31 @@ def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(ranks):
     assert "The last is number 3, gather 'a.weight' on rank 1. Ranks 0 had started none" in first
 
 
+def rank_waits_for_another_model(rank, world):
+    """Rank 1 left at its step of the first model. Rank 0 did not wait there, and waits at the second model's step."""
+    models = [experts(mesh=short_mesh(seconds)) for seconds in (60, 61)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model)
+        optimizer.step()
+    if rank == 0:
+        optimizers[0].step()
+    with torch.no_grad():
+        models[0](torch.ones(2, 6))
+    if rank == 1:
+        return difference_at_step(optimizers[0], models[0])
+    with torch.no_grad():
+        state_of(models[1]).order_check.digests = None  # as if it had started some
+    return difference_at_step(optimizers[1], models[1])
+
+
+def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(ranks):
+    begin = time.monotonic()
+    first, second = ranks(2).run(rank_waits_for_another_model)
+    assert time.monotonic() - begin < 30
+    assert first == second and "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in first
+
+
 def rank_has_two_meshes(rank, world):
     """Models over the same ranks, of which one is replicated: they have one group, and logs of their own."""
     meshes = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))

@@ -17,13 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zcompile.sharding.model_state import ShardedModel
 
-_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # of several ranks
+# Of several ranks, in the order in which they were made, which is the same on all ranks.
+_models: "weakref.WeakKeyDictionary[ShardedModel, None]" = weakref.WeakKeyDictionary()
 
 
 def count_steps(state: ShardedModel) -> None:
     """From now on, check and count the steps of optimizers that hold parameters of `state`."""
     if state.runtime.world > 1 or state.order_check is not None:
-        _models.add(state)
+        _models[state] = None
         _install_hooks()
 
 

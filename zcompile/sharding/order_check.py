@@ -10,6 +10,7 @@ what became of this check, so hosts may be up to a step apart. All ranks take pa
 itself whether it waits. What the check of a rank's last step finds, only ranks that wait are told.
 """
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -56,6 +57,10 @@ class Exchange:
         return f"{self.number}/message"
 
 
+# Those with a check under way, for which this rank did not wait.
+_late: "weakref.WeakSet[OrderCheck]" = weakref.WeakSet()
+
+
 class OrderCheck:
     """Compares what the ranks of one mesh have started.
 
@@ -84,6 +89,7 @@ class OrderCheck:
         self.timeout_s = timeout_of(mesh).total_seconds()
         self.digests: Digests | None = None  # at the last check
         self.under_way: Exchange | None = None  # the last check, if this rank has not waited for it
+        self.runtime: weakref.ref[_C.Model] | None = None  # of the last check
 
     def check(self, runtime: _C.Model) -> None:
         """Compare the collectives that each rank of the mesh has started. All of them call this.
@@ -100,12 +106,15 @@ class OrderCheck:
                 "zcompile: the process groups of this sharded model were closed. Keep them open (no "
                 "destroy_process_group) for as long as an optimizer steps with its parameters."
             )
-        self.finish(runtime)
         number = next(_numbers.setdefault(group, itertools.count()))
+        self.runtime = weakref.ref(runtime)
+        self.finish(runtime)
         before, self.digests = self.digests, runtime.order_digests()
         self.under_way = self.start(group, number, runtime, self.digests)
         if self.digests != before:
             self.finish(runtime)
+        else:
+            _late.add(self)
 
     def start(self, group: dist.ProcessGroup, number: int, runtime: _C.Model, digests: Digests) -> Exchange:
         """The all-reduce of a check."""
@@ -130,21 +139,41 @@ class OrderCheck:
         Meanwhile this rank may be told of a difference: others may hang, or raise, elsewhere.
         """
         exchange, self.under_way = self.under_way, None
+        _late.discard(self)
         if exchange is None:
             return
+        while not exchange.work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not yet
+                exchange.work.wait(datetime.timedelta(seconds=_PERIOD_S))
+                break
+            self.leave_if_told(runtime, exchange.message)
+            for check in list(_late):  # ranks that waited for one of these may have left by now
+                check.look()
         try:
-            while not exchange.work.is_completed():
-                try:
-                    exchange.work.wait(datetime.timedelta(seconds=_PERIOD_S))
-                except RuntimeError:
-                    self.leave_if_told(runtime, exchange.message)
             exchange.work.wait()
         except RuntimeError as error:
             self.leave_if_told(runtime, exchange.message)
             raise self.missing(runtime, str(error)) from error
-        said = exchange.tensor.tolist()
-        if any(differs(said, log) for log in range(len(self.logs))):
+        if self.differs(exchange):
             self.tell(runtime, exchange)
+
+    def look(self) -> None:
+        """Raise if the check that is under way is through, and ranks differ."""
+        exchange, runtime = self.under_way, self.runtime() if self.runtime else None
+        if exchange is None or runtime is None or not exchange.work.is_completed():
+            return
+        try:
+            exchange.work.wait()
+        except RuntimeError:
+            return  # told at the next step
+        if self.differs(exchange):
+            self.under_way = None
+            self.tell(runtime, exchange)
+
+    def differs(self, exchange: Exchange) -> bool:
+        """Whether ranks of some log do."""
+        said = exchange.tensor.tolist()
+        return any(differs(said, log) for log in range(len(self.logs)))
 
     def tell(self, runtime: _C.Model, exchange: Exchange) -> None:
         """Raise what all ranks raise, after this rank has published what it had started.
@@ -170,15 +199,18 @@ class OrderCheck:
 
     def marks(self, runtime: _C.Model, exchange: Exchange) -> dict[int, Marks]:
         """What this rank had started at that check, by index of the log."""
-        return {
-            place: [mark for mark in runtime.order(log) if mark[0] <= count]
-            for log, (place, (count, _)) in enumerate(zip(self.places, exchange.digests, strict=True))
-        }
+        said = {}
+        for log, (place, (count, value)) in enumerate(zip(self.places, exchange.digests, strict=True)):
+            marks = [mark for mark in runtime.order(log) if mark[0] <= count]
+            if count > 0 and (not marks or marks[-1][0] < count):  # long ago: the log has no name any more
+                marks.append((count, value, ""))
+            said[place] = marks
+        return said
 
     def leave_if_told(self, runtime: _C.Model, message: str) -> None:
         """Raise if a difference is known: by the thread, which may have told no other rank yet, or by another rank."""
         if failure := runtime.order_failure():
-            self.store.set(message, failure)
+            self.store.compare_set(message, "", failure)
         elif self.store.check([message]):
             failure = self.store.get(message).decode()
             runtime.fail_order(failure)
