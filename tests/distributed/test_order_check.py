@@ -218,7 +218,7 @@ def test_a_rank_that_starts_none_is_a_step_ahead_at_most(ranks):
     assert first < 1 < second < 3
 
 
-def rank_starts_one_after_its_step(rank, world):
+def make_late_difference(rank):
     """Rank 1 gathers what rank 0 gathers after a step, in which it has nothing to compare."""
     model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -228,6 +228,11 @@ def rank_starts_one_after_its_step(rank, world):
         optimizer.step()
     with torch.no_grad():
         model(torch.ones(2, 6))
+    return model, optimizer
+
+
+def rank_starts_one_after_its_step(rank, world):
+    model, optimizer = make_late_difference(rank)
     return difference_at_step(optimizer, model)
 
 
@@ -237,15 +242,8 @@ def test_what_another_rank_starts_is_told_one_step_later(ranks):
 
 
 def rank_comes_late_to_its_next_step(rank, world):
-    """As above, but rank 0 is long on the way to the step at which it would say what it had started."""
-    model = experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(model)
-    optimizer.step()
-    if rank == 0:
-        optimizer.step()
-    with torch.no_grad():
-        model(torch.ones(2, 6))
+    """Rank 0 is long on the way to the step at which it would say what it had started."""
+    model, optimizer = make_late_difference(rank)
     begin = time.monotonic()
     if rank == 0:
         time.sleep(8)
@@ -273,8 +271,7 @@ def rank_waits_for_another_model(rank, world):
         models[0](torch.ones(2, 6))
     if rank == 1:
         return difference_at_step(optimizers[0], models[0])
-    with torch.no_grad():
-        state_of(models[1]).order_check.digests = None  # as if it had started some
+    state_of(models[1]).order_check.digests = None  # as if it had started some
     return difference_at_step(optimizers[1], models[1])
 
 

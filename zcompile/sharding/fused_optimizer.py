@@ -172,7 +172,7 @@ def _is_scaled(kwargs: dict[str, Any]) -> bool:
 def _are_sharded_alike(args: tuple[Any, ...], i: int) -> bool:
     """Whether the gradient and the moments of parameter `i` are sharded as it is, so that a rank's parts are a step.
 
-    Of each parameter in each step: mostly specs, or what they consist of, are the very same objects.
+    It runs for each parameter in each step, so it first asks whether specs, and their meshes, are the same objects.
     """
     parameter, *others = [getattr(values[i], "_spec", None) for values in args[:COUNTS] if values]
     for other in others:

@@ -4,10 +4,10 @@ See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. What i
 waits for the hosts of other ranks, and for no device. Two kinds of steps are not checked: those inside of a backward,
 and those that `torch.compile` compiled, which call no hook.
 
-A rank that started none since its last check has nothing that ranks could have mixed up. So it is peer to peer, where
-each transfer has a tag, once all shards are cached. Such a rank does not wait at its step: at its next step it looks
-what became of this check, so hosts may be up to a step apart. All ranks take part in each check, since each decides by
-itself whether it waits. What the check of a rank's last step finds, only ranks that wait are told.
+A rank that started no collective since its last check has nothing that ranks could have mixed up. That is usual peer to
+peer, where each transfer has a tag. Such a rank does not wait at its step. It reads the result of this check at its
+next step, so hosts may be up to a step apart. All ranks take part in each check, since each decides by itself whether
+it waits. If the check of the last step finds a difference, only ranks that wait are told.
 """
 
 import contextlib
@@ -154,7 +154,7 @@ class OrderCheck:
         except RuntimeError as error:
             self.leave_if_told(runtime, exchange.message)
             raise self.missing(runtime, str(error)) from error
-        if self.differs(exchange):
+        if self.ranks_differ(exchange):
             self.tell(runtime, exchange)
 
     def look(self) -> None:
@@ -166,12 +166,12 @@ class OrderCheck:
             exchange.work.wait()
         except RuntimeError:
             return  # told at the next step
-        if self.differs(exchange):
+        if self.ranks_differ(exchange):
             self.under_way = None
             self.tell(runtime, exchange)
 
-    def differs(self, exchange: Exchange) -> bool:
-        """Whether ranks of some log do."""
+    def ranks_differ(self, exchange: Exchange) -> bool:
+        """Whether the ranks of some log had started different collectives."""
         said = exchange.tensor.tolist()
         return any(differs(said, log) for log in range(len(self.logs)))
 
