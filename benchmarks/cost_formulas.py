@@ -30,7 +30,13 @@ from zcompile.analysis.calibration import Calibration, device_name, driver_of, m
 from zcompile.analysis.cost_model import Costs
 from zcompile.analysis.hardware import Hardware
 from zcompile.analysis.hardware_tables import table_of
-from zcompile.analysis.measure_compute import grouped_product, measure_compute, seconds_of, square_product
+from zcompile.analysis.measure_compute import (
+    grouped_product,
+    measure_compute,
+    seconds_of,
+    square_product,
+    warm_up,
+)
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -271,6 +277,7 @@ def repeatability(times: int) -> list[dict[str, Any]]:
     """Each figure of a calibration, with its spread over `times` of them."""
     seen: dict[str, list[float]] = {}
     for _ in range(times):
+        warm_up(DEVICE)
         compute = measure_compute(DEVICE)
         figures = {
             **dict(compute.matmul_flops_s),
@@ -289,6 +296,7 @@ def repeatability(times: int) -> list[dict[str, Any]]:
 
 def calibrated(shipped: Hardware) -> Hardware:
     """`shipped`, with what this device's kernels reach."""
+    warm_up(DEVICE)
     compute = measure_compute(DEVICE)
     return merged(
         shipped,

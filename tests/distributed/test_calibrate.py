@@ -53,6 +53,23 @@ def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, t
     assert table != CPU and "measured by zcompile calibrate" in table.source  # matmuls this small reach less
 
 
+def rank_slows_down(rank, world, folder):
+    """The second rank's third look at its pace takes five times as long."""
+    looks = []
+
+    def seconds(self):
+        looks.append(self)
+        self._seconds.append(5.0 if rank == 1 and len(looks) == 3 else 1.0)
+
+    home = mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}")
+    with home, mock.patch.object(measure_compute.Pace, "look", seconds):
+        return calibrate_quickly().pace_ratio
+
+
+def test_a_rank_that_slows_down_while_the_machine_is_measured_is_known_to_all(ranks, tmp_path):
+    assert ranks(2).run(rank_slows_down, str(tmp_path)) == [5.0, 5.0]
+
+
 def rank_notes_where_it_gathers(rank, world, folder):
     in_backward = []
     start = measure_machine._Transport._start_gather

@@ -56,6 +56,15 @@ def test_what_is_written_is_read_again(of_this_machine):
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
+def test_a_machine_that_runs_unevenly_is_told_of_and_its_plans_stay():
+    even, uneven = (measured(bytes_s=2 * H200.bytes_s, pace_ratio=ratio) for ratio in (1.1, 1.36))
+    assert even.pace_warning == "" and "up to 1.4 x as long" in uneven.pace_warning
+    plan, prediction = tables_of(H200, uneven)
+    assert plan == tables_of(H200, even).planned
+    assert "NVIDIA H200, whose speed varied by 1.4 x;" in prediction.source
+    assert "varied" not in tables_of(H200, even).predicted.source
+
+
 def test_a_machine_within_a_quarter_of_its_table_keeps_it_and_its_plans():
     near = measured(bytes_s=1.2 * H200.bytes_s, kernel_s=0.8 * H200.kernel_s, matmul_flops_s=(("bfloat16", 600e12),))
     assert merged(H200, near) is H200

@@ -24,8 +24,9 @@ import torch
 from zcompile.analysis.hardware import CPU, Hardware, Points, Wire
 from zcompile.analysis.hardware_tables import table_of_name
 
-VERSION = 3  # of the file: raised when something else is measured
+VERSION = 4  # of the file: raised when something else is measured
 DIFFERS = 0.25  # a measured figure replaces a shipped one if it is further from it than this share of it
+UNEVEN = 1.15  # of `Calibration.pace_ratio`: above it, users are told
 DIGITS = 2  # that are kept of a figure: the others change from run to run
 
 
@@ -43,6 +44,8 @@ class Calibration:
         grouped_share: what grouped matmuls reach of the rate of plain ones; None if they were not measured.
         attention_flops_s: by kernel; see `hardware.ATTENTION_SHARES`.
         wires: one for each transport.
+        pace_ratio: the longest time over the shortest of one matmul, timed before, between and behind all that was
+            measured; of all ranks, the largest. 1 on a machine that runs evenly.
     """
 
     device: str
@@ -57,6 +60,7 @@ class Calibration:
     adam_bytes_s: float
     kernel_s: float
     wires: tuple[Wire, ...]
+    pace_ratio: float = 1.0
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
@@ -86,11 +90,22 @@ class Calibration:
             made.world,
             made.memory_bytes,
             made.grouped_share or 1.0,
+            made.pace_ratio,
         ]
         texts = [made.device, made.driver, made.torch]
         if not all(_is_positive(number) for number in numbers) or not all(isinstance(each, str) for each in texts):
             raise ValueError("it has a figure that is no positive number, or a name that is no text")
         return made
+
+    @property
+    def pace_warning(self) -> str:
+        """What users are told of a machine that did not run evenly while it was measured; empty if it did."""
+        if self.pace_ratio <= UNEVEN:
+            return ""
+        return (
+            f"a matmul took up to {self.pace_ratio:.1f} x as long at one time as at another: other work ran, or this "
+            "machine's speed varies. Predictions may be off by as much."
+        )
 
     @property
     def shipped(self) -> Hardware:
@@ -177,7 +192,10 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
         return shipped
     made = replace(made, memory_bytes=calibration.memory_bytes)
     what = ", ".join(changed)
-    return replace(made, source=f"{what} measured by zcompile calibrate on {calibration.device}; else {shipped.source}")
+    machine = calibration.device
+    if differs == 0 and calibration.pace_warning:  # no part of what plans go by, and so of no key
+        machine += f", whose speed varied by {calibration.pace_ratio:.1f} x"
+    return replace(made, source=f"{what} measured by zcompile calibrate on {machine}; else {shipped.source}")
 
 
 class Tables(NamedTuple):

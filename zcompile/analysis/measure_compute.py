@@ -108,10 +108,8 @@ def hold_device(host_s: float) -> None:
 
 
 def measure_compute(device: torch.device) -> Compute:
-    """What `device` reaches. What it does not have, such as fp8 on an older GPU, is left out."""
+    """What `device` reaches, after `warm_up`. What it does not have, such as fp8 on an older GPU, is left out."""
     on_gpu = device.type == "cuda"
-    if on_gpu:
-        _if_possible(partial(_warm_up, device))
     sizes, dtypes = (GPU_SIZES, GPU_DTYPES) if on_gpu else (CPU_SIZES, CPU_DTYPES)
     found = {dtype: _if_possible(partial(_matmul_rate, device, dtype, sizes)) for dtype in dtypes}
     rates = {dtype: rate for dtype, rate in found.items() if rate is not None}
@@ -131,13 +129,33 @@ def measure_compute(device: torch.device) -> Compute:
     )
 
 
-def _warm_up(device: torch.device) -> None:
-    """Runs matmuls for WARM_UP_S. In a training step, too, a GPU's power limit sets its clock."""
-    product = square_product(device, torch.bfloat16, GPU_SIZES.products[-1])
+def warm_up(device: torch.device) -> None:
+    """Run matmuls for WARM_UP_S on a GPU. In a training step, too, its power limit sets its clock."""
+    if device.type != "cuda":
+        return
+    product = square_product(device, torch.float16, GPU_SIZES.products[-1])
     begin_s = time.perf_counter()
     while time.perf_counter() - begin_s < WARM_UP_S:
         product()
         torch.cuda.synchronize()
+
+
+class Pace:
+    """How evenly a machine runs: one matmul, timed now and then beside all that is measured."""
+
+    def __init__(self, device: torch.device):
+        n = (GPU_SIZES if device.type == "cuda" else CPU_SIZES).products[1]
+        self._device, self._product = device, square_product(device, torch.float32, n)
+        self._seconds: list[float] = []
+
+    def look(self) -> None:
+        """Time the matmul, which takes some 0.3 s."""
+        self._seconds.append(seconds_of(self._product, self._device))
+
+    @property
+    def ratio(self) -> float:
+        """Its longest time over its shortest."""
+        return max(self._seconds) / min(self._seconds)
 
 
 def _if_possible(measure: Callable[[], T]) -> T | None:

@@ -121,7 +121,10 @@ def describe(calibration: Calibration) -> str:
     rows = [_row(what, old, new, used) for what, old, new, used in _figures(calibration, shipped, taken)]
     heading = f"{calibration.device}, {calibration.world} ranks, torch {calibration.torch}"
     sizes = "Transfers by the bytes of the unsharded tensor."
-    return "\n".join([heading, table_text("", (shipped.name, "measured", "plans use"), rows).rstrip(), sizes])
+    lines = [heading, table_text("", (shipped.name, "measured", "plans use"), rows).rstrip(), sizes]
+    if warning := calibration.pace_warning:
+        lines.append(f"{warning[0].upper()}{warning[1:]}")
+    return "\n".join(lines)
 
 
 def _row(what: str, old: float, new: float, used: float) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import quantiles
 from typing import Any
@@ -14,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile import _C
 from zcompile.analysis.calibration import Calibration, device_name, driver_of, write_calibration
 from zcompile.analysis.hardware import MIB, Points, Wire
-from zcompile.analysis.measure_compute import MOST_AHEAD_S, hold_device, measure_compute, square_product
+from zcompile.analysis.measure_compute import (
+    MOST_AHEAD_S,
+    Pace,
+    hold_device,
+    measure_compute,
+    square_product,
+    warm_up,
+)
 from zcompile.sharding.memory import host_memory_bytes
 from zcompile.sharding.process_groups import all_gather_object, device_of, groups_of, shard_group_of
 from zcompile.sharding.select_transport import choose
@@ -64,8 +72,13 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     group, device = shard_group_of(mesh), device_of(mesh)
     all_gather_object(group, None)  # all measure at once: as in a step, ranks on CPUs share memory and cores
+    warm_up(device)
+    pace = Pace(device)
+    pace.look()
     compute = measure_compute(device)
+    pace.look()
     wires = tuple(_wires(mesh, device)) if group.size() > 1 else ()
+    pace.look()
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory_bytes()
     measured = Calibration(
@@ -76,9 +89,13 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
         memory_bytes=memory,
         **compute._asdict(),
         wires=wires,
+        pace_ratio=pace.ratio,
     )
-    calibration: Calibration = all_gather_object(group, measured)[0]
+    of_ranks: list[Calibration] = all_gather_object(group, measured)
+    calibration = replace(of_ranks[0], pace_ratio=max(each.pace_ratio for each in of_ranks))
     if write and dist.get_rank() == 0:
+        if warning := calibration.pace_warning:
+            log.warning("zcompile: %s", warning)
         try:
             log.info("zcompile: what was measured is in %s", write_calibration(calibration))
         except OSError as error:
