@@ -48,7 +48,8 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
 
     All ranks call it together, with nothing else on the machine. It takes less than 20 s. From then on
     `zcompile.shard` takes what was measured where it differs by more than a quarter from the shipped table of this
-    device. The first rank's figures are everybody's.
+    device. The first rank's figures are everybody's. If a matmul took longer at one time than at another, on any rank,
+    `pace_ratio` says how many times as long; `pace_warning` is the text for users.
 
     Args:
         mesh: the ranks, whose last dimension shares the shards. Default: all ranks, on GPUs if the process group's
