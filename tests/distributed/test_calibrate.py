@@ -57,12 +57,12 @@ def rank_slows_down(rank, world, folder):
     """The second rank's third look at its pace takes five times as long."""
     looks = []
 
-    def seconds(self):
+    def look(self):
         looks.append(self)
         self._seconds.append(5.0 if rank == 1 and len(looks) == 3 else 1.0)
 
     home = mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}")
-    with home, mock.patch.object(measure_compute.Pace, "look", seconds):
+    with home, mock.patch.object(measure_compute.Pace, "look", look):
         return calibrate_quickly().pace_ratio
 
 

@@ -44,7 +44,7 @@ class Calibration:
         grouped_share: what grouped matmuls reach of the rate of plain ones; None if they were not measured.
         attention_flops_s: by kernel; see `hardware.ATTENTION_SHARES`.
         wires: one for each transport.
-        pace_ratio: the longest time over the shortest of one matmul, timed before, between and behind all that was
+        pace_ratio: the longest time over the shortest of one matmul, timed before, between and after all that was
             measured; of all ranks, the largest. 1 on a machine that runs evenly.
     """
 
@@ -104,7 +104,7 @@ class Calibration:
             return ""
         return (
             f"a matmul took up to {self.pace_ratio:.1f} x as long at one time as at another: other work ran, or this "
-            "machine's speed varies. Predictions may be off by as much."
+            "machine's speed varies. Predictions may be off by as much, or more."
         )
 
     @property

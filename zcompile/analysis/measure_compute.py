@@ -141,7 +141,7 @@ def warm_up(device: torch.device) -> None:
 
 
 class Pace:
-    """How evenly a machine runs: one matmul, timed now and then beside all that is measured."""
+    """How evenly a machine runs: one matmul, timed now and then, between what else is measured."""
 
     def __init__(self, device: torch.device):
         n = (GPU_SIZES if device.type == "cuda" else CPU_SIZES).products[1]
