@@ -14,7 +14,6 @@ from torch._functorch import config as torch_config
 
 from zcompile.analysis.costs.registry import registered_costs
 from zcompile.analysis.hardware import Link
-from zcompile.old_names import current_options
 
 TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of parameters that may train, and that `param_dtype` is for. Others are frozen, and travel as they are."""
@@ -138,7 +137,7 @@ class Settings:
         Raises:
             ValueError: an unknown option, or a value that an option cannot have; lists what is known.
         """
-        options = current_options(options)
+        options = dict(options or {})
         known = [option.name for option in dataclasses.fields(cls)]
         unknown = sorted(set(options) - set(known))
         if unknown:

@@ -149,7 +149,7 @@ def pair():
         (["--budgets", "-1"], "--budgets takes"),
         (["--activation-budgets", "1,2"], "--activation-budgets takes numbers from 0 to 1"),
         (["--activation-budgets", "half"], "--activation-budgets takes numbers from 0 to 1"),
-        (["--persist", "-1"], "--save-for-backward takes"),
+        (["--save-for-backward", "-1"], "--save-for-backward takes"),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
         (["--module", f"{__file__}:pair"], "must return a module, batch"),

@@ -18,7 +18,7 @@ MOST_LINES, MOST_COLUMNS = 500, 120
 # Lowest first. A module belongs to the entry that is the longest prefix of its name.
 PYTHON_LAYERS = (
     ("zcompile._C",),
-    ("zcompile.analysis", "zcompile.options", "zcompile.old_names", "zcompile.source_hash"),
+    ("zcompile.analysis", "zcompile.options", "zcompile.source_hash"),
     ("zcompile.passes",),
     ("zcompile.sharding",),
     ("zcompile.backend", "zcompile.inductor"),

@@ -7,7 +7,6 @@ from torch import nn
 
 from zcompile.artifact.model import check_artifact
 from zcompile.backend import parse_options
-from zcompile.old_names import current_options
 
 
 def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
@@ -32,9 +31,7 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
         )
     if not isinstance(block, Mapping) or not isinstance(block.get("enabled", False), bool):
         raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in "zero_optimization" of the config.')
-    options = dict(
-        current_options({name: value for name, value in block.items() if name not in ("enabled", "artifact")})
-    )
+    options = {name: value for name, value in block.items() if name not in ("enabled", "artifact")}
     settings = parse_options(options)
     if (path := block.get("artifact")) is not None:
         if not isinstance(path, str):

@@ -115,7 +115,6 @@ def parser() -> Parser:
     )
     add(
         "--save-for-backward",
-        "--persist",  # its name in earlier releases
         metavar="MIB",
         help="unsharded parameters that forward saves for backward, in MiB (default: the size of the largest and an "
         "eighth more if forward returns a loss, else 0)",

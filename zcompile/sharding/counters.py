@@ -1,12 +1,13 @@
 """What went over the wire, as the runtime counted it."""
 
+from typing import Any
+
 from torch import nn
 
-from zcompile.old_names import Stats
 from zcompile.sharding.model_state import models_of, state_of
 
 
-def stats(model: nn.Module) -> Stats:
+def stats(model: nn.Module) -> dict[str, Any]:
     """What went over the wire for `model` since it was sharded or `reset_stats` was called, counted by the runtime.
 
     Returns:
@@ -35,7 +36,7 @@ def stats(model: nn.Module) -> Stats:
         domain_bytes[other.domain] += own["own_bytes"]
     words = {"transport_reason": state.transport.reason, "compiled": state.compiled}
     shared = {name: value for name, value in counted.items() if name != "own_bytes"}
-    return Stats(shared | {"domain_bytes": domain_bytes} | words)
+    return shared | {"domain_bytes": domain_bytes} | words
 
 
 def reset_stats(model: nn.Module) -> None:
