@@ -4,7 +4,7 @@
         -- --model 2b --steps 20
 
 A budget of B MiB is `gather_budget_bytes` and `save_for_backward_bytes` of B: what backward would gather again is saved
-from forward as far as B goes. What follows `--` goes to `python -m zcompile.profile`, which runs each budget as an
+from forward as far as B goes. What follows `--` goes to `zcompile profile`, which runs each budget as an
 engine, one after the other.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from zcompile.profile.__main__ import main as profile
+from zcompile import cli
 
 MIB = 1 << 20
 
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("profile", nargs="*", help="for the profiler, behind --")
     arguments = parser.parse_args()
     engines = ",".join(map(engine, arguments.budgets))
-    code = profile([*arguments.profile, "--engines", engines, "--output", str(arguments.output)])
+    code = cli.main(["profile", *arguments.profile, "--engines", engines, "--output", str(arguments.output)])
     runs = swept(json.loads((arguments.output / "results.json").read_text()), arguments.budgets)
     if not runs:
         return code

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from train import LanguageModel, draw_batch, draw_curves, mean_over_ranks, read_corpus
 
 import zcompile
-from zcompile.planning.extras import require
+from zcompile.cli import require
 
 require("examples/deepspeed_train.py", "deepspeed,train", "deepspeed", "matplotlib", "tqdm")
 import deepspeed  # noqa: E402

@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from train import LanguageModel, SwiGLU, Training, make_parser, run
 
 import zcompile
-from zcompile.planning.extras import require
+from zcompile.cli import require
 
 STD = 0.02  # of initial values
 

@@ -2,7 +2,7 @@
 
     python examples/profile.py --engines zcompile,fsdp2 --ranks 2 --steps 10
 
-`build` says what is trained; everything else is `python -m zcompile.profile`, whose options this takes.
+`build` says what is trained; everything else is `zcompile profile`, whose options this takes.
 """
 
 import sys
@@ -12,7 +12,7 @@ sys.path.pop(0)  # the folder of this file, which has the name of a module of Py
 import torch
 from torch import nn
 
-from zcompile.profile.__main__ import main
+from zcompile.cli import main
 
 WIDTH, CLASSES, PICTURES = 256, 10, 64
 
@@ -44,4 +44,4 @@ def build():
 
 
 if __name__ == "__main__":
-    sys.exit(main(["--module", f"{__file__}:build", *sys.argv[1:]]))
+    sys.exit(main(["profile", "--module", f"{__file__}:build", *sys.argv[1:]]))

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zcompile
-from zcompile.planning.extras import require
+from zcompile.cli import require
 
 VOCABULARY = 256  # bytes
 VALIDATION_BATCHES = 16

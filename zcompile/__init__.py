@@ -63,13 +63,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`zcompile.explain` and `zcompile.compile`, imported when first asked for: with them comes Inductor.
-
-    There is a submodule zcompile.explain, too. In `sys.modules` it replaces itself with the function. So the name is
-    the function, whether or not somebody has imported the submodule.
-    """
+    """`zcompile.explain` and `zcompile.compile`, imported at their first use because they import Inductor."""
     if name == "explain":
-        return importlib.import_module("zcompile.explain")
+        return importlib.import_module("zcompile.planning.explain").explain
     if name == "compile":
         return importlib.import_module("zcompile.artifact.model").compile
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

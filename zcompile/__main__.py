@@ -1,8 +1,8 @@
-"""`python -m zcompile`: see command_line.py."""
+"""`python -m zcompile`: see cli.py."""
 
 import sys
 
-from zcompile.command_line import main
+from zcompile.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,8 +26,6 @@ from zcompile.artifact import aot
 from zcompile.artifact.file_format import ArtifactError, write
 from zcompile.artifact.program import make
 from zcompile.backend import parse_options
-from zcompile.options import TRANSPORTS
-from zcompile.planning.argument_parser import Parser, positive
 from zcompile.planning.workloads import BadInput
 from zcompile.sharding.attributes import STATE
 from zcompile.sharding.model_state import models_of, state_of
@@ -37,63 +35,22 @@ from zcompile.sharding.shard import shard
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parser() -> Parser:
-    """All options, each with its unit and default in its help."""
-    options = Parser(
-        "zcompile precompile",
-        "Compile a model into a file, in one process and without the other ranks. Use it so that a training run starts "
-        "without a compiler: its ranks call zcompile.compile(model, artifact=FILE). Nothing is trained. On GPUs, run "
-        "it on one of the kind that the run has.",
-        example="zcompile precompile --module train.py:build --ranks 8 --out model.zc",
-        usage="--module FILE.py:FUNCTION --ranks N --out FILE [options]",
-    )
-    add = options.add_argument_group("required").add_argument
-    add(
-        "--module",
-        required=True,
-        metavar="FILE.py:FUNCTION",
-        help="the model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch). The module may be "
-        "sharded already. FILE.py must do nothing when it is imported",
-    )
-    add("--ranks", type=positive, required=True, metavar="N", help="ranks of the run")
-    add("--out", type=Path, required=True, metavar="FILE", help="where to write the artifact")
-    add = options.add_argument_group("sharding of the run, if FUNCTION does not shard").add_argument
-    add("--replicas", type=positive, default=1, metavar="N", help="2 of 8 ranks are a mesh of 2 x 4 (default: 1)")
-    add("--param-dtype", choices=DTYPES, help="param_dtype of zcompile.shard (default: that of the parameters)")
-    add("--reduce-dtype", choices=DTYPES, help="reduce_dtype of zcompile.shard (default: that of the gradients)")
-    add = options.add_argument_group("compiler of the run").add_argument
-    add("--options", default="{}", metavar="JSON", help="options of the backend (default: {})")
-    add("--mode", help="mode of torch.compile, which Inductor gets (default: none)")
-    add(
-        "--transport",
-        choices=TRANSPORTS[1:],
-        help="transport of the run (default: nccl on GPUs, gloo on CPUs)",
-    )
-    add(
-        "--threads",
-        type=positive,
-        metavar="N",
-        help="threads of a rank, on CPUs (default: OMP_NUM_THREADS, or 1 as under torchrun)",
-    )
-    add("--device", choices=("cuda", "cpu"), help="device of the run (default: cuda where there is a GPU, else cpu)")
-    return options
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Write the artifact and say its size and SHA-256.
+def run(arguments: argparse.Namespace) -> int:
+    """Write the artifact and print its size and SHA-256.
 
     Returns:
-        The exit code: 0, or 1 if the model cannot be compiled into a file. Bad input exits with 2.
+        The exit code: 0, or 1 if the model cannot be compiled into a file.
+
+    Raises:
+        BadInput: see `precompile`.
     """
-    options = parser()
-    arguments = options.parse_args(argv)
     try:
         data = precompile(arguments)
-    except (BadInput, ValueError) as error:
-        options.error(str(error))
     except ArtifactError as error:
         print(error, file=sys.stderr)
         return 1
+    except ValueError as error:
+        raise BadInput(str(error)) from error
     write(arguments.out, data)
     print(f"{arguments.out}: {len(data) / 1e6:.1f} MB, SHA-256 {hashlib.sha256(data).hexdigest()}")
     return 0

@@ -15,7 +15,7 @@ import zcompile
 from zcompile.analysis import measure_compute
 from zcompile.analysis.calibration import Calibration, calibration_file, device_name, read_calibration
 from zcompile.analysis.hardware import CPU
-from zcompile.planning.command import main as explain
+from zcompile.cli import main
 from zcompile.sharding import machine_table, measure_machine
 from zcompile.sharding.model_state import state_of
 
@@ -140,7 +140,7 @@ def test_the_command_measures_and_explain_takes_its_file(tmp_path, capsys):
     made = run_calibrate("--output", file)
     assert made.returncode == 0, made.stderr
     assert "gloo gather, 16 MiB" in made.stdout and str(file) in made.stdout
-    assert explain(["--model", "tiny", "--tokens", "32", "--ranks", "2", "--hardware", str(file)]) == 0
+    assert main(["explain", "--model", "tiny", "--tokens", "32", "--ranks", "2", "--hardware", str(file)]) == 0
     told = capsys.readouterr().out
     assert "over gloo" in told and "measured by zcompile calibrate" in told
 

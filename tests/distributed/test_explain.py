@@ -13,7 +13,7 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
-from zcompile.planning.command import main
+from zcompile.cli import main
 from zcompile.planning.workloads import load
 
 matrix = pytest.mark.matrix
@@ -44,7 +44,7 @@ def explain_and_compile(rank, options):
 def rank_explains_alone(rank, world, file):
     """What `explain` and the command say of one model, world of 1."""
     arguments = ["--model", "tiny", "--precision", "bf16", "--hardware", "cpu"]
-    assert main([*arguments, "--ranks", "1", "--json", file]) == 0
+    assert main(["explain", *arguments, "--ranks", "1", "--json", file]) == 0
     workload = load("tiny", None, None, None, False)
     model = zcompile.shard(workload.model, param_dtype=torch.bfloat16)
     ours = zcompile.explain(model, workload.batch(0, 0))
@@ -174,7 +174,7 @@ def test_explain_refuses_a_transport_that_is_not_possible(ranks):
 
 
 def test_what_passes_change_is_logged_and_traced(tmp_path):
-    command = [sys.executable, "-m", "zcompile.explain", "--model", "tiny", "--tokens", "16", "--ranks", "2"]
+    command = [sys.executable, "-m", "zcompile", "explain", "--model", "tiny", "--tokens", "16", "--ranks", "2"]
     environment = os.environ | {"TORCH_LOGS": "+zcompile", "TORCH_TRACE": str(tmp_path)}
     told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert told.returncode == 0 and "a step of" in told.stdout

@@ -1,4 +1,4 @@
-"""`zcompile` and `python -m zcompile`, and that `zcompile.explain` is a function whoever imported what."""
+"""`zcompile` and `python -m zcompile`."""
 
 import re
 import subprocess
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import zcompile
-from tests.support.pages import EXTRAS_OF_PROFILE, check_commands, parser_of
-from zcompile import command_line
-from zcompile.planning.argument_parser import WIDTH
+from tests.support.pages import check_commands, parser_of
+from zcompile import cli
+from zcompile.cli import WIDTH
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,12 +21,12 @@ def python(*arguments):
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_shows_an_example_of_each_command(arguments, capsys):
-    assert command_line.main(arguments) == 0
+    assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    for name, subcommand in command_line.SUBCOMMANDS.items():
-        assert f"  {name}\n      {subcommand.about}\n      Use it " in text
+    for name, command in cli.COMMANDS.items():
+        assert f" {name} {command.about} {command.when} example: {command.example} " in " ".join(text.split())
     examples = re.findall("example: (.*)", text)
-    assert [example.split()[1] for example in examples] == list(command_line.SUBCOMMANDS)
+    assert [example.split()[1] for example in examples] == list(cli.COMMANDS)
     for example in examples:
         check_commands(example)
     assert all(len(line) <= WIDTH for line in text.splitlines())
@@ -34,18 +34,17 @@ def test_help_shows_an_example_of_each_command(arguments, capsys):
 
 def help_of(name, columns, monkeypatch, capsys):
     """What `zcompile NAME --help` prints in a terminal of so many columns."""
-    if name == "profile":
-        for package in EXTRAS_OF_PROFILE:
-            pytest.importorskip(package)
+    for package in cli.COMMANDS[name].packages:
+        pytest.importorskip(package)
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as stopped:
-        command_line.main([name, "--help"])
+        cli.main([name, "--help"])
     assert stopped.value.code == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-@pytest.mark.parametrize("name", command_line.SUBCOMMANDS)
+@pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_of_a_command_has_one_example_that_its_parser_takes(name, columns, monkeypatch, capsys):
     text = help_of(name, columns, monkeypatch, capsys)
     usage, blank, about, *_ = text.splitlines()
@@ -57,7 +56,7 @@ def test_help_of_a_command_has_one_example_that_its_parser_takes(name, columns, 
     assert all(len(line) <= min(columns, WIDTH) for line in text.splitlines()[1:])
 
 
-@pytest.mark.parametrize("name", command_line.SUBCOMMANDS)
+@pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_of_a_command_says_the_default_of_each_option(name, monkeypatch, capsys):
     text = help_of(name, WIDTH, monkeypatch, capsys)
     for action in parser_of(name)._actions:
@@ -72,16 +71,16 @@ def test_help_of_a_command_says_the_default_of_each_option(name, monkeypatch, ca
 
 
 def test_unknown_command_is_one_line(capsys):
-    assert command_line.main(["explode"]) == 2
+    assert cli.main(["explode"]) == 2
     names = "profile, explain, calibrate, precompile"
     assert capsys.readouterr().err == f"zcompile: unknown command 'explode'; commands are {names}\n"
 
 
 def test_a_command_is_imported_only_when_it_is_asked_for():
-    code = "import sys; from zcompile.command_line import main; main(['--help']); print(sorted(sys.modules))"
+    code = "import sys; from zcompile.cli import main; main(['--help']); print(sorted(sys.modules))"
     modules = python("-c", code).stdout
-    assert "zcompile.command_line" in modules
-    for name in ("zcompile.planning", "zcompile.profile", "zcompile.backend", "torch._inductor.compile_fx"):
+    assert "zcompile.cli" in modules
+    for name in ("zcompile.profile", "zcompile.backend", "torch._inductor.compile_fx"):
         assert f"'{name}'" not in modules
 
 
@@ -93,29 +92,8 @@ def test_version():
     assert printed == zcompile.__version__ == written
 
 
-def test_module_commands_still_work():
-    assert "--ranks" in python("-m", "zcompile.explain", "--help").stdout
-    assert "--ranks" in python("-m", "zcompile", "explain", "--help").stdout
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import zcompile",
-        "import zcompile.explain",
-        "import zcompile.planning.explain",
-        "import zcompile.explain, zcompile.planning.explain",
-        "import zcompile.planning.explain, zcompile.explain",
-    ],
-)
-def test_explain_is_the_function_whatever_is_imported(imports):
-    code = (
-        f"import sys\n{imports}\nimport zcompile\n"
-        "from zcompile import explain\n"
-        "assert explain is zcompile.explain is sys.modules['zcompile.planning.explain'].explain\n"
-        "import zcompile.explain\n"
-        "assert zcompile.explain is explain and callable(explain)\n"
-    )
+def test_explain_is_the_function_after_its_module_is_imported():
+    code = "import zcompile.planning.explain, zcompile; assert zcompile.explain is zcompile.planning.explain.explain"
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
 

@@ -10,7 +10,7 @@ import pytest
 
 import zcompile
 from tests.support.profiling import SHORT, results_in
-from zcompile.profile.__main__ import main
+from zcompile.cli import main
 
 FAILING = """
 import json, os, signal, sys, time
@@ -50,7 +50,7 @@ def wait_for(condition, seconds=30):
 @pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.matrix)])
 def test_no_rank_outlives_the_profiler(tmp_path, by):
     arguments = [*SHORT, *write_model(tmp_path), "--engines", "limit", "--output", str(tmp_path)]
-    profiler = subprocess.Popen([sys.executable, "-m", "zcompile.profile", *arguments], stdout=subprocess.DEVNULL)
+    profiler = subprocess.Popen([sys.executable, "-m", "zcompile", "profile", *arguments], stdout=subprocess.DEVNULL)
 
     def ranks():
         return [
@@ -69,7 +69,7 @@ def test_no_rank_outlives_the_profiler(tmp_path, by):
 
 def test_engines_that_fail_leave_the_others(tmp_path, capsys):
     arguments = ["--engines", "fsdp2,ddp,limit,eager", "--timeout", "40", "--output", str(tmp_path)]
-    assert main([*SHORT, *write_model(tmp_path), *arguments]) == 0
+    assert main(["profile", *SHORT, *write_model(tmp_path), *arguments]) == 0
     engines = results_in(tmp_path)["engines"]
     assert engines["fsdp2"]["failed"] == "ValueError: the second rank does not like this batch"
     assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 40 s" in engines["limit"]["failed"]
@@ -94,7 +94,7 @@ def test_a_plan_that_fails_on_one_rank_takes_nothing_with_it(tmp_path, monkeypat
     monkeypatch.setattr(zcompile, "explain", zcompile.explain)  # the profiler imports the model here, too
     engine = 'zcompile:inner=aot_eager:skip_passes=["bucket"]'
     arguments = ["--engines", engine, "--output", str(tmp_path)]
-    assert main([*SHORT, *write_model(tmp_path, NO_PLAN), *arguments]) == 0
+    assert main(["profile", *SHORT, *write_model(tmp_path, NO_PLAN), *arguments]) == 0
     measured = results_in(tmp_path)["engines"][engine]
     assert measured["plan"] is None and measured["memory"] and len(measured["losses"]) == 5
     assert measured["missing"] == ["plan (OutOfMemoryError: no room for a plan)"]

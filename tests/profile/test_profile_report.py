@@ -16,9 +16,9 @@ from PIL import Image
 
 from tests.support.browser import NoBrowser, look
 from tests.support.profiling import SHORT, results_in
+from zcompile.cli import main
 from zcompile.planning.workloads import load
 from zcompile.profile import figures, report
-from zcompile.profile.__main__ import main
 from zcompile.profile.engines import file_name
 from zcompile.profile.wire import wire_bytes
 
@@ -37,7 +37,7 @@ def profiled(tmp_path_factory):
         shutil.copytree(built, folder / "runs/extensions" / built.name, ignore=shutil.ignore_patterns("lock"))
     engines = ",".join([OURS, "limit", "fsdp2", "deepcompile", *ZERO3])
     batches = ["--tokens", "32", "--batch", "2", "--accumulation", "2"]
-    assert main([*SHORT, "--engines", engines, *batches, "--trace", "--output", str(folder)]) == 0
+    assert main(["profile", *SHORT, "--engines", engines, *batches, "--trace", "--output", str(folder)]) == 0
     return folder
 
 

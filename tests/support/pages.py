@@ -13,11 +13,10 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.deepspeed_config import config_of
-from zcompile import command_line
+from zcompile import cli
 from zcompile.deepspeed.config import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS_OF_PROFILE = ("jinja2", "matplotlib", "psutil", "rich")
 
 
 class Block(NamedTuple):
@@ -92,11 +91,9 @@ def check_commands(text: str) -> None:
 
 def parser_of(command: str):
     """The parser of `zcompile COMMAND`. Skips the test that asks for it where packages of an extra are missing."""
-    if command == "profile":
-        for package in EXTRAS_OF_PROFILE:
-            pytest.importorskip(package)
-        return importlib.import_module("zcompile.profile.command").parser()
-    return importlib.import_module(command_line.SUBCOMMANDS[command].module).parser()
+    for package in cli.COMMANDS[command].packages:
+        pytest.importorskip(package)
+    return cli.Parser(command, cli.COMMANDS[command])
 
 
 def check_zcompile(arguments: list[str]) -> None:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from zcompile.analysis.hardware_tables import A100, B200, H100
-from zcompile.planning.command import main
+from zcompile.cli import main
 from zcompile.planning.device_attention import DeviceAttention
 
 EFFICIENT, CPU_FLASH = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
@@ -92,7 +92,7 @@ def test_explain_for_a_gpu_has_no_scores_in_memory(tmp_path):
     for hardware in ("h200", "cpu"):
         file = tmp_path / f"{hardware}.json"
         arguments = ["--module", f"{__file__}:latent", "--ranks", "2", "--hardware", hardware, "--json", str(file)]
-        assert main(arguments) == 0
+        assert main(["explain", *arguments]) == 0
         (plan,) = json.loads(file.read_text())["ranks"]
         live[hardware] = max(graph["live_bytes"] for graph in plan["graphs"])
     scores_bytes = 2 * 8 * 4096 * 4096
@@ -114,12 +114,12 @@ def flex():
 def test_flex_attention_is_explained_without_a_gpu(tmp_path, capsys):
     """torch refuses its backward on CPUs; what a GPU runs is known all the same."""
     arguments = ["--module", f"{__file__}:flex", "--ranks", "2"]
-    assert main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
+    assert main(["explain", *arguments, "--json", str(tmp_path / "plan.json")]) == 0
     (plan,) = json.loads((tmp_path / "plan.json").read_text())["ranks"]
     assert [graph["kind"] for graph in plan["graphs"]] == ["forward", "backward"]
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        main([*arguments, "--hardware", "cpu"])
+        main(["explain", *arguments, "--hardware", "cpu"])
     assert "does not support backward on CPU" in capsys.readouterr().err
 
 
@@ -128,7 +128,7 @@ def test_a_triton_kernel_is_explained_without_a_gpu(tmp_path):
     pytest.importorskip("triton")
     file, module = tmp_path / "plan.json", Path(__file__).parents[2] / "benchmarks/custom_kernels.py:triton_swiglu"
     with mock.patch.object(triton_kernel_wrap.log, "warning") as warn:  # torch's loggers do not reach caplog
-        assert main(["--module", str(module), "--ranks", "1", "--json", str(file)]) == 0
+        assert main(["explain", "--module", str(module), "--ranks", "1", "--json", str(file)]) == 0
     assert not any("every input is mutated" in str(call) for call in warn.call_args_list)
     (plan,) = json.loads(file.read_text())["ranks"]
     assert [graph["kind"] for graph in plan["graphs"]] == ["forward", "backward"]

@@ -1,4 +1,4 @@
-"""`python -m zcompile.explain`, without ranks."""
+"""`zcompile explain`, without ranks."""
 
 import json
 
@@ -8,14 +8,14 @@ from torch import nn
 
 from zcompile.analysis.calibration import Calibration
 from zcompile.analysis.hardware_tables import TABLES
-from zcompile.planning.command import main
+from zcompile.cli import main
 from zcompile.planning.workloads import load
 
 
 def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1"]
     arguments += ["--activation-budgets", "1,0.4", "--json"]
-    assert main([*arguments, str(tmp_path / "plan.json")]) == 0
+    assert main(["explain", *arguments, str(tmp_path / "plan.json")]) == 0
     told = capsys.readouterr().out
     assert "embedding.weight" in told and "4096" in told and "Graph breaks" not in told
     written = json.loads((tmp_path / "plan.json").read_text())
@@ -52,7 +52,7 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
 def test_one_rank_casts_parameters_instead_of_gathering_them(tmp_path):
     """Casts take time, and gathers among one rank would take none. Nothing moves peer to peer."""
     file = tmp_path / "plan.json"
-    assert main(["--model", "tiny", "--tokens", "16", "--ranks", "2,1,64", "--json", str(file)]) == 0
+    assert main(["explain", "--model", "tiny", "--tokens", "16", "--ranks", "2,1,64", "--json", str(file)]) == 0
     several, one, others = json.loads(file.read_text())["ranks"]
     assert [plan["transport"] for plan in (several, one, others)] == ["p2p", "nccl", "nccl"]
     assert all(not graph["gathers"] and graph["gathered_bytes"] == 0 for graph in one["graphs"])
@@ -75,7 +75,7 @@ def test_a_machine_near_its_table_has_the_plan_of_the_table_and_predictions_of_i
     plans = []
     for hardware in ("h200", str(tmp_path / "machine.json")):
         arguments = ["--model", "tiny", "--tokens", "16", "--ranks", "2", "--hardware", hardware]
-        assert main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
+        assert main(["explain", *arguments, "--json", str(tmp_path / "plan.json")]) == 0
         plans += json.loads((tmp_path / "plan.json").read_text())["ranks"]
     of_table, measured = plans
     places = ("starts", "arrives", "dies", "bucket")
@@ -125,7 +125,7 @@ def skipped():
 @pytest.mark.parametrize("build", [breaks, skipped])
 def test_what_runs_between_graphs_is_left_out(build, tmp_path, capsys):
     file = tmp_path / "plan.json"
-    assert main(["--module", f"{__file__}:{build.__name__}", "--ranks", "2", "--json", str(file)]) == 0
+    assert main(["explain", "--module", f"{__file__}:{build.__name__}", "--ranks", "2", "--json", str(file)]) == 0
     (plan,) = json.loads(file.read_text())["ranks"]
     gathered = {gather["parameter"] for graph in plan["graphs"] for gather in graph["gathers"]}
     assert "model.last.weight" in gathered
@@ -157,6 +157,6 @@ def pair():
 )
 def test_bad_input_is_one_line(arguments, says, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        main(["explain", *arguments])
     told = capsys.readouterr().err
     assert stopped.value.code == 2 and says in told and told.count("\n") == 1

@@ -25,7 +25,7 @@ PYTHON_LAYERS = (
     ("zcompile.artifact",),
     ("zcompile.planning",),
     ("zcompile.profile", "zcompile.deepspeed", "zcompile.huggingface"),
-    ("zcompile.command_line", "zcompile.__main__", "zcompile.explain", "zcompile.precompile"),
+    ("zcompile.cli", "zcompile.__main__", "zcompile.precompile"),
     ("zcompile_flag",),
 )
 CPP_LAYERS = (

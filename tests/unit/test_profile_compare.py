@@ -1,7 +1,8 @@
 """How the profiler compares engines: losses that stray, and runs that are interrupted."""
 
+from zcompile.cli import COMMANDS, Parser
 from zcompile.profile import compare
-from zcompile.profile.command import job_of, parser
+from zcompile.profile.command import job_of
 
 
 def test_a_loss_that_strays_is_marked():
@@ -32,7 +33,7 @@ def test_an_interruption_keeps_what_there_is(tmp_path, monkeypatch):
         return {"step_ms": [1.0, 3.0, 2.0], "losses": [2.0, 1.0], "tokens": 8, "about": "2 x CPU", **counts}
 
     monkeypatch.setattr(compare.launch, "run", run)
-    job, engines = job_of(parser().parse_args(["--engines", "eager,ddp,fsdp2"]))
+    job, engines = job_of(Parser("profile", COMMANDS["profile"]).parse_args(["--engines", "eager,ddp,fsdp2"]))
     results = compare.compare(job, None, engines, 2, tmp_path)["engines"]
     assert results["eager"]["step_ms"]["median"] == 2.0 and results["eager"]["step_ms"]["repeats"] == [2.0]
     assert results["ddp"] == results["fsdp2"] == {"failed": "interrupted"}

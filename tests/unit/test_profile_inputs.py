@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from zcompile.cli import main
 from zcompile.planning.workloads import load
-from zcompile.profile.__main__ import main
 from zcompile.profile.engines import file_name, find, names_of
 from zcompile.profile.torch_engines import blocks_of
 
@@ -92,7 +92,7 @@ def build():
 def test_bad_input_is_one_line(arguments, says, capsys, tmp_path, configs):
     arguments = [argument.replace("FOLDER", str(configs)) for argument in arguments]
     with pytest.raises(SystemExit) as stopped:
-        main([*arguments, "--output", str(tmp_path)])
+        main(["profile", *arguments, "--output", str(tmp_path)])
     printed = capsys.readouterr().err
     assert stopped.value.code == 2 and says in printed and printed.count("\n") == 1
     assert not list(Path(tmp_path).iterdir())

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from zcompile.analysis.calibration import Calibration, merged, write_calibration
 from zcompile.analysis.hardware import Hardware
-from zcompile.planning.argument_parser import Parser, positive
 from zcompile.planning.text import table_text
+from zcompile.planning.workloads import BadInput
 from zcompile.sharding.measure_machine import calibrate
 
 CHILD = "ZCOMPILE_CALIBRATES"  # set in the ranks that this command starts
@@ -22,54 +22,32 @@ TIMEOUT_S = 300.0
 MIB = 1 << 20
 
 
-def parser() -> Parser:
-    """All options, each with its unit and default in its help."""
-    options = Parser(
-        "zcompile calibrate",
-        "Measure what this machine reaches: matmuls, attention, memory, and transfers between ranks. Run it once, with "
-        "nothing else running, and again after an update of torch or of the driver; it takes less than 20 s. "
-        "Predictions then use what was measured, and plans where it differs by more than a quarter from the shipped "
-        "table. Across hosts, start one process per GPU: torchrun --nnodes ... -m zcompile calibrate.",
-        example="zcompile calibrate --output machine.json",
-    )
-    add = options.add_argument
-    add(
-        "--ranks",
-        type=positive,
-        metavar="N",
-        help="processes between which transfers are measured (default: one per GPU, or 2 on CPUs)",
-    )
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="where to write, for `zcompile explain --hardware FILE` (default: the cache in XDG_CACHE_HOME or "
-        "~/.cache, where training and `zcompile profile` find it)",
-    )
-    return options
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measure, keep what was measured, and print it beside the shipped table.
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, keep the rates, and print them beside the shipped table.
 
     Returns:
-        The exit code: 0, or 1 if a rank failed. Bad input, and a place that cannot be written, exit with 2.
+        The exit code: 0, or 1 if a rank failed.
+
+    Raises:
+        BadInput: more ranks than GPUs, or a file that cannot be written.
     """
-    options = parser()
-    arguments = options.parse_args(argv)
     if "RANK" in os.environ:
-        return _measure(options, arguments)
+        return _measure(arguments.output)
     gpus = torch.cuda.device_count()
     ranks = arguments.ranks or gpus or 2
     if gpus and ranks > gpus:
-        options.error(f"{ranks} ranks need as many GPUs, and there are {gpus}")
-    return _start(ranks, argv if argv is not None else sys.argv[1:])
+        raise BadInput(f"{ranks} ranks need as many GPUs, and there are {gpus}")
+    return start_ranks(ranks, arguments.output)
 
 
-def _start(ranks: int, argv: list[str]) -> int:
-    """Start the ranks and wait for them."""
+def start_ranks(ranks: int, output: Path | None) -> int:
+    """Start `ranks` processes that measure this machine, wait for them, and return the exit code of the command.
+
+    Args:
+        output: the file of the calibration. Default: the cache in which training finds it.
+    """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*launch, "-m", "zcompile", "calibrate", *argv]
+    command = [*launch, "-m", "zcompile", "calibrate", *(["--output", str(output)] if output else [])]
     environment = {**os.environ, CHILD: "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it, under which models train
     try:
@@ -89,8 +67,8 @@ def _start(ranks: int, argv: list[str]) -> int:
     return 1
 
 
-def _measure(options: Parser, arguments: argparse.Namespace) -> int:
-    """As one rank of several. The first one keeps and prints what was measured."""
+def _measure(output: Path | None) -> int:
+    """Measure as one rank of several. Rank 0 writes and prints the calibration."""
     on_gpu = torch.cuda.is_available()
     how: dict[str, Any] = {}
     if on_gpu:
@@ -103,14 +81,14 @@ def _measure(options: Parser, arguments: argparse.Namespace) -> int:
         calibration = calibrate(write=False)
         if dist.get_rank() == 0:
             try:
-                file = write_calibration(calibration, arguments.output)
+                file = write_calibration(calibration, output)
                 print(f"{describe(calibration)}\nIn {file}, after {time.monotonic() - begin_s:.1f} s.")
             except OSError as error:
                 problem = f"what was measured could not be kept: {error}"
     finally:
         dist.destroy_process_group()
     if problem:
-        options.error(problem)
+        raise BadInput(problem)
     return 0
 
 

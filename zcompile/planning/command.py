@@ -1,4 +1,4 @@
-"""`python -m zcompile.explain`: predicts a step of a model without running it, for any number of ranks."""
+"""`zcompile explain`: predicts a step of a model without running it, for any number of ranks."""
 
 import argparse
 import contextlib
@@ -20,10 +20,8 @@ from zcompile.analysis.hardware import CPU, Hardware, Link
 from zcompile.analysis.hardware_tables import TABLES
 from zcompile.backend import parse_options
 from zcompile.options import Plan, Settings
-from zcompile.planning.argument_parser import Parser, positive
 from zcompile.planning.device_attention import attention_of_gpus
 from zcompile.planning.explanation import Explanation, comparison
-from zcompile.planning.llama import SIZES
 from zcompile.planning.predict import predict_step
 from zcompile.planning.trace import Traced, trace
 from zcompile.planning.triton_target import triton_without_gpu
@@ -51,84 +49,6 @@ class Predicted(NamedTuple):
     by_activations: list[Explanation]
     traced_s: float
     graph_breaks: list[str]
-
-
-def parser() -> Parser:
-    """All options, each with its unit and default in its help."""
-    options = Parser(
-        "zcompile explain",
-        "Print the plan of a model, and predict time and memory of a training step for any number of ranks. Nothing is "
-        "trained, and no GPU is needed: use it before you rent the machines, or to choose budgets.",
-        example="zcompile explain --model 2b --ranks 8,64 --hardware h200 --budgets 0,256,1024",
-    )
-    add = options.add_argument_group("model").add_argument
-    add(
-        "--model",
-        default="2b",
-        metavar="NAME",
-        help=f"{', '.join(SIZES)} (decoders of Llama's shape), or a Hugging Face config by name or path (default: 2b)",
-    )
-    add(
-        "--module",
-        metavar="FILE.py:FUNCTION",
-        help="your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch) (default: the "
-        "one that --model names)",
-    )
-    add("--batch", type=positive, metavar="N", help="sequences per rank (default: 1, or 8 for tiny)")
-    add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        default="bf16",
-        help="dtype of compute and of gathers; main parameters are fp32 (default: bf16)",
-    )
-    add(
-        "--checkpointing",
-        action="store_true",
-        help="activation checkpointing: recompute each block's activations in backward (default: off)",
-    )
-    add = options.add_argument_group("machine").add_argument
-    add(
-        "--ranks",
-        default="8",
-        metavar="N[,N...]",
-        help="numbers of ranks; the plan is that of the first (default: 8)",
-    )
-    add(
-        "--hardware",
-        default="h200",
-        metavar="NAME",
-        help=f"{', '.join(TABLES)}, or a file that `zcompile calibrate --output` wrote (default: h200)",
-    )
-    add(
-        "--transport",
-        metavar="NAME",
-        help="p2p or nccl, on CPUs gloo (default: p2p where all ranks share one NVLink domain, else nccl)",
-    )
-    add = options.add_argument_group("what if").add_argument
-    add(
-        "--budgets",
-        default="",
-        metavar="MIB[,MIB...]",
-        help="also predict a step under these limits of unsharded parameters, in MiB; see the option "
-        "gather_budget_bytes (default: none)",
-    )
-    add(
-        "--save-for-backward",
-        metavar="MIB",
-        help="unsharded parameters that forward saves for backward, in MiB (default: the size of the largest and an "
-        "eighth more if forward returns a loss, else 0)",
-    )
-    add(
-        "--activation-budgets",
-        default="",
-        metavar="SHARE[,SHARE...]",
-        help="also predict a step that saves these shares of its activations for backward, from 1 (all) to 0; see the "
-        "option activation_memory_budget (default: none)",
-    )
-    add = options.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="FILE", help="also write everything there, as JSON (default: no file)")
-    return options
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -275,25 +195,26 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
             raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
 
 
-def main(argv: list[str] | None = None) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the plan for the first number of ranks, and a line for each number.
 
     Returns:
-        The exit code 0. Bad input exits with 2.
+        The exit code 0.
+
+    Raises:
+        BadInput: see `predicted`; or the file for JSON cannot be written.
     """
-    options = parser()
-    arguments = options.parse_args(argv)
-    try:
-        by_ranks, by_budget, by_activations, traced_s, graph_breaks = predicted(arguments)
-        if arguments.json:
-            everything = {
-                "ranks": [asdict(explained) for explained in by_ranks],
-                "budgets": [asdict(explained) for explained in by_budget],
-                "activation_budgets": [asdict(explained) for explained in by_activations],
-            }
+    by_ranks, by_budget, by_activations, traced_s, graph_breaks = predicted(arguments)
+    if arguments.json:
+        everything = {
+            "ranks": [asdict(explained) for explained in by_ranks],
+            "budgets": [asdict(explained) for explained in by_budget],
+            "activation_budgets": [asdict(explained) for explained in by_activations],
+        }
+        try:
             arguments.json.write_text(json.dumps(everything, indent=1))
-    except (BadInput, OSError) as error:
-        options.error(str(error))
+        except OSError as error:
+            raise BadInput(str(error)) from error
     print(by_ranks[0])
     print(comparison("ranks", [(explained.world, explained) for explained in by_ranks]))
     if by_budget:

@@ -1,1 +1,1 @@
-"""Compares step time and peak memory of a model under several engines: `python -m zcompile.profile --help`."""
+"""Compares step time and peak memory of a model under several engines: `zcompile profile --help`."""

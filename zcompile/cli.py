@@ -1,0 +1,430 @@
+"""The command `zcompile`, also as `python -m zcompile`: the options of each subcommand, and the parser of all.
+
+A subcommand's work is a function `run(arguments)` in the module that `COMMANDS` names. It is imported only when the
+subcommand is asked for.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from zcompile.analysis.hardware_tables import TABLES
+from zcompile.options import TRANSPORTS
+from zcompile.planning.llama import SIZES
+from zcompile.planning.workloads import BadInput
+
+DTYPES = ("fp32", "bf16", "fp16")
+WIDTH = 100  # columns of a help text, or fewer in a narrower terminal
+
+
+def _width() -> int:
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str, **how: object) -> None:
+        super().__init__(prog, max_help_position=26, width=_width())
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a subcommand. It reports bad input as one line on stderr and exits with code 2."""
+
+    def __init__(self, name: str, command: "Command") -> None:
+        about = textwrap.fill(f"{command.about} {command.when}", _width())
+        super().__init__(
+            prog=f"zcompile {name}",
+            usage=f"zcompile {name} {command.usage}",
+            description=f"{about}\n\nexample:\n  {command.example}",
+            formatter_class=_HelpFormatter,
+        )
+        command.add_options(self)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with `message` alone: usage would hide it."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as `type=` of an argument."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def require(program: str, extra: str, *packages: str) -> None:
+    """End `program` with code 2 and one line on stderr if one of the `packages` of an extra is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{program} needs {', '.join(missing)}: pip install 'zcompile[{extra}]'", file=sys.stderr)
+        sys.exit(2)
+
+
+def _add_profile(options: Parser) -> None:
+    from zcompile.profile.engine import PRECISIONS  # here, because the engines import Inductor
+    from zcompile.profile.engines import ENGINES
+
+    _add_profile_model(options.add_argument_group("model"), PRECISIONS)
+    _add_profile_measurement(options.add_argument_group("measurement"))
+    _add_profile_output(options.add_argument_group("output"))
+    options.epilog = _listed("engines", {name: entry.about for name, entry in ENGINES.items()})
+
+
+def _add_profile_model(group: argparse._ArgumentGroup, precisions: Mapping[str, str]) -> None:
+    add = group.add_argument
+    add(
+        "--model",
+        default="tiny",
+        metavar="NAME",
+        help=f"{', '.join(SIZES)} (decoders of Llama's shape), or a Hugging Face config by name or path; weights are "
+        "random (default: tiny)",
+    )
+    add(
+        "--module",
+        metavar="FILE.py:FUNCTION",
+        help="your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch) (default: the "
+        "one that --model names)",
+    )
+    add("--batch", type=positive, metavar="N", help="sequences per rank and microbatch (default: 1, or 8 for tiny)")
+    add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
+    about = "; ".join(f"{name}: {what}" for name, what in precisions.items())
+    add("--precision", choices=precisions, help=f"{about} (default: bf16 on GPUs, fp32 on CPUs)")
+    add(
+        "--checkpointing",
+        action="store_true",
+        help="activation checkpointing: recompute each block's activations in backward (default: off)",
+    )
+    add(
+        "--accumulation",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="gradient accumulation: microbatches per step (default: 1)",
+    )
+    add(
+        "--lr",
+        type=float,
+        default=2e-5,
+        metavar="RATE",
+        help="learning rate of AdamW, after a warm-up of 20 steps; with a larger one, runs that differ by rounding may "
+        "diverge (default: 2e-5)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+
+
+def _add_profile_measurement(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--engines",
+        default="zcompile,limit,fsdp2",
+        metavar="NAME[,NAME...]",
+        help="engines of the list below, or all; with options of the backend as in "
+        "zcompile:transport=nccl:save_for_backward_bytes=0 (default: zcompile,limit,fsdp2)",
+    )
+    add("--ranks", type=positive, metavar="N", help="processes (default: one per GPU, or 2 on CPUs)")
+    add("--steps", type=positive, default=20, metavar="N", help="timed steps of each repeat, at least 2 (default: 20)")
+    add(
+        "--warmup",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="steps before them, in which engines compile; DeepCompile compiles again after five (default: 8)",
+    )
+    add("--repeats", type=positive, default=2, metavar="N", help="runs of each engine, in turns (default: 2)")
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="seconds after which a run is ended (default: 600)",
+    )
+    add(
+        "--calibrate",
+        action="store_true",
+        help="first measure this machine, as `zcompile calibrate` does (default: only a GPU that has no table and was "
+        "not measured yet)",
+    )
+    add(
+        "--untraced",
+        action="store_true",
+        help="only step times, peaks and losses, without the parts of a step and memory by kind: much quicker "
+        "(default: off)",
+    )
+
+
+def _add_profile_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--output",
+        type=Path,
+        default=Path("out/profile"),
+        metavar="FOLDER",
+        help="where the report goes: report.html, pictures, results.json (default: out/profile)",
+    )
+    add(
+        "--trace",
+        action="store_true",
+        help="keep a trace of two steps of each engine for ui.perfetto.dev: FOLDER/ENGINE.trace.json.gz (default: off)",
+    )
+    add(
+        "--snapshot",
+        action="store_true",
+        help="keep a CUDA memory snapshot of a step for pytorch.org/memory_viz: FOLDER/ENGINE.snapshot.pickle "
+        "(default: off)",
+    )
+
+
+def _listed(title: str, meanings: Mapping[str, str]) -> str:
+    column = max(map(len, meanings)) + 4
+    lines = [
+        textwrap.fill(f"  {name:{column - 2}}{meaning}", _width(), subsequent_indent=" " * column)
+        for name, meaning in meanings.items()
+    ]
+    return "\n".join([f"{title}:", *lines])
+
+
+def _add_explain(options: Parser) -> None:
+    add = options.add_argument_group("model").add_argument
+    add(
+        "--model",
+        default="2b",
+        metavar="NAME",
+        help=f"{', '.join(SIZES)} (decoders of Llama's shape), or a Hugging Face config by name or path (default: 2b)",
+    )
+    add(
+        "--module",
+        metavar="FILE.py:FUNCTION",
+        help="your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch) (default: the "
+        "one that --model names)",
+    )
+    add("--batch", type=positive, metavar="N", help="sequences per rank (default: 1, or 8 for tiny)")
+    add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
+    add(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="bf16",
+        help="dtype of compute and of gathers; main parameters are fp32 (default: bf16)",
+    )
+    add(
+        "--checkpointing",
+        action="store_true",
+        help="activation checkpointing: recompute each block's activations in backward (default: off)",
+    )
+    add = options.add_argument_group("machine").add_argument
+    add(
+        "--ranks",
+        default="8",
+        metavar="N[,N...]",
+        help="numbers of ranks; the plan is that of the first (default: 8)",
+    )
+    add(
+        "--hardware",
+        default="h200",
+        metavar="NAME",
+        help=f"{', '.join(TABLES)}, or a file that `zcompile calibrate --output` wrote (default: h200)",
+    )
+    add(
+        "--transport",
+        metavar="NAME",
+        help="p2p or nccl, on CPUs gloo (default: p2p where all ranks share one NVLink domain, else nccl)",
+    )
+    add = options.add_argument_group("what if").add_argument
+    add(
+        "--budgets",
+        default="",
+        metavar="MIB[,MIB...]",
+        help="also predict a step under these limits of unsharded parameters, in MiB; see the option "
+        "gather_budget_bytes (default: none)",
+    )
+    add(
+        "--save-for-backward",
+        metavar="MIB",
+        help="unsharded parameters that forward saves for backward, in MiB (default: the size of the largest and an "
+        "eighth more if forward returns a loss, else 0)",
+    )
+    add(
+        "--activation-budgets",
+        default="",
+        metavar="SHARE[,SHARE...]",
+        help="also predict a step that saves these shares of its activations for backward, from 1 (all) to 0; see the "
+        "option activation_memory_budget (default: none)",
+    )
+    add = options.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="also write everything there, as JSON (default: no file)")
+
+
+def _add_calibrate(options: Parser) -> None:
+    add = options.add_argument
+    add(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="processes between which transfers are measured (default: one per GPU, or 2 on CPUs)",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write, for `zcompile explain --hardware FILE` (default: the cache in XDG_CACHE_HOME or "
+        "~/.cache, where training and `zcompile profile` find it)",
+    )
+
+
+def _add_precompile(options: Parser) -> None:
+    add = options.add_argument_group("required").add_argument
+    add(
+        "--module",
+        required=True,
+        metavar="FILE.py:FUNCTION",
+        help="the model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch). The module may be "
+        "sharded already. FILE.py must do nothing when it is imported",
+    )
+    add("--ranks", type=positive, required=True, metavar="N", help="ranks of the run")
+    add("--out", type=Path, required=True, metavar="FILE", help="where to write the artifact")
+    add = options.add_argument_group("sharding of the run, if FUNCTION does not shard").add_argument
+    add("--replicas", type=positive, default=1, metavar="N", help="2 of 8 ranks are a mesh of 2 x 4 (default: 1)")
+    add(
+        "--param-dtype",
+        choices=DTYPES,
+        help="param_dtype of zcompile.shard (default: that of the parameters)",
+    )
+    add(
+        "--reduce-dtype",
+        choices=DTYPES,
+        help="reduce_dtype of zcompile.shard (default: that of the gradients)",
+    )
+    add = options.add_argument_group("compiler of the run").add_argument
+    add("--options", default="{}", metavar="JSON", help="options of the backend (default: {})")
+    add("--mode", help="mode of torch.compile, which Inductor gets (default: none)")
+    add(
+        "--transport",
+        choices=TRANSPORTS[1:],
+        help="transport of the run (default: nccl on GPUs, gloo on CPUs)",
+    )
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="threads of a rank, on CPUs (default: OMP_NUM_THREADS, or 1 as under torchrun)",
+    )
+    add("--device", choices=("cuda", "cpu"), help="device of the run (default: cuda where there is a GPU, else cpu)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its help, its options, and the module whose `run(arguments)` returns the exit code.
+
+    Attributes:
+        about: the effect, in sentences.
+        when: the use, in sentences.
+        example: a whole command.
+        usage: the required options, and "[options]".
+        packages: of the extra with the subcommand's name, without which it does not run.
+    """
+
+    module: str
+    add_options: Callable[[Parser], None]
+    about: str
+    when: str
+    example: str
+    usage: str = "[options]"
+    packages: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "profile": Command(
+        "zcompile.profile.command",
+        _add_profile,
+        "Train one model under several engines, and compare step time, peak memory and losses.",
+        "Use it to learn whether zcompile is faster for your model on your machine, and why: the report splits step "
+        "time into compute, exposed communication and idle, and memory by what it is for. Each engine runs in "
+        "processes of its own, in turns.",
+        "zcompile profile --model tiny --engines zcompile,fsdp2 --ranks 2",
+        packages=("jinja2", "matplotlib", "psutil", "rich"),
+    ),
+    "explain": Command(
+        "zcompile.planning.command",
+        _add_explain,
+        "Print the plan of a model, and predict time and memory of a training step for any number of ranks.",
+        "Use it before you rent the machines, or to choose budgets: nothing is trained, and no GPU is needed.",
+        "zcompile explain --model 2b --ranks 8,64 --hardware h200 --budgets 0,256,1024",
+    ),
+    "calibrate": Command(
+        "zcompile.planning.calibrate_command",
+        _add_calibrate,
+        "Measure the speed of this machine: matmuls, attention, memory, and transfers between ranks.",
+        "Use it once per machine, with nothing else running, and again after an update of torch or of the driver; it "
+        "takes less than 20 s. Predictions then use the measured rates, and plans use those that differ by more than a "
+        "quarter from the shipped table. Across hosts, start one process per GPU: torchrun --nnodes ... -m zcompile "
+        "calibrate.",
+        "zcompile calibrate --output machine.json",
+    ),
+    "precompile": Command(
+        "zcompile.precompile",
+        _add_precompile,
+        "Compile a model into a file, in one process, for all ranks of a training run.",
+        "Use it so that a run starts without a compiler: its ranks call zcompile.compile(model, artifact=FILE). "
+        "Nothing is trained. On GPUs, run it on one of the kind that the run has.",
+        "zcompile precompile --module train.py:build --ranks 8 --out model.zc",
+        usage="--module FILE.py:FUNCTION --ranks N --out FILE [options]",
+    ),
+}
+
+
+def help_text() -> str:
+    """The text of `zcompile --help`."""
+    lines = [
+        "usage: zcompile COMMAND [options]",
+        "",
+        "ZeRO-3 training as a torch.compile backend: measure, predict and compile ahead of time.",
+        "",
+        "commands:",
+    ]
+    for name, command in COMMANDS.items():
+        told = [
+            textwrap.fill(text, WIDTH, initial_indent=6 * " ", subsequent_indent=6 * " ")
+            for text in (command.about, command.when)
+        ]
+        lines += [f"  {name}", *told, f"      example: {command.example}", ""]
+    return "\n".join(
+        [
+            *lines,
+            "options:",
+            "  -h, --help   print this",
+            "  --version    print the version of zcompile",
+            "",
+            "`zcompile COMMAND --help` lists a command's options. `python -m zcompile` is the same program.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code. Bad input exits with 2 and one line on stderr."""
+    name, *options = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(importlib.import_module("zcompile").__version__)
+        return 0
+    if name not in COMMANDS:
+        print(f"zcompile: unknown command {name!r}; commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    require(f"zcompile {name}", name, *command.packages)
+    parser = Parser(name, command)
+    arguments = parser.parse_args(options)
+    arguments.command_line = shlex.join(["zcompile", name, *options])
+    try:
+        code: int = importlib.import_module(command.module).run(arguments)
+    except BadInput as error:
+        parser.error(str(error))
+    return code
