@@ -197,7 +197,6 @@ PACKAGES = ["zcompile", *(f"zcompile.{name}" for name in ROOMS)]
 setup(
     packages=[*PACKAGES, "zcompile.passes"],
     package_dir={"zcompile.passes": "passes"},  # in the checkout, zcompile/passes is a link to it
-    py_modules=["zcompile_flag"],
     package_data={"zcompile": ["py.typed", "*.pyi"], "zcompile.profile": ["*.j2"]},
     **(extension() if COMPILING & set(sys.argv) else {"ext_modules": [Extension("zcompile._C", [])]}),
 )

@@ -23,6 +23,7 @@ if _C.built_for_torch != torch.__version__:
 
 from zcompile.analysis.costs.registry import register_cost
 from zcompile.analysis.costs.work import TensorSize, Work
+from zcompile.deepspeed.flag import watch
 from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.clipping import clip_grad_norm_
 from zcompile.sharding.counters import reset_stats, stats
@@ -33,7 +34,6 @@ from zcompile.sharding.measure_machine import calibrate
 from zcompile.sharding.placement import Placement
 from zcompile.sharding.shard import shard
 from zcompile.sharding.unshard import unshard
-from zcompile_flag import watch
 
 if TYPE_CHECKING:
     from zcompile.artifact.model import compile

@@ -26,7 +26,6 @@ PYTHON_LAYERS = (
     ("zcompile.planning",),
     ("zcompile.profile", "zcompile.deepspeed", "zcompile.huggingface"),
     ("zcompile.cli", "zcompile.__main__", "zcompile.precompile"),
-    ("zcompile_flag",),
 )
 CPP_LAYERS = (
     ("compat", "kernels", "p2p/schedule"),
@@ -40,7 +39,7 @@ CPP_LAYERS = (
 
 def python_files() -> dict[str, Path]:
     """The file of each module, by its name."""
-    files = {"zcompile_flag": ROOT / "zcompile_flag.py"}
+    files: dict[str, Path] = {}
     for folder, package in ((ROOT / "zcompile", "zcompile"), (ROOT / "passes", "zcompile.passes")):
         for path in folder.rglob("*.py"):
             parts = [package, *path.relative_to(folder).with_suffix("").parts]
@@ -174,7 +173,7 @@ def code_files() -> list[Path]:
     folders = ("zcompile", "passes", "csrc", "tests", "examples", "benchmarks")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     code = [path for path in paths if path.suffix in (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".j2")]
-    return [*code, ROOT / "setup.py", ROOT / "zcompile_flag.py", ROOT / "Makefile"]
+    return [*code, ROOT / "setup.py", ROOT / "Makefile"]
 
 
 def test_no_file_is_too_long():

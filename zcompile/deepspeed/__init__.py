@@ -1,9 +1,10 @@
-"""A DeepSpeed ZeRO-3 engine that trains through zcompile. The profiler and `zcompile_flag` know DeepSpeed, too.
+"""A DeepSpeed ZeRO-3 engine that trains through zcompile. The profiler's engines know DeepSpeed, too.
 
 `takeover.py` is where to begin. Its notes say what zcompile takes over from DeepSpeed, and what stays DeepSpeed's.
 
 | file | job |
 |---|---|
+| flag.py | sees an engine being made whose config has the block |
 | config.py | the "zcompile" block of a DeepSpeed config; what else in a config is refused |
 | takeover.py | takes an engine over and gives it back; `attach` |
 | engine_methods.py | what stands in for the engine's compile, forward, backward, step and destroy |
@@ -26,7 +27,7 @@ calls, sets or replaces. They are there in DeepSpeed 0.17 to 0.19. Tests ran on 
 | engine | `_is_compiled`, `_compile_kwargs` | takeover | `engine.is_compiled` |
 | engine | `_is_gradient_accumulation_boundary` | engine_methods | whether the program marks the last microbatch |
 | engine | `_stop_timers` | engine_methods | ending a backward that failed |
-| engine | `_config._param_dict` | takeover, zcompile_flag | the config as it was written |
+| engine | `_config._param_dict` | takeover, flag | the config as it was written |
 | optimizer | `_partition_all_parameters` | hooks | leaving no parameter unsharded |
 | optimizer | `_grad_acc_hooks`, `_leaf_module_hooks` | hooks | removing gradient hooks |
 | optimizer | `parameter_offload._remove_module_hooks` | hooks | removing module hooks |
@@ -61,5 +62,5 @@ These names are public, but DeepSpeed does not document them:
 | optimizer | the other methods in `LeanStep.REPLACED` | optimizer_step |
 | `zero.partition_parameters` | `InsertPostInitMethodToModuleSubClasses.linear_bk` | hooks |
 | `utils` | `z3_leaf_module` | leaf_modules |
-| `runtime.zero.config` | `DeepSpeedZeroConfig.__init__`, which takes no unknown settings | zcompile_flag |
+| `runtime.zero.config` | `DeepSpeedZeroConfig.__init__`, which takes no unknown settings | flag |
 """

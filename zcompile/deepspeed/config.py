@@ -13,7 +13,7 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
     """The backend's options in a DeepSpeed config; None if the block is not there or not enabled.
 
     One entry of them is not the backend's: "artifact", the file that `zcompile.compile` would be given.
-    The block stands in "zero_optimization" or at the top ([Note: a config that nothing acts on] in zcompile_flag).
+    The block stands in "zero_optimization" or at the top ([Note: a config that nothing acts on] in flag.py).
 
     Raises:
         ValueError: an option is unknown or wrong, or zcompile cannot work with another part of the config or with

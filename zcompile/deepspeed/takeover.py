@@ -13,7 +13,7 @@ hooks (which gather and release) and gradient hooks (which reduce) are gone. Eve
 scaling, clipping, accumulation, the order of the step, checkpoints, `GatheredParameters`.
 
 [Note: how the flag is seen]
-`import zcompile` has `zcompile_flag` wrap `DeepSpeedEngine.__init__`, at once or when DeepSpeed is imported later. If
+`import zcompile` has `flag.watch` wrap `DeepSpeedEngine.__init__`, at once or when DeepSpeed is imported later. If
 an engine's config has the flag (in "zero_optimization" or at its top), `attach` gives that engine methods of its own
 (`forward`, `backward`, `step`, `compile`, `destroy`). Other engines are not touched.
 """

@@ -8,8 +8,6 @@ unless zcompile is imported and takes the block out before DeepSpeed looks.
 
 A block at the top of the config works too, but without the import DeepSpeed says nothing. If the import comes after
 `deepspeed.initialize`, it warns of the engines that are there.
-
-This is a file of its own, outside of the package: installs of earlier versions have an entry point with its name.
 """
 
 import functools
