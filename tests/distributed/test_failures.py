@@ -1,7 +1,6 @@
 """Bad input gets one clear error before any collective, on every rank, and nothing hangs."""
 
 import copy
-import functools
 import os
 import time
 
@@ -63,10 +62,6 @@ def rank_bad_arguments(rank, world):
     raises(ValueError, "3 dimensions", lambda: zcompile.shard(nn.Linear(2, 2), mesh))
     raises(TypeError, "must be a torch DeviceMesh", lambda: zcompile.shard(nn.Linear(2, 2), "cpu"))
     raises(TypeError, "must be floating-point", lambda: zcompile.shard(nn.Linear(2, 2), param_dtype=torch.int8))
-    for wrong in (0, -1, 2.0, True):
-        message = f"must be a positive number of SMs, or None, not {wrong}"
-        raises(ValueError, message, functools.partial(zcompile.shard, nn.Linear(2, 2), nccl_max_ctas=wrong))
-    raises(ValueError, "this mesh is on cpu over gloo", lambda: zcompile.shard(nn.Linear(2, 2), nccl_max_ctas=4))
 
 
 def test_bad_arguments_of_shard_are_refused(ranks):

@@ -83,7 +83,7 @@ def rank_auto_falls_back(rank, world, folder):
     small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
     no_products = mock.patch.object(torch, "mm", lambda a, b: None)
     with on_gpu, small, no_products, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
-        choose = functools.partial(select_transport._faster, state.mesh, nccl_max_ctas=None)
+        choose = functools.partial(select_transport._faster, state.mesh)
         for failing in ({1}, {0, 1}):
             expected = f"peer to peer failed on rank {min(failing)}: rank 0 does not share its memory"
             make_runtime = functools.partial(without_peers, state, failing)
@@ -125,7 +125,7 @@ def rank_measures_with_damaged_files(rank, world, folder, text):
             key = f"a GPU x{world}, torch {torch.__version__}, cuda {torch.version.cuda}, wire 2"
             file.write_text(text.replace("KEY", key))
         make_runtime = functools.partial(without_peers, state, ())
-        assert "measured now" in select_transport._faster(state.mesh, make_runtime, nccl_max_ctas=None).reason
+        assert "measured now" in select_transport._faster(state.mesh, make_runtime).reason
 
 
 @pytest.mark.parametrize(

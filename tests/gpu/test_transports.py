@@ -52,7 +52,7 @@ def rank_trains_replicated(rank, world):
     mesh = dist.init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     over_p2p = functools.partial(compiled_over, "p2p", mesh=mesh)
     train_beside(rank, world, over_p2p, make=make_transformer, tolerance=1e-4)
-    native = functools.partial(compiled_over, "c10d", mesh=mesh, nccl_max_ctas=4, native_reduce=True)
+    native = functools.partial(compiled_over, "c10d", mesh=mesh, native_reduce=True)
     train_beside(rank, world, native, make=make_transformer, tolerance=1e-4)
 
 

@@ -106,7 +106,7 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
 
 def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
     """One for each transport that this mesh can use."""
-    groups = groups_of(mesh, None)
+    groups = groups_of(mesh)
 
     def new_runtime() -> _C.Model:
         return _C.Model(**{**groups, "number": -1})

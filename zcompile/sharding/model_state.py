@@ -212,7 +212,6 @@ class ShardedModel:
     def __init__(
         self,
         mesh: DeviceMesh,
-        nccl_max_ctas: int | None = None,
         native_reduce: bool = False,
         has_units: bool = False,
         domain: int = 0,
@@ -226,9 +225,8 @@ class ShardedModel:
         """
         self.domain = domain
         self.mesh = mesh
-        self.nccl_max_ctas = nccl_max_ctas
         self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
-        self.groups = groups_of(mesh, nccl_max_ctas, has_units)
+        self.groups = groups_of(mesh, has_units)
         self.runtime = _C.Model(**self.groups, native_reduce=native_reduce, domain=domain, divisor=divisor)
         if self.runtime.world > 1 and not self.groups["control"]:
             watch_order(self.runtime, self.groups, timeout_of(mesh).total_seconds())
@@ -256,7 +254,7 @@ class ShardedModel:
 
     def choose(self, wanted: str) -> Choice:
         """The transport for `wanted`, and why; see `zcompile.sharding.select_transport.choose`."""
-        return choose(wanted, self.mesh, self.new_runtime, self.nccl_max_ctas)
+        return choose(wanted, self.mesh, self.new_runtime)
 
     def use_transport(self, wanted: str) -> None:
         """Change the transport to `wanted`, one of `zcompile.options.TRANSPORTS`; all ranks together.

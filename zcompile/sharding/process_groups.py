@@ -113,7 +113,7 @@ def ranks_agree(mesh: DeviceMesh) -> bool:
     return mesh.device_type == "cpu" and mesh.size() > 1
 
 
-def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None, for_units: bool = False) -> dict[str, Any]:
+def groups_of(mesh: DeviceMesh, for_units: bool = False) -> dict[str, Any]:
     """Process groups of the runtime, by name; see `Groups` in csrc/transport/context.h.
 
     Args:
@@ -127,12 +127,10 @@ def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None, for_units: bool = Fal
         names = {"gather": name, "reduce": name, "replicate": replicate, "control": name if several else ""}
         return {**names, "rank": shard_group.rank(), "world": shard_group.size(), "number": 0}
 
-    def limited(group: dist.ProcessGroup) -> dist.ProcessGroup:
-        return group if nccl_max_ctas is None or not several else own("limited", group)
-
     def own(use: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        key = (use, tuple(dist.get_process_group_ranks(group)), mesh.device_type, timeout, nccl_max_ctas)
-        return shared_group(key, lambda: new_group(group, nccl_max_ctas, timeout))
+        ranks = dist.get_process_group_ranks(group)
+        key = (use, tuple(ranks), mesh.device_type, timeout)
+        return shared_group(key, lambda: dist.new_group(ranks, timeout, use_local_synchronization=True))
 
     if for_units and several and not ranks_agree(mesh):
         units = own("units", shard_group).group_name
@@ -146,34 +144,14 @@ def groups_of(mesh: DeviceMesh, nccl_max_ctas: int | None, for_units: bool = Fal
             "number": next_number(mesh),
         }
     return {
-        "gather": limited(shard_group).group_name,
+        "gather": shard_group.group_name,
         "reduce": own("reduce", shard_group).group_name if several else shard_group.group_name,
-        "replicate": limited(mesh.get_group(0)).group_name if mesh.ndim == 2 else "",
+        "replicate": mesh.get_group(0).group_name if mesh.ndim == 2 else "",
         "control": control_group(mesh).group_name if ranks_agree(mesh) else "",
         "rank": shard_group.rank(),
         "world": shard_group.size(),
         "number": next_number(mesh) if several else 0,
     }
-
-
-def new_group(
-    like: dist.ProcessGroup, nccl_max_ctas: int | None = None, timeout: datetime.timedelta | None = None
-) -> dist.ProcessGroup:
-    """Another communicator between the ranks of `like`, which call it together.
-
-    Args:
-        timeout: the limit of its collectives; the backend's default if None.
-        nccl_max_ctas: most SMs that one of its kernels takes, for NCCL, whose lower bound is 1 unless NCCL_MIN_CTAS
-            is set.
-    """
-    limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if nccl_max_ctas is not None:
-        theirs: Any = like._get_backend(torch.device("cuda")).options
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=theirs.is_high_priority_stream)
-        options.config.max_ctas = nccl_max_ctas
-        options._timeout = theirs._timeout  # new_group warns of a timeout that is given once
-        limits = {"backend": "nccl", "pg_options": options, "timeout": theirs._timeout}
-    return dist.new_group(dist.get_process_group_ranks(like), use_local_synchronization=True, **limits)
 
 
 def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:

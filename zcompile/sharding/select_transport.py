@@ -34,14 +34,11 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(
-    wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model], nccl_max_ctas: int | None = None
-) -> Choice:
+def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
     """The transport for `wanted`, one of TRANSPORTS: the same on all ranks of the mesh, which call it together.
 
     Args:
         make_runtime: makes an empty model over the same process groups, on which "auto" measures.
-        nccl_max_ctas: the limit that these groups have.
 
     Raises:
         ValueError: `wanted` is not known, or is not possible for this mesh; the reason is in the text.
@@ -53,7 +50,7 @@ def choose(
         return Choice(wanted, "asked for")
     obstacle = "the other ranks do not exist" if is_fake(mesh) else _obstacle_to_p2p(mesh)
     if wanted == "auto":
-        return Choice(collectives, obstacle) if obstacle else _faster(mesh, make_runtime, nccl_max_ctas)
+        return Choice(collectives, obstacle) if obstacle else _faster(mesh, make_runtime)
     if wanted == "p2p" and not obstacle:
         return Choice("p2p", "asked for")
     reason = obstacle if wanted == "p2p" else f"the model is on {mesh.device_type}"
@@ -99,12 +96,11 @@ def _namespaces() -> tuple[str, ...]:
         return ()
 
 
-def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model], nccl_max_ctas: int | None) -> Choice:
+def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
     """What was faster on this machine, from a cache or measured now; NCCL where ranks cannot share memory after all."""
     group = shard_group_of(mesh)
     device = f"{torch.cuda.get_device_name()} x{group.size()}"
     key = f"{device}, torch {torch.__version__}, cuda {torch.version.cuda}, wire {_SPEED_VERSION}"
-    key += "" if nccl_max_ctas is None else f", NCCL on {nccl_max_ctas} SMs"
     times, failure = all_gather_object(group, _read_cache().get(key))[0], ""
     measured = times is None
     if measured:

@@ -37,7 +37,6 @@ from zcompile.sharding.validation import (
     Progress,
     agree_on_model,
     check_divide_factor,
-    check_max_ctas,
     check_mesh,
     check_model,
     raised_on_all_ranks,
@@ -53,7 +52,6 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     units: Iterable[UnitLike] | None = None,
-    nccl_max_ctas: int | None = None,
     native_reduce: bool = False,
     shard_placement_fn: PlacementFunction | None = None,
     gradient_divide_factor: float | None = None,
@@ -83,10 +81,6 @@ def shard(
             together. Compiled code ends before a unit and begins again inside of it and behind it. A unit inside of
             another is a part of that. Every step moves every unit, also one that no rank calls. Default: modules that
             loop over experts, as far as that can be seen (README.md); an empty list for none.
-        nccl_max_ctas: most SMs (thread blocks) that one of NCCL's kernels takes from compute. Gathers and reduces, and
-            sums over replicas, then go over groups of zcompile's own instead of the mesh's. Default: NCCL's choice. The
-            environment variable NCCL_MAX_CTAS limits all groups of a process and takes precedence. Peer to peer, only
-            sums over replicas are limited.
         native_reduce: reduce by the reduce-scatter of NCCL (or gloo) where the transport is one of them. It adds up
             in its own order, in the dtype of the wire, so numbers depend on the backend, the number of ranks and
             their links. bf16 gradients are added up in bf16, unless `reduce_dtype`, which may then be the wider one,
@@ -105,8 +99,8 @@ def shard(
     Raises:
         RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks
             disagree on the model, or a DTensor over a mesh that overlaps `mesh`.
-        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, an `nccl_max_ctas` that is not positive or not
-            for NCCL, `units` that the model does not have, or a parameter tied to one outside of its unit.
+        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, `units` that the model does not have,
+            or a parameter tied to one outside of its unit.
         TypeError: a tensor subclass other than DTensor, a parameter that trains in another dtype than float16,
             bfloat16, float32 or float64, an option's dtype that is not floating-point, `units` that are no modules.
     """
@@ -124,7 +118,6 @@ def shard(
     error = (
         check_model(model, mesh, ignored, param_dtype, reduce_dtype)
         or error
-        or check_max_ctas(mesh, nccl_max_ctas)
         or check_units(model, wanted_units, ignored)
         or check_divide_factor(gradient_divide_factor)
     )
@@ -135,16 +128,15 @@ def shard(
         spread = {id(parameter) for parameter, placement in placements if _is_spread(parameter, placement, mesh)}
         error = _drop_spread_units(unit_modules, spread, by_default)
     options = (
-        f"units={list(unit_modules)} {param_dtype=!s} {reduce_dtype=!s} {gradient_divide_factor=} {nccl_max_ctas=} "
-        f"{native_reduce=}"
+        f"units={list(unit_modules)} {param_dtype=!s} {reduce_dtype=!s} {gradient_divide_factor=} {native_reduce=}"
     )
     costs = [f"the cost of {op} in version {version}" for op, version in registered_costs()]
     agree_on_model(mesh, error, [*signature(model, ignored), *_describe(placements), options, *costs])
 
-    state = ShardedModel(mesh, nccl_max_ctas, native_reduce, divisor=gradient_divide_factor)
+    state = ShardedModel(mesh, native_reduce, divisor=gradient_divide_factor)
     state.shard_options = options
     if unit_modules:
-        state.units = ShardedModel(mesh, nccl_max_ctas, native_reduce, has_units=True, divisor=gradient_divide_factor)
+        state.units = ShardedModel(mesh, native_reduce, has_units=True, divisor=gradient_divide_factor)
     _add_domains(state, placements, native_reduce, gradient_divide_factor or float(mesh.size()))
     in_units = {below for unit in unit_modules.values() for below in unit.modules()}
     with raised_on_all_ranks(mesh) as progress:
@@ -237,7 +229,7 @@ def _add_domains(state: ShardedModel, placements: Placements, native_reduce: boo
     for _, placement in placements:
         mesh = placement.mesh
         if mesh is not None and all(mesh != each.mesh for each in (state, *state.others)):
-            domain = ShardedModel(mesh, None, native_reduce, domain=len(state.others) + 1, divisor=divisor)
+            domain = ShardedModel(mesh, native_reduce, domain=len(state.others) + 1, divisor=divisor)
             domain.runtime.share_stats(state.runtime)
             domain.hardware = state.hardware  # what decides plans is the same on all ranks of the first mesh
             state.others.append(domain)

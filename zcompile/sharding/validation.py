@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile.options import TRAINABLE
 from zcompile.sharding.attributes import STATE
-from zcompile.sharding.process_groups import all_gather_over_mesh, shard_group_of
+from zcompile.sharding.process_groups import all_gather_over_mesh
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
@@ -84,23 +84,6 @@ def check_divide_factor(factor: float | None) -> ValueError | None:
     if factor is None or (isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor > 0):
         return None
     return ValueError(f"zcompile.shard: gradient_divide_factor must be a positive number, or None, not {factor!r}.")
-
-
-def check_max_ctas(mesh: DeviceMesh, nccl_max_ctas: int | None) -> ValueError | None:
-    """Why NCCL's kernels cannot be limited to `nccl_max_ctas` for this mesh, or None; returned as by `check_model`."""
-    if nccl_max_ctas is None:
-        return None
-    if not isinstance(nccl_max_ctas, int) or isinstance(nccl_max_ctas, bool) or nccl_max_ctas < 1:
-        return ValueError(
-            f"zcompile.shard: nccl_max_ctas must be a positive number of SMs, or None, not {nccl_max_ctas!r}."
-        )
-    backend = shard_group_of(mesh)._get_backend(torch.device(mesh.device_type)).name()
-    if backend != "nccl":
-        return ValueError(
-            f"zcompile.shard: nccl_max_ctas is for NCCL's groups on GPUs; this mesh is on {mesh.device_type} over "
-            f"{backend}. Leave it out."
-        )
-    return None
 
 
 def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
