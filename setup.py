@@ -191,8 +191,7 @@ def extension() -> dict[str, Any]:
 if int(setuptools.__version__.partition(".")[0]) < SETUPTOOLS:
     fail(f"setuptools {setuptools.__version__} is too old. Run: pip install 'setuptools>={SETUPTOOLS}' && {INSTALL}")
 
-ROOMS = ("analysis", "analysis.costs", "artifact", "deepspeed", "huggingface", "planning", "profile", "sharding")
-PACKAGES = ["zcompile", *(f"zcompile.{name}" for name in ROOMS)]
+PACKAGES = setuptools.find_packages(include=["zcompile", "zcompile.*"], exclude=["zcompile.passes"])
 
 setup(
     packages=[*PACKAGES, "zcompile.passes"],
