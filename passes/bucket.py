@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER_GROUP_START,
     GATHER_START,
     REDUCE_GROUP_START,

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER_CACHED_START,
     GATHER_START,
     SAVED_FOR_BACKWARD,

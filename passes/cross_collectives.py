@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER_GROUP_START,
     GATHER_START,
     calls,
@@ -12,7 +12,7 @@ from zcompile.analysis.fx_utils import (
     started_tensors,
     transfer_bytes,
 )
-from zcompile.analysis.param_lifetimes import ParamLifetimes
+from zcompile.graph.param_lifetimes import ParamLifetimes
 
 
 def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:

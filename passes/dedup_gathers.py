@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import GATHER, args_of, calls, replace_and_erase
+from zcompile.graph.ops import GATHER, args_of, calls, replace_and_erase
 
 
 def dedup_gathers(graph: Graph) -> None:

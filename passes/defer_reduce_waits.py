@@ -4,7 +4,7 @@ from collections import deque
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     REDUCE_STARTS,
     calls,
     is_returned,

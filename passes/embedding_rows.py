@@ -6,7 +6,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zcompile.analysis.fx_utils import (
+from zcompile.analysis.hardware import Link
+from zcompile.graph.ops import (
     GATHER,
     GATHER_ROWS,
     REDUCE,
@@ -21,7 +22,6 @@ from zcompile.analysis.fx_utils import (
     replace_and_erase,
     value,
 )
-from zcompile.analysis.hardware import Link
 
 ADD_ROWS = aten.index_put.default
 ADD_MASKED_ROWS = aten._unsafe_masked_index_put_accumulate.default  # what torch has in its place since 2.13

@@ -7,7 +7,7 @@ from collections import defaultdict
 from torch.fx import Graph, Node
 
 from zcompile.analysis.costs.products import is_matmul
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER,
     MOVEMENT,
     REDUCES,

@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import REDUCE, args_of, aten, calls, insert, replace_and_erase
+from zcompile.graph.ops import REDUCE, args_of, aten, calls, insert, replace_and_erase
 
 
 def merge_reduces(graph: Graph) -> None:

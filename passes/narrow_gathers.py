@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER,
     args_of,
     calls,

@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import MOVEMENT, REDUCE, SCATTERS, args_of, calls, infer, is_widening
+from zcompile.graph.ops import MOVEMENT, REDUCE, SCATTERS, args_of, calls, infer, is_widening
 
 
 def narrow_reduces(graph: Graph) -> None:

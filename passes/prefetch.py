@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from zcompile.analysis.cost_model import Costs, transfer_s
-from zcompile.analysis.fx_utils import (
+from zcompile.analysis.hardware import Link
+from zcompile.graph.ops import (
     GATHER_GROUP_START,
     GATHER_START,
     REDUCE_STARTS,
@@ -17,8 +18,7 @@ from zcompile.analysis.fx_utils import (
     started_tensors,
     waits_of,
 )
-from zcompile.analysis.hardware import Link
-from zcompile.analysis.param_lifetimes import ParamLifetimes
+from zcompile.graph.param_lifetimes import ParamLifetimes
 
 # A transfer starts earlier than it must, by this share of its own time and this many seconds. Costs are estimates. An
 # early start costs a little memory; a late one makes every rank wait.

@@ -7,7 +7,7 @@ from itertools import count
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import GATHER, calls, chain, nbytes, readers
+from zcompile.graph.ops import GATHER, calls, chain, nbytes, readers
 
 
 def regather(graph: Graph, gather_budget_bytes: int) -> None:

@@ -3,7 +3,7 @@
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER,
     SAVED_FOR_BACKWARD,
     args_of,

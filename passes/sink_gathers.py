@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import GATHER, calls, chain
+from zcompile.graph.ops import GATHER, calls, chain
 
 
 def sink_gathers(graph: Graph) -> None:

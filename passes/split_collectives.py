@@ -2,7 +2,7 @@
 
 from torch.fx import Graph
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER,
     GATHER_START,
     GATHER_WAIT,

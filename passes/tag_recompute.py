@@ -3,8 +3,8 @@
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zcompile.analysis.dequantized import dequantized
-from zcompile.analysis.fx_utils import GATHER, backward_nodes, calls, chain, readers
+from zcompile.graph.dequantized import dequantized
+from zcompile.graph.ops import GATHER, backward_nodes, calls, chain, readers
 
 
 def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:

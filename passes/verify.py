@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.liveness import Liveness
+from zcompile.graph.ops import (
     GATHER,
     GATHER_GROUP_START,
     GATHER_STARTS,
@@ -27,8 +28,7 @@ from zcompile.analysis.fx_utils import (
     value,
     views_and_moves,
 )
-from zcompile.analysis.liveness import Liveness
-from zcompile.analysis.param_lifetimes import ParamLifetimes
+from zcompile.graph.param_lifetimes import ParamLifetimes
 
 log = logging.getLogger("zcompile")
 

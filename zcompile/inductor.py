@@ -13,7 +13,7 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,
     GATHER_ROWS,

@@ -12,9 +12,9 @@ import zcompile
 from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
 from tests.support.reference import compiled, lm_loss, same_grads
 from tests.support.sharded_ops import ops, shards
-from zcompile.analysis.fx_utils import GATHER, GATHER_ROWS, calls
 from zcompile.analysis.hardware import H200
 from zcompile.backend import compile_aot_eager
+from zcompile.graph.ops import GATHER, GATHER_ROWS, calls
 from zcompile.options import Settings
 
 matrix = pytest.mark.matrix

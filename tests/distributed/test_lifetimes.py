@@ -14,8 +14,8 @@ import zcompile
 from tests.support.models import Chain
 from tests.support.reference import compiled
 from tests.support.rounding import RIGHT, WRONG, relative_error
-from zcompile.analysis.fx_utils import GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
 from zcompile.analysis.hardware import CPU
+from zcompile.graph.ops import GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.sharding.model_state import state_of

@@ -9,7 +9,8 @@ from torch.fx import Graph
 
 from tests.support.decoder import trace_decoder
 from zcompile.analysis.cost_model import Costs, simulate
-from zcompile.analysis.fx_utils import (
+from zcompile.analysis.hardware import H200
+from zcompile.graph.ops import (
     GATHER_START,
     GATHER_WAIT,
     GATHERS,
@@ -19,7 +20,6 @@ from zcompile.analysis.fx_utils import (
     aten,
     calls,
 )
-from zcompile.analysis.hardware import H200
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.planning.bound import least_exposed_s

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.decoder import FREE_BYTES, LINK, SIZE
-from zcompile.analysis.fx_utils import GATHER_WAIT, MOVEMENT, aten, calls, chain, readers, value
-from zcompile.analysis.liveness import Liveness
-from zcompile.analysis.param_lifetimes import ParamLifetimes
+from zcompile.graph.liveness import Liveness
+from zcompile.graph.ops import GATHER_WAIT, MOVEMENT, aten, calls, chain, readers, value
+from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.free import free

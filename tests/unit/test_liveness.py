@@ -4,7 +4,7 @@ import torch
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zcompile.analysis.liveness import Liveness
+from zcompile.graph.liveness import Liveness
 
 
 class Watcher(Interpreter):

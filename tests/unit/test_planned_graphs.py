@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from tests.support.decoder import FREE_BYTES, LINK
-from zcompile.analysis.fx_utils import GATHER, GATHER_GROUP_START, GATHER_START, GATHER_WAIT, calls, insert, value
+from zcompile.graph.ops import GATHER, GATHER_GROUP_START, GATHER_START, GATHER_WAIT, calls, insert, value
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.bucket import bucket

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from zcompile.analysis.cost_model import Costs, simulate
-from zcompile.analysis.fx_utils import GATHER, GATHERS, aten, calls, insert
 from zcompile.analysis.hardware import CPU, H200
-from zcompile.analysis.param_lifetimes import ParamLifetimes
+from zcompile.graph.ops import GATHER, GATHERS, aten, calls, insert
+from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.planning.trace import copied

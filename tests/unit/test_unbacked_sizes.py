@@ -5,8 +5,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from zcompile.analysis.cost_model import Costs
-from zcompile.analysis.fx_utils import aten, calls, shape_hint, value
 from zcompile.analysis.hardware import H200
+from zcompile.graph.ops import aten, calls, shape_hint, value
 
 TOKENS, EXPERTS, TOP_K, WIDTH = 64, 4, 2, 32
 

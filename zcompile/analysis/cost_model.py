@@ -17,7 +17,10 @@ from zcompile.analysis.costs.collectives import collective_bytes, collective_s, 
 from zcompile.analysis.costs.formulas import find_work
 from zcompile.analysis.costs.memory_ops import gathers_items, read_bytes_at
 from zcompile.analysis.costs.work import Work, sizes_of
-from zcompile.analysis.fx_utils import (
+from zcompile.analysis.hardware import Link
+from zcompile.analysis.unbacked_sizes import note_unbacked_sizes
+from zcompile.graph.liveness import Liveness, Storage, aliases, fuses
+from zcompile.graph.ops import (
     GATHER,
     GATHER_ROWS,
     GATHERS,
@@ -32,9 +35,6 @@ from zcompile.analysis.fx_utils import (
     started_tensors,
     transfer_bytes,
 )
-from zcompile.analysis.hardware import Link
-from zcompile.analysis.liveness import Liveness, Storage, aliases, fuses
-from zcompile.analysis.unbacked_sizes import note_unbacked_sizes
 
 
 def flops(node: Node) -> float:

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from zcompile.analysis.cost_model import Costs, transfer_s
 from zcompile.analysis.costs.collectives import collective_s
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.ops import (
     GATHER_GROUP_START,
     GATHERS,
     REDUCES,

@@ -7,7 +7,8 @@ from typing import cast
 from torch.fx import Graph, Node
 
 from zcompile.analysis.cost_model import Costs, Timeline, simulate, wire_bytes
-from zcompile.analysis.fx_utils import (
+from zcompile.analysis.hardware import ADAM_BYTES, Link
+from zcompile.graph.ops import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,
     GATHER_ROWS,
@@ -20,8 +21,7 @@ from zcompile.analysis.fx_utils import (
     transfer_bytes,
     value,
 )
-from zcompile.analysis.hardware import ADAM_BYTES, Link
-from zcompile.analysis.param_lifetimes import ParamLifetime, ParamLifetimes
+from zcompile.graph.param_lifetimes import ParamLifetime, ParamLifetimes
 from zcompile.options import Plan
 from zcompile.passes import pipeline
 from zcompile.planning.bound import least_exposed_s

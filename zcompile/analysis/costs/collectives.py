@@ -7,8 +7,8 @@ the sharded model do.
 from torch.fx import Node
 
 from zcompile.analysis.costs.work import nbytes_of, sizes_of
-from zcompile.analysis.fx_utils import WAIT_TENSOR
 from zcompile.analysis.hardware import Link
+from zcompile.graph.ops import WAIT_TENSOR
 
 COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the copy engines do not
 

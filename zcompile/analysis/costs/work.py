@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from zcompile.analysis.fx_utils import shape_hint
 from zcompile.analysis.hardware import Hardware
 from zcompile.analysis.unbacked_sizes import size_hint
+from zcompile.graph.ops import shape_hint
 
 
 @dataclass(frozen=True)

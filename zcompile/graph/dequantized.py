@@ -4,7 +4,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zcompile.analysis.costs.products import is_matmul
-from zcompile.analysis.fx_utils import GATHER, calls, is_user_collective, value
+from zcompile.graph.ops import GATHER, calls, is_user_collective, value
 from zcompile.options import TRAINABLE
 
 aten = torch.ops.aten

@@ -8,7 +8,8 @@ from itertools import accumulate
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import (
+from zcompile.graph.liveness import Liveness
+from zcompile.graph.ops import (
     GATHER_GROUP_START,
     GATHER_STARTS,
     args_of,
@@ -19,7 +20,6 @@ from zcompile.analysis.fx_utils import (
     value,
     waits_of,
 )
-from zcompile.analysis.liveness import Liveness
 
 
 @dataclass(frozen=True)

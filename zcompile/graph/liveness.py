@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.analysis.fx_utils import args_of, aten, item_count, nodes_in, result_bytes
+from zcompile.graph.ops import args_of, aten, item_count, nodes_in, result_bytes
 
 # Ops that fuse, beside those with torch's tag for pointwise ones.
 FUSES = {
