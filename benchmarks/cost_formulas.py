@@ -27,9 +27,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from zcompile.analysis.calibration import Calibration, device_name, driver_of, merged
-from zcompile.analysis.cost_model import Costs
-from zcompile.analysis.hardware import Hardware
-from zcompile.analysis.hardware_tables import table_of
 from zcompile.analysis.measure_compute import (
     grouped_product,
     measure_compute,
@@ -37,6 +34,9 @@ from zcompile.analysis.measure_compute import (
     square_product,
     warm_up,
 )
+from zcompile.costs.hardware import Hardware
+from zcompile.costs.hardware_tables import table_of
+from zcompile.costs.model import Costs
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""What the table of a CPU in zcompile/analysis/hardware.py holds, measured on this machine, one thread a rank.
+"""What the table of a CPU in zcompile/costs/hardware.py holds, measured on this machine, one thread a rank.
 
 Run: OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/cpu_table.py
 """

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from zcompile.analysis.hardware import H200
+from zcompile.costs.hardware import H200
 from zcompile.graph.ops import REDUCES, calls, value
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline

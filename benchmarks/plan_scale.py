@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-from zcompile.analysis.hardware import H200
+from zcompile.costs.hardware import H200
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.planning.command import install_trace_readers

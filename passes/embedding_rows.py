@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zcompile.analysis.hardware import Link
+from zcompile.costs.hardware import Link
 from zcompile.graph.ops import (
     GATHER,
     GATHER_ROWS,

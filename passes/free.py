@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.costs.products import is_matmul
+from zcompile.costs.formulas.products import is_matmul
 from zcompile.graph.ops import (
     GATHER,
     MOVEMENT,

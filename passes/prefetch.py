@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.cost_model import Costs, transfer_s
-from zcompile.analysis.hardware import Link
+from zcompile.costs.hardware import Link
+from zcompile.costs.model import Costs, transfer_s
 from zcompile.graph.ops import (
     GATHER_GROUP_START,
     GATHER_START,

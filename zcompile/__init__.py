@@ -21,8 +21,8 @@ if _C.built_for_torch != torch.__version__:
         "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
     )
 
-from zcompile.analysis.costs.registry import register_cost
-from zcompile.analysis.costs.work import TensorSize, Work
+from zcompile.costs.formulas.registry import register_cost
+from zcompile.costs.formulas.work import TensorSize, Work
 from zcompile.deepspeed.flag import watch
 from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.clipping import clip_grad_norm_

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch.fx import Graph, GraphModule, Node
 
-from zcompile.analysis.hardware import CPU, Link
+from zcompile.costs.hardware import CPU, Link
 from zcompile.graph.ops import GATHER, calls, user_collective_of
 from zcompile.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.options import Plan, Settings

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from zcompile.analysis.hardware_tables import TABLES
+from zcompile.costs.hardware_tables import TABLES
 from zcompile.options import TRANSPORTS
 from zcompile.planning.llama import SIZES
 from zcompile.planning.workloads import BadInput

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._functorch import config as torch_config
 
-from zcompile.analysis.costs.registry import registered_costs
-from zcompile.analysis.hardware import Link
+from zcompile.costs.formulas.registry import registered_costs
+from zcompile.costs.hardware import Link
 
 TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of parameters that may train, and that `param_dtype` is for. Others are frozen, and travel as they are."""

@@ -14,8 +14,8 @@ from torch import nn
 import zcompile
 from zcompile.analysis import measure_compute
 from zcompile.analysis.calibration import Calibration, calibration_file, device_name, read_calibration
-from zcompile.analysis.hardware import CPU
 from zcompile.cli import main
+from zcompile.costs.hardware import CPU
 from zcompile.sharding import machine_table, measure_machine
 from zcompile.sharding.model_state import state_of
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.analysis.costs.registry import unregister_cost
+from zcompile.costs.formulas.registry import unregister_cost
 from zcompile.sharding.model_state import state_of
 
 OP = "zcompile_test_costs::doubled"

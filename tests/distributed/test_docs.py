@@ -19,8 +19,8 @@ import zcompile
 from tests.support.artifacts import cache_in
 from tests.support.pages import Block, blocks_of, check_commands, check_config, python_blocks
 from tests.support.reference import same_parameters
-from zcompile.analysis.costs.registry import registered_costs, unregister_cost
 from zcompile.artifact.aot import lacking
+from zcompile.costs.formulas.registry import registered_costs, unregister_cost
 
 PAGES = ("README.md", "docs/guide.md")
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

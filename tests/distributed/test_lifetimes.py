@@ -14,7 +14,7 @@ import zcompile
 from tests.support.models import Chain
 from tests.support.reference import compiled
 from tests.support.rounding import RIGHT, WRONG, relative_error
-from zcompile.analysis.hardware import CPU
+from zcompile.costs.hardware import CPU
 from zcompile.graph.ops import GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
 from zcompile.options import Settings
 from zcompile.passes import pipeline

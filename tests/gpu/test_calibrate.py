@@ -8,7 +8,7 @@ from torch import nn
 
 import zcompile
 from zcompile.analysis import measure_compute
-from zcompile.analysis.hardware_tables import table_of
+from zcompile.costs.hardware_tables import table_of
 from zcompile.sharding import measure_machine
 from zcompile.sharding.model_state import state_of
 

@@ -8,8 +8,8 @@ import torch
 from torch.fx import Graph
 
 from tests.support.decoder import trace_decoder
-from zcompile.analysis.cost_model import Costs, simulate
-from zcompile.analysis.hardware import H200
+from zcompile.costs.hardware import H200
+from zcompile.costs.model import Costs, simulate
 from zcompile.graph.ops import (
     GATHER_START,
     GATHER_WAIT,

@@ -10,7 +10,7 @@ import torch
 
 from zcompile.analysis import calibration as module
 from zcompile.analysis.calibration import Calibration, merged, read_calibration, tables_of, write_calibration
-from zcompile.analysis.hardware import CPU, H200, Wire
+from zcompile.costs.hardware import CPU, H200, Wire
 from zcompile.options import Settings
 from zcompile.planning.calibrate_command import describe
 

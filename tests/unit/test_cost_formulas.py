@@ -1,4 +1,4 @@
-"""Each formula of `zcompile/analysis/costs` against arithmetic by hand, on a machine with round numbers."""
+"""Each formula of `zcompile/costs/formulas` against arithmetic by hand, on a machine with round numbers."""
 
 import logging
 from dataclasses import replace
@@ -10,10 +10,11 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch.fx import Graph
 
 import zcompile
-from zcompile.analysis.cost_model import Costs, simulate
-from zcompile.analysis.costs import formulas, registry
-from zcompile.analysis.costs.work import Call, nbytes_of
-from zcompile.analysis.hardware import CPU, Hardware
+from zcompile.costs.formulas import lookup as formulas
+from zcompile.costs.formulas import registry
+from zcompile.costs.formulas.work import Call, nbytes_of
+from zcompile.costs.hardware import CPU, Hardware
+from zcompile.costs.model import Costs, simulate
 from zcompile.options import Settings
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.decoder import SIZE
-from zcompile.analysis.cost_model import flops
+from zcompile.costs.model import flops
 from zcompile.planning.llama import Llama
 
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-from zcompile.analysis.hardware import H200
+from zcompile.costs.hardware import H200
 from zcompile.graph.ops import GATHER, GATHER_STARTS, aten, calls, insert, is_user_collective
 from zcompile.options import Settings
 from zcompile.passes import pipeline

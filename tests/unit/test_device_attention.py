@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from zcompile.analysis.hardware_tables import A100, B200, H100
 from zcompile.cli import main
+from zcompile.costs.hardware_tables import A100, B200, H100
 from zcompile.planning.device_attention import DeviceAttention
 
 EFFICIENT, CPU_FLASH = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"

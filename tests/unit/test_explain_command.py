@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from zcompile.analysis.calibration import Calibration
-from zcompile.analysis.hardware_tables import TABLES
 from zcompile.cli import main
+from zcompile.costs.hardware_tables import TABLES
 from zcompile.planning.workloads import load
 
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zcompile.analysis.hardware import H200
-from zcompile.analysis.hardware_tables import TABLES, stand_in_notice, table_of, table_of_name
+from zcompile.costs.hardware import H200
+from zcompile.costs.hardware_tables import TABLES, stand_in_notice, table_of, table_of_name
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import zcompile.passes
-from zcompile.analysis.hardware import H200
+from zcompile.costs.hardware import H200
 from zcompile.options import OPTIONAL_PASSES, Settings
 from zcompile.passes import pipeline
 

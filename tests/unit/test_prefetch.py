@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-from zcompile.analysis.cost_model import Costs, simulate
-from zcompile.analysis.hardware import CPU, H200
+from zcompile.costs.hardware import CPU, H200
+from zcompile.costs.model import Costs, simulate
 from zcompile.graph.ops import GATHER, GATHERS, aten, calls, insert
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan, Settings

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zcompile.analysis.hardware import H200
+from zcompile.costs.hardware import H200
 from zcompile.options import Settings
 from zcompile.planning.command import install_trace_readers
 from zcompile.planning.curve import thinned

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-from zcompile.analysis.hardware import H200
+from zcompile.costs.hardware import H200
 from zcompile.graph.ops import REDUCE, REDUCE_START, REDUCE_WAIT, aten, calls, insert, transfer_bytes
 from zcompile.options import Settings
 from zcompile.passes import pipeline

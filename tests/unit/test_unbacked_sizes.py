@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from zcompile.analysis.cost_model import Costs
-from zcompile.analysis.hardware import H200
+from zcompile.costs.hardware import H200
+from zcompile.costs.model import Costs
 from zcompile.graph.ops import aten, calls, shape_hint, value
 
 TOKENS, EXPERTS, TOP_K, WIDTH = 64, 4, 2, 32

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zcompile.analysis.hardware import CPU, Hardware, Points, Wire
-from zcompile.analysis.hardware_tables import table_of_name
+from zcompile.costs.hardware import CPU, Hardware, Points, Wire
+from zcompile.costs.hardware_tables import table_of_name
 
 VERSION = 4  # of the file: raised when something else is measured
 DIFFERS = 0.25  # a measured figure replaces a shipped one if it is further from it than this share of it
@@ -32,7 +32,7 @@ DIGITS = 2  # that are kept of a figure: the others change from run to run
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of one machine, in the units of `zcompile.analysis.hardware.Hardware`.
+    """What was measured of one machine, in the units of `zcompile.costs.hardware.Hardware`.
 
     Attributes:
         device: as torch names it; of a CPU, its model and the threads of a rank.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zcompile.analysis.hardware import ADAM_BYTES
+from zcompile.costs.hardware import ADAM_BYTES
 
 T = TypeVar("T")
 

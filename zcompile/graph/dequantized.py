@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.analysis.costs.products import is_matmul
+from zcompile.costs.formulas.products import is_matmul
 from zcompile.graph.ops import GATHER, calls, is_user_collective, value
 from zcompile.options import TRAINABLE
 

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_aggregate
 
-from zcompile.analysis.unbacked_sizes import size_hint
+from zcompile.costs.unbacked_sizes import size_hint
 
 aten = torch.ops.aten
 ops = torch.ops.zcompile

@@ -18,8 +18,8 @@ from itertools import accumulate
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.cost_model import Costs, transfer_s
-from zcompile.analysis.costs.collectives import collective_s
+from zcompile.costs.formulas.collectives import collective_s
+from zcompile.costs.model import Costs, transfer_s
 from zcompile.graph.ops import (
     GATHER_GROUP_START,
     GATHERS,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zcompile.analysis.calibration import Calibration, merged, write_calibration
-from zcompile.analysis.hardware import Hardware
+from zcompile.costs.hardware import Hardware
 from zcompile.planning.text import table_text
 from zcompile.planning.workloads import BadInput
 from zcompile.sharding.measure_machine import calibrate

@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.analysis.calibration import Calibration, Tables, tables_of
-from zcompile.analysis.hardware import CPU, Hardware, Link
-from zcompile.analysis.hardware_tables import TABLES
 from zcompile.backend import parse_options
+from zcompile.costs.hardware import CPU, Hardware, Link
+from zcompile.costs.hardware_tables import TABLES
 from zcompile.options import Plan, Settings
 from zcompile.planning.device_attention import attention_of_gpus
 from zcompile.planning.explanation import Explanation, comparison

@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from zcompile.analysis.hardware import Hardware
+from zcompile.costs.hardware import Hardware
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_FLASH = 256  # of a head

@@ -6,8 +6,8 @@ from typing import cast
 
 from torch.fx import Graph, Node
 
-from zcompile.analysis.cost_model import Costs, Timeline, simulate, wire_bytes
-from zcompile.analysis.hardware import ADAM_BYTES, Link
+from zcompile.costs.hardware import ADAM_BYTES, Link
+from zcompile.costs.model import Costs, Timeline, simulate, wire_bytes
 from zcompile.graph.ops import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile import _C
 from zcompile.analysis.calibration import Calibration, device_name, driver_of, write_calibration
-from zcompile.analysis.hardware import MIB, Points, Wire
 from zcompile.analysis.measure_compute import (
     MOST_AHEAD_S,
     Pace,
@@ -23,6 +22,7 @@ from zcompile.analysis.measure_compute import (
     square_product,
     warm_up,
 )
+from zcompile.costs.hardware import MIB, Points, Wire
 from zcompile.sharding.memory import host_memory_bytes
 from zcompile.sharding.process_groups import all_gather_object, device_of, groups_of, shard_group_of
 from zcompile.sharding.select_transport import choose

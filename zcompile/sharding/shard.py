@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile.analysis.costs.registry import registered_costs
+from zcompile.costs.formulas.registry import registered_costs
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
 from zcompile.sharding.connected_ranks import agreement_of

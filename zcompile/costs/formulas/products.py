@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from zcompile.analysis.costs.work import Call, TensorSize, Work, nbytes_of, sizes_of
+from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of, sizes_of
 
 log = logging.getLogger("zcompile")
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from zcompile.analysis.hardware import CPU, H200, MIB, Hardware, Network, Points, Wire
+from zcompile.costs.hardware import CPU, H200, MIB, Hardware, Network, Points, Wire
 
 
 def _scaled(wire: Wire, ratio: float) -> Wire:

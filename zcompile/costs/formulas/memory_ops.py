@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from zcompile.analysis.costs.work import NOTHING, Call, TensorSize, Work, nbytes_of
+from zcompile.costs.formulas.work import NOTHING, Call, TensorSize, Work, nbytes_of
 
 SECTOR_BYTES = 32  # the least that a read from memory takes
 INDEX_BYTES = 8  # of int64

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.analysis.costs.collectives import collective_bytes, collective_s, is_collective_wait
-from zcompile.analysis.costs.formulas import find_work
-from zcompile.analysis.costs.memory_ops import gathers_items, read_bytes_at
-from zcompile.analysis.costs.work import Work, sizes_of
-from zcompile.analysis.hardware import Link
-from zcompile.analysis.unbacked_sizes import note_unbacked_sizes
+from zcompile.costs.formulas.collectives import collective_bytes, collective_s, is_collective_wait
+from zcompile.costs.formulas.lookup import find_work
+from zcompile.costs.formulas.memory_ops import gathers_items, read_bytes_at
+from zcompile.costs.formulas.work import Work, sizes_of
+from zcompile.costs.hardware import Link
+from zcompile.costs.unbacked_sizes import note_unbacked_sizes
 from zcompile.graph.liveness import Liveness, Storage, aliases, fuses
 from zcompile.graph.ops import (
     GATHER,

@@ -6,8 +6,8 @@ the sharded model do.
 
 from torch.fx import Node
 
-from zcompile.analysis.costs.work import nbytes_of, sizes_of
-from zcompile.analysis.hardware import Link
+from zcompile.costs.formulas.work import nbytes_of, sizes_of
+from zcompile.costs.hardware import Link
 from zcompile.graph.ops import WAIT_TENSOR
 
 COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the copy engines do not

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from zcompile.analysis.hardware import Hardware
-from zcompile.analysis.unbacked_sizes import size_hint
+from zcompile.costs.hardware import Hardware
+from zcompile.costs.unbacked_sizes import size_hint
 from zcompile.graph.ops import shape_hint
 
 

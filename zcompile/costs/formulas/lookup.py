@@ -7,9 +7,9 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch.fx import Node
 
-from zcompile.analysis.costs import attention, memory_ops, products
-from zcompile.analysis.costs.registry import KERNEL, Registered, kernel_function, name_of, registered
-from zcompile.analysis.costs.work import Call, Work, sizes_of
+from zcompile.costs.formulas import attention, memory_ops, products
+from zcompile.costs.formulas.registry import KERNEL, Registered, kernel_function, name_of, registered
+from zcompile.costs.formulas.work import Call, Work, sizes_of
 
 log = logging.getLogger("zcompile")
 

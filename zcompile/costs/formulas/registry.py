@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zcompile.analysis.costs.work import Work
+from zcompile.costs.formulas.work import Work
 
 Formula = Callable[..., Work]
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zcompile.analysis.costs.work import Call, TensorSize, Work, nbytes_of
+from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of
 
 MASK_BLOCKS = 128  # most blocks in a row or column of a mask that are looked at
 SAMPLES = 4  # of a block's rows and columns, the first and the last among them

@@ -1,4 +1,4 @@
-"""How long single calls take: formulas by op, built in and registered by users; `cost_model.py` adds them up.
+"""How long single calls take: formulas by op, built in and registered by users; `costs/model.py` adds them up.
 
 - `work.py`: what a formula says of a call, and what it is told.
 - `registry.py`: users' formulas, and which of them a plan rests on.
