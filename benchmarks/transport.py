@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zcompile import _C
 from zcompile.options import Settings
-from zcompile.sharding.process_groups import new_group
+from zcompile.ranks.process_groups import new_group
 
 ops = torch.ops.zcompile
 MIB = 1 << 20

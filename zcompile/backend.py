@@ -22,9 +22,9 @@ from zcompile.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
+from zcompile.ranks.program_check import Line
 from zcompile.sharding.forward_scope import checking_requires_grad
 from zcompile.sharding.model_state import ShardedModel, model_of
-from zcompile.sharding.rank_agreement import Line
 from zcompile.sharding.user_hooks import saves_by_hooks
 from zcompile.source_hash import source_hash
 

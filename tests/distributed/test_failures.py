@@ -14,8 +14,8 @@ import zcompile.sharding.select_transport
 from tests.support.models import Transformer
 from tests.support.raising import RAISES, MayRaise
 from tests.support.reference import compiled, lm_loss
+from zcompile.ranks.program_check import Line
 from zcompile.sharding.model_state import state_of
-from zcompile.sharding.rank_agreement import Line
 
 
 def raises(error, pattern, call):

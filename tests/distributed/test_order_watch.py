@@ -13,8 +13,8 @@ from torch import nn
 
 import zcompile
 from tests.support.meshes import short_mesh, without_agreement
-from zcompile.sharding import order_watch
-from zcompile.sharding.order_watch import difference
+from zcompile.ranks import order_watch
+from zcompile.ranks.order_watch import difference
 
 
 class Two(nn.Module):
@@ -77,7 +77,7 @@ def test_ranks_that_do_the_same_are_not_told(ranks):
 EXIT = """
 import atexit, os, threading, time
 import torch.distributed as dist
-from zcompile.sharding.order_watch import watch_order
+from zcompile.ranks.order_watch import watch_order
 
 class Runtime:
     def order(self):

@@ -15,8 +15,8 @@ from tests.support.meshes import short_mesh
 from tests.support.models import Chain
 from tests.support.raising import RAISES, MayRaise
 from tests.support.reference import FP32, close, same_grads
+from zcompile.ranks.program_check import Line
 from zcompile.sharding.model_state import state_of
-from zcompile.sharding.rank_agreement import Line
 
 
 def sharded_beside(*layers):

@@ -25,7 +25,7 @@ from torch import nn
 
 import zcompile
 from tests.support.ranks import take_gpu
-from zcompile.sharding.order_watch import PERIOD_S
+from zcompile.ranks.order_watch import PERIOD_S
 
 WORLD, STEPS, LAYERS = 2, 4, 4
 KINDS = ("raise", "raise and go on", "kill", "stop", "stop long", "skip")

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.sharding import process_groups
+from zcompile.ranks import process_groups
 
 
 def short_mesh(seconds: float) -> DeviceMesh:

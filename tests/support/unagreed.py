@@ -3,7 +3,7 @@
 import pytest
 
 import zcompile
-from zcompile.sharding import order_watch, process_groups
+from zcompile.ranks import order_watch, process_groups
 
 
 def patch_agreement(monkeypatch, period_s):

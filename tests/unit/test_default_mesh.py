@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zcompile.sharding import process_groups
+from zcompile.ranks import process_groups
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ from zcompile.artifact.fingerprint import differences, fingerprint
 from zcompile.artifact.program import GraphBreaks, Program, make
 from zcompile.backend import compile_graph, parse_options, prepare
 from zcompile.options import Settings
+from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.sharding.model_state import models_of, state_of
-from zcompile.sharding.process_groups import all_gather_over_mesh
 
 log = logging.getLogger("zcompile")
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zcompile.ranks.process_groups import all_gather_over_mesh, is_fake
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter
-from zcompile.sharding.process_groups import all_gather_over_mesh, is_fake
 
 REDUCE = ("each", "shards", "last")  # the values of `accumulate(reduce=)`
 BUCKET_BYTES = 64 << 20  # of shards that are summed over replicas by one collective

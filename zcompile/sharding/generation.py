@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zcompile.ranks.process_groups import is_fake
 from zcompile.sharding.attributes import STATE
 from zcompile.sharding.forward_scope import announces, announcing
 from zcompile.sharding.meeting import GENERATE, Meeting
 from zcompile.sharding.model_state import ShardedModel
-from zcompile.sharding.process_groups import is_fake
 from zcompile.sharding.unshard import sharded_parameters_in
 
 gather_start = torch.ops.zcompile.gather_start.default

@@ -23,8 +23,8 @@ from zcompile.analysis.measure_compute import (
     warm_up,
 )
 from zcompile.costs.hardware import MIB, Points, Wire
+from zcompile.ranks.process_groups import all_gather_object, device_of, groups_of, shard_group_of
 from zcompile.sharding.memory import host_memory_bytes
-from zcompile.sharding.process_groups import all_gather_object, device_of, groups_of, shard_group_of
 from zcompile.sharding.select_transport import choose
 
 log = logging.getLogger("zcompile")

@@ -11,8 +11,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from zcompile.ranks.process_groups import meeting_group
 from zcompile.sharding.model_state import ShardedModel
-from zcompile.sharding.process_groups import meeting_group
 
 GENERATE, EXPORT = 0, 1
 _PURPOSES = {GENERATE: "generate()", EXPORT: "zcompile.full_parameters"}

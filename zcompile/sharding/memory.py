@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.sharding.process_groups import all_gather_over_mesh, is_fake
+from zcompile.ranks.process_groups import all_gather_over_mesh, is_fake
 
 UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 without a limit have a number near 2 ** 63
 

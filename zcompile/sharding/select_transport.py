@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcompile import _C
 from zcompile.analysis.calibration import cache_folder
 from zcompile.options import TRANSPORTS
-from zcompile.sharding.process_groups import all_gather_object, all_gather_over_mesh, is_fake, shard_group_of
+from zcompile.ranks.process_groups import all_gather_object, all_gather_over_mesh, is_fake, shard_group_of
 
 log = logging.getLogger("zcompile")
 

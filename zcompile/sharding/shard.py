@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile.costs.formulas.registry import registered_costs
+from zcompile.ranks.connected_ranks import agreement_of
+from zcompile.ranks.process_groups import default_mesh, device_of, shard_group_of, timeout_of
 from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
-from zcompile.sharding.connected_ranks import agreement_of
 from zcompile.sharding.find_units import UnitLike, check_units, default_units, find_units, implementations
 from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of
@@ -29,7 +30,6 @@ from zcompile.sharding.placement import (
     part_of,
     placement_of,
 )
-from zcompile.sharding.process_groups import default_mesh, device_of, shard_group_of, timeout_of
 from zcompile.sharding.unit_order import make_units, order_units
 from zcompile.sharding.unreduced import UnreducedParameters
 from zcompile.sharding.user_hooks import carry_hooks

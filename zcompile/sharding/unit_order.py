@@ -34,9 +34,9 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.sharding.attributes import UNIT, UNITS_BELOW
 from zcompile.sharding.model_state import ShardedModel
-from zcompile.sharding.process_groups import all_gather_over_mesh
 from zcompile.sharding.units import Reduction, Unit, deliver_rest
 
 Event = tuple[str, int]  # GATHER or REDUCE, and the index of a unit

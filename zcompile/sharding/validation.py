@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile.options import TRAINABLE
+from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.sharding.attributes import STATE
-from zcompile.sharding.process_groups import all_gather_over_mesh
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
-from zcompile.sharding.order_watch import Marks, order_store, order_store_name
-from zcompile.sharding.rank_agreement import Agreement
+from zcompile.ranks.order_watch import Marks, order_store, order_store_name
+from zcompile.ranks.program_check import Agreement
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
-from zcompile.sharding.order_watch import UNITS_HINT, Marks, order_store
-from zcompile.sharding.process_groups import order_group, timeout_of
+from zcompile.ranks.order_watch import UNITS_HINT, Marks, order_store
+from zcompile.ranks.process_groups import order_group, timeout_of
 
 _ABSENT = torch.iinfo(torch.int64).min
 _PERIOD_S = 1.0  # how often a rank that waits looks whether a difference is known by now

@@ -1,0 +1,1 @@
+"""Ranks among each other: process groups, and checks that all run the same program in the same order."""
