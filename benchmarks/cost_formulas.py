@@ -26,14 +26,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from zcompile.analysis.calibration import Calibration, device_name, driver_of, merged
-from zcompile.analysis.measure_compute import (
+from zcompile.calibration.measure_compute import (
     grouped_product,
     measure_compute,
     seconds_of,
     square_product,
     warm_up,
 )
+from zcompile.calibration.results import Calibration, device_name, driver_of, merged
 from zcompile.costs.hardware import Hardware
 from zcompile.costs.hardware_tables import table_of
 from zcompile.costs.model import Costs

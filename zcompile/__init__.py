@@ -21,6 +21,7 @@ if _C.built_for_torch != torch.__version__:
         "run `pip install --no-build-isolation --force-reinstall --no-deps .` in zcompile's source again."
     )
 
+from zcompile.calibration.measure_machine import calibrate
 from zcompile.costs.formulas.registry import register_cost
 from zcompile.costs.formulas.work import TensorSize, Work
 from zcompile.deepspeed.flag import watch
@@ -30,7 +31,6 @@ from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.export import full_parameters
 from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
-from zcompile.sharding.measure_machine import calibrate
 from zcompile.sharding.placement import Placement
 from zcompile.sharding.shard import shard
 from zcompile.sharding.unshard import unshard

@@ -358,7 +358,7 @@ COMMANDS = {
         "zcompile explain --model 2b --ranks 8,64 --hardware h200 --budgets 0,256,1024",
     ),
     "calibrate": Command(
-        "zcompile.planning.calibrate_command",
+        "zcompile.calibration.command",
         _add_calibrate,
         "Measure the speed of this machine: matmuls, attention, memory, and transfers between ranks.",
         "Use it once per machine, with nothing else running, and again after an update of torch or of the driver; it "

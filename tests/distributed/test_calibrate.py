@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.analysis import measure_compute
-from zcompile.analysis.calibration import Calibration, calibration_file, device_name, read_calibration
+from zcompile.calibration import machine_table, measure_compute, measure_machine
+from zcompile.calibration.results import Calibration, calibration_file, device_name, read_calibration
 from zcompile.cli import main
 from zcompile.costs.hardware import CPU
-from zcompile.sharding import machine_table, measure_machine
 from zcompile.sharding.model_state import state_of
 
 CPU_DEVICE = torch.device("cpu")

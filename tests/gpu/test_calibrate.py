@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.analysis import measure_compute
+from zcompile.calibration import measure_compute, measure_machine
 from zcompile.costs.hardware_tables import table_of
-from zcompile.sharding import measure_machine
 from zcompile.sharding.model_state import state_of
 
 SMALL = measure_compute.Sizes((512, 1024), (1024,), 4, 256, 256, (1, 4, 512, 64), 1 << 24)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from zcompile.analysis import calibration as module
-from zcompile.analysis.calibration import Calibration, merged, read_calibration, tables_of, write_calibration
+from zcompile.calibration import results as module
+from zcompile.calibration.command import describe
+from zcompile.calibration.results import Calibration, merged, read_calibration, tables_of, write_calibration
 from zcompile.costs.hardware import CPU, H200, Wire
 from zcompile.options import Settings
-from zcompile.planning.calibrate_command import describe
 
 DEVICE = torch.device("cpu")
 

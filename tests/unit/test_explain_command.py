@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zcompile.analysis.calibration import Calibration
+from zcompile.calibration.results import Calibration
 from zcompile.cli import main
 from zcompile.costs.hardware_tables import TABLES
 from zcompile.planning.workloads import load

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from zcompile.analysis.calibration import read_calibration
+from zcompile.calibration.command import start_ranks
+from zcompile.calibration.results import read_calibration
 from zcompile.costs.hardware_tables import stand_in_notice
-from zcompile.planning.calibrate_command import start_ranks
 from zcompile.planning.workloads import BadInput
 from zcompile.profile import report
 from zcompile.profile.compare import compare, count

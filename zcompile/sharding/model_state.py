@@ -30,13 +30,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile import _C
+from zcompile.calibration.machine_table import agreed_tables
 from zcompile.ranks.order_check import OrderCheck
 from zcompile.ranks.order_watch import started_by_rank, watch_order
 from zcompile.ranks.process_groups import groups_of, timeout_of
 from zcompile.ranks.program_check import Agreement
 from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
 from zcompile.sharding.find_units import ExpertsImplementation
-from zcompile.sharding.machine_table import agreed_tables
 from zcompile.sharding.memory import memory_bytes_of_a_rank
 from zcompile.sharding.placement import Layout
 from zcompile.sharding.select_transport import Choice, choose, log

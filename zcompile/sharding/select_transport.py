@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
-from zcompile.analysis.calibration import cache_folder
+from zcompile.calibration.results import cache_folder
 from zcompile.options import TRANSPORTS
 from zcompile.ranks.process_groups import all_gather_object, all_gather_over_mesh, is_fake, shard_group_of
 

@@ -4,7 +4,7 @@ import logging
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.analysis.calibration import Calibration, Tables, device_name, read_calibration, tables_of
+from zcompile.calibration.results import Calibration, Tables, device_name, read_calibration, tables_of
 from zcompile.costs.hardware import CPU
 from zcompile.costs.hardware_tables import stand_in_notice, table_of_name
 from zcompile.ranks.process_groups import all_gather_over_mesh, device_of, shard_group_of

@@ -26,7 +26,7 @@ CYCLES_S = 2e9  # of a GPU's clock, about
 
 
 class Compute(NamedTuple):
-    """Rates as in `zcompile.analysis.calibration.Calibration`."""
+    """Rates as in `zcompile.calibration.results.Calibration`."""
 
     matmul_flops_s: tuple[tuple[str, float], ...]
     grouped_share: float | None

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile import _C
-from zcompile.analysis.calibration import Calibration, device_name, driver_of, write_calibration
-from zcompile.analysis.measure_compute import (
+from zcompile.calibration.measure_compute import (
     MOST_AHEAD_S,
     Pace,
     hold_device,
@@ -22,6 +21,7 @@ from zcompile.analysis.measure_compute import (
     square_product,
     warm_up,
 )
+from zcompile.calibration.results import Calibration, device_name, driver_of, write_calibration
 from zcompile.costs.hardware import MIB, Points, Wire
 from zcompile.ranks.process_groups import all_gather_object, device_of, groups_of, shard_group_of
 from zcompile.sharding.memory import host_memory_bytes
