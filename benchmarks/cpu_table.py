@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 
 def seconds(run: Callable[[], object], count: int = 20) -> float:

@@ -27,13 +27,13 @@ from zcompile.costs.formulas.work import TensorSize, Work
 from zcompile.deepspeed.flag import watch
 from zcompile.sharding.accumulation import accumulate
 from zcompile.sharding.clipping import clip_grad_norm_
-from zcompile.sharding.counters import reset_stats, stats
 from zcompile.sharding.export import full_parameters
-from zcompile.sharding.forward_scope import register_forward_method
 from zcompile.sharding.fused_optimizer import fuse_optimizer
-from zcompile.sharding.placement import Placement
 from zcompile.sharding.shard import shard
 from zcompile.sharding.unshard import unshard
+from zcompile.state.forward_scope import register_forward_method
+from zcompile.state.placement import Placement
+from zcompile.state.stats import reset_stats, stats
 
 if TYPE_CHECKING:
     from zcompile.artifact.model import compile

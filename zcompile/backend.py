@@ -23,10 +23,10 @@ from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
 from zcompile.ranks.program_check import Line
-from zcompile.sharding.forward_scope import checking_requires_grad
-from zcompile.sharding.model_state import ShardedModel, model_of
-from zcompile.sharding.user_hooks import saves_by_hooks
 from zcompile.source_hash import source_hash
+from zcompile.state.forward_scope import checking_requires_grad
+from zcompile.state.sharded_model import ShardedModel, model_of
+from zcompile.state.user_hooks import saves_by_hooks
 
 # torch's higher-order ops that decide, or repeat, what they call.
 CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}

@@ -27,10 +27,10 @@ from zcompile.artifact.file_format import ArtifactError, write
 from zcompile.artifact.program import make
 from zcompile.backend import parse_options
 from zcompile.planning.workloads import BadInput
-from zcompile.sharding.attributes import STATE
-from zcompile.sharding.model_state import models_of, state_of
-from zcompile.sharding.select_transport import Choice
 from zcompile.sharding.shard import shard
+from zcompile.state.attributes import STATE
+from zcompile.state.sharded_model import models_of, state_of
+from zcompile.state.transport_choice import Choice
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
 from zcompile.huggingface import Accelerator, CompilePlugin
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 EAGER = {"inner": "aot_eager"}
 

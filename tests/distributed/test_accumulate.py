@@ -20,7 +20,7 @@ from tests.support.microbatches import (
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.reference import compiled, same_grads, train_beside
 from tests.support.sharded_ops import ops
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 matrix = pytest.mark.matrix
 inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=matrix)])

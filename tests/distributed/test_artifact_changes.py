@@ -12,7 +12,7 @@ from tests.support import artifacts
 from tests.support.artifacts import cache_in, make_file, sharded, tokens_of
 from zcompile.artifact import program
 from zcompile.artifact.aot import lacking
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 

@@ -16,7 +16,7 @@ from zcompile.calibration import machine_table, measure_compute, measure_machine
 from zcompile.calibration.results import Calibration, calibration_file, device_name, read_calibration
 from zcompile.cli import main
 from zcompile.costs.hardware import CPU
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 CPU_DEVICE = torch.device("cpu")
 SMALL = measure_compute.Sizes((32, 64, 128), (64,), 2, 16, 16, (1, 2, 32, 16), 1 << 16)

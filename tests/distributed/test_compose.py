@@ -30,7 +30,7 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.reference import FP32, close, same_grads, train_beside
-from zcompile.sharding.model_state import models_of, state_of
+from zcompile.state.sharded_model import models_of, state_of
 
 matrix = pytest.mark.matrix
 INNER = ["eager", "aot_eager", "inductor"]

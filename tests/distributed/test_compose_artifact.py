@@ -15,7 +15,7 @@ from zcompile.artifact.aot import lacking
 from zcompile.artifact.file_format import ArtifactError
 from zcompile.artifact.program import make
 from zcompile.backend import parse_options
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import zcompile
 from zcompile.costs.formulas.registry import unregister_cost
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 OP = "zcompile_test_costs::doubled"
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-import zcompile.sharding.select_transport
+import zcompile.state.transport_choice
 from tests.support.models import Transformer
 from tests.support.raising import RAISES, MayRaise
 from tests.support.reference import compiled, lm_loss
 from zcompile.ranks.program_check import Line
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 
 def raises(error, pattern, call):

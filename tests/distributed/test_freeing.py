@@ -15,7 +15,7 @@ from tests.support.models import Chain
 from tests.support.process import rss_bytes, threads
 from tests.support.ranks import Ranks
 from tests.support.reference import close, compiled
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 ops = torch.ops.zcompile
 

@@ -17,7 +17,7 @@ import zcompile
 import zcompile.sharding.fused_optimizer
 from tests.support.models import Transformer
 from tests.support.reference import compiled, lm_loss
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 matrix = pytest.mark.matrix
 

@@ -22,7 +22,7 @@ from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_lifetimes
 from zcompile.planning.trace import copied
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 SECONDS = 60  # of each test in the matrix, unless a number of graphs is asked for
 GRAPHS = int(os.environ.get("ZCOMPILE_FUZZ_GRAPHS", 0))

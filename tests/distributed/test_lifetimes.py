@@ -18,7 +18,7 @@ from zcompile.costs.hardware import CPU
 from zcompile.graph.ops import GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
 from zcompile.options import Settings
 from zcompile.passes import pipeline
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 matrix = pytest.mark.matrix
 WIDTH = 33  # odd, so that shards are padded; Inductor on CPU makes smaller products pointwise

@@ -13,7 +13,7 @@ from tests.support.meshes import without_agreement
 from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.models import hugging_face, hugging_face_loss
 from tests.support.reference import train_beside
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 INNERS = (None, "aot_eager", "inductor")
 UNITS = {"mixtral": "MixtralExperts", "deepseek_v3": "DeepseekV3Experts", "llama4": None}

@@ -11,7 +11,7 @@ import zcompile
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.reference import autocast_loss, compiled, full, lm_loss
 from zcompile.options import OPTIONAL_PASSES
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 matrix = pytest.mark.matrix
 

@@ -12,7 +12,7 @@ import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.unagreed import shard_without_agreement
 from zcompile.ranks.order_check import first_difference
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 NEVER_S = 1000.0  # the thread compares so seldom
 DIFFERENT = "ranks started different gathers and reduces"

@@ -16,7 +16,7 @@ from tests.support.models import Chain
 from tests.support.raising import RAISES, MayRaise
 from tests.support.reference import FP32, close, same_grads
 from zcompile.ranks.program_check import Line
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 
 def sharded_beside(*layers):

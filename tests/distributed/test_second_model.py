@@ -8,7 +8,7 @@ import zcompile
 from tests.support.models import Chain
 from tests.support.reference import compiled
 from zcompile import backend
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 
 def layers():

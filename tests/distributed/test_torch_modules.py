@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, weight_norm
 import zcompile
 from tests.support.models import Chain
 from tests.support.reference import compiled, train_beside
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 matrix = pytest.mark.matrix
 

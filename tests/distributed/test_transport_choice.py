@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-import zcompile.sharding.select_transport
+import zcompile.state.transport_choice
 from tests.support.models import Transformer
 from tests.support.reference import compiled, lm_loss
-from zcompile.sharding.model_state import state_of
-from zcompile.sharding.select_transport import Choice
+from zcompile.state.sharded_model import state_of
+from zcompile.state.transport_choice import Choice
 
 
 def rank_gloo_is_asked_for(rank, world):
@@ -77,7 +77,7 @@ def without_peers(state, failing):
 
 
 def rank_auto_falls_back(rank, world, folder):
-    select_transport = zcompile.sharding.select_transport
+    select_transport = zcompile.state.transport_choice
     state = state_of(zcompile.shard(nn.Linear(4, 4)))
     on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
     small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
@@ -112,7 +112,7 @@ def no_home():
 
 def rank_measures_with_damaged_files(rank, world, folder, text):
     """Ranks have caches of their own. That of rank 0 holds `text`; with None, no rank has a place for one."""
-    select_transport = zcompile.sharding.select_transport
+    select_transport = zcompile.state.transport_choice
     state = state_of(zcompile.shard(nn.Linear(4, 4)))
     on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
     small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
@@ -156,7 +156,7 @@ class OnGpu:
 
 
 def rank_obstacles_to_p2p(rank, world):
-    select_transport = zcompile.sharding.select_transport
+    select_transport = zcompile.state.transport_choice
     mesh = OnGpu(state_of(zcompile.shard(nn.Linear(4, 4))).mesh)
 
     def obstacle(uuid=rank, reachable=True, namespaces="net:[1]", host="one", visible=world):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zcompile
 from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.unit_chains import Chain, Part, chain_loss, inputs, make_chain, with_units
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 matrix = pytest.mark.matrix
 SAVES = {"its input": torch.sin, "its result": torch.exp}  # what the op saves for backward

@@ -9,7 +9,7 @@ import zcompile
 from tests.support.mixtures import WIDTH, Experts, MixtureModel
 from tests.support.reference import train_beside
 from tests.support.units import agreed, compiled, routed_loss, sharded
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 
 def rank_skips(rank, world, prepared, skipped):

@@ -11,7 +11,7 @@ import zcompile
 from tests.support.mixtures import TOP, WIDTH, Experts, MixtureModel, StackedExperts
 from tests.support.reference import BF16, close, same_grads, train_beside
 from tests.support.units import ROUTES, agreed, checkpointed, checkpointed_inside, compiled, routed_loss, sharded
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 PREPARED = {
     "eager": sharded,

@@ -8,7 +8,7 @@ from torch import nn
 
 import zcompile
 from tests.support.gpu import Wide, compiled_over
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 ops = torch.ops.zcompile
 

@@ -9,7 +9,7 @@ from torch import nn
 import zcompile
 from zcompile.calibration import measure_compute, measure_machine
 from zcompile.costs.hardware_tables import table_of
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 SMALL = measure_compute.Sizes((512, 1024), (1024,), 4, 256, 256, (1, 4, 512, 64), 1 << 24)
 

@@ -10,7 +10,7 @@ import zcompile
 from tests.support.gpu import make_transformer
 from tests.support.ranks import Ranks
 from tests.support.reference import lm_loss
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 ops = torch.ops.zcompile
 

@@ -14,7 +14,7 @@ import zcompile
 from tests.support.gpu import Wide, make_transformer
 from tests.support.process import threads
 from tests.support.reference import compiled, lm_loss
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 MIB = 1 << 20
 

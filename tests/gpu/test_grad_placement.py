@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.support.gpu import compiled_over
 from tests.support.models import Chain
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 
 def make_chain():

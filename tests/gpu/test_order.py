@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zcompile
 from tests.support.ranks import Ranks
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 TIMEOUT_S = 15
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import zcompile
 from tests.support.gpu import DTYPES, SHAPES, Parameters
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 ops = torch.ops.zcompile
 

@@ -9,7 +9,7 @@ import zcompile
 from tests.support.gpu import DTYPES, SHAPES, Parameters
 from tests.support.reduce_checks import check_means, rank_squares_of_reduces
 from tests.support.sharded_ops import shards
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 ops = torch.ops.zcompile
 

@@ -9,7 +9,7 @@ import zcompile
 from tests.support.reduce_checks import assert_squares_of
 from tests.support.reference import compiled, lm_loss
 from tests.support.sharded_ops import ops, shards
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 SHAPES = [(13, 7), (1, 5), (333, 77), (40, 16), (3001, 4096)]  # uneven, fewer rows than ranks, odd, wide, in pieces
 WIDTHS = [  # gradient, what is reduced to

@@ -9,7 +9,7 @@ from torch import nn
 import zcompile
 from tests.support.models import Transformer
 from tests.support.reference import compiled, lm_loss
-from zcompile.sharding.model_state import models_of, state_of
+from zcompile.state.sharded_model import models_of, state_of
 
 # For tests of speed, or of the links between two GPUs. All others run with ranks that share GPUs, too.
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -9,7 +9,7 @@ import zcompile
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.reference import compiled
 from tests.support.sharded_ops import ops
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 STEPS, MICROBATCHES = 3, 3
 # What travels in a bucket, or is saved for backward, is not cached across microbatches. Here every gather can be.

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from tests.support.sharded_ops import ops, shards
 from zcompile import _C
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 # Odd, even, fewer rows than ranks, larger, scalar, empty.
 NATIVE_SHAPES = [(13, 7), (8,), (1, 5), (333, 77), (), (0, 4)]

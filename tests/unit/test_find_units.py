@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.support.mixtures import WIDTH, Expert, Experts, Mixture, StackedExperts
 from tests.support.models import HUGGING_FACE, Transformer, hugging_face
-from zcompile.sharding.find_units import check_units, default_units, find_units, implementations
+from zcompile.units.find import check_units, default_units, find_units, implementations
 
 
 class GroupedExperts(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
-from zcompile.sharding.placement import Placement, local_shard, placement_of
+from zcompile.state.placement import Placement, local_shard, placement_of
 
 MESH: object = object()  # nothing looks into it
 

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from zcompile.artifact import kernels
 from zcompile.artifact.groups import Groups
-from zcompile.sharding.attributes import LEAF
+from zcompile.state.attributes import LEAF
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 

@@ -19,9 +19,9 @@ from torch import nn
 from zcompile.artifact import kernels
 from zcompile.backend import link_of
 from zcompile.options import Settings
-from zcompile.sharding.attributes import RECIPE
-from zcompile.sharding.model_state import ShardedModel, models_of, state_of
 from zcompile.source_hash import cache_key
+from zcompile.state.attributes import RECIPE
+from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

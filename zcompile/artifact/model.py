@@ -39,7 +39,7 @@ from zcompile.artifact.program import GraphBreaks, Program, make
 from zcompile.backend import compile_graph, parse_options, prepare
 from zcompile.options import Settings
 from zcompile.ranks.process_groups import all_gather_over_mesh
-from zcompile.sharding.model_state import models_of, state_of
+from zcompile.state.sharded_model import models_of, state_of
 
 log = logging.getLogger("zcompile")
 

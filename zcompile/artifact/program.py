@@ -28,7 +28,7 @@ from zcompile.artifact.file_format import Artifact, ArtifactError, encode
 from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
 from zcompile.backend import compile_planned, link_of
 from zcompile.options import Settings
-from zcompile.sharding.model_state import ShardedParameter, models_of, state_of
+from zcompile.state.sharded_model import ShardedParameter, models_of, state_of
 
 LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
 

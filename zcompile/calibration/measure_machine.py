@@ -24,8 +24,8 @@ from zcompile.calibration.measure_compute import (
 from zcompile.calibration.results import Calibration, device_name, driver_of, write_calibration
 from zcompile.costs.hardware import MIB, Points, Wire
 from zcompile.ranks.process_groups import all_gather_object, device_of, groups_of, shard_group_of
-from zcompile.sharding.memory import host_memory_bytes
-from zcompile.sharding.select_transport import choose
+from zcompile.state.memory import host_memory_bytes
+from zcompile.state.transport_choice import choose
 
 log = logging.getLogger("zcompile")
 

@@ -18,8 +18,8 @@ from zcompile.deepspeed.fallback import Attempt, unsupported
 from zcompile.deepspeed.hooks import Hooks
 from zcompile.deepspeed.partitions import Partition
 from zcompile.sharding.accumulation import begin_accumulating, end_accumulating
-from zcompile.sharding.model_state import ShardedModel, models_of
 from zcompile.sharding.optimizer_steps import check_orders
+from zcompile.state.sharded_model import ShardedModel, models_of
 
 log = logging.getLogger("zcompile")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zcompile.deepspeed.partitions import Partition, ZeroParameter
-from zcompile.sharding.model_state import ShardedModel
+from zcompile.state.sharded_model import ShardedModel
 
 
 def add(before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ optimizer then decays it.
 
 from torch import nn
 
-from zcompile.sharding.find_units import find_units
+from zcompile.units.find import find_units
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from zcompile import _C
-from zcompile.sharding.attributes import MODEL
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter
-from zcompile.sharding.placement import Layout
+from zcompile.state.attributes import MODEL
+from zcompile.state.placement import Layout
+from zcompile.state.sharded_model import ShardedModel, ShardedParameter
 
 ZeroParameter: TypeAlias = Any
 """An `nn.Parameter` with what ZeRO-3 puts on it: `ds_id`, `ds_tensor`, `ds_numel`, `ds_shape` and other attributes."""

@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile.huggingface.adapter import CompilePlugin, ShardedPlugin, compile_plugin_of, refuse_settings
 from zcompile.sharding.accumulation import begin_accumulating, end_accumulating
-from zcompile.sharding.attributes import STATE
 from zcompile.sharding.clipping import clip_grad_norm_
-from zcompile.sharding.model_state import ShardedModel, state_of
 from zcompile.sharding.shard import shard
+from zcompile.state.attributes import STATE
+from zcompile.state.sharded_model import ShardedModel, state_of
 
 
 class Accelerator(accelerate.Accelerator):

@@ -13,8 +13,8 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.distributed.utils import TransformersDeviceMesh, initialize_distributed_mesh
 
-from zcompile.sharding.placement import Placement
 from zcompile.sharding.shard import shard
+from zcompile.state.placement import Placement
 
 # What a rank computes for such a parameter is a part of its gradient: that of this rank's heads.
 PARTIAL = "replicated_with_grad_allreduce"

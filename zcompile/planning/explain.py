@@ -10,7 +10,7 @@ from zcompile.backend import parse_options
 from zcompile.planning.explanation import Explanation
 from zcompile.planning.predict import predict_step
 from zcompile.planning.trace import trace
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 
 def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Explanation:

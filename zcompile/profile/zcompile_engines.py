@@ -10,7 +10,7 @@ import zcompile
 from zcompile.planning.explanation import Explanation
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.torch_engines import blocks_of
-from zcompile.sharding.model_state import state_of
+from zcompile.state.sharded_model import state_of
 
 
 class Eager(Engine):

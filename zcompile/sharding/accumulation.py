@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile.sharding.deferred_reduces import deferral_of
-from zcompile.sharding.model_state import ShardedModel, models_of, state_of
+from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 
 
 @contextlib.contextmanager

@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from zcompile.options import TRAINABLE
-from zcompile.sharding.attributes import (
+from zcompile.sharding.generation import agreeing_generate
+from zcompile.sharding.given_parameters import layout_of, read_given
+from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
+from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
+from zcompile.sharding.unit_forward import call_parent, call_unit
+from zcompile.sharding.unshard import on_whole_parameters, whole_parameters
+from zcompile.state.attributes import (
     AROUND,
     LEAF,
     RECIPE,
@@ -26,15 +32,9 @@ from zcompile.sharding.attributes import (
     UNITS_BELOW,
     UNSHARDED,
 )
-from zcompile.sharding.forward_scope import counting_call, is_in_forward, never_compiled_alone
-from zcompile.sharding.generation import agreeing_generate
-from zcompile.sharding.given_parameters import layout_of, read_given
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of, replaced_message
-from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
-from zcompile.sharding.placement import Layout
-from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
-from zcompile.sharding.unit_forward import call_parent, call_unit
-from zcompile.sharding.unshard import on_whole_parameters, whole_parameters
+from zcompile.state.forward_scope import counting_call, is_in_forward, never_compiled_alone
+from zcompile.state.placement import Layout
+from zcompile.state.sharded_model import ShardedModel, ShardedParameter, models_of, replaced_message
 
 gather = torch.ops.zcompile.gather.default
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile.sharding.attributes import MODEL, SHARDED
+from zcompile.state.attributes import MODEL, SHARDED
 
 
 @torch.no_grad()

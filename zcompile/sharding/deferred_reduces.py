@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile.ranks.process_groups import all_gather_over_mesh, is_fake
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.state.sharded_model import ShardedModel, ShardedParameter
 
 REDUCE = ("each", "shards", "last")  # the values of `accumulate(reduce=)`
 BUCKET_BYTES = 64 << 20  # of shards that are summed over replicas by one collective

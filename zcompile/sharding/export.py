@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zcompile.options import TRAINABLE
+from zcompile.ranks.host_barrier import EXPORT, Meeting
 from zcompile.ranks.process_groups import is_fake, shard_group_of
-from zcompile.sharding.attributes import SHARDED
-from zcompile.sharding.forward_scope import is_in_forward
-from zcompile.sharding.meeting import EXPORT, Meeting
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter, state_of
+from zcompile.state.attributes import SHARDED
+from zcompile.state.forward_scope import is_in_forward
+from zcompile.state.sharded_model import ShardedModel, ShardedParameter, state_of
 
 _LEFT, _FIRST = 0, 1  # what a rank says at a meeting: that it has left the loop, or the number of its next bucket
 

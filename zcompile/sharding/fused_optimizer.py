@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zcompile.sharding.model_state import ShardedModel, models_of, state_of
+from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
 MAXIMA, COUNTS = 4, 5  # which of their arguments has the maxima of squares, for amsgrad, and which counts steps

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zcompile.ranks.host_barrier import GENERATE, Meeting
 from zcompile.ranks.process_groups import is_fake
-from zcompile.sharding.attributes import STATE
-from zcompile.sharding.forward_scope import announces, announcing
-from zcompile.sharding.meeting import GENERATE, Meeting
-from zcompile.sharding.model_state import ShardedModel
 from zcompile.sharding.unshard import sharded_parameters_in
+from zcompile.state.attributes import STATE
+from zcompile.state.forward_scope import announces, announcing
+from zcompile.state.sharded_model import ShardedModel
 
 gather_start = torch.ops.zcompile.gather_start.default
 gather_group_start = torch.ops.zcompile.gather_group_start.default

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from zcompile.sharding.attributes import SHARDED
-from zcompile.sharding.model_state import ShardedParameter
+from zcompile.state.attributes import SHARDED
+from zcompile.state.sharded_model import ShardedParameter
 
 
 def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) -> torch.Tensor | None:

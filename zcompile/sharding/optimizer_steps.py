@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zcompile.sharding.model_state import ShardedModel
+from zcompile.state.sharded_model import ShardedModel
 
 # Of several ranks, in the order in which they were made, which is the same on all ranks.
 _models: "weakref.WeakKeyDictionary[ShardedModel, None]" = weakref.WeakKeyDictionary()

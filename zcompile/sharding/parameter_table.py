@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile.sharding.attributes import SHARDED, TABLE_IS_READ
-from zcompile.sharding.model_state import ShardedParameter
+from zcompile.state.attributes import SHARDED, TABLE_IS_READ
+from zcompile.state.sharded_model import ShardedParameter
 
 
 def looks_into_table(module: nn.Module, attributes: list[str]) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile.sharding.attributes import LEAF, SHARDED
-from zcompile.sharding.forward_scope import never_compiled_alone
+from zcompile.state.attributes import LEAF, SHARDED
+from zcompile.state.forward_scope import never_compiled_alone
 
 gather_group = torch.ops.zcompile.gather_group.default
 

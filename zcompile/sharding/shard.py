@@ -14,25 +14,10 @@ from torch.distributed.tensor import DTensor
 from zcompile.costs.formulas.registry import registered_costs
 from zcompile.ranks.connected_ranks import agreement_of
 from zcompile.ranks.process_groups import default_mesh, device_of, shard_group_of, timeout_of
-from zcompile.sharding.attributes import MODEL
 from zcompile.sharding.class_swap import install_readers
-from zcompile.sharding.find_units import UnitLike, check_units, default_units, find_units, implementations
 from zcompile.sharding.meta_init import materialize
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter, models_of
 from zcompile.sharding.optimizer_steps import count_steps
-from zcompile.sharding.placement import (
-    Placement,
-    PlacementFunction,
-    as_dtensor,
-    check_placement,
-    layout_for,
-    local_shard,
-    part_of,
-    placement_of,
-)
 from zcompile.sharding.unit_order import make_units, order_units
-from zcompile.sharding.unreduced import UnreducedParameters
-from zcompile.sharding.user_hooks import carry_hooks
 from zcompile.sharding.validation import (
     Progress,
     agree_on_model,
@@ -42,6 +27,21 @@ from zcompile.sharding.validation import (
     raised_on_all_ranks,
     signature,
 )
+from zcompile.state.attributes import MODEL
+from zcompile.state.ignored_parameters import UnreducedParameters
+from zcompile.state.placement import (
+    Placement,
+    PlacementFunction,
+    as_dtensor,
+    check_placement,
+    layout_for,
+    local_shard,
+    part_of,
+    placement_of,
+)
+from zcompile.state.sharded_model import ShardedModel, ShardedParameter, models_of
+from zcompile.state.user_hooks import carry_hooks
+from zcompile.units.find import UnitLike, check_units, default_units, find_units, implementations
 
 
 def shard(

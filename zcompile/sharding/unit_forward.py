@@ -8,11 +8,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zcompile._C import SavedTensorHooks, unpack_saved_tensor
-from zcompile.sharding.attributes import STATE, UNIT, UNITS_BELOW
-from zcompile.sharding.forward_scope import call_eagerly, never_compiled_alone
-from zcompile.sharding.model_state import ShardedModel
 from zcompile.sharding.units import Unit
-from zcompile.sharding.user_hooks import saves_by_hooks
+from zcompile.state.attributes import STATE, UNIT, UNITS_BELOW
+from zcompile.state.forward_scope import call_eagerly, never_compiled_alone
+from zcompile.state.sharded_model import ShardedModel
+from zcompile.state.user_hooks import saves_by_hooks
 
 
 class UnitForward:

@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from zcompile.ranks.process_groups import all_gather_over_mesh
-from zcompile.sharding.attributes import UNIT, UNITS_BELOW
-from zcompile.sharding.model_state import ShardedModel
 from zcompile.sharding.units import Reduction, Unit, deliver_rest
+from zcompile.state.attributes import UNIT, UNITS_BELOW
+from zcompile.state.sharded_model import ShardedModel
 
 Event = tuple[str, int]  # GATHER or REDUCE, and the index of a unit
 GATHER, REDUCE = "gather", "reduce"

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zcompile.sharding.attributes import UNSHARDED
-from zcompile.sharding.model_state import ShardedModel, ShardedParameter
+from zcompile.state.attributes import UNSHARDED
+from zcompile.state.sharded_model import ShardedModel, ShardedParameter
 
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default

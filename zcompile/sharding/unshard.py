@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile.ranks.process_groups import all_gather_over_mesh
-from zcompile.sharding.attributes import SHARDED
-from zcompile.sharding.forward_scope import is_in_forward
-from zcompile.sharding.model_state import ShardedParameter
-from zcompile.sharding.placement import local_shard
+from zcompile.state.attributes import SHARDED
+from zcompile.state.forward_scope import is_in_forward
+from zcompile.state.placement import local_shard
+from zcompile.state.sharded_model import ShardedParameter
 
 HASHED_ELEMENTS = 1 << 22  # at a time: what a hash needs beside the parameter is 64 MiB
 

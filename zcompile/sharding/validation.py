@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile.options import TRAINABLE
 from zcompile.ranks.process_groups import all_gather_over_mesh
-from zcompile.sharding.attributes import STATE
+from zcompile.state.attributes import STATE
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:

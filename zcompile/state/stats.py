@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from zcompile.sharding.model_state import models_of, state_of
+from zcompile.state.sharded_model import models_of, state_of
 
 
 def stats(model: nn.Module) -> dict[str, Any]:

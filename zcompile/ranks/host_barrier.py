@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zcompile.ranks.process_groups import meeting_group
-from zcompile.sharding.model_state import ShardedModel
+from zcompile.state.sharded_model import ShardedModel
 
 GENERATE, EXPORT = 0, 1
 _PURPOSES = {GENERATE: "generate()", EXPORT: "zcompile.full_parameters"}

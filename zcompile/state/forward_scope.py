@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
-from zcompile.sharding.attributes import AROUND, SHARDED, STATE
-from zcompile.sharding.model_state import ShardedModel
+from zcompile.state.attributes import AROUND, SHARDED, STATE
+from zcompile.state.sharded_model import ShardedModel
 
 
 def never_compiled_alone(function: Any) -> Any:

@@ -35,13 +35,13 @@ from zcompile.ranks.order_check import OrderCheck
 from zcompile.ranks.order_watch import started_by_rank, watch_order
 from zcompile.ranks.process_groups import groups_of, timeout_of
 from zcompile.ranks.program_check import Agreement
-from zcompile.sharding.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
-from zcompile.sharding.find_units import ExpertsImplementation
-from zcompile.sharding.memory import memory_bytes_of_a_rank
-from zcompile.sharding.placement import Layout
-from zcompile.sharding.select_transport import Choice, choose, log
-from zcompile.sharding.unreduced import UnreducedParameters
-from zcompile.sharding.user_hooks import run_grad_hooks, run_post_accumulate_hooks
+from zcompile.state.attributes import LEAF, MODEL, PARAMETER, SHARDED, STATE
+from zcompile.state.ignored_parameters import UnreducedParameters
+from zcompile.state.memory import memory_bytes_of_a_rank
+from zcompile.state.placement import Layout
+from zcompile.state.transport_choice import Choice, choose, log
+from zcompile.state.user_hooks import run_grad_hooks, run_post_accumulate_hooks
+from zcompile.units.find import ExpertsImplementation
 
 
 @dataclass(eq=False)
@@ -253,7 +253,7 @@ class ShardedModel:
         self.wide_agreement: Agreement | None = None  # of more ranks than share shards; see connected_ranks.py
 
     def choose(self, wanted: str) -> Choice:
-        """The transport for `wanted`, and why; see `zcompile.sharding.select_transport.choose`."""
+        """The transport for `wanted`, and why; see `zcompile.state.transport_choice.choose`."""
         return choose(wanted, self.mesh, self.new_runtime)
 
     def use_transport(self, wanted: str) -> None:

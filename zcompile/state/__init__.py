@@ -1,0 +1,1 @@
+"""The sharded parameters of a model, their placement, transport and statistics."""

@@ -1,0 +1,1 @@
+"""Modules whose parameters are gathered together in eager: found, gathered, reduced, and kept in one order."""
