@@ -1,7 +1,7 @@
 """DeepSpeed's leaf modules, which are the units of an engine that zcompile trains.
 
 ZeRO-3 gathers all parameters of a leaf module before its forward, and reduces all of their gradients behind its
-backward: zeros for what a rank did not use. That is what a unit does, see [Note: units] in sharding/units.py. A
+backward: zeros for what a rank did not use. That is what a unit does, see [Note: units] in units/unit.py. A
 parameter that no rank used has zeros here, too, where `zcompile.shard` leaves it without a gradient: DeepSpeed's
 optimizer then decays it.
 """

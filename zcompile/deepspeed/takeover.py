@@ -40,8 +40,8 @@ from zcompile.deepspeed.leaf_modules import leaf_modules
 from zcompile.deepspeed.optimizer_step import LeanStep
 from zcompile.deepspeed.partitions import Partition, ZeroParameter, add_partition, partition_grads
 from zcompile.sharding.class_swap import install_readers, remove_readers
-from zcompile.sharding.unit_order import make_units, order_units
 from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.units.order import make_units, order_units
 
 log = logging.getLogger("zcompile")
 

@@ -117,7 +117,7 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> dict[str, Any]:
     """Process groups of the runtime, by name; see `Groups` in csrc/transport/context.h.
 
     Args:
-        for_units: see [Note: order of units] in unit_order.py.
+        for_units: see [Note: order of units] in units/order.py.
     """
     shard_group = shard_group_of(mesh)
     several, timeout = mesh.size() > 1, timeout_of(mesh)

@@ -19,7 +19,6 @@ from zcompile.sharding.generation import agreeing_generate
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
-from zcompile.sharding.unit_forward import call_parent, call_unit
 from zcompile.sharding.unshard import on_whole_parameters, whole_parameters
 from zcompile.state.attributes import (
     AROUND,
@@ -35,6 +34,7 @@ from zcompile.state.attributes import (
 from zcompile.state.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.state.placement import Layout
 from zcompile.state.sharded_model import ShardedModel, ShardedParameter, models_of, replaced_message
+from zcompile.units.forward import call_parent, call_unit
 
 gather = torch.ops.zcompile.gather.default
 

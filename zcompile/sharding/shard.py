@@ -17,7 +17,6 @@ from zcompile.ranks.process_groups import default_mesh, device_of, shard_group_o
 from zcompile.sharding.class_swap import install_readers
 from zcompile.sharding.meta_init import materialize
 from zcompile.sharding.optimizer_steps import count_steps
-from zcompile.sharding.unit_order import make_units, order_units
 from zcompile.sharding.validation import (
     Progress,
     agree_on_model,
@@ -42,6 +41,7 @@ from zcompile.state.placement import (
 from zcompile.state.sharded_model import ShardedModel, ShardedParameter, models_of
 from zcompile.state.user_hooks import carry_hooks
 from zcompile.units.find import UnitLike, check_units, default_units, find_units, implementations
+from zcompile.units.order import make_units, order_units
 
 
 def shard(

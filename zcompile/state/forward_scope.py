@@ -79,7 +79,7 @@ def counting_call(
     It is for a subclass of `base`, a class of modules, whose instances belong to a sharded model.
 
     Args:
-        is_root: each instance is a whole sharded model with units; see [Note: order of units] in unit_order.py.
+        is_root: each instance is a whole sharded model with units; see [Note: order of units] in units/order.py.
         around: for units, and for modules that call units: `around(call, module, args, kwargs)` runs
             `call(module, *args, **kwargs)`, and does what a unit needs before and after it.
     """

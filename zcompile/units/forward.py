@@ -1,4 +1,4 @@
-"""Calls of units, and their backward; see [Note: units] in units.py."""
+"""Calls of units, and their backward; see [Note: units] in units/unit.py."""
 
 import contextlib
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zcompile._C import SavedTensorHooks, unpack_saved_tensor
-from zcompile.sharding.units import Unit
 from zcompile.state.attributes import STATE, UNIT, UNITS_BELOW
 from zcompile.state.forward_scope import call_eagerly, never_compiled_alone
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.user_hooks import saves_by_hooks
+from zcompile.units.unit import Unit
 
 
 class UnitForward:

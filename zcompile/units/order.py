@@ -3,7 +3,7 @@
 [Note: order of units]
 A collective needs every rank. But a rank may skip a unit, and nothing tells the others. Where it calls the module that
 calls the unit, that module sees at its end that the unit was left out, and does what the unit would have done
-(`call_parent` in unit_forward.py). For all other cases, all ranks have the same two lists of collectives. In forward,
+(`call_parent` in units/forward.py). For all other cases, all ranks have the same two lists of collectives. In forward,
 each unit is gathered; in backward, each is gathered again and reduced. Before a rank does what it comes to, it makes up
 for what the lists have before: it gathers the units that it skipped and drops them, and reduces zeros for them. What is
 left is made up for at the end of the model's forward, and of backward. So every step moves every unit, called or not.
@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from zcompile.ranks.process_groups import all_gather_over_mesh
-from zcompile.sharding.units import Reduction, Unit, deliver_rest
 from zcompile.state.attributes import UNIT, UNITS_BELOW
 from zcompile.state.sharded_model import ShardedModel
+from zcompile.units.unit import Reduction, Unit, deliver_rest
 
 Event = tuple[str, int]  # GATHER or REDUCE, and the index of a unit
 GATHER, REDUCE = "gather", "reduce"

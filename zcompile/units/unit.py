@@ -10,7 +10,7 @@ are reduced together, zeros for what this rank did not use. So that a parameter 
 unsharded, ranks also reduce which ones they used: the unit has a parameter of its own for that, whose gradient says so.
 
 What is gathered, and when, is decided by where the program is (in forward, in backward, in a checkpoint), and never by
-what a rank happens to have in memory. In which order units come is in unit_order.py.
+what a rank happens to have in memory. In which order units come is in units/order.py.
 """
 
 import math
