@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcompile
-import zcompile.sharding.fused_optimizer
+import zcompile.training.fused_optimizer
 from tests.support.models import Transformer
 from tests.support.reference import compiled, lm_loss
 from zcompile.state.sharded_model import state_of
@@ -189,9 +189,9 @@ def writes(make_state, models, optimizer):
     transports = [Writing() for _ in models]
     for model, writing in zip(models, transports, strict=True):
         writing.state = WritingState(parameters=make_state(model).parameters, runtime=writing, units=None, others=[])
-        zcompile.sharding.fused_optimizer.state_of = lambda model, writing=writing: writing.state
+        zcompile.training.fused_optimizer.state_of = lambda model, writing=writing: writing.state
         zcompile.fuse_optimizer(model, optimizer)
-    zcompile.sharding.fused_optimizer.state_of = make_state
+    zcompile.training.fused_optimizer.state_of = make_state
     return transports
 
 

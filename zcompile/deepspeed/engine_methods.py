@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from zcompile.deepspeed.fallback import Attempt, unsupported
 from zcompile.deepspeed.hooks import Hooks
 from zcompile.deepspeed.partitions import Partition
-from zcompile.sharding.accumulation import begin_accumulating, end_accumulating
-from zcompile.sharding.optimizer_steps import check_orders
 from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.training.accumulate import begin_accumulating, end_accumulating
+from zcompile.training.optimizer_steps import check_orders
 
 log = logging.getLogger("zcompile")
 

@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile.huggingface.adapter import CompilePlugin, ShardedPlugin, compile_plugin_of, refuse_settings
-from zcompile.sharding.accumulation import begin_accumulating, end_accumulating
-from zcompile.sharding.clipping import clip_grad_norm_
 from zcompile.sharding.shard import shard
 from zcompile.state.attributes import STATE
 from zcompile.state.sharded_model import ShardedModel, state_of
+from zcompile.training.accumulate import begin_accumulating, end_accumulating
+from zcompile.training.clip import clip_grad_norm_
 
 
 class Accelerator(accelerate.Accelerator):

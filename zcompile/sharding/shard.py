@@ -16,7 +16,6 @@ from zcompile.ranks.connected_ranks import agreement_of
 from zcompile.ranks.process_groups import default_mesh, device_of, shard_group_of, timeout_of
 from zcompile.sharding.class_swap import install_readers
 from zcompile.sharding.meta_init import materialize
-from zcompile.sharding.optimizer_steps import count_steps
 from zcompile.sharding.validation import (
     Progress,
     agree_on_model,
@@ -40,6 +39,7 @@ from zcompile.state.placement import (
 )
 from zcompile.state.sharded_model import ShardedModel, ShardedParameter, models_of
 from zcompile.state.user_hooks import carry_hooks
+from zcompile.training.optimizer_steps import count_steps
 from zcompile.units.find import UnitLike, check_units, default_units, find_units, implementations
 from zcompile.units.order import make_units, order_units
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zcompile.sharding.deferred_reduces import deferral_of
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
+from zcompile.training.deferred_reduces import deferral_of
 
 
 @contextlib.contextmanager

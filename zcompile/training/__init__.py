@@ -1,0 +1,1 @@
+"""Around a training step: microbatches, deferred reduces, clipping, the fused optimizer."""
