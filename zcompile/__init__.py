@@ -25,15 +25,15 @@ from zcompile.calibration.measure_machine import calibrate
 from zcompile.costs.formulas.registry import register_cost
 from zcompile.costs.formulas.work import TensorSize, Work
 from zcompile.deepspeed.flag import watch
-from zcompile.sharding.export import full_parameters
 from zcompile.sharding.shard import shard
-from zcompile.sharding.unshard import unshard
 from zcompile.state.forward_scope import register_forward_method
 from zcompile.state.placement import Placement
 from zcompile.state.stats import reset_stats, stats
 from zcompile.training.accumulate import accumulate
 from zcompile.training.clip import clip_grad_norm_
 from zcompile.training.fused_optimizer import fuse_optimizer
+from zcompile.unsharding.full_parameters import full_parameters
+from zcompile.unsharding.unshard import unshard
 
 if TYPE_CHECKING:
     from zcompile.artifact.model import compile

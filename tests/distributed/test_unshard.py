@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.support.models import Transformer, batch, hugging_face
 from tests.support.reference import compiled, full, lm_loss, train_beside
-from zcompile.sharding.unshard import hash_of
+from zcompile.unsharding.unshard import hash_of
 
 matrix = pytest.mark.matrix
 

@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from zcompile.options import TRAINABLE
-from zcompile.sharding.generation import agreeing_generate
 from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
-from zcompile.sharding.unshard import on_whole_parameters, whole_parameters
 from zcompile.state.attributes import (
     AROUND,
     LEAF,
@@ -35,6 +33,8 @@ from zcompile.state.forward_scope import counting_call, is_in_forward, never_com
 from zcompile.state.placement import Layout
 from zcompile.state.sharded_model import ShardedModel, ShardedParameter, models_of, replaced_message
 from zcompile.units.forward import call_parent, call_unit
+from zcompile.unsharding.generate import agreeing_generate
+from zcompile.unsharding.unshard import on_whole_parameters, whole_parameters
 
 gather = torch.ops.zcompile.gather.default
 

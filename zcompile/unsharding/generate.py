@@ -22,10 +22,10 @@ from torch import nn
 
 from zcompile.ranks.host_barrier import GENERATE, Meeting
 from zcompile.ranks.process_groups import is_fake
-from zcompile.sharding.unshard import sharded_parameters_in
 from zcompile.state.attributes import STATE
 from zcompile.state.forward_scope import announces, announcing
 from zcompile.state.sharded_model import ShardedModel
+from zcompile.unsharding.unshard import sharded_parameters_in
 
 gather_start = torch.ops.zcompile.gather_start.default
 gather_group_start = torch.ops.zcompile.gather_group_start.default

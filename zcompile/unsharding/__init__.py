@@ -1,0 +1,1 @@
+"""Whole parameters on purpose: unshard, full_parameters, generate."""
