@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from zcompile.options import TRAINABLE
-from zcompile.sharding.given_parameters import layout_of, read_given
 from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
 from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
+from zcompile.sharding.substituted_parameters import layout_of, read_given
 from zcompile.state.attributes import (
     AROUND,
     LEAF,

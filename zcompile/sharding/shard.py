@@ -16,7 +16,7 @@ from zcompile.ranks.connected_ranks import agreement_of
 from zcompile.ranks.process_groups import default_mesh, device_of, shard_group_of, timeout_of
 from zcompile.sharding.class_swap import install_readers
 from zcompile.sharding.meta_init import materialize
-from zcompile.sharding.validation import (
+from zcompile.sharding.validate import (
     Progress,
     agree_on_model,
     check_divide_factor,

@@ -344,7 +344,7 @@ class ShardedModel:
 
         Returns:
             Whether the forward must run in eager: a module has another tensor in place of a parameter (see
-            given_parameters.py), or will have.
+            substituted_parameters.py), or will have.
         """
         if self.unreduced is not None:
             self.unreduced.count_forward()

@@ -95,7 +95,7 @@ class Unit:
         return [each.leaf for each in self.sharded]
 
     def has_given_parameters(self) -> bool:
-        """Whether a module has another tensor in place of a parameter; see given_parameters.py."""
+        """Whether a module has another tensor in place of a parameter; see substituted_parameters.py."""
         return any(each.owner_parameters.get(each.attribute) is not each.parameter for each in self.sharded)
 
     def is_whole(self) -> bool:
