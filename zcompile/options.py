@@ -1,7 +1,6 @@
 """Settings of the backend: one frozen object per compile, each field with its reason.
 
-What Inductor's own settings (option `inductor`) may be is checked by `zcompile.backend.parse_options`, which knows
-Inductor.
+`zcompile.compiler.backend.parse_options` checks Inductor's own settings, the option `inductor`.
 """
 
 import dataclasses
@@ -132,7 +131,7 @@ class Settings:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> "Settings":
-        """Settings from a user's options. Does not look into `inductor`: see `zcompile.backend.parse_options`.
+        """Settings from a user's options. Does not look into `inductor`: see `zcompile.compiler.backend.parse_options`.
 
         Raises:
             ValueError: an unknown option, or a value that an option cannot have; lists what is known.

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zcompile.artifact import aot
 from zcompile.artifact.file_format import ArtifactError, write
 from zcompile.artifact.program import make
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 from zcompile.planning.workloads import BadInput
 from zcompile.sharding.shard import shard
 from zcompile.state.attributes import STATE

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from tests.support.reference import FP32, close, compiled, same_grads
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 
 BUDGETS = (1.0, 0.7, 0.4, 0.1)
 WIDTH = 64

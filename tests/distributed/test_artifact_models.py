@@ -12,7 +12,7 @@ from tests.support.fake_ranks import as_rank
 from tests.support.models import batch, hugging_face
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.program import make
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 

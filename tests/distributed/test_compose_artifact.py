@@ -14,7 +14,7 @@ from tests.support.parallel import WIDTH, Dense, Mixture, expert_parallel, mesh_
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.file_format import ArtifactError
 from zcompile.artifact.program import make
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 from zcompile.state.sharded_model import state_of
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())

@@ -12,7 +12,7 @@ import zcompile
 from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
 from tests.support.reference import compiled, lm_loss, same_grads
 from tests.support.sharded_ops import ops, shards
-from zcompile.backend import compile_aot_eager
+from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import H200
 from zcompile.graph.ops import GATHER, GATHER_ROWS, calls
 from zcompile.options import Settings

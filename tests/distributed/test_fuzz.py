@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter
 
 import zcompile
 from tests.support import fuzz
-from zcompile.backend import compile_aot_eager
+from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import CPU, H200
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings

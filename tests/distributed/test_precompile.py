@@ -16,7 +16,7 @@ from tests.support.fake_ranks import as_rank
 from zcompile import precompile
 from zcompile.artifact.file_format import ArtifactError
 from zcompile.artifact.program import make
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist, zcompile

@@ -7,7 +7,7 @@ from torch import nn
 import zcompile
 from tests.support.models import Chain
 from tests.support.reference import compiled
-from zcompile import backend
+from zcompile.compiler import backend
 from zcompile.state.sharded_model import state_of
 
 

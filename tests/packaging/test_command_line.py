@@ -80,7 +80,7 @@ def test_a_command_is_imported_only_when_it_is_asked_for():
     code = "import sys; from zcompile.cli import main; main(['--help']); print(sorted(sys.modules))"
     modules = python("-c", code).stdout
     assert "zcompile.cli" in modules
-    for name in ("zcompile.profile", "zcompile.backend", "torch._inductor.compile_fx"):
+    for name in ("zcompile.profile", "zcompile.compiler.backend", "torch._inductor.compile_fx"):
         assert f"'{name}'" not in modules
 
 

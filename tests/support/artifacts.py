@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import zcompile
 from tests.support.fake_ranks import as_rank
 from zcompile.artifact.program import make
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 
 STEPS, VOCABULARY = 5, 11
 

@@ -33,7 +33,7 @@ PYTHON_LAYERS = (
     ("zcompile.state", "zcompile.ranks.host_barrier"),
     ("zcompile.unsharding", "zcompile.training", "zcompile.units"),
     ("zcompile.sharding", "zcompile.calibration"),
-    ("zcompile.compiler", "zcompile.backend", "zcompile.inductor"),
+    ("zcompile.compiler", "zcompile.compiler.backend", "zcompile.compiler.inductor"),
     ("zcompile.artifact",),
     ("zcompile.explanation", "zcompile.planning"),
     ("zcompile.calibration.command", "zcompile.deepspeed", "zcompile.huggingface", "zcompile.integrations"),
@@ -167,7 +167,7 @@ def test_inductor_is_known_where_graphs_are_compiled_and_where_kernels_are_loade
         if re.search(r"^\s*(from|import) torch\._inductor", path.read_text(), flags=re.MULTILINE)
     }
     assert {module for module in knows if not module.startswith("zcompile.profile")} == {
-        "zcompile.inductor",
+        "zcompile.compiler.inductor",
         "zcompile.artifact.kernels",
     }
 

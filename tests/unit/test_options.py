@@ -2,7 +2,7 @@
 
 import pytest
 
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 
 
 def assert_refused(options, message):

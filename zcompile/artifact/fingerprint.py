@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zcompile.artifact import kernels
-from zcompile.backend import link_of
+from zcompile.compiler.backend import link_of
 from zcompile.options import Settings
 from zcompile.source_hash import cache_key
 from zcompile.state.attributes import RECIPE

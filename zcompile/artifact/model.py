@@ -36,7 +36,7 @@ from zcompile.artifact import aot, caches
 from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read, write
 from zcompile.artifact.fingerprint import differences, fingerprint
 from zcompile.artifact.program import GraphBreaks, Program, make
-from zcompile.backend import compile_graph, parse_options, prepare
+from zcompile.compiler.backend import compile_graph, parse_options, prepare
 from zcompile.options import Settings
 from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.state.sharded_model import models_of, state_of

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from zcompile.artifact import aot, groups
 from zcompile.artifact.file_format import Artifact, ArtifactError, encode
 from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
-from zcompile.backend import compile_planned, link_of
+from zcompile.compiler.backend import compile_planned, link_of
 from zcompile.options import Settings
 from zcompile.state.sharded_model import ShardedParameter, models_of, state_of
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from zcompile.artifact.model import check_artifact
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 
 
 def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:

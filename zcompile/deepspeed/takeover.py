@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.artifact.model import install
-from zcompile.backend import compile_graph, parse_options
+from zcompile.compiler.backend import compile_graph, parse_options
 from zcompile.deepspeed.config import without_effect
 from zcompile.deepspeed.engine_methods import EngineMethods
 from zcompile.deepspeed.fallback import unsupported

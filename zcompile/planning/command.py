@@ -15,8 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zcompile.backend import parse_options
 from zcompile.calibration.results import Calibration, Tables, tables_of
+from zcompile.compiler.backend import parse_options
 from zcompile.costs.hardware import CPU, Hardware, Link
 from zcompile.costs.hardware_tables import TABLES
 from zcompile.options import Plan, Settings

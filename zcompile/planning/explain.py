@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 from zcompile.planning.explanation import Explanation
 from zcompile.planning.predict import predict_step
 from zcompile.planning.trace import trace

@@ -9,7 +9,7 @@ import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
 from torch.fx import Graph, GraphModule, Node
 
-from zcompile.backend import compile_aot_eager
+from zcompile.compiler.backend import compile_aot_eager
 from zcompile.options import Plan
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zcompile.backend import parse_options
+from zcompile.compiler.backend import parse_options
 from zcompile.options import Settings
 from zcompile.planning.workloads import BadInput
 from zcompile.profile.deepspeed_engines import DeepCompile, Zero3, Zero3Zcompile

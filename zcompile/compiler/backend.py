@@ -1,4 +1,4 @@
-"""`backend="zcompile"`: options, AOTAutograd and zcompile's passes; inductor.py compiles what comes of them."""
+"""`backend="zcompile"`: options, AOTAutograd and zcompile's passes; inductor.py compiles the planned graphs."""
 
 import functools
 import os
@@ -16,9 +16,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch.fx import Graph, GraphModule, Node
 
+from zcompile.compiler.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.costs.hardware import CPU, Link
 from zcompile.graph.ops import GATHER, calls, user_collective_of
-from zcompile.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition

@@ -33,7 +33,7 @@ from zcompile.source_hash import cache_key
 
 LOWERED = (*GATHER_STARTS, GATHER_WAIT, GATHER_ROWS, *REDUCE_STARTS, REDUCE_WAIT)
 
-Partition = Callable[..., tuple[GraphModule, GraphModule]]  # as `zcompile.backend.partition`
+Partition = Callable[..., tuple[GraphModule, GraphModule]]  # as `zcompile.compiler.backend.partition`
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ def compile_inductor(
     """Plan one Dynamo graph and compile it with Inductor.
 
     Args:
-        partition: splits a joint graph under the plan, see `zcompile.backend.partition`.
+        partition: splits a joint graph under the plan, see `zcompile.compiler.backend.partition`.
         config: Inductor's settings for this graph, which win over those of `mode` and of zcompile.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
     """
