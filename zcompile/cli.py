@@ -368,7 +368,7 @@ COMMANDS = {
         "zcompile calibrate --output machine.json",
     ),
     "precompile": Command(
-        "zcompile.precompile",
+        "zcompile.artifact.precompile",
         _add_precompile,
         "Compile a model into a file, in one process, for all ranks of a training run.",
         "Use it so that a run starts without a compiler: its ranks call zcompile.compile(model, artifact=FILE). "

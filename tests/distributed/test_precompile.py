@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import all_reduce
 import zcompile
 from tests.support.artifacts import cache_in
 from tests.support.fake_ranks import as_rank
-from zcompile import precompile
+from zcompile.artifact import precompile
 from zcompile.artifact.file_format import ArtifactError
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options

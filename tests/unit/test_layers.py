@@ -38,7 +38,7 @@ PYTHON_LAYERS = (
     ("zcompile.explanation", "zcompile.planning"),
     ("zcompile.calibration.command", "zcompile.deepspeed", "zcompile.huggingface", "zcompile.integrations"),
     ("zcompile.profile",),
-    ("zcompile.cli", "zcompile.__main__", "zcompile.artifact.precompile", "zcompile.precompile"),
+    ("zcompile.cli", "zcompile.__main__", "zcompile.artifact.precompile", "zcompile.artifact.precompile"),
 )
 CPP_LAYERS = (
     ("compat", "kernels", "p2p/schedule"),
