@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from zcompile.planning.llama import Block, Llama, Size, rotate
-from zcompile.planning.workloads import draw_tokens
+from zcompile.explanation.llama import Block, Llama, Size, rotate
+from zcompile.explanation.workloads import draw_tokens
 
 try:
     import triton

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile.planning.llama import SIZES, Llama
-from zcompile.planning.workloads import draw_tokens
+from zcompile.explanation.llama import SIZES, Llama
+from zcompile.explanation.workloads import draw_tokens
 
 SIZE = replace(SIZES["2b"], kv_heads=SIZES["2b"].heads)
 

@@ -19,14 +19,14 @@ from torch.fx import Node
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from zcompile.costs.hardware import H200
+from zcompile.explanation.command import install_trace_readers
+from zcompile.explanation.device_attention import attention_of_gpus
+from zcompile.explanation.predict import predict_step
+from zcompile.explanation.trace import Traced, copied, trace
+from zcompile.explanation.workloads import WithLoss, Workload
 from zcompile.graph.ops import REDUCES, calls, value
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
-from zcompile.planning.command import install_trace_readers
-from zcompile.planning.device_attention import attention_of_gpus
-from zcompile.planning.predict import predict_step
-from zcompile.planning.trace import Traced, copied, trace
-from zcompile.planning.workloads import WithLoss, Workload
 
 MIB = 1 << 20
 EARLIER_BUDGET_BYTES = 256 * MIB

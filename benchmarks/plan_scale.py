@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from zcompile.costs.hardware import H200
+from zcompile.explanation.command import install_trace_readers
+from zcompile.explanation.llama import Llama, Size
+from zcompile.explanation.trace import Traced, copied, trace
+from zcompile.explanation.workloads import Workload, draw_tokens
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
-from zcompile.planning.command import install_trace_readers
-from zcompile.planning.llama import Llama, Size
-from zcompile.planning.trace import Traced, copied, trace
-from zcompile.planning.workloads import Workload, draw_tokens
 
 
 def traced_model(size: Size, plan: Plan) -> tuple[list[Traced], float]:

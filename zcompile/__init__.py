@@ -37,7 +37,7 @@ from zcompile.unsharding.unshard import unshard
 
 if TYPE_CHECKING:
     from zcompile.artifact.model import compile
-    from zcompile.planning.explain import explain
+    from zcompile.explanation.explain import explain
 
 watch()
 
@@ -65,7 +65,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`zcompile.explain` and `zcompile.compile`, imported at their first use because they import Inductor."""
     if name == "explain":
-        return importlib.import_module("zcompile.planning.explain").explain
+        return importlib.import_module("zcompile.explanation.explain").explain
     if name == "compile":
         return importlib.import_module("zcompile.artifact.model").compile
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

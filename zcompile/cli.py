@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from zcompile.costs.hardware_tables import TABLES
+from zcompile.explanation.llama import SIZES
+from zcompile.explanation.workloads import BadInput
 from zcompile.options import TRANSPORTS
-from zcompile.planning.llama import SIZES
-from zcompile.planning.workloads import BadInput
 
 DTYPES = ("fp32", "bf16", "fp16")
 WIDTH = 100  # columns of a help text, or fewer in a narrower terminal
@@ -351,7 +351,7 @@ COMMANDS = {
         packages=("jinja2", "matplotlib", "psutil", "rich"),
     ),
     "explain": Command(
-        "zcompile.planning.command",
+        "zcompile.explanation.command",
         _add_explain,
         "Print the plan of a model, and predict time and memory of a training step for any number of ranks.",
         "Use it before you rent the machines, or to choose budgets: nothing is trained, and no GPU is needed.",

@@ -14,7 +14,7 @@ from torch import nn
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
 from zcompile.cli import main
-from zcompile.planning.workloads import load
+from zcompile.explanation.workloads import load
 
 matrix = pytest.mark.matrix
 

@@ -17,11 +17,11 @@ import zcompile
 from tests.support import fuzz
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import CPU, H200
+from zcompile.explanation.trace import copied
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_lifetimes
-from zcompile.planning.trace import copied
 from zcompile.state.sharded_model import state_of
 
 SECONDS = 60  # of each test in the matrix, unless a number of graphs is asked for

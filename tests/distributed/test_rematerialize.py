@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.decoder import SIZE
-from zcompile.planning.llama import Llama
+from zcompile.explanation.llama import Llama
 
 
 def saved_bytes_and_gradients(size, options):

@@ -93,7 +93,9 @@ def test_version():
 
 
 def test_explain_is_the_function_after_its_module_is_imported():
-    code = "import zcompile.planning.explain, zcompile; assert zcompile.explain is zcompile.planning.explain.explain"
+    code = (
+        "import zcompile.explanation.explain, zcompile; assert zcompile.explain is zcompile.explanation.explain.explain"
+    )
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
 

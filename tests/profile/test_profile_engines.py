@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.profiling import SHORT, results_in
-from zcompile.planning.workloads import WithLoss
+from zcompile.explanation.workloads import WithLoss
 from zcompile.profile.engine import RATE_STEPS, Training
 from zcompile.profile.engines import find
 

@@ -17,7 +17,7 @@ from PIL import Image
 from tests.support.browser import NoBrowser, look
 from tests.support.profiling import SHORT, results_in
 from zcompile.cli import main
-from zcompile.planning.workloads import load
+from zcompile.explanation.workloads import load
 from zcompile.profile import figures, report
 from zcompile.profile.engines import file_name
 from zcompile.profile.wire import wire_bytes

@@ -4,11 +4,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.costs.hardware import H200
+from zcompile.explanation.command import install_trace_readers
+from zcompile.explanation.llama import Llama, Size
+from zcompile.explanation.trace import trace
+from zcompile.explanation.workloads import load
 from zcompile.options import Settings
-from zcompile.planning.command import install_trace_readers
-from zcompile.planning.llama import Llama, Size
-from zcompile.planning.trace import trace
-from zcompile.planning.workloads import load
 
 SIZE = Size(layers=3, width=32, hidden=96, heads=4, kv_heads=2, vocabulary=64, tokens=24, sequences=2)
 LINK = H200.over("p2p", 8)  # for which the decoder is traced

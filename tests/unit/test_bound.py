@@ -10,6 +10,10 @@ from torch.fx import Graph
 from tests.support.decoder import trace_decoder
 from zcompile.costs.hardware import H200
 from zcompile.costs.model import Costs, simulate
+from zcompile.explanation.bound import least_exposed_s
+from zcompile.explanation.llama import Size
+from zcompile.explanation.predict import predict_step
+from zcompile.explanation.trace import copied
 from zcompile.graph.ops import (
     GATHER_START,
     GATHER_WAIT,
@@ -22,10 +26,6 @@ from zcompile.graph.ops import (
 )
 from zcompile.options import Settings
 from zcompile.passes import pipeline
-from zcompile.planning.bound import least_exposed_s
-from zcompile.planning.llama import Size
-from zcompile.planning.predict import predict_step
-from zcompile.planning.trace import copied
 
 
 def slower(hardware, compute=1.0, wire=1.0):

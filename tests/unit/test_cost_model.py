@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.decoder import SIZE
 from zcompile.costs.model import flops
-from zcompile.planning.llama import Llama
+from zcompile.explanation.llama import Llama
 
 
 def test_operations_of_products_are_torchs(traced):

@@ -9,7 +9,7 @@ from torch import nn
 from zcompile.calibration.results import Calibration
 from zcompile.cli import main
 from zcompile.costs.hardware_tables import TABLES
-from zcompile.planning.workloads import load
+from zcompile.explanation.workloads import load
 
 
 def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):

@@ -9,15 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.decoder import FREE_BYTES, LINK, SIZE
+from zcompile.explanation.command import install_trace_readers
+from zcompile.explanation.trace import copied, trace
+from zcompile.explanation.workloads import Workload
 from zcompile.graph.liveness import Liveness
 from zcompile.graph.ops import GATHER_WAIT, MOVEMENT, aten, calls, chain, readers, value
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.free import free
-from zcompile.planning.command import install_trace_readers
-from zcompile.planning.trace import copied, trace
-from zcompile.planning.workloads import Workload
 
 
 def origin(node):

@@ -35,7 +35,7 @@ PYTHON_LAYERS = (
     ("zcompile.sharding", "zcompile.calibration"),
     ("zcompile.compiler", "zcompile.compiler.backend", "zcompile.compiler.inductor"),
     ("zcompile.artifact",),
-    ("zcompile.explanation", "zcompile.planning"),
+    ("zcompile.explanation", "zcompile.explanation"),
     ("zcompile.calibration.command", "zcompile.deepspeed", "zcompile.huggingface", "zcompile.integrations"),
     ("zcompile.profile",),
     ("zcompile.cli", "zcompile.__main__", "zcompile.artifact.precompile", "zcompile.artifact.precompile"),

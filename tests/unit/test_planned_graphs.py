@@ -7,11 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from tests.support.decoder import FREE_BYTES, LINK
+from zcompile.explanation.trace import copied
 from zcompile.graph.ops import GATHER, GATHER_GROUP_START, GATHER_START, GATHER_WAIT, calls, insert, value
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.bucket import bucket
-from zcompile.planning.trace import copied
 
 
 def test_a_plan_gives_readers_no_new_storage(traced):

@@ -10,11 +10,11 @@ from torch.fx import Graph
 
 from zcompile.costs.hardware import CPU, H200
 from zcompile.costs.model import Costs, simulate
+from zcompile.explanation.trace import copied
 from zcompile.graph.ops import GATHER, GATHERS, aten, calls, insert
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
-from zcompile.planning.trace import copied
 
 LINKS = {"h200 p2p": H200.over("p2p", 8), "h200 nccl": H200.over("nccl", 2), "cpu": CPU.over("gloo", 2)}
 

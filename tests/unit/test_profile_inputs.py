@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zcompile.cli import main
-from zcompile.planning.workloads import load
+from zcompile.explanation.workloads import load
 from zcompile.profile.engines import file_name, find, names_of
 from zcompile.profile.torch_engines import blocks_of
 

@@ -9,14 +9,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.costs.hardware import H200
+from zcompile.explanation.command import install_trace_readers
+from zcompile.explanation.curve import thinned
+from zcompile.explanation.explanation import Explanation
+from zcompile.explanation.planned_graph import PlannedGraph, in_order
+from zcompile.explanation.predict import predict_step
+from zcompile.explanation.trace import trace
+from zcompile.explanation.workloads import Workload
 from zcompile.options import Settings
-from zcompile.planning.command import install_trace_readers
-from zcompile.planning.curve import thinned
-from zcompile.planning.explanation import Explanation
-from zcompile.planning.planned_graph import PlannedGraph, in_order
-from zcompile.planning.predict import predict_step
-from zcompile.planning.trace import trace
-from zcompile.planning.workloads import Workload
 from zcompile.profile.planned_step import step_of
 
 

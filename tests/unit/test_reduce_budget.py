@@ -6,11 +6,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from zcompile.costs.hardware import H200
+from zcompile.explanation.predict import predict_step
+from zcompile.explanation.trace import Traced, copied
 from zcompile.graph.ops import REDUCE, REDUCE_START, REDUCE_WAIT, aten, calls, insert, transfer_bytes
 from zcompile.options import Settings
 from zcompile.passes import pipeline
-from zcompile.planning.predict import predict_step
-from zcompile.planning.trace import Traced, copied
 
 LINK = H200.over("nccl", 8)
 MIB = 1 << 20

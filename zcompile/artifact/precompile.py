@@ -26,7 +26,7 @@ from zcompile.artifact import aot
 from zcompile.artifact.file_format import ArtifactError, write
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
-from zcompile.planning.workloads import BadInput
+from zcompile.explanation.workloads import BadInput
 from zcompile.sharding.shard import shard
 from zcompile.state.attributes import STATE
 from zcompile.state.sharded_model import models_of, state_of

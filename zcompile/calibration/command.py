@@ -14,8 +14,8 @@ import torch.distributed as dist
 from zcompile.calibration.measure_machine import calibrate
 from zcompile.calibration.results import Calibration, merged, write_calibration
 from zcompile.costs.hardware import Hardware
-from zcompile.planning.text import table_text
-from zcompile.planning.workloads import BadInput
+from zcompile.explanation.text import table_text
+from zcompile.explanation.workloads import BadInput
 
 CHILD = "ZCOMPILE_CALIBRATES"  # set in the ranks that this command starts
 TIMEOUT_S = 300.0

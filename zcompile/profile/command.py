@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from zcompile.calibration.command import start_ranks
 from zcompile.calibration.results import read_calibration
 from zcompile.costs.hardware_tables import stand_in_notice
-from zcompile.planning.workloads import BadInput
+from zcompile.explanation.workloads import BadInput
 from zcompile.profile import report
 from zcompile.profile.compare import compare, count
 from zcompile.profile.engines import find, names_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zcompile.planning.workloads import BadInput, Workload, function_of, load
+from zcompile.explanation.workloads import BadInput, Workload, function_of, load
 from zcompile.profile import launch
 from zcompile.profile.engines import file_name, find
 from zcompile.profile.job import Job

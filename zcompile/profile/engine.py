@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from zcompile.planning.explanation import Explanation
+from zcompile.explanation.explanation import Explanation
 
 PRECISIONS = {
     "fp32": "all in fp32",

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from zcompile.compiler.backend import parse_options
+from zcompile.explanation.workloads import BadInput
 from zcompile.options import Settings
-from zcompile.planning.workloads import BadInput
 from zcompile.profile.deepspeed_engines import DeepCompile, Zero3, Zero3Zcompile
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.torch_engines import Ddp, Fsdp2, Fsdp2Compile, Limit, MainParameters, SimpleFsdp

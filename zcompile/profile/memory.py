@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zcompile.planning.curve import thinned
+from zcompile.explanation.curve import thinned
 from zcompile.profile.allocations import KINDS, Allocation, end_unseen, has_totals, reports_of
 from zcompile.profile.owned_storages import WALK, OwnedStorage, Walks
 from zcompile.profile.timeline import clock, last_step

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from zcompile.planning.curve import thinned
-from zcompile.planning.explanation import Explanation
-from zcompile.planning.planned_graph import in_order
-from zcompile.planning.predict import GRADIENT_BYTES
+from zcompile.explanation.curve import thinned
+from zcompile.explanation.explanation import Explanation
+from zcompile.explanation.planned_graph import in_order
+from zcompile.explanation.predict import GRADIENT_BYTES
 from zcompile.profile.memory import POINTS
 from zcompile.profile.timeline import Interval, union
 

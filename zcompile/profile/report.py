@@ -8,7 +8,7 @@ import jinja2
 import matplotlib
 from rich.table import Table
 
-from zcompile.planning.workloads import BadInput
+from zcompile.explanation.workloads import BadInput
 from zcompile.profile import results_json
 from zcompile.profile.figures import PICTURES, Results, finished, svg_of
 

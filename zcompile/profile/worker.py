@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_map_only
 
-from zcompile.planning.workloads import Workload, load
+from zcompile.explanation.workloads import Workload, load
 from zcompile.profile.allocations import allocations_of
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.engines import find

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.planning.explanation import Explanation
+from zcompile.explanation.explanation import Explanation
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.torch_engines import blocks_of
 from zcompile.state.sharded_model import state_of

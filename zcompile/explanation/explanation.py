@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zcompile.planning.planned_graph import PlannedGraph
-from zcompile.planning.text import GIB, MIB, Page, add_graph, table_text
+from zcompile.explanation.planned_graph import PlannedGraph
+from zcompile.explanation.text import GIB, MIB, Page, add_graph, table_text
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from zcompile.calibration.results import Calibration, Tables, tables_of
 from zcompile.compiler.backend import parse_options
 from zcompile.costs.hardware import CPU, Hardware, Link
 from zcompile.costs.hardware_tables import TABLES
+from zcompile.explanation.device_attention import attention_of_gpus
+from zcompile.explanation.explanation import Explanation, comparison
+from zcompile.explanation.predict import predict_step
+from zcompile.explanation.trace import Traced, trace
+from zcompile.explanation.triton_target import triton_without_gpu
+from zcompile.explanation.workloads import BadInput, Workload, load
 from zcompile.options import Plan, Settings
-from zcompile.planning.device_attention import attention_of_gpus
-from zcompile.planning.explanation import Explanation, comparison
-from zcompile.planning.predict import predict_step
-from zcompile.planning.trace import Traced, trace
-from zcompile.planning.triton_target import triton_without_gpu
-from zcompile.planning.workloads import BadInput, Workload, load
 from zcompile.sharding.class_swap import install_tracing_readers
 
 STATES = 4  # weight, gradient and two moments

@@ -4,7 +4,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zcompile.planning.planned_graph import Gather, PlannedGraph
+from zcompile.explanation.planned_graph import Gather, PlannedGraph
 
 if TYPE_CHECKING:  # rich is optional
     from rich.table import Table

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile.planning.llama import SIZES, Llama, Size
+from zcompile.explanation.llama import SIZES, Llama, Size
 
 
 class BadInput(ValueError):

@@ -8,6 +8,11 @@ from torch.fx import Graph, Node
 
 from zcompile.costs.hardware import ADAM_BYTES, Link
 from zcompile.costs.model import Costs, Timeline, simulate, wire_bytes
+from zcompile.explanation.bound import least_exposed_s
+from zcompile.explanation.curve import thinned
+from zcompile.explanation.explanation import Explanation
+from zcompile.explanation.planned_graph import Gather, PlannedGraph, Rows, in_order
+from zcompile.explanation.trace import Traced, copied
 from zcompile.graph.ops import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,
@@ -24,11 +29,6 @@ from zcompile.graph.ops import (
 from zcompile.graph.param_lifetimes import ParamLifetime, ParamLifetimes
 from zcompile.options import Plan
 from zcompile.passes import pipeline
-from zcompile.planning.bound import least_exposed_s
-from zcompile.planning.curve import thinned
-from zcompile.planning.explanation import Explanation
-from zcompile.planning.planned_graph import Gather, PlannedGraph, Rows, in_order
-from zcompile.planning.trace import Traced, copied
 
 STATE_BYTES = 12  # of a parameter: weight and two moments
 GRADIENT_BYTES = 4  # of an element of a shard

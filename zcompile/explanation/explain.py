@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from zcompile.compiler.backend import parse_options
-from zcompile.planning.explanation import Explanation
-from zcompile.planning.predict import predict_step
-from zcompile.planning.trace import trace
+from zcompile.explanation.explanation import Explanation
+from zcompile.explanation.predict import predict_step
+from zcompile.explanation.trace import trace
 from zcompile.state.sharded_model import state_of
 
 
