@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig
 
-from zcompile.huggingface import SFTTrainer
+from zcompile.integrations.huggingface import SFTTrainer
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
 CHARACTERS = "0123456789+="

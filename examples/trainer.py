@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 
-from zcompile.huggingface import Trainer
+from zcompile.integrations.huggingface import Trainer
 
 TOKENS = 128  # of a sequence
 

@@ -24,7 +24,7 @@ if _C.built_for_torch != torch.__version__:
 from zcompile.calibration.measure_machine import calibrate
 from zcompile.costs.formulas.registry import register_cost
 from zcompile.costs.formulas.work import TensorSize, Work
-from zcompile.deepspeed.flag import watch
+from zcompile.integrations.deepspeed.flag import watch
 from zcompile.sharding.shard import shard
 from zcompile.state.forward_scope import register_forward_method
 from zcompile.state.placement import Placement

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from tests.support.artifacts import cache_in
 from tests.support.deepspeed import is_taken_over, make_engine
 from zcompile.artifact.aot import lacking
-from zcompile.deepspeed.config import options_of
+from zcompile.integrations.deepspeed.config import options_of
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 

@@ -14,7 +14,7 @@ from tests.support.deepspeed import deepspeed, is_taken_over, largest_difference
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.meshes import without_agreement
 from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, StackedExperts
-from zcompile.deepspeed.optimizer_step import LeanStep
+from zcompile.integrations.deepspeed.optimizer_step import LeanStep
 from zcompile.state.sharded_model import state_of
 
 ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each microbatch; no rank ever chooses expert 4

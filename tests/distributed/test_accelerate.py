@@ -1,4 +1,4 @@
-"""`zcompile.huggingface.Accelerator` beside accelerate's own with the model under FSDP2."""
+"""`zcompile.integrations.huggingface.Accelerator` beside accelerate's own with the model under FSDP2."""
 
 import os
 from unittest.mock import patch
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
-from zcompile.huggingface import Accelerator, CompilePlugin
+from zcompile.integrations.huggingface import Accelerator, CompilePlugin
 from zcompile.state.sharded_model import state_of
 
 EAGER = {"inner": "aot_eager"}

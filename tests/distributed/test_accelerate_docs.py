@@ -15,7 +15,7 @@ BLOCKS = python_blocks("docs/accelerate.md")
 def rank_runs(rank, world, folder, number):
     from transformers import TrainingArguments
 
-    from zcompile.huggingface import Trainer
+    from zcompile.integrations.huggingface import Trainer
 
     forget_accelerate()
     os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -9,7 +9,7 @@ import zcompile
 from tests.support.parallel import mesh_of
 from tests.support.plans import deepseek, filled, llama, neox, oss, qwen, tokens_loss
 from tests.support.reference import close
-from zcompile.huggingface import distribute
+from zcompile.integrations.huggingface import distribute
 
 pytest.importorskip("transformers", "5.20")
 matrix = pytest.mark.matrix

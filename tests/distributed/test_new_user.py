@@ -10,7 +10,7 @@ import pytest
 from tests.support import run_clm
 from tests.support.huggingface import LOSSES, tiny_llama, tokenizer
 
-LINE = "from zcompile.huggingface import Trainer\n"
+LINE = "from zcompile.integrations.huggingface import Trainer\n"
 
 
 def run(script: Path, folder: Path, output: str, *others: str) -> dict:

@@ -1,4 +1,4 @@
-"""`zcompile.huggingface.Trainer` beside transformers' own with the model under FSDP2."""
+"""`zcompile.integrations.huggingface.Trainer` beside transformers' own with the model under FSDP2."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def arguments(folder, **others):
 
 def begin(folder, **others):
     """A trainer of zcompile's, whose model is sharded when it begins."""
-    from zcompile.huggingface import Trainer
+    from zcompile.integrations.huggingface import Trainer
 
     forget_accelerate()
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""LoRA by PEFT through `zcompile.huggingface.Trainer`, beside transformers' own in one process."""
+"""LoRA by PEFT through `zcompile.integrations.huggingface.Trainer`, beside transformers' own in one process."""
 
 import copy
 
@@ -39,7 +39,7 @@ def arguments(folder, world, **others):
 
 
 def begin(folder, world, **others):
-    from zcompile.huggingface import Trainer
+    from zcompile.integrations.huggingface import Trainer
 
     forget_accelerate()
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""`zcompile.huggingface.SFTTrainer` beside TRL's own with the model under FSDP2."""
+"""`zcompile.integrations.huggingface.SFTTrainer` beside TRL's own with the model under FSDP2."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def begin(folder, kind, **changed):
     import trl
 
     import zcompile
-    from zcompile.huggingface import SFTTrainer
+    from zcompile.integrations.huggingface import SFTTrainer
 
     forget_accelerate()
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""TRL's other trainers through `zcompile.huggingface.TrainerMixin`, beside TRL's own in one process."""
+"""TRL's other trainers through `zcompile.integrations.huggingface.TrainerMixin`, beside TRL's own in one process."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def scorer():
 def begin(kind, folder, world, ours, **others):
     import trl
 
-    from zcompile.huggingface import TrainerMixin
+    from zcompile.integrations.huggingface import TrainerMixin
 
     forget_accelerate()
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import torch
 from tests.distributed.test_compose_plans import config_of, data_rank_of, maybe_compiled
 from tests.support.plans import VOCABULARY, deepseek, filled
 from tests.support.reference import close
-from zcompile.huggingface import distribute
+from zcompile.integrations.huggingface import distribute
 
 pytest.importorskip("transformers", "5.20")
 

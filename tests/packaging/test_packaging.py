@@ -50,7 +50,8 @@ model = zcompile.shard(copy.deepcopy(plain))
 compiled = torch.compile(model, backend="zcompile", options=dict(inner="aot_eager"))
 losses, expected = train(model, compiled), train(plain, plain)
 assert losses == expected and zcompile.stats(model)["gathers"] > 0, (losses, expected)
-from zcompile import cli, deepspeed, profile
+from zcompile import cli, profile
+from zcompile.integrations import deepspeed
 from zcompile import explanation as planning
 print("trained")
 """

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.deepspeed_config import config_of
 from zcompile import cli
-from zcompile.deepspeed.config import options_of
+from zcompile.integrations.deepspeed.config import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from tests.support.deepspeed_config import config_of
-from zcompile.deepspeed.config import WITHOUT_EFFECT, options_of, without_effect
+from zcompile.integrations.deepspeed.config import WITHOUT_EFFECT, options_of, without_effect
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ MOST_LINES, MOST_COLUMNS = 500, 120
 PYTHON_LAYERS = (
     ("zcompile._C", "zcompile.units.find"),
     (
-        "zcompile.analysis",
         "zcompile.calibration.measure_compute",
         "zcompile.calibration.results",
         "zcompile.costs",
@@ -33,12 +32,17 @@ PYTHON_LAYERS = (
     ("zcompile.state", "zcompile.ranks.host_barrier"),
     ("zcompile.unsharding", "zcompile.training", "zcompile.units"),
     ("zcompile.sharding", "zcompile.calibration"),
-    ("zcompile.compiler", "zcompile.compiler.backend", "zcompile.compiler.inductor"),
+    ("zcompile.compiler",),
     ("zcompile.artifact",),
-    ("zcompile.explanation", "zcompile.explanation"),
-    ("zcompile.calibration.command", "zcompile.deepspeed", "zcompile.huggingface", "zcompile.integrations"),
+    ("zcompile.explanation",),
+    (
+        "zcompile.calibration.command",
+        "zcompile.integrations.deepspeed",
+        "zcompile.integrations.huggingface",
+        "zcompile.integrations",
+    ),
     ("zcompile.profile",),
-    ("zcompile.cli", "zcompile.__main__", "zcompile.artifact.precompile", "zcompile.artifact.precompile"),
+    ("zcompile.cli", "zcompile.__main__", "zcompile.artifact.precompile"),
 )
 CPP_LAYERS = (
     ("compat", "kernels", "p2p/schedule"),

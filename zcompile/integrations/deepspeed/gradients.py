@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zcompile.deepspeed.partitions import Partition, ZeroParameter
+from zcompile.integrations.deepspeed.partitions import Partition, ZeroParameter
 from zcompile.state.sharded_model import ShardedModel
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zcompile.deepspeed.hooks import hooked_parameter
-from zcompile.deepspeed.leaf_modules import unsupported_leaf_module
+from zcompile.integrations.deepspeed.hooks import hooked_parameter
+from zcompile.integrations.deepspeed.leaf_modules import unsupported_leaf_module
 
 
 class Attempt:

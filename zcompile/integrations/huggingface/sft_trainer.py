@@ -2,7 +2,7 @@
 
 import trl
 
-from zcompile.huggingface.trainer import TrainerMixin
+from zcompile.integrations.huggingface.trainer import TrainerMixin
 
 
 class SFTTrainer(TrainerMixin, trl.SFTTrainer):

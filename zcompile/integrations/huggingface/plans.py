@@ -61,7 +61,7 @@ def distribute(model: PreTrainedModel, distributed_config: DistributedConfig, **
 
 
 def _check(config: DistributedConfig, options: dict[str, Any]) -> None:
-    where = "zcompile.huggingface.distribute:"
+    where = "zcompile.integrations.huggingface.distribute:"
     for name in ("fsdp_cpu_offload", "fsdp_mixed_precision", "fsdp_plan"):
         if getattr(config, name):
             raise ValueError(f"{where} {name} is for FSDP2. Leave it out; param_dtype is an option of distribute.")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zcompile.huggingface.adapter import CompilePlugin, ShardedPlugin, compile_plugin_of, refuse_settings
+from zcompile.integrations.huggingface.adapter import CompilePlugin, ShardedPlugin, compile_plugin_of, refuse_settings
 from zcompile.sharding.shard import shard
 from zcompile.state.attributes import STATE
 from zcompile.state.sharded_model import ShardedModel, state_of
@@ -45,8 +45,7 @@ class Accelerator(accelerate.Accelerator):
                  if kwargs.get(name) is not None]  # fmt: skip
         if given:
             raise ValueError(
-                f"zcompile.huggingface: Accelerator shards the model with zcompile, so it takes no {given[0]}. "
-                "Leave it out."
+                f"zcompile: Accelerator shards the model with zcompile, so it takes no {given[0]}. Leave it out."
             )
         super().__init__(*args, dynamo_plugin=compile_plugin_of(dynamo_plugin, dynamo_backend), **kwargs)
         self._become_sharded()
@@ -142,7 +141,7 @@ class Accelerator(accelerate.Accelerator):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if trained and held and not any(id(parameter) in trained for parameter in held):
             raise ValueError(
-                f"zcompile.huggingface: {type(optimizer).__name__} holds no parameter of the models that were prepared "
+                f"zcompile: {type(optimizer).__name__} holds no parameter of the models that were prepared "
                 f"(rank {self.process_index}); its first one is of shape {tuple(held[0].shape)}. It was built of "
                 "parameters that sharding has replaced. Build it after zcompile.shard, or pass model and optimizer "
                 "to one call of prepare."
@@ -207,7 +206,7 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     foreign = next((name for name, each in inner.named_parameters() if isinstance(each, DTensor)), None)
     if foreign is not None:
         raise RuntimeError(
-            f"zcompile.huggingface: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so something "
+            f"zcompile: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so something "
             "else has sharded the model. Pass it unsharded, or call zcompile.shard(model, mesh) with a mesh that is "
             "left, before prepare."
         )
@@ -239,7 +238,7 @@ def _params_taken_out(optimizers: Iterable[Optimizer], names: dict[int, str]) ->
                     continue
                 if optimizer.state.get(parameter):
                     raise ValueError(
-                        f"zcompile.huggingface: {type(optimizer).__name__} has a state of parameter '{name}' already, "
+                        f"zcompile: {type(optimizer).__name__} has a state of parameter '{name}' already, "
                         "which is about to be sharded. Prepare model and optimizer before the first step, and load "
                         "states by Accelerator.load_state afterwards."
                     )

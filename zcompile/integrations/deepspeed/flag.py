@@ -81,8 +81,8 @@ def _wrap(module: ModuleType) -> None:
             initialize(self, *args, **kwargs)
             return
         # Here and not above: it imports the backend, and that Inductor. Most programs have no DeepSpeed engine.
-        from zcompile.deepspeed.config import options_of
-        from zcompile.deepspeed.takeover import attach
+        from zcompile.integrations.deepspeed.config import options_of
+        from zcompile.integrations.deepspeed.takeover import attach
 
         options = options_of(config, given.get("model"))  # refuses before the engine is made
         initialize(self, *args, **kwargs)

@@ -36,11 +36,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zcompile.huggingface.accelerator import Accelerator
-    from zcompile.huggingface.adapter import CompilePlugin
-    from zcompile.huggingface.plans import distribute
-    from zcompile.huggingface.sft_trainer import SFTTrainer
-    from zcompile.huggingface.trainer import Trainer, TrainerMixin
+    from zcompile.integrations.huggingface.accelerator import Accelerator
+    from zcompile.integrations.huggingface.adapter import CompilePlugin
+    from zcompile.integrations.huggingface.plans import distribute
+    from zcompile.integrations.huggingface.sft_trainer import SFTTrainer
+    from zcompile.integrations.huggingface.trainer import Trainer, TrainerMixin
 
 __all__ = ["Accelerator", "CompilePlugin", "SFTTrainer", "Trainer", "TrainerMixin", "distribute"]
 
@@ -61,5 +61,5 @@ def __getattr__(name: str) -> Any:
         ImportError: the library that it stands in for is not installed.
     """
     if name in _MODULES:
-        return getattr(importlib.import_module(f"zcompile.huggingface.{_MODULES[name]}"), name)
+        return getattr(importlib.import_module(f"zcompile.integrations.huggingface.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,9 +14,9 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_leaves
 
-from zcompile.deepspeed.fallback import Attempt, unsupported
-from zcompile.deepspeed.hooks import Hooks
-from zcompile.deepspeed.partitions import Partition
+from zcompile.integrations.deepspeed.fallback import Attempt, unsupported
+from zcompile.integrations.deepspeed.hooks import Hooks
+from zcompile.integrations.deepspeed.partitions import Partition
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.training.accumulate import begin_accumulating, end_accumulating
 from zcompile.training.optimizer_steps import check_orders

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from zcompile.deepspeed.gradients import DeepSpeedBuffers, Gradients, ReducedSquares, add
-from zcompile.deepspeed.partitions import ZeroParameter
-from zcompile.deepspeed.sub_groups import SubGroup, cast_batches, cut_sub_group
+from zcompile.integrations.deepspeed.gradients import DeepSpeedBuffers, Gradients, ReducedSquares, add
+from zcompile.integrations.deepspeed.partitions import ZeroParameter
+from zcompile.integrations.deepspeed.sub_groups import SubGroup, cast_batches, cut_sub_group
 
 
 class LeanStep:

@@ -7,8 +7,8 @@ import transformers
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
 
-from zcompile.huggingface.accelerator import Accelerator, shard_once
-from zcompile.huggingface.adapter import BACKEND, CompilePlugin
+from zcompile.integrations.huggingface.accelerator import Accelerator, shard_once
+from zcompile.integrations.huggingface.adapter import BACKEND, CompilePlugin
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -90,12 +90,12 @@ def _refuse_arguments(args: transformers.TrainingArguments) -> None:
     for name, asked in refused.items():
         if asked:
             raise ValueError(
-                f"zcompile.huggingface: TrainingArguments has {name} (rank {args.process_index}), which is not "
+                f"zcompile: TrainingArguments has {name} (rank {args.process_index}), which is not "
                 "supported for a model that zcompile shards. Leave it out."
             )
     if args.torch_compile and args.torch_compile_backend != BACKEND:
         raise ValueError(
-            f"zcompile.huggingface: TrainingArguments has torch_compile_backend={args.torch_compile_backend!r} (rank "
+            f"zcompile: TrainingArguments has torch_compile_backend={args.torch_compile_backend!r} (rank "
             f"{args.process_index}). A model that zcompile shards is compiled by torch_compile_backend='{BACKEND}'."
         )
 
@@ -107,6 +107,6 @@ def _check_checkpoint(checkpoint: str | bool, output_dir: str | None) -> None:
     written = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
     if not any(os.path.exists(os.path.join(folder, name)) for name in written):
         raise ValueError(
-            f"zcompile.huggingface: {folder} has no pytorch_model_fsdp_0, so no trainer of zcompile or of FSDP2 wrote "
+            f"zcompile: {folder} has no pytorch_model_fsdp_0, so no trainer of zcompile or of FSDP2 wrote "
             "it, or one with save_only_model. To begin from its weights, load the model with from_pretrained."
         )

@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.artifact.model import install
 from zcompile.compiler.backend import compile_graph, parse_options
-from zcompile.deepspeed.config import without_effect
-from zcompile.deepspeed.engine_methods import EngineMethods
-from zcompile.deepspeed.fallback import unsupported
-from zcompile.deepspeed.gradients import ReducedSquares, add
-from zcompile.deepspeed.leaf_modules import leaf_modules
-from zcompile.deepspeed.optimizer_step import LeanStep
-from zcompile.deepspeed.partitions import Partition, ZeroParameter, add_partition, partition_grads
+from zcompile.integrations.deepspeed.config import without_effect
+from zcompile.integrations.deepspeed.engine_methods import EngineMethods
+from zcompile.integrations.deepspeed.fallback import unsupported
+from zcompile.integrations.deepspeed.gradients import ReducedSquares, add
+from zcompile.integrations.deepspeed.leaf_modules import leaf_modules
+from zcompile.integrations.deepspeed.optimizer_step import LeanStep
+from zcompile.integrations.deepspeed.partitions import Partition, ZeroParameter, add_partition, partition_grads
 from zcompile.sharding.class_swap import install_readers, remove_readers
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.units.order import make_units, order_units

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from zcompile.deepspeed.partitions import ZeroParameter
+from zcompile.integrations.deepspeed.partitions import ZeroParameter
 
 
 def hooked_parameter(engine: Any) -> str:

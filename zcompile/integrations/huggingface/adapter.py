@@ -53,7 +53,7 @@ class CompilePlugin(TorchDynamoPlugin):
         wanted = (backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower()
         if wanted not in (BACKEND, "no"):
             raise ValueError(
-                f"zcompile.huggingface: the compile backend is {wanted!r}. A model that zcompile shards is compiled by "
+                f"zcompile: the compile backend is {wanted!r}. A model that zcompile shards is compiled by "
                 f"{BACKEND!r}, or not at all ('no'): pass torch_compile_backend='{BACKEND}' to TrainingArguments, or "
                 f"dynamo_backend='{BACKEND}' to Accelerator."
             )
@@ -70,7 +70,7 @@ class CompilePlugin(TorchDynamoPlugin):
         chosen = mode or os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
         self.mode: str | None = None if chosen == "default" else chosen  # torch takes either a mode or options
         if self.mode is not None and options:
-            raise ValueError("zcompile.huggingface: pass either a mode or options to CompilePlugin.")
+            raise ValueError("zcompile: pass either a mode or options to CompilePlugin.")
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of `torch.compile`."""
@@ -85,7 +85,7 @@ def compile_plugin_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> 
         ValueError: both are given, or a backend that is not zcompile's.
     """
     if plugin is not None and backend is not None:
-        raise ValueError("zcompile.huggingface: pass either dynamo_plugin or dynamo_backend.")
+        raise ValueError("zcompile: pass either dynamo_plugin or dynamo_backend.")
     if isinstance(plugin, CompilePlugin):
         return plugin
     if plugin is not None:
@@ -106,25 +106,24 @@ def refuse_settings(accelerator: Accelerator) -> None:
         kind = DistributedType.FSDP
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP):
         raise ValueError(
-            f"zcompile.huggingface: this program also asks accelerate for {kind.value} {rank}, but zcompile shards the "
+            f"zcompile: this program also asks accelerate for {kind.value} {rank}, but zcompile shards the "
             "model. Take fsdp, deepspeed and megatron_lm out of the program's arguments and of the file of "
             "`accelerate config`. For a DeepSpeed config, set its zcompile block instead and use accelerate's own "
             "Accelerator."
         )
     if accelerator.parallelism_config is not None:
         raise ValueError(
-            f"zcompile.huggingface: parallelism_config is not supported {rank}. Shard the model yourself over a mesh, "
+            f"zcompile: parallelism_config is not supported {rank}. Shard the model yourself over a mesh, "
             "zcompile.shard(model, mesh), and leave it out."
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"zcompile.huggingface: mixed_precision={accelerator.mixed_precision!r} is not supported {rank}. Use "
-            "'bf16' or 'no'."
+            f"zcompile: mixed_precision={accelerator.mixed_precision!r} is not supported {rank}. Use 'bf16' or 'no'."
         )
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
         raise ValueError(
-            f"zcompile.huggingface: {world} ranks were started, and accelerate counts {accelerator.num_processes} "
+            f"zcompile: {world} ranks were started, and accelerate counts {accelerator.num_processes} "
             f"{rank}. On CPUs, say so: Accelerator(cpu=True), TrainingArguments(use_cpu=True) or `accelerate launch "
             "--cpu`."
         )

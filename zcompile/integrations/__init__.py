@@ -1,0 +1,1 @@
+"""Other libraries that train through zcompile: DeepSpeed; transformers, accelerate and TRL."""
