@@ -35,12 +35,7 @@ PYTHON_LAYERS = (
     ("zcompile.compiler",),
     ("zcompile.artifact",),
     ("zcompile.explanation",),
-    (
-        "zcompile.calibration.command",
-        "zcompile.integrations.deepspeed",
-        "zcompile.integrations.huggingface",
-        "zcompile.integrations",
-    ),
+    ("zcompile.calibration.command", "zcompile.integrations"),
     ("zcompile.profile",),
     ("zcompile.cli", "zcompile.__main__", "zcompile.artifact.precompile"),
 )
