@@ -80,6 +80,11 @@ def test_an_example_of_hugging_face_trains_and_saves(tmp_path, monkeypatch, prog
         assert (tmp_path / name).exists(), name
 
 
+def test_no_example_has_the_name_of_a_python_module():
+    """Python puts the folder of a program first on its path, so torch would import the example instead."""
+    assert {path.stem for path in EXAMPLES.glob("*.py")}.isdisjoint(sys.stdlib_module_names)
+
+
 @pytest.fixture
 def moe(monkeypatch):
     """examples/moe.py as a module."""
