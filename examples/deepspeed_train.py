@@ -9,12 +9,8 @@ OUT/deepspeed-ENGINE.json and draws all of OUT/*.json into OUT/loss.png.
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
-
-# After Python's own modules: profile.py in this folder has the name of one, which torch imports.
-sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
 import torch
 import torch.distributed as dist

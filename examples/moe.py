@@ -14,11 +14,7 @@ first layer, and a balance by a bias that no gradient reaches (arXiv:2408.15664)
 
 import argparse
 import json
-import sys
 from pathlib import Path
-
-# After Python's own modules: profile.py in this folder has the name of one, which torch imports.
-sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
 import torch
 import torch.distributed as dist

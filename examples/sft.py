@@ -6,12 +6,6 @@
 The import of SFTTrainer is all that is zcompile's. The arguments are those of SFTConfig.
 """
 
-import sys
-from pathlib import Path
-
-# After Python's own modules: profile.py in this folder has the name of one, which torch imports.
-sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
-
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed

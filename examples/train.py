@@ -11,14 +11,10 @@ import argparse
 import json
 import math
 import os
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-# After Python's own modules: profile.py in this folder has the name of one, which torch imports.
-sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
 import torch
 import torch.distributed as dist

@@ -9,11 +9,7 @@ The import of Trainer is all that is zcompile's. The arguments are those of Trai
 
 import functools
 import math
-import sys
 from pathlib import Path
-
-# After Python's own modules: profile.py in this folder has the name of one, which torch imports.
-sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
 
 import torch
 from torch.utils.data import Dataset

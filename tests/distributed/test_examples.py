@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,16 @@ def test_an_example_trains_and_writes_its_results(tmp_path, monkeypatch, program
     assert ("--checkpoint-every" in arguments) == (tmp_path / "zcompile-step-3").is_dir()
 
 
+def test_the_minimal_example_trains(monkeypatch, inductor_cache):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run([*ranks, EXAMPLES / "minimal.py"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines()]
+    assert len(losses) == 10 and losses[0] == pytest.approx(math.log(256), abs=0.1) and losses[-1] < 2.0
+
+
 TINY = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "64"]
 
 
@@ -78,6 +89,11 @@ def test_an_example_of_hugging_face_trains_and_saves(tmp_path, monkeypatch, prog
     assert written in run.stdout
     for name in ("model.safetensors", "checkpoint-2/optimizer_0", "checkpoint-2/model.safetensors"):
         assert (tmp_path / name).exists(), name
+
+
+def test_no_example_has_the_name_of_a_python_module():
+    """Python puts the folder of a program first on its path, so torch would import the example instead."""
+    assert {path.stem for path in EXAMPLES.glob("*.py")}.isdisjoint(sys.stdlib_module_names)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ CASES = [
         id="deepspeed", marks=pytest.mark.matrix,
     ),
     pytest.param(
-        "jinja2", RUN_FILE.format("examples/profile.py"), "zcompile profile", "profile", id="profile",
+        "jinja2", RUN_FILE.format("examples/profile_own_model.py"), "zcompile profile", "profile", id="profile",
         marks=pytest.mark.matrix,
     ),
 ]  # fmt: skip

@@ -85,7 +85,7 @@ def test_one_rank_is_all_that_the_compiled_engine_takes(ranks):
 
 
 def test_the_example_profiles_a_model_of_ones_own(tmp_path):
-    example = Path(__file__).resolve().parents[2] / "examples/profile.py"
+    example = Path(__file__).resolve().parents[2] / "examples/profile_own_model.py"
     run = subprocess.run(
         [sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path], capture_output=True, text=True
     )

@@ -1,13 +1,11 @@
 """Compare engines on a model of your own.
 
-    python examples/profile.py --engines zcompile,fsdp2 --ranks 2 --steps 10
+    python examples/profile_own_model.py --engines zcompile,fsdp2 --ranks 2 --steps 10
 
-`build` says what is trained; everything else is `zcompile profile`, whose options this takes.
+`build` makes the model, its batches and its loss. The options are those of `zcompile profile`.
 """
 
 import sys
-
-sys.path.pop(0)  # the folder of this file, which has the name of a module of Python's own
 
 import torch
 from torch import nn
