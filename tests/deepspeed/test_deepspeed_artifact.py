@@ -38,7 +38,7 @@ def rank_trains(rank, world, folder, path):
             engine.step()
             losses.append(loss.item())
         assert is_taken_over(engine), engine.zcompile.given_back
-        compiled = engine.zcompile.state.compiled
+        compiled = engine.zcompile.state.provenance.compiled
         engine.destroy()
     return losses, compiled, bool(counters["stats"])
 

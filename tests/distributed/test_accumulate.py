@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def rank_cache_bytes(rank, world):
     """What a rank caches follows from sizes that all ranks know, not from its own piece, which may be shorter."""
     model = zcompile.shard(Transformer())
     state = state_of(model)
-    state.memory_bytes = 1 << 16
+    state.machine = dataclasses.replace(state.machine, memory_bytes=1 << 16)
     return state.microbatch_cache_limit(), sum(sharded.leaf.nbytes for sharded in state.parameters.values())
 
 

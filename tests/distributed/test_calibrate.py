@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.calibration import machine_table, measure_compute, measure_machine
+from zcompile.calibration import machine, measure_compute, measure_machine
 from zcompile.calibration.results import Calibration, calibration_file, device_name, read_calibration
 from zcompile.cli import main
 from zcompile.costs.hardware import CPU
@@ -37,7 +37,7 @@ def rank_calibrates(rank, world, folder):
         with torch.inference_mode():  # as in a script that evaluates
             calibration = calibrate_quickly()
         kept = read_calibration(CPU_DEVICE, world)
-        return calibration.to_json(), kept[0] == calibration, state_of(zcompile.shard(nn.Linear(2, 2))).hardware
+        return calibration.to_json(), kept[0] == calibration, state_of(zcompile.shard(nn.Linear(2, 2))).machine.hardware
 
 
 def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, tmp_path):
@@ -96,15 +96,15 @@ def rank_has_a_broken_file(rank, world, folder):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    machine_table.log.addHandler(handler)
+    machine.log.addHandler(handler)
     try:
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"):
             file = calibration_file(device_name(CPU_DEVICE), world)
             file.parent.mkdir(parents=True)
             file.write_text("{")
-            tables = [state_of(zcompile.shard(nn.Linear(2, 2))).hardware for _ in range(2)]
+            tables = [state_of(zcompile.shard(nn.Linear(2, 2))).machine.hardware for _ in range(2)]
     finally:
-        machine_table.log.removeHandler(handler)
+        machine.log.removeHandler(handler)
     return tables, [message for message in messages if "does not count" in message]
 
 

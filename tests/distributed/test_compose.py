@@ -143,7 +143,7 @@ def rank_sums(rank, world):
         model = spread_experts(Mixture(), mesh["ep"])
         placement = expert_placement(model, mesh["efsdp"], Shard(0))
         zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement, gradient_divide_factor=factor)
-        budgets = {each.memory_bytes for each in models_of(state_of(model))}
+        budgets = {each.machine.memory_bytes for each in models_of(state_of(model))}
         assert len(budgets) == 1 and budgets != {0}, "a graph of experts alone would have no budget"
         assert [each.microbatch_cache_limit() > 0 for each in models_of(state_of(model))] == [True, False]
         token_loss(model, 0, rank).backward()

@@ -218,7 +218,7 @@ def test_two_threads_are_told_to_take_turns(ranks):
 def rank_inherits_the_timeout(rank, world):
     state = state_of(zcompile.shard(nn.Linear(3, 4), short_mesh(7)))
     for use in ("gather", "reduce", "control"):
-        group = dist.distributed_c10d._resolve_process_group(state.groups[use])
+        group = dist.distributed_c10d._resolve_process_group(getattr(state.groups, use))
         assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7, use
     assert state.new_agreement().timeout_s == 7
 
@@ -244,9 +244,9 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks):
 
 def rank_shares_groups(rank, world):
     states = [state_of(zcompile.shard(nn.Linear(3, 4))) for _ in range(3)]
-    assert len({state.groups["control"] for state in states}) == 1
-    assert len({state.groups["reduce"] for state in states}) == 1
-    assert len({state.groups["number"] for state in states}) == 3
+    assert len({state.groups.control for state in states}) == 1
+    assert len({state.groups.reduce for state in states}) == 1
+    assert len({state.groups.number for state in states}) == 3
 
 
 def test_models_over_the_same_ranks_share_groups(ranks):

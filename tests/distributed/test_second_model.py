@@ -20,7 +20,7 @@ def rank_compiles_alike(rank, world):
     for _ in range(2):
         model = compiled(layers(), options={"microbatch_cache_bytes": 12345, "transport": "gloo"})
         model(torch.ones(2, 6)).sum().backward()
-        assert state_of(model).microbatch_cache_bytes == 12345
+        assert state_of(model).microbatches.cache_bytes == 12345
         assert state_of(model).wanted_transport == "gloo"
 
 

@@ -73,7 +73,7 @@ class WithoutPeers:
 
 
 def without_peers(state, failing):
-    return WithoutPeers(state.new_runtime(), failing)
+    return WithoutPeers(state.groups.make_runtime_to_measure(), failing)
 
 
 def rank_auto_falls_back(rank, world, folder):

@@ -22,7 +22,7 @@ def rank_calibrates(rank, world, folder):
     ):
         calibration = zcompile.calibrate()
         torch.distributed.barrier()  # the first rank has written it
-        table = state_of(zcompile.shard(nn.Linear(4, 4, device="cuda"))).hardware
+        table = state_of(zcompile.shard(nn.Linear(4, 4, device="cuda"))).machine.hardware
         return calibration.to_json(), calibration, table, table_of(torch.device("cuda"))
 
 

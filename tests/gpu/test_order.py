@@ -33,7 +33,7 @@ def sharded(rows):
 def rank_has_the_timeout(rank, world):
     state = state_of(sharded(64))
     for use in ("gather", "reduce"):
-        group = dist.distributed_c10d._resolve_process_group(state.groups[use])
+        group = dist.distributed_c10d._resolve_process_group(getattr(state.groups, use))
         assert group._get_backend(torch.device("cuda")).options._timeout.total_seconds() == TIMEOUT_S, use
 
 

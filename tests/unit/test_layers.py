@@ -20,6 +20,7 @@ PYTHON_LAYERS = (
     ("zcompile._C", "zcompile.units.find"),
     (
         "zcompile.calibration.measure_compute",
+        "zcompile.calibration.memory",
         "zcompile.calibration.results",
         "zcompile.costs",
         "zcompile.graph",
@@ -28,7 +29,7 @@ PYTHON_LAYERS = (
     ),
     ("zcompile.passes",),
     ("zcompile.ranks",),
-    ("zcompile.calibration.machine_table",),
+    ("zcompile.calibration.machine",),
     ("zcompile.state", "zcompile.ranks.host_barrier"),
     ("zcompile.unsharding", "zcompile.training", "zcompile.units"),
     ("zcompile.sharding", "zcompile.calibration"),
@@ -60,9 +61,17 @@ def python_files() -> dict[str, Path]:
     return files
 
 
+def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those below `if TYPE_CHECKING`, which import names for annotations alone."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from nodes_that_run(child)
+
+
 def imported(module: str, path: Path, known: set[str]) -> Iterator[str]:
     """The modules of ours that `module` imports, wherever in the file the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_that_run(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

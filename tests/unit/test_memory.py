@@ -2,7 +2,7 @@
 
 import pytest
 
-from zcompile.state.memory import cgroup_limits, host_memory_bytes, least_share
+from zcompile.calibration.memory import cgroup_limits, host_memory_bytes, least_share
 
 GIB = 1 << 30
 

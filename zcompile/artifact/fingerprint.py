@@ -90,7 +90,7 @@ def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memor
         "settings": str(options),
         "mode": str(mode),
         "inductor": str(dict(sorted(settings.inductor.items()))),
-        "shard": state.shard_options,
+        "shard": state.provenance.shard_options,
         **_torch_settings(),
     }
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile.state.sharded_model import ShardedModel, ShardedParameter, models_of, state_of
+from zcompile.state.sharded_model import ShardedModel, models_of, state_of
+from zcompile.state.sharded_parameter import ShardedParameter
 
 Groups = Mapping[str, str]  # the name of a group on this rank -> its place
 COLLECTIVES = "torch.ops._c10d_functional"

@@ -199,7 +199,7 @@ class FromFile:
         state = state_of(model)
         here: dict[str, str] = {}
         try:
-            here = fingerprint(model, self.settings, self.mode, state.memory_bytes, args, kwargs)
+            here = fingerprint(model, self.settings, self.mode, state.machine.memory_bytes, args, kwargs)
             data, mine = self.examine(model, here, args, kwargs)
         except Exception as error:  # of this rank alone, perhaps: others wait for what it says
             data, mine = b"", _Report(dist.get_rank(), f"{type(error).__name__}: {error}", "", "")
@@ -224,7 +224,7 @@ class FromFile:
         else:
             prepare(state, self.settings)
         for each in models_of(state):
-            each.compiled = how
+            each.provenance.compiled = how
         log.info("zcompile: compiled code: %s", how)
 
     def compile_and_keep(self, model: nn.Module, here: dict[str, str]) -> None:
@@ -233,12 +233,14 @@ class FromFile:
         if not any(state.mesh.get_coordinate() or ()):
             self.to_keep = here
         for each in models_of(state):
-            each.compiled = f"compiled by this process: graph breaks. {self.path} gets the code at the second call"
+            each.provenance.compiled = (
+                f"compiled by this process: graph breaks. {self.path} gets the code at the second call"
+            )
 
     def keep(self, model: nn.Module, fields: Mapping[str, str]) -> None:
         """Write what this rank compiled of a model with graph breaks, whose fingerprint is `fields`."""
         try:
-            data = caches.keep(fields, state_of(model).memory_bytes)
+            data = caches.keep(fields, state_of(model).machine.memory_bytes)
         except ArtifactError as error:
             warnings.warn(str(error), stacklevel=3)
         else:
@@ -255,7 +257,7 @@ class FromFile:
             raise RuntimeError(f"zcompile: {self.path} is required and cannot be used. {reason}")
         state = state_of(model)
         for each in models_of(state):
-            each.compiled = f"compiled by this process: {reason}"
+            each.provenance.compiled = f"compiled by this process: {reason}"
         if not any(state.mesh.get_coordinate() or ()):
             warnings.warn(f"zcompile: {self.path} is not used, and every rank compiles. {reason}", stacklevel=2)
 
@@ -274,8 +276,10 @@ class FromFile:
         differing = differences(
             artifact.fingerprint, fingerprint(model, self.settings, self.mode, memory_bytes, args, kwargs)
         )
-        if self.settings.gather_budget_bytes is None and memory_bytes > state.memory_bytes:
-            differing.append(f"memory: made for ranks that have {memory_bytes} bytes; here {state.memory_bytes}")
+        if self.settings.gather_budget_bytes is None and memory_bytes > state.machine.memory_bytes:
+            differing.append(
+                f"memory: made for ranks that have {memory_bytes} bytes; here {state.machine.memory_bytes}"
+            )
         verdict = f"It was made for something else: {'; '.join(differing)}." if differing else FITS
         return data, _Report(rank, verdict, artifact.sha256, digest)
 

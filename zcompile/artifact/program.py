@@ -28,7 +28,8 @@ from zcompile.artifact.file_format import Artifact, ArtifactError, encode
 from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
 from zcompile.compiler.backend import compile_planned, link_of
 from zcompile.options import Settings
-from zcompile.state.sharded_model import ShardedParameter, models_of, state_of
+from zcompile.state.sharded_model import models_of, state_of
+from zcompile.state.sharded_parameter import ShardedParameter
 
 LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
 
@@ -57,8 +58,8 @@ def make(
     if reason := groups.lacking(state):
         raise ArtifactError(f"zcompile: no artifact can hold the model: {reason}.")
     places = groups.groups_of(model)
-    fields = fingerprint(model, settings, mode, state.memory_bytes, args, kwargs)
-    plan = settings.plan(link_of(state, settings), state.memory_bytes)
+    fields = fingerprint(model, settings, mode, state.machine.memory_bytes, args, kwargs)
+    plan = settings.plan(link_of(state, settings), state.machine.memory_bytes)
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_planned(gm, example_inputs, settings, plan, mode)
@@ -79,7 +80,7 @@ def make(
             f"zcompile: no artifact can hold the model: it has collectives, and {line}, may differ by rank."
         )
     facts = {
-        "memory_bytes": state.memory_bytes,
+        "memory_bytes": state.machine.memory_bytes,
         "main": main_module,
         "sources": [each for each in made.sources if not each[0].startswith("torch.")],
         "functions": _functions(made, model),

@@ -21,10 +21,10 @@ from zcompile.calibration.measure_compute import (
     square_product,
     warm_up,
 )
+from zcompile.calibration.memory import host_memory_bytes
 from zcompile.calibration.results import Calibration, device_name, driver_of, write_calibration
 from zcompile.costs.hardware import MIB, Points, Wire
 from zcompile.ranks.process_groups import all_gather_object, device_of, groups_of, shard_group_of
-from zcompile.state.memory import host_memory_bytes
 from zcompile.state.transport_choice import choose
 
 log = logging.getLogger("zcompile")
@@ -108,17 +108,14 @@ def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
     """One for each transport that this mesh can use."""
     groups = groups_of(mesh)
 
-    def new_runtime() -> _C.Model:
-        return _C.Model(**{**groups, "number": -1})
-
     wires = []
     for name in ["nccl", "p2p"] if device.type == "cuda" else ["gloo"]:
         try:
-            choose(name, mesh, new_runtime)
+            choose(name, mesh, groups.make_runtime_to_measure)
         except ValueError as error:
             log.info("zcompile: transfers over %s are not measured: %s", name, error)
             continue
-        transport, problem = _Transport(name, new_runtime(), mesh, device), ""
+        transport, problem = _Transport(name, groups.make_runtime_to_measure(), mesh, device), ""
         try:
             transport.runtime.use_transport("p2p" if name == "p2p" else "c10d")
         except RuntimeError as error:

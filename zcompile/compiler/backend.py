@@ -25,7 +25,8 @@ from zcompile.passes.verify import verify_partition
 from zcompile.ranks.program_check import Line
 from zcompile.source_hash import source_hash
 from zcompile.state.forward_scope import checking_requires_grad
-from zcompile.state.sharded_model import ShardedModel, model_of
+from zcompile.state.sharded_model import ShardedModel
+from zcompile.state.sharded_parameter import model_of
 from zcompile.state.user_hooks import saves_by_hooks
 
 # torch's higher-order ops that decide, or repeat, what they call.
@@ -142,14 +143,14 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
     if model is None:  # nothing is gathered, or tests compile a graph of their own
         link, memory_bytes = CPU.over("gloo", 2), CPU.memory_bytes
     else:
-        link, memory_bytes = link_of(model, settings), model.memory_bytes
+        link, memory_bytes = link_of(model, settings), model.machine.memory_bytes
     return settings.plan(link, memory_bytes)
 
 
 def link_of(model: ShardedModel, settings: Settings) -> Link:
     """What plans of `model` count with: the same on all its ranks."""
     transport = model.transport.transport if settings.transport == "auto" else settings.transport
-    return model.hardware.over(transport, model.runtime.world)
+    return model.machine.hardware.over(transport, model.runtime.world)
 
 
 def prepare(model: ShardedModel, settings: Settings) -> None:
@@ -180,7 +181,7 @@ def _on_first_run(
             position = next((i for i, value in enumerate(args) if model_of(value) is not None), None)
             for model in _models(args):
                 prepare(model, settings)
-                model.compiled = model.compiled or "compiled by this process"
+                model.provenance.compiled = model.provenance.compiled or "compiled by this process"
                 if model.agreement is not None:
                     model.agreement.check(program(args))
                 prepared.add(model)

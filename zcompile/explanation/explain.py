@@ -36,11 +36,11 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     if settings.transport != "auto":
         transport = state.choose(settings.transport).transport
     world = state.runtime.world
-    plan = settings.plan(state.hardware.over(transport, world), state.memory_bytes)
+    plan = settings.plan(state.machine.hardware.over(transport, world), state.machine.memory_bytes)
     traced = trace(functools.partial(model, *args, **kwargs), plan, lambda leaf: names.get(id(leaf)))
     parameters = sum(sharded.parameter.numel() for sharded in state.parameters.values())
     microbatch_cache_bytes = (
         state.microbatch_cache_limit() if settings.microbatch_cache_bytes is None else settings.microbatch_cache_bytes
     )
-    link = state.measured_hardware.over(transport, world)
+    link = state.machine.measured.over(transport, world)
     return predict_step(traced, plan, parameters, world, microbatch_cache_bytes, link)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
 from zcompile.ranks.order_watch import Marks, order_store, order_store_name
+from zcompile.ranks.process_groups import Groups
 from zcompile.ranks.program_check import Agreement
 
 
@@ -26,9 +27,7 @@ class _Rank:
     model: str
 
 
-def agreement_of(
-    meshes: Sequence[DeviceMesh], groups: dict[str, object], runtime: _C.Model, timeout_s: float
-) -> Agreement:
+def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model, timeout_s: float) -> Agreement:
     """An agreement of all ranks that this one is connected with, which call together.
 
     Args:
@@ -36,8 +35,8 @@ def agreement_of(
         groups: of the first domain, for its runtime.
     """
     me = dist.get_rank()
-    name = f"zcompile/{groups['reduce']}/{groups['number']}"
-    known = {me: _Rank(order_store_name(groups), int(str(groups["rank"])), name)}
+    name = f"zcompile/{groups.reduce}/{groups.number}"
+    known = {me: _Rank(order_store_name(groups), groups.rank, name)}
     for _ in range(2):  # a group for each dimension: after the first round, ranks know those of all dimensions behind
         for group in dict.fromkeys(mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim)):
             gathered: list[dict[int, _Rank]] = [{} for _ in range(group.size())]

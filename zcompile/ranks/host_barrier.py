@@ -31,8 +31,8 @@ class Meeting:
         Args:
             purpose: `GENERATE` or `EXPORT`.
         """
-        self.runtime, self.purpose, self.number = state.runtime, purpose, state.groups["number"]
-        self.serves = bool(state.groups["control"])
+        self.runtime, self.purpose, self.number = state.runtime, purpose, state.groups.number
+        self.serves = state.groups.agree
         group = None if self.serves else meeting_group(state.mesh)
         self.group = None if group is None else weakref.ref(group)
 

@@ -16,12 +16,12 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from zcompile import _C
+from zcompile.ranks.process_groups import Groups
 
 log = logging.getLogger("zcompile")
 
@@ -37,20 +37,20 @@ UNITS_HINT = (
 _watches: dict[str, "OrderWatch"] = {}  # by the name of the group
 
 
-def watch_order(runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float) -> None:
+def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> None:
     """Compare the order of what `runtime` and other models over its group start, until all of them are gone."""
-    watch = _watches.get(groups["gather"])
+    watch = _watches.get(groups.gather)
     # A group that is made after the ones before were closed may have the name of one of those.
     if watch is None or watch.base is not _base_store() or not watch.add(runtime):
-        _watches[groups["gather"]] = OrderWatch(runtime, groups, timeout_s)
+        _watches[groups.gather] = OrderWatch(runtime, groups, timeout_s)
 
 
-def started_by_rank(runtime: _C.Model, groups: Mapping[str, Any]) -> Callable[[int], int]:
+def started_by_rank(runtime: _C.Model, groups: Groups) -> Callable[[int], int]:
     """A function: rank -> how many collectives it has started. Of others, that is what their threads last published."""
     store = _order_store_of(groups)
 
     def started(rank: int) -> int:
-        if rank == groups["rank"]:
+        if rank == groups.rank:
             return runtime.order_digests()[0][0] if runtime.order_digests() else 0
         marks: Marks = json.loads(store.get(f"{rank}")) if store.check([f"{rank}"]) else []
         return marks[-1][0] if marks else 0
@@ -66,8 +66,8 @@ class OrderWatch:
             started.
     """
 
-    def __init__(self, runtime: _C.Model, groups: Mapping[str, Any], timeout_s: float):
-        self.rank, self.world, self.timeout_s = groups["rank"], groups["world"], timeout_s
+    def __init__(self, runtime: _C.Model, groups: Groups, timeout_s: float):
+        self.rank, self.world, self.timeout_s = groups.rank, groups.world, timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 10)
         self.base = _base_store()
         self.store = _order_store_of(groups)
@@ -172,9 +172,9 @@ def _last_of(marks: Marks) -> str:
     return f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
 
 
-def order_store_name(groups: Mapping[str, Any]) -> str:
+def order_store_name(groups: Groups) -> str:
     """The prefix of the keys under which ranks of these groups publish what they have started."""
-    return f"zcompile/order/{groups['gather']}/{groups['reduce']}"
+    return f"zcompile/order/{groups.gather}/{groups.reduce}"
 
 
 def order_store(prefix: str) -> dist.Store:
@@ -182,7 +182,7 @@ def order_store(prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, _base_store())
 
 
-def _order_store_of(groups: Mapping[str, Any]) -> dist.Store:
+def _order_store_of(groups: Groups) -> dist.Store:
     return order_store(order_store_name(groups))
 
 

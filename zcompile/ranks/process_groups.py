@@ -3,12 +3,15 @@
 import datetime
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zcompile import _C
 
 
 def default_mesh(model: nn.Module) -> DeviceMesh:
@@ -113,45 +116,74 @@ def ranks_agree(mesh: DeviceMesh) -> bool:
     return mesh.device_type == "cpu" and mesh.size() > 1
 
 
-def groups_of(mesh: DeviceMesh, for_units: bool = False) -> dict[str, Any]:
-    """Process groups of the runtime, by name; see `Groups` in csrc/transport/context.h.
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a model's runtime, by name; `Groups` of csrc/transport/context.h.
+
+    Attributes:
+        gather, reduce: two communicators between the ranks that share the shards, so that transfers overlap.
+        replicate: between replicas; "" without a 2-D mesh.
+        control: in which ranks agree before each collective; "" where they do not.
+        rank, world: of this process, and of all that share the shards.
+        number: of the model among those over the same ranks, the same on all ranks.
+    """
+
+    gather: str
+    reduce: str
+    replicate: str
+    control: str
+    rank: int
+    world: int
+    number: int
+
+    @property
+    def agree(self) -> bool:
+        """Whether ranks agree before each collective."""
+        return bool(self.control)
+
+    def make_runtime(self, **options: Any) -> _C.Model:
+        """A runtime over these groups."""
+        return _C.Model(**asdict(self), **options)
+
+    def make_runtime_to_measure(self) -> _C.Model:
+        """An empty runtime over the same groups, which takes no number from models."""
+        return replace(self, number=-1).make_runtime()
+
+
+def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
+    """The process groups for a new model over `mesh`; all ranks call together.
 
     Args:
         for_units: see [Note: order of units] in units/order.py.
     """
-    shard_group = shard_group_of(mesh)
-    several, timeout = mesh.size() > 1, timeout_of(mesh)
-    if is_fake(mesh):
-        name = shard_group.group_name
-        replicate = mesh.get_group(0).group_name if mesh.ndim == 2 else ""
-        names = {"gather": name, "reduce": name, "replicate": replicate, "control": name if several else ""}
-        return {**names, "rank": shard_group.rank(), "world": shard_group.size(), "number": 0}
+    shard_group, timeout = shard_group_of(mesh), timeout_of(mesh)
+    replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+    several = mesh.size() > 1
 
     def own(use: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
         key = (use, tuple(ranks), mesh.device_type, timeout)
         return shared_group(key, lambda: dist.new_group(ranks, timeout, use_local_synchronization=True))
 
-    if for_units and several and not ranks_agree(mesh):
-        units = own("units", shard_group).group_name
-        return {
-            "gather": units,
-            "reduce": units,
-            "replicate": own("units", mesh.get_group(0)).group_name if mesh.ndim == 2 else "",
-            "control": "",
-            "rank": shard_group.rank(),
-            "world": shard_group.size(),
-            "number": next_number(mesh),
-        }
-    return {
-        "gather": shard_group.group_name,
-        "reduce": own("reduce", shard_group).group_name if several else shard_group.group_name,
-        "replicate": mesh.get_group(0).group_name if mesh.ndim == 2 else "",
-        "control": control_group(mesh).group_name if ranks_agree(mesh) else "",
-        "rank": shard_group.rank(),
-        "world": shard_group.size(),
-        "number": next_number(mesh) if several else 0,
-    }
+    gather = reduce = shard_group
+    control = None
+    if is_fake(mesh):
+        control = shard_group if several else None
+    elif for_units and several and not ranks_agree(mesh):
+        gather = reduce = own("units", shard_group)
+        replicas = replicas and own("units", replicas)
+    elif several:
+        reduce = own("reduce", shard_group)
+        control = control_group(mesh) if ranks_agree(mesh) else None
+    return Groups(
+        gather=gather.group_name,
+        reduce=reduce.group_name,
+        replicate=replicas.group_name if replicas is not None else "",
+        control=control.group_name if control is not None else "",
+        rank=shard_group.rank(),
+        world=shard_group.size(),
+        number=next_number(mesh) if several and not is_fake(mesh) else 0,
+    )
 
 
 def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:

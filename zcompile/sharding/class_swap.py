@@ -31,7 +31,8 @@ from zcompile.state.attributes import (
 )
 from zcompile.state.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.state.placement import Layout
-from zcompile.state.sharded_model import ShardedModel, ShardedParameter, models_of, replaced_message
+from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.state.sharded_parameter import ShardedParameter, replaced_message
 from zcompile.units.forward import call_parent, call_unit
 from zcompile.unsharding.generate import agreeing_generate
 from zcompile.unsharding.unshard import on_whole_parameters, whole_parameters
@@ -87,7 +88,7 @@ def install_readers(
         layouts = tuple(attributes.items())
         is_unit, has_units = UNIT in module.__dict__, UNITS_BELOW in module.__dict__
         looks = looks_into_table(module, list(attributes))
-        state.eager_without_grad |= looks
+        state.forward_checks.eager_without_grad |= looks
         _swap_class(module, _Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks))
 
 

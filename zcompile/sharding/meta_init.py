@@ -1,14 +1,14 @@
 """Models on the meta device: each module is materialized just before it is sharded, so at most one is unsharded."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: set[int]) -> None:
+def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: Container[int]) -> None:
     """Give `module`'s own meta parameters and buffers memory on `device` and initialise them, except ids in `skip`.
 
     Uses the module's `reset_parameters()`, or the `_init_weights(module)` of the nearest Hugging Face model around it.
@@ -36,6 +36,13 @@ def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.de
         table[name] = tensor
     with torch.no_grad():
         initialise()
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of `module` itself to `device`."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device != device:
+            module._buffers[name] = buffer.to(device)
 
 
 def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any] | None:

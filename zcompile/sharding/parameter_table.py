@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile.state.attributes import SHARDED, TABLE_IS_READ
-from zcompile.state.sharded_model import ShardedParameter
+from zcompile.state.sharded_parameter import ShardedParameter
 
 
 def looks_into_table(module: nn.Module, attributes: list[str]) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from zcompile.state.attributes import SHARDED
-from zcompile.state.sharded_model import ShardedParameter
+from zcompile.state.sharded_parameter import ShardedParameter
 
 
 def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) -> torch.Tensor | None:

@@ -1,11 +1,7 @@
 """What may be sharded: every rank refuses bad input, in one sentence, before the first collective on parameters."""
 
-import contextlib
 import gc
-import hashlib
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container
 
 import torch
 import torch.distributed as dist
@@ -14,19 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile.options import TRAINABLE
-from zcompile.ranks.process_groups import all_gather_over_mesh
+from zcompile.sharding.plan import Placements, ShardOptions, spread_parameter
 from zcompile.state.attributes import STATE
+from zcompile.state.placement import check_placement, placement_of
+from zcompile.units.find import check_units, find_units
 
 
-def check_mesh(mesh: DeviceMesh | None) -> None:
+def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse a mesh that zcompile cannot shard over.
 
     Raises:
         TypeError: not a DeviceMesh.
         ValueError: neither 1-D nor 2-D, or this rank is not in it.
     """
-    if mesh is None:
-        return
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"zcompile.shard: mesh must be a torch DeviceMesh, not {type(mesh).__name__}.")
     if mesh.ndim not in (1, 2):
@@ -38,7 +34,61 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
         raise ValueError(f"zcompile.shard: rank {dist.get_rank()} is not in the mesh {mesh}.")
 
 
-def check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[int], *dtypes: torch.dtype | None) -> Exception | None:
+def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple[Placements, Exception | None]:
+    """The placement of each parameter, and the first reason why the model cannot be sharded.
+
+    The reason is returned and not raised, so that ranks can agree first.
+
+    Raises:
+        TypeError, ValueError: see `check_mesh`.
+    """
+    check_mesh(mesh)
+    error = check_model(model, mesh, options.ignored, options.param_dtype, options.reduce_dtype)
+    error = error or check_divide_factor(options.gradient_divide_factor)
+    if error is not None:
+        return [], error
+    placements, error = _placements(model, mesh, options)
+    if error is None and options.units is not None:
+        error = check_units(model, options.units, options.ignored)
+        error = error or _check_rows(find_units(model, options.units), placements, mesh)
+    return placements, error
+
+
+def _placements(
+    model: nn.Module, mesh: DeviceMesh, options: ShardOptions
+) -> tuple[Placements, Exception | None]:
+    """Where each parameter is sharded, and the first reason why one cannot be."""
+    placements: Placements = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in options.ignored:
+            continue
+        try:
+            placement = placement_of(parameter, options.shard_placement_fn)
+            if placement.mesh is not None:
+                check_mesh(placement.mesh)
+        except Exception as error:
+            return placements, error
+        refused = check_placement(name, parameter, placement, placement.mesh or mesh)
+        if refused is not None:
+            return placements, refused
+        placements.append((parameter, placement))
+    return placements, None
+
+
+def _check_rows(units: dict[str, nn.Module], placements: Placements, mesh: DeviceMesh) -> Exception | None:
+    """Why a module cannot be a unit: all parameters of units are plain, and sharded as rows over `mesh`."""
+    for path, unit in units.items():
+        if (name := spread_parameter(unit, placements, mesh)) is not None:
+            return ValueError(
+                f"zcompile.shard: unit '{path}' has parameter '{name}', which is a DTensor, or is sharded over another "
+                "mesh or along another dimension than the first. Units with such parameters are not supported."
+            )
+    return None
+
+
+def check_model(
+    model: nn.Module, mesh: DeviceMesh, ignored: Container[int], *dtypes: torch.dtype | None
+) -> Exception | None:
     """The first reason why `model` cannot be sharded, or None. Returned, not raised, so that ranks can agree first."""
     rank = dist.get_rank()
     if not isinstance(model, nn.Module):
@@ -118,62 +168,3 @@ def _optimizers(parameters: dict[str, nn.Parameter]) -> Exception | None:
                         "the optimizer after zcompile.shard."
                     )
     return None
-
-
-@dataclass
-class Progress:
-    """Where work is that may raise."""
-
-    at: str = ""  # such as "parameter 'a.weight'"
-
-
-@contextlib.contextmanager
-def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[Progress]:
-    """Around work of this rank alone: what one rank raises is an error on all, which come here together.
-
-    Raises:
-        RuntimeError: a rank raised; names it, what it was at, and what it raised.
-    """
-    progress, error = Progress(), None
-    try:
-        yield progress
-    except Exception as raised:
-        error = raised
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    for rank, at, message in all_gather_over_mesh(mesh, (dist.get_rank(), progress.at, text)):
-        if message is not None:
-            where = f", at {at}" if at else ""
-            raise RuntimeError(f"zcompile.shard: rank {rank} could not shard the model{where}: {message}") from error
-
-
-def signature(model: nn.Module, ignored: set[int]) -> list[str]:
-    """One line per parameter: what must be the same on all ranks."""
-    return [
-        f"'{name}' {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-        for name, p in (model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else ())
-        if id(p) not in ignored
-    ]
-
-
-def agree_on_model(mesh: DeviceMesh, error: Exception | None, lines: Iterable[str]) -> None:
-    """Raise on all ranks if one of them has an error or another model; two small collectives."""
-    lines = list(lines)
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    rank = dist.get_rank()
-    reports = all_gather_over_mesh(mesh, (rank, digest, None if error is None else str(error)))
-    if error is not None:
-        raise error
-    for other, _, message in reports:
-        if message is not None:
-            raise RuntimeError(f"zcompile.shard: rank {other} refused the model: {message}")
-    if all(report[1] == digest for report in reports):
-        return
-    models = all_gather_over_mesh(mesh, (rank, lines))
-    base_rank, base = models[0]
-    for other, theirs in models:
-        for ours_line, their_line in itertools.zip_longest(base, theirs, fillvalue="nothing"):
-            if ours_line != their_line:
-                raise RuntimeError(
-                    f"zcompile.shard: ranks disagree on the model. First difference: rank {base_rank} has {ours_line}, "
-                    f"rank {other} has {their_line}. Build the same model with the same options on every rank."
-                )

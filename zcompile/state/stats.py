@@ -34,7 +34,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
         own = other.runtime.stats()
         counted["transport_bytes"] += own["transport_bytes"]
         domain_bytes[other.domain] += own["own_bytes"]
-    words = {"transport_reason": state.transport.reason, "compiled": state.compiled}
+    words = {"transport_reason": state.transport.reason, "compiled": state.provenance.compiled}
     shared = {name: value for name, value in counted.items() if name != "own_bytes"}
     return shared | {"domain_bytes": domain_bytes} | words
 

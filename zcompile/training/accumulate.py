@@ -43,10 +43,10 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     """
     state = state_of(model)
     deferral = deferral_of(reduce, models_of(state))
-    if state.accumulates:  # the outer block lasts longer
-        if reduce not in ("each", state.accumulate_reduce):
+    if state.microbatches.accumulates:  # the outer block lasts longer
+        if reduce not in ("each", state.microbatches.reduce):
             raise ValueError(
-                f"zcompile: accumulate(reduce={reduce!r}) inside of accumulate(reduce={state.accumulate_reduce!r})"
+                f"zcompile: accumulate(reduce={reduce!r}) inside of accumulate(reduce={state.microbatches.reduce!r})"
             )
         yield
         return
@@ -59,7 +59,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
             )
 
     begin_accumulating(state, state.microbatch_cache_limit())
-    state.accumulate_reduce = reduce
+    state.microbatches.reduce = reduce
     hook = register_optimizer_step_pre_hook(refuse)
     deferral.begin()
     try:

@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile.ranks.process_groups import all_gather_over_mesh, is_fake
-from zcompile.state.sharded_model import ShardedModel, ShardedParameter
+from zcompile.state.microbatches import Deferred
+from zcompile.state.sharded_model import ShardedModel
+from zcompile.state.sharded_parameter import ShardedParameter
 
 REDUCE = ("each", "shards", "last")  # the values of `accumulate(reduce=)`
 BUCKET_BYTES = 64 << 20  # of shards that are summed over replicas by one collective
@@ -47,7 +49,7 @@ class DeferredReplicas(Deferral):
 
     def begin(self) -> None:
         for state in self.states:
-            _defer(state, "replicas")
+            _defer(state, Deferred.REPLICAS)
             for sharded in state.parameters.values():
                 if sharded.parameter.grad is not None:
                     self.earlier.append((sharded.parameter, sharded.parameter.grad))
@@ -55,7 +57,7 @@ class DeferredReplicas(Deferral):
 
     def finish(self) -> None:
         for state in self.states:
-            _defer(state, "")
+            _defer(state, Deferred.NOTHING)
             _sum_over_replicas(state)
         for parameter, grad in self.earlier:
             added = parameter.grad
@@ -63,7 +65,7 @@ class DeferredReplicas(Deferral):
 
     def drop(self) -> None:
         for state in self.states:
-            _defer(state, "")
+            _defer(state, Deferred.NOTHING)
             for sharded in state.parameters.values():
                 sharded.parameter.grad = None
         for parameter, grad in self.earlier:
@@ -77,27 +79,27 @@ class DeferredReduces(Deferral):
         super().__init__([state for state in states if not state.are_units])
 
     def begin(self) -> None:
-        self._defer("reduces")
+        self._defer(Deferred.REDUCES)
 
     def finish(self) -> None:
-        self._defer("")
+        self._defer(Deferred.NOTHING)
         for state in self.states:
             _reduce(state)
 
     def drop(self) -> None:
-        self._defer("")
+        self._defer(Deferred.NOTHING)
         for state in self.states:
             for sharded in state.parameters.values():
                 state.runtime.take_unreduced(sharded.index)
 
-    def _defer(self, what: str) -> None:
+    def _defer(self, what: Deferred) -> None:
         for state in self.states:
             _defer(state, what)
 
 
-def _defer(state: ShardedModel, what: str) -> None:
-    state.deferred = what
-    state.runtime.defer(what)
+def _defer(state: ShardedModel, what: Deferred) -> None:
+    state.microbatches.deferred = what
+    state.runtime.defer(what.value)
 
 
 def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> Deferral:

@@ -74,14 +74,14 @@ def check_orders(states: list[ShardedModel]) -> None:
     checked = set()
     # All ranks in one order, also those of several meshes that have two ranks in common.
     for state in sorted(states, key=_order_of_checks):
-        groups = state.groups["gather"], state.groups["replicate"]
+        groups = state.groups.gather, state.groups.replicate
         if groups not in checked:
             checked.add(groups)
             state.check_order()
 
 
 def _order_of_checks(state: ShardedModel) -> tuple[str, int]:
-    return state.order_check.name if state.order_check else "", state.groups["number"]
+    return state.order_check.name if state.order_check else "", state.groups.number
 
 
 def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -90,7 +90,7 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     counted = set()  # models over the same ranks have one count
     for state in _held_by(optimizer):
-        group = state.groups["control"] or (state.groups["gather"], state.groups["replicate"])
+        group = state.groups.control or (state.groups.gather, state.groups.replicate)
         if group not in counted:
             counted.add(group)
             state.runtime.count_step()

@@ -9,7 +9,7 @@ import ast
 import inspect
 import textwrap
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -110,7 +110,7 @@ def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Mod
     return units
 
 
-def check_units(model: nn.Module, wanted: Sequence[UnitLike], ignored: set[int]) -> Exception | None:
+def check_units(model: nn.Module, wanted: Sequence[UnitLike], ignored: Container[int]) -> Exception | None:
     """Why `wanted` cannot be units of `model`, or None. Returned, not raised, so that ranks can agree first."""
     for each in wanted:
         if not isinstance(each, nn.Module) and not (isinstance(each, type) and issubclass(each, nn.Module)):

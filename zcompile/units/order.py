@@ -85,9 +85,8 @@ def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
 def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
     """Give `units` of the model of `state` their order; it knows how much memory it may have."""
     if state.units is not None:
-        state.units.memory_bytes = state.memory_bytes
-        ranks_agree = bool(state.units.groups["control"])
-        order = UnitOrder(units, state.mesh, state.memory_bytes // 16, ranks_agree)
+        ranks_agree = state.units.groups.agree
+        order = UnitOrder(units, state.mesh, state.machine.memory_bytes // 16, ranks_agree)
         state.unit_order = state.units.unit_order = order
         if ranks_agree:
             reference = weakref.ref(order)

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from zcompile.state.attributes import UNSHARDED
-from zcompile.state.sharded_model import ShardedModel, ShardedParameter
+from zcompile.state.sharded_model import ShardedModel
+from zcompile.state.sharded_parameter import ShardedParameter
 
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
@@ -65,7 +66,7 @@ class Unit:
         leaves = self.leaves()
         self.follow_dtypes(leaves)
         count = len(self.sharded)
-        self.world: int = state.groups["world"]
+        self.world: int = state.groups.world
         self.use = torch.zeros(count, device=leaves[0].device)  # the shard of [world * count]; its values say nothing
         self.use_index = state.runtime.add(
             name=f"{name}: which parameters were used",

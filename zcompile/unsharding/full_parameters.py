@@ -17,7 +17,8 @@ from zcompile.ranks.host_barrier import EXPORT, Meeting
 from zcompile.ranks.process_groups import is_fake, shard_group_of
 from zcompile.state.attributes import SHARDED
 from zcompile.state.forward_scope import is_in_forward
-from zcompile.state.sharded_model import ShardedModel, ShardedParameter, state_of
+from zcompile.state.sharded_model import ShardedModel, state_of
+from zcompile.state.sharded_parameter import ShardedParameter
 
 _LEFT, _FIRST = 0, 1  # what a rank says at a meeting: that it has left the loop, or the number of its next bucket
 
@@ -149,7 +150,7 @@ def _start_gather(sharded: ShardedParameter, wire: torch.dtype) -> tuple[torch.T
     Returns:
         The whole parameter, and what to wait for before it is read; None if there is nothing to wait for.
     """
-    shape, world, rank = sharded.shape, sharded.state.runtime.world, sharded.state.groups["rank"]
+    shape, world, rank = sharded.shape, sharded.state.runtime.world, sharded.state.groups.rank
     local = sharded.leaf.detach().reshape(-1).to(wire)
     if not shape:
         return local.clone().view(shape), None

@@ -14,7 +14,7 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.state.attributes import SHARDED
 from zcompile.state.forward_scope import is_in_forward
 from zcompile.state.placement import local_shard
-from zcompile.state.sharded_model import ShardedParameter
+from zcompile.state.sharded_parameter import ShardedParameter
 
 HASHED_ELEMENTS = 1 << 22  # at a time: what a hash needs beside the parameter is 64 MiB
 
@@ -139,7 +139,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
             )
         if sharded.is_whole:
             raise RuntimeError(f"zcompile.unshard: {where} is whole already: an outer block has unsharded it.")
-        if writeback and sharded.state.accumulates:
+        if writeback and sharded.state.microbatches.accumulates:
             raise RuntimeError(
                 f"zcompile.unshard: {where} would change inside of zcompile.accumulate. Write back behind that block."
             )
@@ -236,4 +236,4 @@ def hash_of(tensor: torch.Tensor) -> int:
 def _store(sharded: ShardedParameter, whole: nn.Parameter) -> None:
     """Let this rank's shard be its slice of `whole`."""
     groups = sharded.state.groups
-    sharded.local().copy_(local_shard(whole.detach(), sharded.layout.dim, groups["world"], groups["rank"]))
+    sharded.local().copy_(local_shard(whole.detach(), sharded.layout.dim, groups.world, groups.rank))

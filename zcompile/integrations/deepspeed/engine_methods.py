@@ -127,9 +127,9 @@ class EngineMethods(abc.ABC):
         if not microbatch_cache_bytes or engine.gradient_accumulation_steps() == 1:
             return
         first = engine.micro_steps % engine.gradient_accumulation_steps() == 0
-        if first and state.accumulates and not self.program_marks_boundaries:
+        if first and state.microbatches.accumulates and not self.program_marks_boundaries:
             end_accumulating(state)
-        if torch.is_grad_enabled() and engine.module.training and not state.accumulates:
+        if torch.is_grad_enabled() and engine.module.training and not state.microbatches.accumulates:
             begin_accumulating(state, microbatch_cache_bytes)
 
     @property

@@ -15,7 +15,8 @@ from torch import nn
 from zcompile import _C
 from zcompile.state.attributes import MODEL
 from zcompile.state.placement import Layout
-from zcompile.state.sharded_model import ShardedModel, ShardedParameter
+from zcompile.state.sharded_model import ShardedModel
+from zcompile.state.sharded_parameter import ShardedParameter
 
 ZeroParameter: TypeAlias = Any
 """An `nn.Parameter` with what ZeRO-3 puts on it: `ds_id`, `ds_tensor`, `ds_numel`, `ds_shape` and other attributes."""
@@ -62,7 +63,7 @@ def add_partition(
         owner: the module that reads the parameter, and the name of its attribute.
         accept: is given the partition and each gradient of it, [elements without padding].
     """
-    rank = state.groups["rank"]
+    rank = state.groups.rank
     leaf = nn.Parameter(_without_padding(parameter, rank), requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, state)
     index = state.runtime.add(

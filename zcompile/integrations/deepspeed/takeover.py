@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.artifact.model import install
+from zcompile.calibration.machine import machine_of
 from zcompile.compiler.backend import compile_graph, parse_options
 from zcompile.integrations.deepspeed.config import without_effect
 from zcompile.integrations.deepspeed.engine_methods import EngineMethods
@@ -76,7 +77,7 @@ class Takeover(EngineMethods):
         self.trained = {parameter.ds_id for parameters in optimizer.fp16_groups for parameter in parameters}
         self.hooks.release_parameters()
         mesh = DeviceMesh.from_group(optimizer.dp_process_group, self.engine.device.type)
-        self.state = state = ShardedModel(mesh)
+        self.state = state = ShardedModel(mesh, machine_of(mesh))
         self.shard_engine(state)
         if LeanStep.is_possible(optimizer):
             self.lean_step = LeanStep(optimizer, self.fail, self.reduced_squares(state))
@@ -98,7 +99,7 @@ class Takeover(EngineMethods):
         model, mesh = self.engine.module, state.mesh
         leaves = leaf_modules(model) if mesh.size() > 1 else {}
         if leaves:
-            state.units = ShardedModel(mesh, has_units=True)
+            state.units = ShardedModel(mesh, state.machine, has_units=True)
         in_leaf = {below for leaf in leaves.values() for below in leaf.modules()}
         self.partitions = {}
         for path, module in model.named_modules():
@@ -108,7 +109,6 @@ class Takeover(EngineMethods):
                     self.add(of_module, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
         units = make_units(state, self.engine.module, leaves, None)
         state.use_transport("auto")
-        state.measure_memory()
         order_units(state, units)
 
     def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: ZeroParameter) -> None:

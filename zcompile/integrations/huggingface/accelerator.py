@@ -155,7 +155,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if is_sharded(model):
             state = state_of(model)
-            if not state.accumulates:
+            if not state.microbatches.accumulates:
                 begin_accumulating(state, state.microbatch_cache_limit())
                 self._caching.append(state)
                 if self._step_hook is None:

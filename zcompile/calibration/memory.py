@@ -1,34 +1,10 @@
 """How much memory one rank may have, from what stays the same when a job starts again: sizes, not what is free."""
 
 import os
-import socket
 from collections import Counter
 from pathlib import Path
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-
-from zcompile.ranks.process_groups import all_gather_over_mesh, is_fake
-
 UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 without a limit have a number near 2 ** 63
-
-
-def memory_bytes_of_a_rank(mesh: DeviceMesh) -> int:
-    """Bytes of memory per rank: of its GPU, or on CPUs of its host, divided by the ranks that share it.
-
-    Collective. The least of all ranks, rounded down to a power of two: 80 GB are 64 GiB. Total and not free memory,
-    because that differs from run to run, and another plan would miss every cache. Rounded, because machines of one kind
-    differ a little.
-    """
-    if mesh.device_type == "cuda":
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        place, total_bytes, others = str(device.uuid), device.total_memory, 1
-    else:
-        place, total_bytes, others = "", host_memory_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    mine = (f"{socket.gethostname()} {place}", total_bytes, others)
-    if place and is_fake(mesh):  # the other ranks will have GPUs of their own
-        return least_share([mine])
-    return least_share(all_gather_over_mesh(mesh, mine))
 
 
 def least_share(ranks: list[tuple[str, int, int]]) -> int:

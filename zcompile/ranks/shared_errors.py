@@ -1,0 +1,36 @@
+"""Errors of one rank that all ranks raise."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcompile.ranks.process_groups import all_gather_over_mesh
+
+
+@dataclass
+class Progress:
+    """Where work is that may raise."""
+
+    at: str = ""  # such as "parameter 'a.weight'"
+
+
+@contextlib.contextmanager
+def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[Progress]:
+    """Around work of this rank alone: what one rank raises is an error on all, which come here together.
+
+    Raises:
+        RuntimeError: a rank raised; names it, what it was at, and what it raised.
+    """
+    progress, error = Progress(), None
+    try:
+        yield progress
+    except Exception as raised:
+        error = raised
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    for rank, at, message in all_gather_over_mesh(mesh, (dist.get_rank(), progress.at, text)):
+        if message is not None:
+            where = f", at {at}" if at else ""
+            raise RuntimeError(f"zcompile.shard: rank {rank} could not shard the model{where}: {message}") from error

@@ -1,0 +1,120 @@
+"""The plan of `zcompile.shard`: where each parameter goes, and which modules are units; without other ranks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zcompile.costs.formulas.registry import registered_costs
+from zcompile.state.placement import Placement, PlacementFunction
+from zcompile.units.find import UnitLike, default_units, find_units
+
+Placements = list[tuple[nn.Parameter, Placement]]  # of each parameter that is sharded, in the order of the model's
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """The arguments of `zcompile.shard`, which documents them."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    ignored: frozenset[int] = frozenset()  # ids of parameters
+    units: tuple[UnitLike, ...] | None = None
+    native_reduce: bool = False
+    shard_placement_fn: PlacementFunction | None = None
+    gradient_divide_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How a model is sharded.
+
+    Attributes:
+        mesh: of the first domain; see [Note: domains] in placement.py.
+        meshes: of the other domains, in the order of their first parameters.
+        placements: of each parameter that is sharded, by its id.
+        units: path -> module of each unit.
+        gathers: whether a read of a parameter gathers or casts it. One rank without `param_dtype` does neither.
+        options_text: the arguments of `zcompile.shard`, in words; artifacts must have been made with equal ones.
+        description: lines that must be equal on all ranks.
+    """
+
+    mesh: DeviceMesh
+    options: ShardOptions
+    meshes: tuple[DeviceMesh, ...]
+    placements: dict[int, Placement]
+    units: dict[str, nn.Module]
+    gathers: bool
+    options_text: str
+    description: tuple[str, ...]
+
+    @property
+    def divisor(self) -> float:
+        """The number that summed gradients are divided by, also in domains of fewer ranks."""
+        return self.options.gradient_divide_factor or float(self.mesh.size())
+
+
+def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, placements: Placements) -> ShardPlan:
+    """Plan how a model is sharded, from this rank's model alone; it must have passed `validate`.
+
+    Args:
+        placements: as `validate` returns them.
+    """
+    lines = [*_parameter_lines(model, options.ignored), *_placement_lines(placements)]
+    # One rank has whole parameters. Its loops over experts would still cast the weights of all for each.
+    gathers = mesh.size() > 1 or options.param_dtype is not None
+    wanted = default_units(model) if options.units is None else options.units
+    units = find_units(model, wanted) if gathers else {}
+    if options.units is None:
+        units = {path: unit for path, unit in units.items() if spread_parameter(unit, placements, mesh) is None}
+    options_text = (
+        f"units={list(units)} param_dtype={options.param_dtype} reduce_dtype={options.reduce_dtype} "
+        f"gradient_divide_factor={options.gradient_divide_factor} native_reduce={options.native_reduce}"
+    )
+    costs = (f"the cost of {op} in version {version}" for op, version in registered_costs())
+    others: list[DeviceMesh] = []
+    for _, placement in placements:
+        if placement.mesh is not None and all(placement.mesh != other for other in (mesh, *others)):
+            others.append(placement.mesh)
+    return ShardPlan(
+        mesh,
+        options,
+        tuple(others),
+        {id(parameter): placement for parameter, placement in placements},
+        units,
+        gathers,
+        options_text,
+        (*lines, options_text, *costs),
+    )
+
+
+def spread_parameter(unit: nn.Module, placements: Placements, mesh: DeviceMesh) -> str | None:
+    """The name of a parameter for which `unit` can be none, since a unit's are plain rows over `mesh`; or None."""
+    spread = {id(parameter) for parameter, placement in placements if _is_spread(parameter, placement, mesh)}
+    return next((name for name, parameter in unit.named_parameters() if id(parameter) in spread), None)
+
+
+def _is_spread(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> bool:
+    over_another_mesh = placement.mesh is not None and placement.mesh != mesh
+    return over_another_mesh or placement.shard.dim > 0 or isinstance(parameter, DTensor)
+
+
+def _parameter_lines(model: nn.Module, ignored: Iterable[int]) -> list[str]:
+    return [
+        f"'{name}' {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) not in ignored
+    ]
+
+
+def _placement_lines(placements: Sequence[tuple[nn.Parameter, Placement]]) -> list[str]:
+    """A line for each parameter that is not sharded as most are."""
+    return [
+        f"number {i}: {placement.shard} over {placement.mesh.mesh_dim_names if placement.mesh else 'mesh'} "
+        f"local={placement.local} of {getattr(parameter, 'placements', 'a tensor')}"
+        for i, (parameter, placement) in enumerate(placements)
+        if placement != Placement() or isinstance(parameter, DTensor)
+    ]

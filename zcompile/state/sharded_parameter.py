@@ -1,0 +1,225 @@
+"""One sharded parameter: its DTensor, its leaf, and the way of a gradient from one to the other.
+
+See [Note: leaf and parameter] in sharded_model.py.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zcompile.state.attributes import LEAF, MODEL, PARAMETER, SHARDED
+from zcompile.state.microbatches import Deferred
+from zcompile.state.placement import Layout
+from zcompile.state.user_hooks import run_grad_hooks, run_post_accumulate_hooks
+
+if TYPE_CHECKING:
+    from zcompile.state.sharded_model import ShardedModel
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """One parameter of a sharded model and what its modules need to read it."""
+
+    name: str
+    index: int
+    parameter: nn.Parameter  # the DTensor that users see
+    leaf_reference: "weakref.ref[nn.Parameter]"
+    layout: Layout = field(kw_only=True)
+    owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
+    hooked_backward: int = -1  # autograd's number of the last backward whose gradient hooks saw
+    is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
+    zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """The plain local shard that graphs see."""
+        leaf = self.leaf_reference()
+        assert leaf is not None, f"'{self.name}' was read after its modules were freed"
+        return leaf
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """(module, attribute) of each module that reads the parameter; several where it is tied."""
+        owners = ((reference(), attribute) for reference, attribute in self.owner_references)
+        return [(module, attribute) for module, attribute in owners if module is not None]
+
+    def add_owner(self, module: nn.Module, attribute: str, leaf: nn.Parameter) -> None:
+        """Let `module`, which reads the parameter as `attribute`, hold the leaf."""
+        self.owner_references.append((weakref.ref(module), attribute))
+        module.__dict__[LEAF + attribute] = leaf
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is gathered: the unsharded parameter, unless the layout is not plain."""
+        return self.layout.shape
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether users registered hooks for its gradient."""
+        return bool(self.parameter._backward_hooks or self.parameter._post_accumulate_grad_hooks)
+
+    def local(self) -> torch.Tensor:
+        """This rank's shard, in the memory that the optimizer changes."""
+        with torch.no_grad():
+            return cast(DTensor, self.parameter).to_local()
+
+    def main_params(self) -> list[torch.Tensor]:
+        """Tensors through which users may write to the shard: the runtime watches their versions."""
+        return [self.parameter, self.local()]
+
+    def install_leaf(self) -> None:
+        """Make the leaf what the owning modules read, and let its gradients go to the DTensor."""
+        setattr(self.leaf, PARAMETER, self)
+        trains = self.parameter.requires_grad
+        if self.leaf.is_floating_point():
+            self.leaf.requires_grad_(True)  # a frozen tensor refuses hooks
+            self.leaf.register_post_accumulate_grad_hook(_deliver)
+            self.leaf.requires_grad_(trains)
+        self.parameter.__dict__["requires_grad_"] = _requires_grad_setter(self)
+        for form in (self.parameter, self.leaf):
+            setattr(form, SHARDED, weakref.ref(self))
+        for module, attribute in self.owners:
+            module.__dict__[LEAF + attribute] = self.leaf
+        owner, self.attribute = self.owners[0]
+        self.owner_parameters = owner._parameters  # where the DTensor lies unless somebody replaced it
+
+    def __del__(self) -> None:
+        vars(self.parameter).pop("requires_grad_", None)  # an optimizer may hold it for longer
+
+    def set_requires_grad(self, requires_grad: bool = True) -> nn.Parameter:
+        """Stands in for the DTensor's `requires_grad_`: compiled graphs guard on the leaf."""
+        self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
+        return self.parameter
+
+    def post_accumulate_grad(self, leaf: torch.Tensor) -> None:
+        """Autograd's hook on the leaf: move its gradient to the DTensor, adding to what is there.
+
+        Raises:
+            RuntimeError: the module has another parameter now.
+        """
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:  # a compiled graph that found the parameter to have no effect
+            return
+        parameter: Any = self.parameter
+        if self.owner_parameters.get(self.attribute) is not parameter:
+            raise RuntimeError(replaced_message(self.name))
+        if not parameter.requires_grad:
+            return
+        microbatches = getattr(leaf, MODEL).microbatches
+        accumulates = microbatches.accumulates  # of each parameter in each step, so the usual path is short
+        if accumulates and microbatches.deferred is Deferred.REDUCES:
+            return  # zeros
+        hooks = parameter._backward_hooks
+        if hooks or parameter._post_accumulate_grad_hooks:
+            self.refuse_second_part()
+        if hooks:
+            grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
+        dtensor_grad: Any = parameter.grad
+        if dtensor_grad is None:
+            local = self.add_grad(None, grad) if accumulates else grad
+            dtensor_grad = parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+        elif accumulates:
+            dtensor_grad._local_tensor = self.add_grad(dtensor_grad._local_tensor, grad)
+        else:
+            dtensor_grad._local_tensor.add_(grad)
+        if parameter._post_accumulate_grad_hooks:
+            run_post_accumulate_hooks(self.name, parameter)
+        if accumulates and not hooks:  # which see the gradient of each backward alone
+            self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
+
+    def refuse_second_part(self) -> None:
+        """Hooks are about to see a gradient.
+
+        Raises:
+            RuntimeError: they saw another part of it in this backward. What only other ranks reduced comes at its end.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward == self.hooked_backward != -1:
+            raise RuntimeError(
+                f"zcompile: the gradient of parameter '{self.name}' came in two parts on rank {dist.get_rank()}: other "
+                "ranks read it in more graphs in this backward. Its hooks would see each part. Read it equally often "
+                "on all ranks, or remove the hooks."
+            )
+        self.hooked_backward = backward
+
+    def without_base(self, grad: torch.Tensor) -> torch.Tensor:
+        """`grad` less what the reduce that made it began from; see `add_grad`."""
+        base = self.state.runtime.take_base(self.index) if self.state.microbatches.accumulates else None
+        return grad if base is None else grad.sub_(base)
+
+    def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
+        """Inside of `zcompile.accumulate`, let the next reduce add to `accumulated` while `owner` has it as grad."""
+        state = self.state
+        if state.microbatches.accumulates and not state.are_units:
+            state.runtime.accumulate_onto(self.index, accumulated, owner=owner)
+
+    def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
+        """The sum of `accumulated`, the gradient of earlier microbatches, and `grad`, which a reduce just made.
+
+        Inside of `zcompile.accumulate`, that reduce may have added its base: what had accumulated when it started. The
+        base is `accumulated`, unless a hook, or another backward inside of this one, changed the gradient since.
+        """
+        state = self.state
+        if not state.microbatches.accumulates:
+            return grad if accumulated is None else accumulated.add_(grad)
+        runtime = state.runtime
+        base = runtime.take_base(self.index)
+        if base is not None:
+            if accumulated is None:
+                grad.sub_(base)
+            elif accumulated.data_ptr() != base.data_ptr():
+                grad.add_(accumulated - base)
+        elif accumulated is not None:
+            grad = accumulated + grad if runtime.has_base(self.index) else accumulated.add_(grad)
+        return grad
+
+    @property
+    def state(self) -> "ShardedModel":
+        """The model that the parameter belongs to."""
+        return cast("ShardedModel", model_of(self.leaf))
+
+
+def model_of(leaf: object) -> "ShardedModel | None":
+    """The sharded model that `leaf`, an input of a compiled graph, is a shard of; None if it is something else."""
+    model: ShardedModel | None = getattr(leaf, MODEL, None)
+    return model
+
+
+def _deliver(leaf: torch.Tensor) -> None:
+    """The post-accumulate hook of every leaf; see [Note: what frees a model]."""
+    sharded: ShardedParameter = getattr(leaf, PARAMETER)
+    sharded.post_accumulate_grad(leaf)
+
+
+def _requires_grad_setter(sharded: ShardedParameter) -> Callable[..., nn.Parameter]:
+    """What replaces the DTensor's `requires_grad_`: it sets the leaf's flag, too.
+
+    It refers to `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor:
+    `torch.utils.swap_tensors` refuses a tensor that has one.
+    """
+    reference = weakref.ref(sharded)
+
+    @functools.wraps(nn.Parameter.requires_grad_)
+    def requires_grad_(requires_grad: bool = True) -> nn.Parameter:
+        sharded = reference()
+        if sharded is None:
+            raise RuntimeError("zcompile: requires_grad_ of a parameter whose model was freed, or has another one now.")
+        return sharded.set_requires_grad(requires_grad)
+
+    return requires_grad_
+
+
+def replaced_message(name: str) -> str:
+    """The text of an error."""
+    return (
+        f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into "
+        "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before "
+        "zcompile.shard."
+    )
