@@ -31,6 +31,7 @@ PYTHON_LAYERS = (
     ("zcompile.ranks",),
     ("zcompile.calibration.machine",),
     ("zcompile.state", "zcompile.ranks.host_barrier"),
+    ("zcompile.sharding.class_swap", "zcompile.sharding.parameter_table", "zcompile.sharding.substituted_parameters"),
     ("zcompile.unsharding", "zcompile.training", "zcompile.units"),
     ("zcompile.sharding", "zcompile.calibration"),
     ("zcompile.compiler",),

@@ -1,5 +1,7 @@
 """Modules of a sharded model get a class of their own, with one property per parameter, which gathers it.
 
+Other members come from contributors: generation, recurrent layers, PEFT, units. This file does not know them.
+
 Dynamo traces the property like any Python code, so a compiled graph has one gather where the module reads a parameter.
 In eager it gathers inside of forwards; outside of them it returns the DTensor. So calls of all modules must be noticed,
 and modules without parameters get a class of their own, too; see [Note: inside of a forward] in forward_scope.py.
@@ -16,10 +18,8 @@ from torch import nn
 
 from zcompile.options import TRAINABLE
 from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
-from zcompile.sharding.recurrent import forget_flat_weights, recurrent_members, restore_flat_weights
 from zcompile.sharding.substituted_parameters import layout_of, read_given
 from zcompile.state.attributes import (
-    AROUND,
     LEAF,
     RECIPE,
     SHARDED,
@@ -33,9 +33,6 @@ from zcompile.state.forward_scope import counting_call, is_in_forward, never_com
 from zcompile.state.placement import Layout
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import ShardedParameter, replaced_message
-from zcompile.units.forward import call_parent, call_unit
-from zcompile.unsharding.generate import agreeing_generate
-from zcompile.unsharding.unshard import on_whole_parameters, whole_parameters
 
 gather = torch.ops.zcompile.gather.default
 
@@ -46,7 +43,7 @@ _LEAF = object()
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """What modules of one class have in common."""
 
     layouts: Layouts
@@ -57,6 +54,36 @@ class _Kind:
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
     looks: bool = False  # see [Note: modules that look into their parameters]
+
+
+class Contributor(NamedTuple):
+    """Members of classes of sharded modules beside the properties: for generation, recurrent layers, units, ...
+
+    Attributes:
+        applies: (base class, kind) -> whether modules of that class get the members.
+        members: (base class, kind) -> name -> member.
+        around: runs the forward of such a module; see `counting_call`. At most one contributor of a class has it.
+        swapped, restored: called with a module after it got its class, and after it got its own back.
+    """
+
+    applies: Callable[[type, Kind], bool]
+    members: Callable[[type, Kind], dict[str, Any]]
+    around: Callable[..., Any] | None = None
+    swapped: Callable[[nn.Module], None] | None = None
+    restored: Callable[[nn.Module], None] | None = None
+
+
+_contributors: list[Contributor] = []
+
+
+def contribute(contributor: Contributor) -> None:
+    """Add members to the classes of sharded modules; called when the contributor's own module is imported."""
+    _contributors.append(contributor)
+
+
+def contributors_of(base: type, kind: Kind) -> list[Contributor]:
+    """The contributors that add members to the class of sharded modules of class `base`."""
+    return [contributor for contributor in _contributors if contributor.applies(base, kind)]
 
 
 def install_readers(
@@ -89,7 +116,7 @@ def install_readers(
         is_unit, has_units = UNIT in module.__dict__, UNITS_BELOW in module.__dict__
         looks = looks_into_table(module, list(attributes))
         state.forward_checks.eager_without_grad |= looks
-        _swap_class(module, _Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks))
+        _swap_class(module, Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks))
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -134,7 +161,7 @@ def install_tracing_readers(
             (name, Layout(tuple(parameter.shape), own_dtype=parameter.dtype not in TRAINABLE))
             for name, parameter in own.items()
         )
-        _swap_class(module, _Kind(layouts, param_dtype, single_rank))
+        _swap_class(module, Kind(layouts, param_dtype, single_rank))
     return [(module.__dict__[LEAF + name], name) for name in own]
 
 
@@ -150,17 +177,23 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
         module.__dict__.pop(UNITS_BELOW, None)
         if module.__dict__.get(STATE) is state:
             del module.__dict__[STATE]
-            module.__class__ = type(module).__bases__[0]
-            restore_flat_weights(module)
+            base, kind = vars(type(module))[RECIPE]
+            module.__class__ = base
+            for contributor in contributors_of(base, kind):
+                if contributor.restored is not None:
+                    contributor.restored(module)
 
 
-def _swap_class(module: nn.Module, kind: _Kind) -> None:
-    forget_flat_weights(module)
-    module.__class__ = _sharded_class(cast(Hashable, type(module)), kind)
+def _swap_class(module: nn.Module, kind: Kind) -> None:
+    base = type(module)
+    module.__class__ = _sharded_class(cast(Hashable, base), kind)
+    for contributor in contributors_of(base, kind):
+        if contributor.swapped is not None:
+            contributor.swapped(module)
 
 
 @functools.cache
-def _sharded_class(base: type, kind: _Kind) -> type:
+def _sharded_class(base: type, kind: Kind) -> type:
     """`base` with one property per sharded parameter.
 
     Cached: equal blocks have one class, and so share compiled code.
@@ -175,18 +208,11 @@ def _sharded_class(base: type, kind: _Kind) -> type:
     if layouts:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter}
         namespace["_save_to_state_dict"] = _save_to_state_dict
-        if hasattr(base, "reset_parameters"):
-            namespace["reset_parameters"] = _reset_parameters
-    around = call_unit if kind.is_unit else call_parent if kind.has_units else call_with_table if kind.looks else None
+    around = call_with_table if kind.looks else None
+    for contributor in contributors_of(base, kind):
+        namespace |= contributor.members(base, kind)
+        around = contributor.around or around
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
-    if kind.is_unit:
-        namespace[AROUND] = staticmethod(call_unit)
-    if callable(generate := getattr(base, "generate", None)):
-        namespace["generate"] = agreeing_generate(generate)
-    if any(each.__name__ == "BaseTunerLayer" for each in base.__mro__):  # of PEFT, whose merges change its base layer
-        namespace |= {name: on_whole_parameters(getattr(base, name)) for name in ("merge", "unmerge")}
-    if issubclass(base, nn.RNNBase):
-        namespace |= recurrent_members(param_dtype, one_by_one=kind.single_rank or kind.in_unit)
     made: type = _pickled_metaclass(type(base))(base.__name__, (base,), namespace)
     setattr(made, RECIPE, (base, kind))
     return made
@@ -267,30 +293,22 @@ def _unit_reader(
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
     """`nn.Module._apply`, as `module.to()` calls it: leaves follow storage that it exchanged."""
     super(type(self), self)._apply(fn, recurse)
-    for sharded in {id(each): each for each in _sharded_parameters_of(self)}.values():
+    for sharded in {id(each): each for each in sharded_parameters_of(self)}.values():
         sharded.state.watch(sharded)
         sharded.state.follow_storage(sharded)
     return self
 
 
-def _sharded_parameters_of(module: nn.Module) -> list[ShardedParameter]:
+def sharded_parameters_of(module: nn.Module) -> list[ShardedParameter]:
+    """The sharded parameters of `module` itself, without those of modules below it."""
     return [module.__dict__[SHARDED + name] for name in module._parameters if SHARDED + name in module.__dict__]
 
 
 def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     """`nn.Module._save_to_state_dict`, which refuses values that were assigned to `.data` and lost."""
-    for state in {each.state for each in _sharded_parameters_of(self)}:
+    for state in {each.state for each in sharded_parameters_of(self)}:
         state.refuse_assigned_data()
     super(type(self), self)._save_to_state_dict(*args, **kwargs)
-
-
-def _reset_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's own `reset_parameters`, on whole parameters, of which each rank stores its slice; all ranks
-    together. Ranks that are seeded alike get the values of the unsharded module."""
-    reset = super(type(self), self).reset_parameters
-    sharded = [each for each in _sharded_parameters_of(self) if not each.is_whole]
-    with whole_parameters(sharded, writeback=True, compare=False):
-        return reset(*args, **kwargs)
 
 
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:

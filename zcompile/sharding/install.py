@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import zcompile.sharding.recurrent  # contributes to the class swap, as generate.py and unshard.py do
+import zcompile.units.forward
+import zcompile.unsharding.generate  # noqa: F401
 from zcompile.ranks.connected_ranks import agreement_of
 from zcompile.ranks.process_groups import timeout_of
 from zcompile.ranks.shared_errors import raised_on_all_ranks

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcompile.sharding.class_swap import Contributor, Kind, contribute
 from zcompile.state.attributes import LEAF, SHARDED
 from zcompile.state.forward_scope import never_compiled_alone
 
@@ -18,13 +19,10 @@ gather_group = torch.ops.zcompile.gather_group.default
 _GATHERED = "_zcompile_flat_weights"  # the weights in the order of `_flat_weights_names`, while forward runs
 
 
-def recurrent_members(param_dtype: torch.dtype | None, one_by_one: bool) -> dict[str, Any]:
-    """Members for the class of a sharded recurrent layer.
-
-    Args:
-        param_dtype: as that of `zcompile.shard`.
-        one_by_one: a read of a weight starts no transfer: nothing is sharded, or the layer is in a unit.
-    """
+def recurrent_members(base: type, kind: Kind) -> dict[str, Any]:
+    """Members for the class of a sharded recurrent layer."""
+    param_dtype = kind.param_dtype
+    one_by_one = kind.single_rank or kind.in_unit  # a read of a weight then starts no transfer
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the graph's passes then see to it that each weight travels once
@@ -52,15 +50,13 @@ def recurrent_members(param_dtype: torch.dtype | None, one_by_one: bool) -> dict
 
 
 def forget_flat_weights(module: nn.Module) -> None:
-    """Drop torch's list of unsharded weights, if `module` is a recurrent layer."""
-    if isinstance(module, nn.RNNBase):
-        module.__dict__.pop("_flat_weights", None)
+    """Drop torch's list of unsharded weights of a recurrent layer."""
+    module.__dict__.pop("_flat_weights", None)
 
 
-def restore_flat_weights(module: nn.Module) -> None:
+def restore_flat_weights(module: Any) -> None:
     """Give a recurrent layer, which is of torch's class again, torch's list of weights."""
-    if isinstance(module, nn.RNNBase):
-        module._init_flat_weights()
+    module._init_flat_weights()
 
 
 def _nothing(self: Any) -> None:
@@ -90,3 +86,13 @@ def _gather_together(self: Any, param_dtype: torch.dtype | None) -> list[torch.T
     dims = [parameter.ndim for parameter in parameters]
     gathered: list[torch.Tensor | None] = gather_group(leaves, sizes, dims, param_dtype or leaves[0].dtype)
     return gathered
+
+
+contribute(
+    Contributor(
+        lambda base, kind: issubclass(base, nn.RNNBase),
+        recurrent_members,
+        swapped=forget_flat_weights,
+        restored=restore_flat_weights,
+    )
+)

@@ -54,9 +54,7 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
     return placements, error
 
 
-def _placements(
-    model: nn.Module, mesh: DeviceMesh, options: ShardOptions
-) -> tuple[Placements, Exception | None]:
+def _placements(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple[Placements, Exception | None]:
     """Where each parameter is sharded, and the first reason why one cannot be."""
     placements: Placements = []
     for name, parameter in model.named_parameters():

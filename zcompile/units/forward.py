@@ -8,7 +8,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zcompile._C import SavedTensorHooks, unpack_saved_tensor
-from zcompile.state.attributes import STATE, UNIT, UNITS_BELOW
+from zcompile.sharding.class_swap import Contributor, contribute
+from zcompile.state.attributes import AROUND, STATE, UNIT, UNITS_BELOW
 from zcompile.state.forward_scope import call_eagerly, never_compiled_alone
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.user_hooks import saves_by_hooks
@@ -255,3 +256,15 @@ def _pass_by(unit: Unit, result: Any) -> Any:
         pass
     run.hide()
     return run.leave(result, ())
+
+
+contribute(
+    Contributor(
+        lambda base, kind: kind.is_unit,
+        lambda base, kind: {AROUND: staticmethod(call_unit)},
+        around=call_unit,
+    )
+)
+contribute(
+    Contributor(lambda base, kind: kind.has_units and not kind.is_unit, lambda base, kind: {}, around=call_parent)
+)

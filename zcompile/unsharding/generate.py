@@ -14,7 +14,7 @@ end of a static cache.
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import nn
 
 from zcompile.ranks.host_barrier import GENERATE, Meeting
 from zcompile.ranks.process_groups import is_fake
+from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import STATE
 from zcompile.state.forward_scope import announces, announcing
 from zcompile.state.sharded_model import ShardedModel
@@ -182,3 +183,11 @@ class Generation:
                 started = gather_group_start([one.leaf for one in each], sizes, [len(one.shape) for one in each], dtype)
             for tensor in started:
                 gather_wait(tensor)
+
+
+contribute(
+    Contributor(
+        lambda base, kind: callable(getattr(base, "generate", None)),
+        lambda base, kind: {"generate": agreeing_generate(cast(Any, base).generate)},
+    )
+)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile.ranks.process_groups import all_gather_over_mesh
+from zcompile.sharding.class_swap import Contributor, contribute, sharded_parameters_of
 from zcompile.state.attributes import SHARDED
 from zcompile.state.forward_scope import is_in_forward
 from zcompile.state.placement import local_shard
@@ -237,3 +238,26 @@ def _store(sharded: ShardedParameter, whole: nn.Parameter) -> None:
     """Let this rank's shard be its slice of `whole`."""
     groups = sharded.state.groups
     sharded.local().copy_(local_shard(whole.detach(), sharded.layout.dim, groups.world, groups.rank))
+
+
+def _reset_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's own `reset_parameters`, on whole parameters, of which each rank stores its slice; all ranks
+    together. Ranks that are seeded alike get the values of the unsharded module."""
+    reset = super(type(self), self).reset_parameters
+    sharded = [each for each in sharded_parameters_of(self) if not each.is_whole]
+    with whole_parameters(sharded, writeback=True, compare=False):
+        return reset(*args, **kwargs)
+
+
+contribute(
+    Contributor(
+        lambda base, kind: bool(kind.layouts) and hasattr(base, "reset_parameters"),
+        lambda base, kind: {"reset_parameters": _reset_parameters},
+    )
+)
+contribute(
+    Contributor(  # of PEFT, whose merges change its base layer
+        lambda base, kind: any(each.__name__ == "BaseTunerLayer" for each in base.__mro__),
+        lambda base, kind: {name: on_whole_parameters(getattr(base, name)) for name in ("merge", "unmerge")},
+    )
+)
