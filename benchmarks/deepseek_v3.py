@@ -2,8 +2,8 @@
 
     zcompile profile --module benchmarks/deepseek_v3.py:grouped --engines zcompile,limit,fsdp2+compile
 
-`grouped` computes experts as one grouped product, `grouped_4` does so with four sequences, and `looped` loops over the
-experts that tokens hit.
+`grouped` computes experts as one grouped product, `grouped_4` does so with four sequences, `grouped_24` with 24 layers
+(4.06 B parameters), and `looped` loops over the experts that tokens hit.
 """
 
 from typing import Any
@@ -46,12 +46,12 @@ def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def _workload(experts: str, sequences: int) -> tuple[nn.Module, Any, Any]:
+def _workload(experts: str, sequences: int, sizes: dict[str, int] = SIZES) -> tuple[nn.Module, Any, Any]:
     def batch(step: int, rank: int) -> torch.Tensor:
         seeded = torch.Generator().manual_seed(1000 * step + rank)
-        return torch.randint(SIZES["vocab_size"], (sequences, SEQUENCE), generator=seeded)
+        return torch.randint(sizes["vocab_size"], (sequences, SEQUENCE), generator=seeded)
 
-    return model_of(experts), batch, _loss
+    return model_of(experts, sizes), batch, _loss
 
 
 def grouped() -> tuple[nn.Module, Any, Any]:
@@ -62,6 +62,11 @@ def grouped() -> tuple[nn.Module, Any, Any]:
 def grouped_4() -> tuple[nn.Module, Any, Any]:
     """Four sequences, experts as a grouped product."""
     return _workload("grouped_mm", 4)
+
+
+def grouped_24() -> tuple[nn.Module, Any, Any]:
+    """24 layers instead of 6, one sequence, experts as a grouped product."""
+    return _workload("grouped_mm", 1, SIZES | {"num_hidden_layers": 24})
 
 
 def looped() -> tuple[nn.Module, Any, Any]:
