@@ -1,0 +1,101 @@
+"""`plan_shards` is a function of this rank's model alone: no process group, and the same description on all ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import zcompile
+from zcompile.costs.formulas.registry import unregister_cost
+from zcompile.sharding.plan import ShardOptions, plan_shards, spread_parameter
+from zcompile.state.placement import Placement
+
+
+def mesh_of(ranks: int):
+    """As much of a mesh as a plan looks at."""
+    return SimpleNamespace(size=lambda: ranks, mesh_dim_names=None)
+
+
+class Expert(nn.Linear):
+    pass
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), Experts())
+
+
+def plan(model, mesh, placement=Placement(), **options):
+    options = ShardOptions(**options)
+    parameters = [each for each in model.parameters() if id(each) not in options.ignored]
+    return plan_shards(model, mesh, options, [(each, placement) for each in parameters])
+
+
+def test_the_description_is_the_same_for_equal_models_and_names_each_parameter():
+    first, second = (plan(model(), mesh_of(2), param_dtype=torch.bfloat16) for _ in range(2))
+    assert first.description == second.description
+    assert [line.split()[0] for line in first.description[:2]] == ["'0.weight'", "'0.bias'"]
+    assert "param_dtype=torch.bfloat16" in first.options_text and first.options_text in first.description
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"reduce_dtype": torch.float64},
+        {"native_reduce": True},
+        {"gradient_divide_factor": 3.0},
+        {"placement": Placement(Shard(1))},
+        {"units": ()},
+    ],
+)
+def test_the_description_differs_where_ranks_would(changed):
+    assert plan(model(), mesh_of(2), **changed).description != plan(model(), mesh_of(2)).description
+
+
+def test_a_registered_cost_is_in_the_description():
+    with torch.library._scoped_library("shard_plan", "DEF") as library:
+        library.define("scaled(Tensor x) -> Tensor")
+        zcompile.register_cost(torch.ops.shard_plan.scaled, lambda *sizes: None, version="7")
+        try:
+            assert any("shard_plan" in line and "7" in line for line in plan(model(), mesh_of(2)).description)
+        finally:
+            unregister_cost(torch.ops.shard_plan.scaled)
+
+
+def test_modules_that_loop_over_experts_are_units_of_several_ranks_alone():
+    assert list(plan(model(), mesh_of(2)).units) == ["1"]
+    assert not plan(model(), mesh_of(1)).units
+    assert list(plan(model(), mesh_of(1), param_dtype=torch.bfloat16).units) == ["1"]
+    assert list(plan(model(), mesh_of(2), units=(Expert,)).units) == ["1.experts.0", "1.experts.1"]
+
+
+def test_a_default_unit_with_columns_is_left_out():
+    columns = Placement(Shard(1))
+    assert not plan(model(), mesh_of(2), columns).units
+    unit = Experts()
+    assert spread_parameter(unit, [(each, columns) for each in unit.parameters()], mesh_of(2)) == "experts.0.weight"
+
+
+def test_domains_are_in_the_order_of_their_first_parameters():
+    made, mesh, others = model(), mesh_of(4), [mesh_of(2), mesh_of(2)]
+    meshes = [None, others[1], others[0], others[1], mesh, None]
+    placements = [(each, Placement(mesh=other)) for each, other in zip(made.parameters(), meshes, strict=True)]
+    planned = plan_shards(made, mesh, ShardOptions(), placements)
+    assert planned.meshes == (others[1], others[0])
+    assert planned.divisor == 4 and plan(made, mesh, gradient_divide_factor=1.0).divisor == 1.0
+
+
+def test_ignored_parameters_are_not_described():
+    made = model()
+    lines = plan(made, mesh_of(2), ignored=frozenset({id(made[0].weight)})).description
+    assert not any(line.startswith("'0.weight'") for line in lines)
