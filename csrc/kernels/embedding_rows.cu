@@ -1,14 +1,11 @@
 // Rows of matrices that are sharded over ranks: an embedding's, and those of its gradient.
 
-#include "kernels/embedding_rows.h"
+#include "kernels/kernels.h"
 
 #include <algorithm>
 #include <cstdio>
 
-#include "kernels/block_sum.cuh"
-#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
-#include "kernels/reduce.h"
 
 namespace zcompile::cuda {
 

@@ -1,10 +1,8 @@
 // The fp32 sums of slices of gradients, of many in one launch. They are bound by memory, and read as the casts do
 // (cast.cu).
 
-#include "kernels/reduce.h"
+#include "kernels/kernels.h"
 
-#include "kernels/block_sum.cuh"
-#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
 
 namespace zcompile::cuda {

@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/copy.h"
-#include "kernels/embedding_rows.h"
+#include "kernels/kernels.h"
 #include "p2p/in_backward.h"
 #include "p2p/stream_probe.h"
 

@@ -19,7 +19,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/copy.h"
+#include "kernels/kernels.h"
 #include "p2p/event_pool.h"
 #include "p2p/lane.h"
 

@@ -6,9 +6,8 @@
 #include <map>
 #include <vector>
 
-#include "kernels/cast.h"
-#include "kernels/fused_adam.h"
-#include "kernels/types.h"
+#include "kernels/kernels.h"
+#include "kernels/numerics.h"
 
 namespace zcompile::cuda {
 

@@ -7,9 +7,8 @@
 
 #include <algorithm>
 
-#include "kernels/embedding_rows.h"
+#include "kernels/kernels.h"
 #include "kernels/numerics.h"
-#include "kernels/types.h"
 
 namespace zcompile::cuda {
 

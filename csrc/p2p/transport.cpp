@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <mutex>
 
-#include "kernels/types.h"
+#include "kernels/numerics.h"
 #include "p2p/group_timeout.h"
 #include "p2p/reducer.h"
 #include "p2p/shard_cache.h"

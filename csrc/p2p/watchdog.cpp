@@ -9,7 +9,7 @@
 #include <optional>
 #include <utility>
 
-#include "kernels/loading.h"
+#include "kernels/kernels.h"
 #include "p2p/stream_poll.h"
 
 namespace zcompile::cuda {

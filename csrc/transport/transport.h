@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/adam_settings.h"
 #include "kernels/numerics.h"
+#include "kernels/types.h"
 #include "transport/context.h"
 #include "transport/param.h"
 #include "transport/transfers.h"
