@@ -16,7 +16,6 @@
 #include <cstring>
 
 #include "compat.h"
-#include "transport/fail_together.h"
 #include "transport/process_groups.h"
 
 namespace zcompile {
