@@ -5,7 +5,6 @@
 #include <set>
 #include <utility>
 
-#include "p2p/in_backward.h"
 #include "p2p/schedule/cache_layout.h"
 #include "p2p/symmetric_memory.h"
 

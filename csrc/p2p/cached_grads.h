@@ -14,6 +14,7 @@
 #include "p2p/reducer.h"
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/vmm.h"
+#include "transport/transport.h"
 
 namespace zcompile::cuda {
 

@@ -5,7 +5,6 @@
 #include <optional>
 #include <utility>
 
-#include "p2p/in_backward.h"
 #include "p2p/symmetric_memory.h"
 
 namespace zcompile::cuda {

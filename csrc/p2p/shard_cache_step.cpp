@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "p2p/fused_adam.h"
-#include "p2p/in_backward.h"
 #include "p2p/shard_cache.h"
 
 namespace zcompile::cuda {

@@ -148,8 +148,7 @@ void Model::note_gather(ParamState& param) {
     param.forward = forward_;
     param.gathers = 0;
   }
-  const auto is_forward = torch::autograd::get_current_graph_task_id() == -1;
-  if (++param.gathers == often && is_forward && repeated_ < 0) repeated_ = param.index;
+  if (++param.gathers == often && !in_backward() && repeated_ < 0) repeated_ = param.index;
 }
 
 void Model::note_backward() {

@@ -21,6 +21,7 @@
 
 #include "transport/context.h"
 #include "transport/rank_agreement.h"
+#include "transport/transport.h"
 
 namespace zcompile {
 

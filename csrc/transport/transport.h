@@ -107,6 +107,9 @@ class Transport {
   TransportContext& context_;
 };
 
+// Whether autograd runs a backward on this thread.
+bool in_backward();
+
 // Collectives of a c10d::ProcessGroup: gloo or NCCL.
 std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);
 
