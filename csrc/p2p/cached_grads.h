@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "p2p/aliased_params.h"
-#include "p2p/cached_shard.h"
+#include "p2p/cache_memory.h"
 #include "p2p/fused_adam.h"
 #include "p2p/reducer.h"
 #include "p2p/schedule/grad_placement.h"

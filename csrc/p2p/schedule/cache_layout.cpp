@@ -4,8 +4,6 @@
 #include <numeric>
 #include <utility>
 
-#include "p2p/schedule/page_size.h"
-
 namespace zcompile {
 
 namespace {

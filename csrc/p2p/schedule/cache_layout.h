@@ -19,6 +19,13 @@
 
 namespace zcompile {
 
+// The driver's page: the unit in which memory is mapped.
+constexpr int64_t page_bytes = 2 << 20;  // what H100 and H200 map at the least; a device that needs more is refused
+
+// The nearest multiple of a page.
+constexpr int64_t page_below(int64_t bytes) { return bytes / page_bytes * page_bytes; }
+constexpr int64_t page_above(int64_t bytes) { return page_below(bytes + page_bytes - 1); }
+
 constexpr int64_t shard_alignment = 512;  // bytes, of a cached shard: whole lines for the copy engines
 
 constexpr int64_t align_shard(int64_t bytes) {
