@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "kernels/kernels.h"
-#include "p2p/stream_probe.h"
 
 namespace zcompile::cuda {
 

@@ -9,7 +9,7 @@
 
 #include "kernels/kernels.h"
 #include "p2p/driver.h"
-#include "p2p/stream_poll.h"
+#include "p2p/streams.h"
 
 namespace zcompile::cuda {
 

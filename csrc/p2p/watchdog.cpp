@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "kernels/kernels.h"
-#include "p2p/stream_poll.h"
+#include "p2p/streams.h"
 
 namespace zcompile::cuda {
 
