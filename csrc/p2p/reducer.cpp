@@ -143,12 +143,7 @@ std::vector<Reducer::Piece> Reducer::cut(
   return pieces;
 }
 
-void Reducer::finish(const c10::cuda::CUDAStream& stream) {
-  auto done = pool_->take();
-  done.record(work_.stream());
-  done.block(stream);
-  pool_->give_back(std::move(done));
-}
+void Reducer::finish(const c10::cuda::CUDAStream& stream) { pool_->order(work_.stream(), stream); }
 
 void Reducer::push(const Piece& piece) {
   const auto world = context_.world(), rank = context_.rank();

@@ -20,10 +20,8 @@ void ShardCache::refresh() {
   if (!has_begun_) begin_refresh();
   grads_.refresh();
   pulls_.start_refresh();
-  auto event = pool_->take();
-  event.record(c10::cuda::getCurrentCUDAStream());  // main parameters are final, and so are copies that a step wrote
-  event.block(work_.stream());
-  pool_->give_back(std::move(event));
+  // Main parameters are final, and so are copies that a step wrote.
+  pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());
   for (uint32_t group = 0; group < refresh_groups; ++group) refresh_group(group);
   staleness_.finish_refresh();  // last: what has raised before is tried again
   has_begun_ = false;
@@ -40,10 +38,7 @@ void ShardCache::make_room() {
 void ShardCache::begin_refresh() {
   progress_.refreshes += 1;
   aliased_->wait_for_readers();
-  auto event = pool_->take();
-  event.record(c10::cuda::getCurrentCUDAStream());  // what was gathered is read no more
-  event.block(work_.stream());
-  pool_->give_back(std::move(event));
+  pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());  // unsharded parameters have had their last reads
   pulls_.finish(work_.stream());
   signals_.barrier(
       signal::done_reading, tag(progress_.refreshes, c10::get_hash(memory_.layout_hash(), grads_.learned())), work_,

@@ -25,10 +25,7 @@ bool ShardCache::fused_adam_step(c10::ArrayRef<AdamRequest> requests, const Adam
     copies.push_back(shard ? CopyTarget{shard->on(context_.rank()), shard->dtype} : CopyTarget{});
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  auto event = pool_->take();
-  event.record(work_.stream());  // ranks have synchronised
-  event.block(stream);
-  pool_->give_back(std::move(event));
+  pool_->order(work_.stream(), stream);  // ranks have synchronised
   const auto is_copied = launch_scheduled_adam(requests, settings, copies, grads_.release_to_step(requests), stream);
   for (size_t i = 0; i < requests.size(); ++i) {
     if (!is_copied[i]) continue;
