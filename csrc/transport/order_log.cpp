@@ -6,6 +6,8 @@
 #include <map>
 #include <utility>
 
+#include "transport/transport.h"
+
 namespace zcompile {
 
 std::shared_ptr<OrderLog> OrderLog::of(const std::string& group) {

@@ -16,12 +16,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "transport/context.h"
 #include "transport/rank_agreement.h"
-#include "transport/transport.h"
 
 namespace zcompile {
 

@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "kernels/numerics.h"
 #include "kernels/types.h"
