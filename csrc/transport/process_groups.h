@@ -24,8 +24,12 @@ ProcessGroup resolve_group(const std::string& name);
 // The timeout that the user gave the group's collectives on GPUs.
 std::chrono::milliseconds timeout_of(const std::string& group);
 
+// Returns `own` of every rank of the group, [ranks, bytes] on `device`. `own` are bytes on the host, equally many on
+// each rank.
+at::Tensor gather_bytes(const std::string& group, c10::Device device, const at::Tensor& own);
+
 // Calls `attempt` on every rank of the group, which call this together. Where it fails on one, this throws on all: that
-// rank's own error there, and an error that names that rank on the others. One small all-gather over `device`.
+// rank's own error there, and an error that names that rank on the others.
 void fail_together(const std::string& group, c10::Device device, const std::function<void()>& attempt);
 
 // Why NCCL's collectives of this group fail, as torch's watchdog found. Empty while they work, and where the group is
