@@ -61,6 +61,19 @@ __device__ void store(T* to, const Pack<T, width>& pack) {
 
 inline __host__ __device__ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
+// One element of base + sum / divisor: the mean is rounded to Out before `base` is added. Adds the element's square to
+// `squares`.
+template <bool with_squares, typename Out>
+__device__ Out mean_element(float sum, float divisor, bool has_base, Out base, double& squares) {
+  auto element = narrow<Out>(__fdiv_rn(sum, divisor));
+  if (has_base) element = narrow<Out>(__fadd_rn(widen(base), widen(element)));
+  if constexpr (with_squares) {
+    const double wide = widen(element);
+    squares += wide * wide;
+  }
+  return element;
+}
+
 // Adds what the threads of this block have to `*to`, in an order that depends on nothing.
 inline __device__ void add_over_block(double value, double* to) {
   __shared__ double of_warps[threads / 32];
