@@ -9,7 +9,6 @@
 #include "runtime/model.h"
 #include "saved_tensors.h"
 #include "transport/descriptor_sockets.h"
-#include "transport/fail_together.h"
 #include "transport/process_groups.h"
 #include "transport/shard_layout.h"
 

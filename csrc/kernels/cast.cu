@@ -1,9 +1,8 @@
 // The multi-tensor cast. It is bound by memory: a thread reads four neighbouring elements at a time, so that a warp
 // reads and writes whole lines in every width, and has several such reads in flight.
 
-#include "kernels/cast.h"
+#include "kernels/kernels.h"
 
-#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
 
 namespace zcompile::cuda {

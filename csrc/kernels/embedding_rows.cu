@@ -1,14 +1,11 @@
 // Rows of matrices that are sharded over ranks: an embedding's, and those of its gradient.
 
-#include "kernels/embedding_rows.h"
+#include "kernels/kernels.h"
 
 #include <algorithm>
 #include <cstdio>
 
-#include "kernels/block_sum.cuh"
-#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
-#include "kernels/reduce.h"
 
 namespace zcompile::cuda {
 
@@ -170,13 +167,8 @@ __global__ void __launch_bounds__(threads) mean_rows_kernel(
         }
 #pragma unroll
         for (int step = 0; step < width; ++step) {
-          auto found = narrow<Out>(__fdiv_rn(sum[step], divisor));
-          if (base) found = narrow<Out>(__fadd_rn(widen(before.values[step]), widen(found)));
-          written.values[step] = found;
-          if constexpr (with_squares) {
-            const double wide = widen(found);
-            own_squares += wide * wide;
-          }
+          written.values[step] =
+              mean_element<with_squares>(sum[step], divisor, base != nullptr, before.values[step], own_squares);
         }
         store(out + i * columns + column, written);
       }

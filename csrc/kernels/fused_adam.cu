@@ -1,9 +1,8 @@
 // A step of Adam that also writes the copy of each shard that peers read: the new parameters are in registers then, and
 // need not be read again. Bound by memory: 28 bytes an element, and the copy.
 
-#include "kernels/fused_adam.h"
+#include "kernels/kernels.h"
 
-#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
 
 namespace zcompile::cuda {

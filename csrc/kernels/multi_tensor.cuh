@@ -1,15 +1,16 @@
-// What kernels over many tensors share: accesses of whole lines, and one launch for up to `entries` tensors, cut into
-// tiles.
+// Shared by kernels: accesses of whole lines, sums over a block, one launch for up to `entries` tensors, cut into
+// tiles, and the loading of kernels.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/kernel_types.h"
+#include "kernels/types.h"
 
 namespace zcompile::cuda {
 
@@ -60,6 +61,30 @@ __device__ void store(T* to, const Pack<T, width>& pack) {
 
 inline __host__ __device__ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
+// One element of base + sum / divisor: the mean is rounded to Out before `base` is added. Adds the element's square to
+// `squares`.
+template <bool with_squares, typename Out>
+__device__ Out mean_element(float sum, float divisor, bool has_base, Out base, double& squares) {
+  auto element = narrow<Out>(__fdiv_rn(sum, divisor));
+  if (has_base) element = narrow<Out>(__fadd_rn(widen(base), widen(element)));
+  if constexpr (with_squares) {
+    const double wide = widen(element);
+    squares += wide * wide;
+  }
+  return element;
+}
+
+// Adds what the threads of this block have to `*to`, in an order that depends on nothing.
+inline __device__ void add_over_block(double value, double* to) {
+  __shared__ double of_warps[threads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(~0u, value, distance);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int warp = 1; warp < threads / 32; ++warp) value += of_warps[warp];
+  *to += value;
+}
+
 // The entry of a batch to which this tile of all belongs.
 template <typename Batch>
 __device__ int entry_of(const Batch& batch, int tile) {
@@ -105,5 +130,35 @@ void with_type(Type type, Run run) {
     case Type::f16: return run.template operator()<__half>();
   }
 }
+
+constexpr Type all_types[] = {Type::f32, Type::bf16, Type::f16};
+
+// Calls `run.operator()<In, Out>()` with every pair of types that kernels know.
+template <typename Run>
+void for_all_type_pairs(Run run) {
+  for (const auto in : all_types) {
+    for (const auto out : all_types) {
+      with_type(
+          in, [&]<typename In>() { with_type(out, [&]<typename Out>() { run.template operator()<In, Out>(); }); });
+    }
+  }
+}
+
+// Loads kernels before they are launched; see load_kernels().
+class KernelLoader {
+ public:
+  template <typename Kernel>
+  void load(Kernel* kernel) {
+    cudaFuncAttributes attributes;
+    note(cudaFuncGetAttributes(&attributes, kernel));
+  }
+  void note(cudaError_t error) {
+    if (error != cudaSuccess) result_ = error;
+  }
+  cudaError_t result() const { return result_; }  // the last error, if there was one
+
+ private:
+  cudaError_t result_ = cudaSuccess;
+};
 
 }  // namespace zcompile::cuda

@@ -13,10 +13,7 @@
 
 #include <map>
 
-#include "kernels/cast.h"
-#include "kernels/embedding_rows.h"
-#include "kernels/reduce.h"
-#include "kernels/types.h"
+#include "kernels/kernels.h"
 #endif
 
 namespace zcompile {

@@ -4,7 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
+
+#include "kernels/types.h"
 
 namespace zcompile {
 
@@ -52,5 +55,19 @@ void spread_rows(const SortedRows& from, at::Tensor dense);
 
 // As many fp64 zeros as mean() adds partial sums of squares to when it writes up to `numel` elements.
 at::Tensor make_squares(int64_t numel, at::Device device);
+
+namespace cuda {
+
+// The type by which kernels know `dtype`; none if they do not.
+inline std::optional<Type> kernel_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return Type::f32;
+    case at::kBFloat16: return Type::bf16;
+    case at::kHalf: return Type::f16;
+    default: return std::nullopt;
+  }
+}
+
+}  // namespace cuda
 
 }  // namespace zcompile

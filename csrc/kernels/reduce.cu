@@ -1,10 +1,8 @@
 // The fp32 sums of slices of gradients, of many in one launch. They are bound by memory, and read as the casts do
 // (cast.cu).
 
-#include "kernels/reduce.h"
+#include "kernels/kernels.h"
 
-#include "kernels/block_sum.cuh"
-#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
 
 namespace zcompile::cuda {
@@ -56,13 +54,7 @@ __global__ void __launch_bounds__(threads) mean_kernel(const __grid_constant__ M
   const auto left = min(static_cast<int64_t>(mean_tile), entry.numel - begin);
   double own_squares = 0;
   const auto result = [&](float sum, Out before) {
-    auto found = narrow<Out>(__fdiv_rn(sum, divisor));
-    if (base) found = narrow<Out>(__fadd_rn(widen(before), widen(found)));
-    if constexpr (with_squares) {
-      const double wide = widen(found);
-      own_squares += wide * wide;
-    }
-    return found;
+    return mean_element<with_squares>(sum, divisor, base != nullptr, before, own_squares);
   };
   if (entry.all_aligned && left == mean_tile) {
     float sum[steps][vector];

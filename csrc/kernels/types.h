@@ -1,21 +1,23 @@
-// The kernels' types of torch's dtypes.
+// Arguments of kernels that callers name, too. Free of torch, for nvcc, and of CUDA, for builds without it.
 #pragma once
 
-#include <c10/core/ScalarType.h>
+namespace zcompile {
 
-#include <optional>
+// The numbers of one step of AdamW.
+struct AdamSettings {
+  float learning_rate;
+  float beta1;
+  float beta2;
+  float weight_decay;  // of weights by themselves (AdamW)
+  float eps;
+};
 
-#include "kernels/kernel_types.h"
+namespace cuda {
 
-namespace zcompile::cuda {
+enum class Type { f32, bf16, f16 };
 
-inline std::optional<Type> kernel_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return Type::f32;
-    case at::kBFloat16: return Type::bf16;
-    case at::kHalf: return Type::f16;
-    default: return std::nullopt;
-  }
-}
+constexpr int max_ranks = 128;  // rows of one sum
 
-}  // namespace zcompile::cuda
+}  // namespace cuda
+
+}  // namespace zcompile

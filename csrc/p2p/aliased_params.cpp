@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <utility>
 
 namespace zcompile::cuda {
 

@@ -5,10 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/copy.h"
-#include "kernels/embedding_rows.h"
-#include "p2p/in_backward.h"
-#include "p2p/stream_probe.h"
+#include "kernels/kernels.h"
 
 namespace zcompile::cuda {
 
@@ -140,12 +137,7 @@ void CachePulls::read_here(uint32_t group, const std::function<cudaError_t(cudaS
 
 void CachePulls::finish(const c10::cuda::CUDAStream& stream) {
   read_.block(stream);
-  auto event = pool_->take();
-  for (const auto& source : {own_, lane().stream()}) {
-    event.record(source);
-    event.block(stream);
-  }
-  pool_->give_back(std::move(event));
+  for (const auto& source : {own_, lane().stream()}) pool_->order(source, stream);
 }
 
 void CachePulls::await_group(uint32_t group) {

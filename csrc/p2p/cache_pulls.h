@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "p2p/aliased_params.h"
-#include "p2p/cached_shard.h"
+#include "p2p/cache_memory.h"
 #include "p2p/copy_streams.h"
 #include "p2p/signals.h"
 #include "transport/transport.h"

@@ -5,7 +5,6 @@
 #include <set>
 #include <utility>
 
-#include "p2p/in_backward.h"
 #include "p2p/schedule/cache_layout.h"
 #include "p2p/symmetric_memory.h"
 
@@ -31,7 +30,7 @@ void CachedGrads::finish_gather(const CachedShard& shard) {
 }
 
 at::Tensor CachedGrads::place(const ShardedParam& param) {
-  const auto bytes = align_shard(param.chunk * static_cast<int64_t>(param.shard.element_size()));
+  const auto bytes = align_copy(param.chunk * static_cast<int64_t>(param.shard.element_size()));
   const auto offset = placement_.place(
       bytes, [&](size_t position) { return shards_[position]->block && aliased_.is_in_use(shards_[position]); });
   if (!offset) return {};

@@ -9,11 +9,12 @@
 #include <vector>
 
 #include "p2p/aliased_params.h"
-#include "p2p/cached_shard.h"
-#include "p2p/fused_adam.h"
+#include "p2p/cache_memory.h"
 #include "p2p/reducer.h"
+#include "p2p/schedule/adam_schedule.h"
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/vmm.h"
+#include "transport/transport.h"
 
 namespace zcompile::cuda {
 

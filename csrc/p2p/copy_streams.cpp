@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "p2p/stream_probe.h"
-
 namespace zcompile::cuda {
 
 namespace {

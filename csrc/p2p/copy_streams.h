@@ -2,7 +2,7 @@
 //
 // [Note: one stream beside compute]
 // A stream needs a hardware queue while it has a kernel, a wait for a signal, or a copy within the GPU pending. Only a
-// few hardware queues do not delay compute (stream_probe.h). So there is one stream for all of these, the lane `work`:
+// few hardware queues do not delay compute (streams.h). So there is one stream for all of these, the lane `work`:
 // casts, signals and sums run on it in the order of the program. What is too small for a copy engine is read by a
 // kernel in compute's order. Pulls and pushes have a copy stream each. A copy stream needs no such queue as long as its
 // copies are between GPUs.
@@ -19,9 +19,9 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/copy.h"
-#include "p2p/event_pool.h"
+#include "kernels/kernels.h"
 #include "p2p/lane.h"
+#include "p2p/streams.h"
 
 namespace zcompile::cuda {
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "p2p/stream_probe.h"
+#include "p2p/streams.h"
 
 namespace zcompile::cuda {
 

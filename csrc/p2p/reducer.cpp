@@ -7,30 +7,28 @@
 
 #include <algorithm>
 
-#include "kernels/embedding_rows.h"
+#include "kernels/kernels.h"
 #include "kernels/numerics.h"
-#include "kernels/types.h"
+#include "p2p/schedule/cache_layout.h"
 
 namespace zcompile::cuda {
 
 namespace {
 
-constexpr int64_t alignment = 512;
 // The sum of a piece gets SMs only when a matmul ends, so fewer and larger pieces are through sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
-
-int64_t round_up(int64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
 
 // What one rank may push to one other at a time: the largest slice at the width of its main parameter, if that is not
 // too much. Else the largest slice that is not too much, at this width or half of it: then most slices travel whole in
 // the least staging.
 int64_t bytes_of_slot(TransportContext& context) {
-  const auto most = std::max(max_region_bytes / (context.world() - 1) / alignment * alignment, alignment);
-  int64_t largest = alignment, fitting = alignment;
+  const auto most =
+      std::max(max_region_bytes / (context.world() - 1) / copy_alignment * copy_alignment, copy_alignment);
+  int64_t largest = copy_alignment, fitting = copy_alignment;
   for (int64_t index = 0; index < context.num_params(); ++index) {
     const auto& param = context.param(index);
     const auto bytes = param.chunk * static_cast<int64_t>(param.shard.element_size());
-    for (const auto slice : {round_up(bytes), round_up(bytes / 2)}) {
+    for (const auto slice : {align_copy(bytes), align_copy(bytes / 2)}) {
       largest = std::max(largest, slice);
       if (slice <= most) fitting = std::max(fitting, slice);
     }
@@ -138,18 +136,13 @@ std::vector<Reducer::Piece> Reducer::cut(
         used = 0;
       }
       pieces.back().push_back({&requests[i], sums[i], begin, most, used});
-      used = round_up(used + most * width);
+      used = align_copy(used + most * width);
     }
   }
   return pieces;
 }
 
-void Reducer::finish(const c10::cuda::CUDAStream& stream) {
-  auto done = pool_->take();
-  done.record(work_.stream());
-  done.block(stream);
-  pool_->give_back(std::move(done));
-}
+void Reducer::finish(const c10::cuda::CUDAStream& stream) { pool_->order(work_.stream(), stream); }
 
 void Reducer::push(const Piece& piece) {
   const auto world = context_.world(), rank = context_.rank();
@@ -246,12 +239,12 @@ int64_t Reducer::RowsPiece::count_of(int64_t rank) const {
 }
 
 int64_t Reducer::RowsPiece::has_offset() const {
-  return round_up(most * columns() * static_cast<int64_t>(c10::elementSize(request->wire)));
+  return align_copy(most * columns() * static_cast<int64_t>(c10::elementSize(request->wire)));
 }
 
 // With the words that tell which rows are there.
 int64_t Reducer::rows_of_slot(int64_t row_bytes) const {
-  return (slot_bytes_ - alignment) / (row_bytes + static_cast<int64_t>(sizeof(uint32_t)));
+  return (slot_bytes_ - copy_alignment) / (row_bytes + static_cast<int64_t>(sizeof(uint32_t)));
 }
 
 bool Reducer::has_rows(const ShardedParam& param, int64_t columns) const {

@@ -1,11 +1,18 @@
 #include "p2p/shard_cache.h"
 
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/hash.h>
 
+#include <algorithm>
+#include <map>
 #include <optional>
 #include <utility>
 
-#include "p2p/in_backward.h"
+#include "kernels/kernels.h"
+#include "kernels/numerics.h"
+#include "p2p/schedule/adam_schedule.h"
 #include "p2p/symmetric_memory.h"
 
 namespace zcompile::cuda {
@@ -34,6 +41,71 @@ class CacheTransfer : public EventTransfer {
   CachedGrads& grads_;
   std::vector<Pull> pulls_;
 };
+
+// Where the copy of a main parameter goes.
+struct CopyTarget {
+  char* to = nullptr;  // none: there is no copy
+  at::ScalarType dtype = at::kFloat;
+};
+
+// Whether there is a kernel for all of these.
+bool can_launch_adam(c10::ArrayRef<AdamRequest> requests) {
+  const auto fits = [](const at::Tensor& tensor, int64_t numel) {
+    return tensor.is_cuda() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.numel() == numel;
+  };
+  return std::all_of(requests.begin(), requests.end(), [&](const AdamRequest& request) {
+    const auto numel = request.main_param.numel();
+    return fits(request.main_param, numel) && fits(request.gradient, numel) && fits(request.exp_avg, numel) &&
+           fits(request.exp_avg_sq, numel) && fits(request.count, 1);
+  });
+}
+
+std::vector<AdamItem> items_of(c10::ArrayRef<AdamRequest> requests, const std::vector<CopyTarget>& copies) {
+  std::vector<AdamItem> items;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const auto numel = requests[i].main_param.numel();
+    const auto width = static_cast<int64_t>(c10::elementSize(copies[i].dtype));
+    items.push_back(
+        {numel, span_of(requests[i].gradient.const_data_ptr(), numel * 4),
+         copies[i].to ? span_of(copies[i].to, numel * width) : Span{}});
+  }
+  return items;
+}
+
+// Steps, and returns by request whether its copy is written. `others` are gradients over which no copy may be written.
+std::vector<bool> launch_scheduled_adam(
+    c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings, const std::vector<CopyTarget>& copies,
+    const std::vector<Span>& others, cudaStream_t stream) {
+  const auto schedule = adam_schedule(items_of(requests, copies), others);
+  const auto type_of = [&](const AdamPart& part) { return *kernel_type(copies[part.item].dtype); };
+  const auto copy_at = [&](const AdamPart& part) {
+    return copies[part.item].to + part.begin * static_cast<int64_t>(c10::elementSize(copies[part.item].dtype));
+  };
+  for (const auto& round : schedule.rounds) {
+    std::map<Type, std::vector<AdamEntry>> launches;
+    for (const auto& part : round) {
+      const auto& request = requests[part.item];
+      launches[part.writes ? type_of(part) : Type::f32].push_back(
+          {request.main_param.mutable_data_ptr<float>() + part.begin,
+           request.gradient.const_data_ptr<float>() + part.begin,
+           request.exp_avg.mutable_data_ptr<float>() + part.begin,
+           request.exp_avg_sq.mutable_data_ptr<float>() + part.begin, request.count.const_data_ptr<float>(),
+           part.writes ? copy_at(part) : nullptr, part.end - part.begin});
+    }
+    for (const auto& [type, entries] : launches) {
+      C10_CUDA_CHECK(launch_adam(type, settings, entries.data(), static_cast<int>(entries.size()), stream));
+    }
+  }
+  std::map<Type, std::vector<Cast>> casts;
+  for (const auto& part : schedule.casts) {
+    casts[type_of(part)].push_back(
+        {requests[part.item].main_param.const_data_ptr<float>() + part.begin, copy_at(part), part.end - part.begin});
+  }
+  for (const auto& [type, entries] : casts) {
+    C10_CUDA_CHECK(launch_cast(Type::f32, type, entries.data(), static_cast<int>(entries.size()), stream));
+  }
+  return schedule.is_copied;
+}
 
 }  // namespace
 
@@ -115,6 +187,95 @@ void ShardCache::finish_backward() {
 
 void ShardCache::refresh_if_expired() {
   if (staleness_.is_expired()) refresh();
+}
+
+void ShardCache::refresh() {
+  if (!has_begun_) make_room();
+  if (memory_.buffers().empty()) {
+    staleness_.finish_refresh();
+    return;
+  }
+  if (!has_begun_) begin_refresh();
+  grads_.refresh();
+  pulls_.start_refresh();
+  // Main parameters are final, and so are copies that a step wrote.
+  pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());
+  for (uint32_t group = 0; group < refresh_groups; ++group) refresh_group(group);
+  staleness_.finish_refresh();  // last: what has raised before is tried again
+  has_begun_ = false;
+}
+
+// Makes memory for gathered shards that have none. From then on, gradients may lie in the first buffer.
+void ShardCache::make_room() {
+  const bool is_first = memory_.buffers().empty();
+  auto placed = memory_.place_new(staleness_);
+  if (is_first && !placed.empty()) grads_.use(memory_.buffers().front(), std::move(placed));
+}
+
+// After this, in the order of `work`, copies may be written.
+void ShardCache::begin_refresh() {
+  progress_.refreshes += 1;
+  aliased_->wait_for_readers();
+  pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());  // after the last reads of unsharded parameters
+  pulls_.finish(work_.stream());
+  signals_.barrier(
+      signal::done_reading, tag(progress_.refreshes, c10::get_hash(memory_.layout_hash(), grads_.learned())), work_,
+      {"to have read the shards of the step before"});
+  has_begun_ = true;
+}
+
+void ShardCache::refresh_group(uint32_t group) {
+  // The guard is also for copies of main parameters that are not contiguous.
+  const c10::cuda::CUDAStreamGuard guard(work_.stream());
+  std::vector<at::Tensor> from, to;
+  for (auto* shard : memory_.shards()) {
+    if (!shard->buffer || shard->group != group) continue;
+    const auto& main_param = shard->param->shard;
+    if (is_written_by_step(*shard) || main_param.numel() == 0) continue;
+    from.push_back(main_param.reshape({-1}));
+    to.push_back(tensor_over(
+        shard->on(context_.rank()), {main_param.numel()},
+        main_param.options().dtype(shard->dtype).requires_grad(false)));
+  }
+  cast(from, to);
+  signals_.barrier(
+      signal::refreshed, progress_.refreshes * refresh_groups + group + 1, work_, {"to refresh their cached shards"});
+  progress_.written[group].record(work_.stream());
+}
+
+// Whether an optimizer's step has written the copy, and no write to the main parameter followed.
+bool ShardCache::is_written_by_step(CachedShard& shard) {
+  const bool same_version = staleness_.refresh(shard.number, shard.param->main_param_version());
+  const auto stepped = std::exchange(shard.stepped, std::nullopt);
+  return stepped && stepped->lock().get() == shard.param->shard.storage().unsafeGetStorageImpl() && same_version;
+}
+
+bool ShardCache::fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
+  // Copies are still gathered, or there are none yet.
+  if (in_backward() || context_.is_caching() || memory_.buffers().empty()) return false;
+  if (!has_begun_) {
+    make_room();
+    staleness_.expire();
+    begin_refresh();
+  }
+  // After the barrier, since another rank's pieces may be such that it can step.
+  if (!can_launch_adam(requests)) return false;
+  std::vector<CachedShard*> shards;
+  std::vector<CopyTarget> copies;
+  for (const auto& request : requests) {
+    const bool is_shard = request.main_param.const_data_ptr() == request.param->shard.const_data_ptr();
+    auto* shard = shards.emplace_back(is_shard ? memory_.find_placed(*request.param) : nullptr);
+    copies.push_back(shard ? CopyTarget{shard->on(context_.rank()), shard->dtype} : CopyTarget{});
+  }
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  pool_->order(work_.stream(), stream);  // ranks have synchronised
+  const auto is_copied = launch_scheduled_adam(requests, settings, copies, grads_.release_to_step(requests), stream);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    if (!is_copied[i]) continue;
+    shards[i]->stepped = requests[i].main_param.storage().getWeakStorageImpl();
+    staleness_.write(shards[i]->number, requests[i].param->main_param_version());
+  }
+  return true;
 }
 
 }  // namespace zcompile::cuda

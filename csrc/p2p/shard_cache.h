@@ -19,9 +19,8 @@
 // finds gradients that are still alive, because they accumulate, and moves them to memory of their own. A step that
 // writes copies overwrites the gradients that it has read.
 //
-// The seams: cache_memory (which shards there are, and where), cache_pulls (gathers), cached_grads (gradients in dead
-// shards); of this class, shard_cache.cpp (what the transport asks for), shard_cache_refresh.cpp and
-// shard_cache_step.cpp (the optimizer's step).
+// Its parts: CacheMemory (which shards there are, and where), CachePulls (gathers), CachedGrads (gradients in dead
+// shards).
 #pragma once
 
 #include <cstdint>

@@ -7,9 +7,9 @@
 #include <cstdio>
 #include <utility>
 
-#include "kernels/copy.h"
+#include "kernels/kernels.h"
 #include "p2p/driver.h"
-#include "p2p/stream_poll.h"
+#include "p2p/streams.h"
 
 namespace zcompile::cuda {
 

@@ -7,12 +7,12 @@
 #include <cstdio>
 #include <mutex>
 
-#include "kernels/types.h"
-#include "p2p/group_timeout.h"
+#include "kernels/numerics.h"
 #include "p2p/reducer.h"
 #include "p2p/shard_cache.h"
 #include "p2p/signals.h"
 #include "p2p/watchdog.h"
+#include "transport/process_groups.h"
 #include "transport/transport.h"
 
 namespace zcompile {

@@ -10,8 +10,7 @@
 #include <numeric>
 
 #include "p2p/driver.h"
-#include "p2p/group_timeout.h"
-#include "transport/fail_together.h"
+#include "transport/process_groups.h"
 
 namespace zcompile::cuda {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "p2p/schedule/page_size.h"
+#include "p2p/schedule/cache_layout.h"
 #include "transport/descriptor_sockets.h"
 
 namespace zcompile::cuda {

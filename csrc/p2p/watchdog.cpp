@@ -9,8 +9,8 @@
 #include <optional>
 #include <utility>
 
-#include "kernels/loading.h"
-#include "p2p/stream_poll.h"
+#include "kernels/kernels.h"
+#include "p2p/streams.h"
 
 namespace zcompile::cuda {
 

@@ -2,23 +2,82 @@
 
 #include <ATen/Functions.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
+#include <atomic>
+#include <cstdio>
 #include <exception>
 #include <memory>
 #include <optional>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "runtime/in_flight.h"
 #include "runtime/model.h"
-#include "runtime/one_thread.h"
-#include "runtime/profiler_range.h"
 #include "transport/process_groups.h"
+#include "transport/rank_agreement.h"
 
 namespace zcompile {
 
 namespace {
+
+std::atomic<std::thread::id> thread_inside;
+
+// Around the start of each transfer: sharded models run from one thread at a time. Two threads that start transfers at
+// once would do so in another order on each rank. NCCL and FSDP2 ask for one order, too, and do not check.
+class OneThread {
+ public:
+  // Throws if another thread is inside. `param` is for the message. The other thread's next want is then an error on
+  // all ranks.
+  OneThread(const std::string& param, int64_t rank) {
+    auto none = std::thread::id();
+    if (thread_inside.compare_exchange_strong(none, std::this_thread::get_id())) return;
+    RankAgreement::stop();
+    TORCH_CHECK(
+        false, "zcompile: two threads of rank ", rank, " run sharded models at once, one of them with parameter '",
+        param, "'. Sharded models must run from one thread at a time, in one order on all ranks.");
+  }
+  ~OneThread() { thread_inside = std::thread::id(); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+};
+
+const char* short_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return "fp32";
+    case at::kBFloat16: return "bf16";
+    case at::kHalf: return "fp16";
+    default: return c10::toString(dtype);
+  }
+}
+
+// A range of a profiler, such as `zcompile::gather blocks.0.up.weight (bf16, 112.0 MiB)`. Costs nothing while no
+// profiler records.
+class ProfilerRange {
+ public:
+  // `moved_bytes`: if they are not those of all that the parameters have.
+  ProfilerRange(
+      const char* op, c10::ArrayRef<ParamState*> params, at::ScalarType dtype,
+      std::optional<int64_t> moved_bytes = std::nullopt)
+      : function_(at::RecordScope::USER_SCOPE) {
+    if (!function_.isActive()) return;
+    int64_t bytes = 0;
+    for (const auto* param : params) bytes += param->numel * static_cast<int64_t>(c10::elementSize(dtype));
+    bytes = moved_bytes.value_or(bytes);
+    const auto more = params.size() - 1;
+    char suffix[64];  // not by a stream: those of another libstdc++ may be in this process
+    std::snprintf(suffix, sizeof(suffix), " (%s, %.1f MiB)", short_name(dtype), static_cast<double>(bytes) / (1 << 20));
+    function_.before(
+        "zcompile::" + std::string(op) + ' ' + params.front()->name +
+        (more ? " and " + std::to_string(more) + " more" : "") + suffix);
+  }
+
+ private:
+  at::RecordFunction function_;
+};
 
 // The model of all these, which is told that it gathers or reduces.
 Model& model_of(c10::ArrayRef<ParamState*> params) {

@@ -3,12 +3,27 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
 
 #include <optional>
-
-#include "runtime/weak_tensor.h"
+#include <utility>
 
 namespace zcompile {
+
+// A tensor that something else owns.
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl>;
+
+// An undefined tensor gives a pointer to none.
+inline WeakTensor weak_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return WeakTensor(c10::intrusive_ptr<c10::TensorImpl>());
+  return WeakTensor(tensor.getIntrusivePtr());
+}
+
+// Undefined if it is gone.
+inline at::Tensor alive(const WeakTensor& weak) {
+  auto tensor = weak.lock();
+  return tensor ? at::Tensor(std::move(tensor)) : at::Tensor();
+}
 
 // Of one parameter. A gradient is added to only if nobody dropped or exchanged it meanwhile, so it is held weakly.
 class GradAccumulation {

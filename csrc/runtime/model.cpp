@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "runtime/in_flight.h"
-#include "runtime/make_transport.h"
 #include "runtime/registry.h"
 
 namespace zcompile {
@@ -81,6 +80,33 @@ std::vector<std::pair<int64_t, int64_t>> Model::meet(int64_t number) {
   return agreement_->meet(this->number(), number);
 }
 
+namespace {
+
+std::unique_ptr<Transport> make_transport(
+    const std::string& name, TransportContext& context, const P2pSettings& settings) {
+  const auto make_inner = [&](const std::string& prefix) {
+    return make_transport(name.substr(prefix.size()), context, settings);
+  };
+  if (name == "c10d") return make_c10d_transport(context);
+  if (name == "loopback") return make_loopback_transport(context);
+  if (name.starts_with("late ")) return make_late_transport(make_inner("late "));
+#ifdef ZCOMPILE_CUDA
+  if (name == "p2p") return make_p2p_transport(context, settings);
+  if (name == "p2p in step") {
+    auto in_step = settings;
+    in_step.in_step = true;
+    return make_p2p_transport(context, in_step);
+  }
+  if (name.starts_with("delayed ")) return make_delayed_transport(make_inner("delayed "));
+#endif
+  TORCH_CHECK_VALUE(
+      false, "zcompile: no transport named '", name,
+      "' in this build; there are c10d, loopback, late ..., and with CUDA p2p, p2p in step "
+      "and delayed ...");
+}
+
+}  // namespace
+
 void Model::use_transport(const std::string& name, const P2pSettings& settings) {
   transport_ = make_transport(name, *this, settings);
 }
@@ -148,8 +174,7 @@ void Model::note_gather(ParamState& param) {
     param.forward = forward_;
     param.gathers = 0;
   }
-  const auto is_forward = torch::autograd::get_current_graph_task_id() == -1;
-  if (++param.gathers == often && is_forward && repeated_ < 0) repeated_ = param.index;
+  if (++param.gathers == often && !in_backward() && repeated_ < 0) repeated_ = param.index;
 }
 
 void Model::note_backward() {

@@ -41,7 +41,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   int64_t assigned_data(at::TensorList parameters) const;
   // Whether the shard is not to be gathered, because modules have the whole parameter.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
-  // By a name that make_transport() knows. For "p2p", all ranks together.
+  // `name`: "c10d", "p2p" (made by all ranks together), "p2p in step" or "loopback"; "late ..." and "delayed ..." wrap
+  // one of them. Throws ValueError if this build has none of that name.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
   const std::shared_ptr<Transport>& transport() const { return transport_; }

@@ -1,7 +1,7 @@
 // A sharded parameter, and what the runtime remembers of it.
 //
 // [Note: who owns a model]
-// Python does. A module has its leaves, a leaf has the Python state of its model (zcompile/sharding/model_state.py),
+// Python does. A module has its leaves, a leaf has the Python state of its model (zcompile/state/sharded_model.py),
 // and that has the Model. What belongs to the runtime refers to Python's objects weakly: the Model has the memory of a
 // leaf but not the leaf, whose attributes lead back to the Model, by a way that Python's garbage collector cannot see.
 //
@@ -16,15 +16,19 @@
 #include <optional>
 
 #include "compat.h"
-#include "runtime/cached_param.h"
 #include "runtime/grad_accumulation.h"
 #include "runtime/grad_squares.h"
-#include "runtime/weak_tensor.h"
 #include "transport/param.h"
 
 namespace zcompile {
 
 class Model;
+
+// An unsharded parameter that stays from one microbatch to the next; see MicrobatchCache.
+struct CachedParam {
+  at::Tensor unsharded;
+  uint64_t version;  // of the main parameter when it was gathered
+};
 
 struct ParamState : ShardedParam {
   Model* model = nullptr;
@@ -43,7 +47,7 @@ struct ParamState : ShardedParam {
   bool is_whole = false;  // inside of zcompile.unshard: the modules have it whole, and its values may be others
 
   at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank asked for
-  CachedParams cached;
+  std::map<at::ScalarType, CachedParam> cached;  // by the dtype in which it was gathered
   GradAccumulation accumulation;
   at::Tensor unreduced;  // the sum of gradients whose reduce the program defers; of the parameter's shape
   std::optional<GradSquares> squares;  // while squares are collected

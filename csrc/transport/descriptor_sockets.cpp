@@ -15,8 +15,6 @@
 #include <cstddef>
 #include <cstring>
 
-#include "compat.h"
-#include "transport/fail_together.h"
 #include "transport/process_groups.h"
 
 namespace zcompile {
@@ -86,12 +84,9 @@ std::vector<DescriptorSockets::Peer> tell_peers(const std::string& group, c10::D
   auto* bytes = static_cast<char*>(own.mutable_data_ptr());
   std::memcpy(bytes, name.data(), DescriptorSockets::name_length);
   std::memcpy(bytes + DescriptorSockets::name_length, &process, sizeof process);
-  const auto ranks = resolve_group(group);
-  auto all = at::empty({ranks->getSize() * length}, own.options().device(device));
-  all_gather(*ranks, all, own.to(device))->wait();
-  all = all.cpu();
+  const auto all = gather_bytes(group, device, own).cpu();
   std::vector<DescriptorSockets::Peer> peers;
-  for (int rank = 0; rank < ranks->getSize(); ++rank) {
+  for (int64_t rank = 0; rank < all.size(0); ++rank) {
     const auto* told = static_cast<const char*>(all.const_data_ptr()) + rank * length;
     peers.push_back({std::string(told, DescriptorSockets::name_length), 0});
     std::memcpy(&peers.back().process, told + DescriptorSockets::name_length, sizeof process);

@@ -1,11 +1,12 @@
 #include "transport/order_log.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <map>
 #include <utility>
+
+#include "transport/transport.h"
 
 namespace zcompile {
 
@@ -35,13 +36,12 @@ std::vector<std::shared_ptr<OrderLog>> OrderLog::of_model(const TransportContext
 }
 
 void OrderLog::append(const Want& want, const std::string& name) {
-  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   std::lock_guard lock(mutex_);
   TORCH_CHECK(failed_.empty(), failed_);
   ++count_;
   hash_ = static_cast<int64_t>(c10::get_hash(
       hash_, static_cast<int64_t>(want.kind), want.model, want.what, static_cast<int64_t>(want.dtype), want.count,
-      in_backward, steps_));
+      in_backward(), steps_));
   auto& started = recent_[count_ % recent_count];
   started.hash = hash_;
   started.want = want;

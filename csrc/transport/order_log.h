@@ -4,8 +4,8 @@
 // Over NCCL, ranks must start the same collectives in the same order; nothing asks them first, because a round trip
 // for each would cost more than it moves. If they differ, they hang, or mix up parameters of one size. So each rank
 // counts what it starts and keeps a running hash. All ranks compare these before an optimizer's step
-// (zcompile/sharding/order_check.py), so that none steps on wrong numbers. A rank may hang before it comes to a step.
-// So a thread (zcompile/sharding/order_watch.py) compares them with another rank's every second or so, too. A
+// (zcompile/ranks/order_check.py), so that none steps on wrong numbers. A rank may hang before it comes to a step.
+// So a thread (zcompile/ranks/order_watch.py) compares them with another rank's every second or so, too. A
 // difference becomes an error of the step, or of the next collective, on all ranks, with the names of what each rank
 // started. Peer to peer, such collectives are means over replicas (p2p/reducer.cpp), and gathers of what is not cached.
 #pragma once
@@ -16,7 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "transport/context.h"

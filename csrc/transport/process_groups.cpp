@@ -4,7 +4,8 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <chrono>
+#include <algorithm>
+#include <cstring>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -21,6 +22,40 @@ ProcessGroup resolve_group(const std::string& name) {
         false, "zcompile: the process group '", name,
         "' of this sharded model was closed. Keep it open (no destroy_process_group) for as long as the model is "
         "used.");
+  }
+}
+
+std::chrono::milliseconds timeout_of(const std::string& group) {
+  return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CUDA)->getBackendOptions()->timeout;
+}
+
+at::Tensor gather_bytes(const std::string& group, c10::Device device, const at::Tensor& own) {
+  const auto ranks = resolve_group(group);
+  const auto all = at::empty({ranks->getSize(), own.numel()}, own.options().device(device));
+  all_gather(*ranks, all.view({-1}), own.to(device))->wait();
+  return all;
+}
+
+void fail_together(const std::string& group, c10::Device device, const std::function<void()>& attempt) {
+  constexpr int64_t text_bytes = 512;  // of an error, ending with a zero
+  std::exception_ptr own;
+  auto sent = at::zeros({text_bytes}, at::kByte);
+  try {
+    attempt();
+  } catch (const std::exception& error) {
+    own = std::current_exception();
+    auto text = message_of(error);
+    text = text.substr(0, std::min<size_t>(text.find('\n'), text_bytes - 1));  // the other lines are a stack trace
+    std::memcpy(sent.mutable_data_ptr(), text.empty() ? "?" : text.data(), std::max<size_t>(text.size(), 1));
+  }
+  auto received = gather_bytes(group, device, sent);
+  if (own) std::rethrow_exception(own);
+  received = received.cpu();
+  for (int64_t rank = 0; rank < received.size(0); ++rank) {
+    const auto* text = static_cast<const char*>(received.const_data_ptr()) + rank * text_bytes;
+    TORCH_CHECK(
+        *text == 0,
+        "zcompile: rank " + std::to_string(rank) + " of the group failed in what all ranks do together: " + text);
   }
 }
 

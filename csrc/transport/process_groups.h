@@ -1,14 +1,16 @@
-// Process groups by their names, and collectives that travel together.
+// Process groups by their names, what their ranks do together, and collectives that travel together.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <exception>
+#include <functional>
 #include <set>
 #include <shared_mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace zcompile {
@@ -18,6 +20,17 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 
 // Throws, with what to do, if the group was closed.
 ProcessGroup resolve_group(const std::string& name);
+
+// The timeout that the user gave the group's collectives on GPUs.
+std::chrono::milliseconds timeout_of(const std::string& group);
+
+// Returns `own` of every rank of the group, [ranks, bytes] on `device`. `own` are bytes on the host, equally many on
+// each rank.
+at::Tensor gather_bytes(const std::string& group, c10::Device device, const at::Tensor& own);
+
+// Calls `attempt` on every rank of the group, which call this together. Where it fails on one, this throws on all: that
+// rank's own error there, and an error that names that rank on the others.
+void fail_together(const std::string& group, c10::Device device, const std::function<void()>& attempt);
 
 // Why NCCL's collectives of this group fail, as torch's watchdog found. Empty while they work, and where the group is
 // closed or has no NCCL.

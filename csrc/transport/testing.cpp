@@ -57,11 +57,26 @@ class LateReduceRows : public Transfer {
   ReduceRowsRequest request_;
 };
 
-class LateTransport : public Transport {
+class WrappingTransport : public Transport {
  public:
-  explicit LateTransport(std::unique_ptr<Transport> inner) : Transport(inner->context()), inner_(std::move(inner)) {}
-  std::string name() const override { return "late " + inner_->name(); }
+  explicit WrappingTransport(std::unique_ptr<Transport> inner)
+      : Transport(inner->context()), inner_(std::move(inner)) {}
   int64_t bytes() const override { return inner_->bytes(); }
+  void finish_backward() override { inner_->finish_backward(); }
+  void finish_caching() override { inner_->finish_caching(); }
+  void refresh() override { inner_->refresh(); }
+  at::ScalarType wire_dtype(const ShardedParam& parameter, at::ScalarType grad) const override {
+    return inner_->wire_dtype(parameter, grad);
+  }
+
+ protected:
+  std::unique_ptr<Transport> inner_;
+};
+
+class LateTransport : public WrappingTransport {
+ public:
+  using WrappingTransport::WrappingTransport;
+  std::string name() const override { return "late " + inner_->name(); }
 
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
     std::vector<at::Tensor> arrived;
@@ -93,59 +108,29 @@ class LateTransport : public Transport {
     return std::make_unique<LateReduceRows>(*inner_, request);
   }
 
-  void finish_backward() override { inner_->finish_backward(); }
-  void finish_caching() override { inner_->finish_caching(); }
-  void refresh() override { inner_->refresh(); }
-  at::ScalarType wire_dtype(const ShardedParam& parameter, at::ScalarType grad) const override {
-    return inner_->wire_dtype(parameter, grad);
-  }
-
  private:
   static constexpr auto nan = std::numeric_limits<double>::quiet_NaN();
-
-  std::unique_ptr<Transport> inner_;
 };
 
 #ifdef ZCOMPILE_CUDA
 
-class DelayedTransport : public Transport {
+class DelayedTransport : public WrappingTransport {
  public:
-  DelayedTransport(std::unique_ptr<Transport> inner, bool slow)
-      : Transport(inner->context()), inner_(std::move(inner)), slow_(slow) {}
+  DelayedTransport(std::unique_ptr<Transport> inner, bool slow) : WrappingTransport(std::move(inner)), slow_(slow) {}
   std::string name() const override { return "delayed " + inner_->name(); }
-  int64_t bytes() const override { return inner_->bytes(); }
 
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
-    delay();
-    auto transfer = inner_->gather(requests);
-    delay();
-    return transfer;
+    return delayed([&] { return inner_->gather(requests); });
   }
-
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
-    delay();
-    auto transfer = inner_->reduce(requests);
-    delay();
-    return transfer;
+    return delayed([&] { return inner_->reduce(requests); });
   }
-
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
-    delay();
-    auto transfer = inner_->gather_rows(request);
-    delay();
-    return transfer;
+    return delayed([&] { return inner_->gather_rows(request); });
   }
-
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
-    delay();
-    auto transfer = inner_->reduce_rows(request);
-    delay();
-    return transfer;
+    return delayed([&] { return inner_->reduce_rows(request); });
   }
-
-  void finish_backward() override { inner_->finish_backward(); }
-  void finish_caching() override { inner_->finish_caching(); }
-  void refresh() override { inner_->refresh(); }
   bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) override {
     delay();
     return inner_->fused_adam_step(requests, settings);
@@ -154,33 +139,32 @@ class DelayedTransport : public Transport {
   at::Tensor make_unsharded(const ShardedParam& parameter, at::ScalarType dtype) override {
     return inner_->make_unsharded(parameter, dtype);
   }
-  at::ScalarType wire_dtype(const ShardedParam& parameter, at::ScalarType grad) const override {
-    return inner_->wire_dtype(parameter, grad);
-  }
 
  private:
+  template <typename Start>
+  std::unique_ptr<Transfer> delayed(Start start) const {
+    delay();
+    auto transfer = start();
+    delay();
+    return transfer;
+  }
+
   void delay() const {
     constexpr int64_t cycles = 2'000'000;  // a millisecond
     if (slow_) at::cuda::sleep(cycles);
   }
 
-  std::unique_ptr<Transport> inner_;
   bool slow_;
 };
 
 #endif
 
-class NoTransfer : public Transfer {
- public:
-  void wait() override {}
-};
-
 class LoopbackTransport : public Transport {
  public:
   using Transport::Transport;
   std::string name() const override { return "loopback"; }
-  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest>) override { return std::make_unique<NoTransfer>(); }
-  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest>) override { return std::make_unique<NoTransfer>(); }
+  std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest>) override { return std::make_unique<Transfers>(); }
+  std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest>) override { return std::make_unique<Transfers>(); }
 };
 
 }  // namespace

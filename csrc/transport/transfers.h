@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 

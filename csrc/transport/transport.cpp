@@ -3,8 +3,11 @@
 #include "transport/transport.h"
 
 #include <ATen/Functions.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace zcompile {
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 at::Tensor Transport::make_gradient(const ShardedParam& param) {
   return at::empty(param.shard.sizes(), param.shard.options().requires_grad(false));

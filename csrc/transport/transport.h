@@ -8,10 +8,9 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
-#include "kernels/adam_settings.h"
 #include "kernels/numerics.h"
+#include "kernels/types.h"
 #include "transport/context.h"
 #include "transport/param.h"
 #include "transport/transfers.h"
@@ -106,6 +105,9 @@ class Transport {
  protected:
   TransportContext& context_;
 };
+
+// Whether autograd runs a backward on this thread.
+bool in_backward();
 
 // Collectives of a c10d::ProcessGroup: gloo or NCCL.
 std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);

@@ -18,6 +18,9 @@ def mesh_of(ranks: int):
     return SimpleNamespace(size=lambda: ranks, mesh_dim_names=None)
 
 
+ROWS = Placement()
+
+
 class Expert(nn.Linear):
     pass
 
@@ -35,7 +38,7 @@ def model():
     return nn.Sequential(nn.Linear(4, 4), Experts())
 
 
-def plan(model, mesh, placement=Placement(), **options):
+def plan(model, mesh, placement=ROWS, **options):
     options = ShardOptions(**options)
     parameters = [each for each in model.parameters() if id(each) not in options.ignored]
     return plan_shards(model, mesh, options, [(each, placement) for each in parameters])

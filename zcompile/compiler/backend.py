@@ -1,4 +1,4 @@
-"""`backend="zcompile"`: options, AOTAutograd and the passes; inductor.py compiles the planned graphs."""
+"""`backend="zcompile"`: options, AOTAutograd and the passes; compiler/inductor.py compiles the planned graphs."""
 
 import functools
 import os

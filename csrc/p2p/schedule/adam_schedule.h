@@ -28,6 +28,11 @@ struct Span {
   bool overlaps(const Span& other) const { return begin < other.end && other.begin < end; }
 };
 
+inline Span span_of(const void* begin, int64_t bytes) {
+  const auto address = reinterpret_cast<int64_t>(begin);
+  return {address, address + bytes};
+}
+
 // One parameter.
 struct AdamItem {
   int64_t numel;

@@ -4,8 +4,6 @@
 #include <numeric>
 #include <utility>
 
-#include "p2p/schedule/page_size.h"
-
 namespace zcompile {
 
 namespace {
@@ -14,7 +12,7 @@ namespace {
 ShardPlace place_behind(int64_t end, size_t shard, int64_t bytes, int64_t world) {
   ShardPlace place{shard};
   place.offset = end;
-  place.end = align_shard(end + bytes);
+  place.end = align_copy(end + bytes);
   if (has_pages(bytes)) {
     int64_t least = bytes, most = 0;  // heads of any rank
     for (int64_t rank = 0; rank < world; ++rank) {
@@ -22,7 +20,7 @@ ShardPlace place_behind(int64_t end, size_t shard, int64_t bytes, int64_t world)
       most = std::max(most, head_bytes(bytes, rank));
     }
     place.offset = page_above(end + most);
-    place.end = align_shard(place.offset + bytes - least);
+    place.end = align_copy(place.offset + bytes - least);
     place.mapped_bytes = page_below(bytes - most);
   }
   return place;

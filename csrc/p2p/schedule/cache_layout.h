@@ -19,11 +19,16 @@
 
 namespace zcompile {
 
-constexpr int64_t shard_alignment = 512;  // bytes, of a cached shard: whole lines for the copy engines
+// The driver's page: the unit in which memory is mapped.
+constexpr int64_t page_bytes = 2 << 20;  // what H100 and H200 map at the least; a device that needs more is refused
 
-constexpr int64_t align_shard(int64_t bytes) {
-  return (bytes + shard_alignment - 1) / shard_alignment * shard_alignment;
-}
+// The nearest multiple of a page.
+constexpr int64_t page_below(int64_t bytes) { return bytes / page_bytes * page_bytes; }
+constexpr int64_t page_above(int64_t bytes) { return page_below(bytes + page_bytes - 1); }
+
+constexpr int64_t copy_alignment = 512;  // bytes: whole lines for the copy engines
+
+constexpr int64_t align_copy(int64_t bytes) { return (bytes + copy_alignment - 1) / copy_alignment * copy_alignment; }
 
 // Whether a shard of `bytes` is large enough to begin at a page, and to be mapped again.
 constexpr bool has_pages(int64_t bytes) {

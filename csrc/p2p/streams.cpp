@@ -1,4 +1,4 @@
-#include "p2p/stream_probe.h"
+#include "p2p/streams.h"
 
 #include <ATen/Functions.h>
 #include <ATen/cuda/Sleep.h>
@@ -9,19 +9,20 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <exception>
 #include <limits>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "p2p/driver.h"
-#include "p2p/stream_poll.h"
 
 namespace zcompile::cuda {
 
-namespace {
-
 using c10::cuda::CUDAEvent;
 using c10::cuda::CUDAStream;
+
+namespace {
 
 // Times matmuls on the current stream, alone and while another stream waits.
 class Trial {
@@ -108,6 +109,53 @@ CUDAStream take_quiet_stream() {
     if (trial.is_quiet(stream)) return stream;
   }
   return first;
+}
+
+bool ends_within(cudaStream_t stream, std::chrono::milliseconds time) {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + time;
+  while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+    if (Clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+CUDAEvent EventPool::take() {
+  std::lock_guard lock(mutex_);
+  if (free_.empty()) return CUDAEvent();
+  auto event = std::move(free_.back());
+  free_.pop_back();
+  return event;
+}
+
+void EventPool::give_back(CUDAEvent event) {
+  std::lock_guard lock(mutex_);
+  free_.push_back(std::move(event));
+}
+
+void EventPool::order(const CUDAStream& first, const CUDAStream& then) {
+  auto event = take();
+  event.record(first);
+  event.block(then);
+  give_back(std::move(event));
+}
+
+EventTransfer::EventTransfer(std::shared_ptr<EventPool> pool, CUDAEvent event)
+    : pool_(std::move(pool)), event_(std::move(event)) {}
+
+EventTransfer::~EventTransfer() {
+  if (waited_) return;
+  try {
+    event_.block(c10::cuda::getCurrentCUDAStream());
+  } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
+  }
+}
+
+void EventTransfer::wait() {
+  event_.block(c10::cuda::getCurrentCUDAStream());
+  waited_ = true;
+  pool_->give_back(std::move(event_));
 }
 
 }  // namespace zcompile::cuda

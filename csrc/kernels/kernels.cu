@@ -1,8 +1,7 @@
-// Copies by SMs.
+// Copies by SMs, the end of a context that hangs, and the loading of all kernels.
 
-#include "kernels/copy.h"
+#include "kernels/kernels.h"
 
-#include "kernels/kernel_loader.cuh"
 #include "kernels/multi_tensor.cuh"
 
 namespace zcompile::cuda {
@@ -34,6 +33,8 @@ __global__ void __launch_bounds__(threads) pull_kernel(const __grid_constant__ C
   for (int64_t byte = done + threadIdx.x; byte < bytes; byte += threads) to[byte] = from[byte];
 }
 
+__global__ void trap_kernel() { __trap(); }
+
 }  // namespace
 
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream) {
@@ -42,9 +43,19 @@ cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream) {
       [&](const CopyBatch& batch, int tiles) { pull_kernel<<<tiles, threads, 0, stream>>>(batch); });
 }
 
-cudaError_t load_copy_kernels() {
+cudaError_t launch_trap(cudaStream_t stream) {
+  trap_kernel<<<1, 1, 0, stream>>>();
+  return cudaGetLastError();
+}
+
+cudaError_t load_kernels() {
   KernelLoader loader;
   loader.load(pull_kernel);
+  loader.load(trap_kernel);
+  for (const auto error :
+       {load_cast_kernels(), load_reduce_kernels(), load_embedding_rows_kernels(), load_adam_kernels()}) {
+    loader.note(error);
+  }
   return loader.result();
 }
 
