@@ -50,7 +50,7 @@ OTHER_STAGES = ("take over", "hooks", "compile", "forward", "norm", "step")
     "stage",
     [
         "backward",
-        *(pytest.param(stage, marks=pytest.mark.matrix) for stage in OTHER_STAGES),
+        *(pytest.param(stage, marks=pytest.mark.slow) for stage in OTHER_STAGES),
     ],
 )
 def test_a_failure_gives_the_engine_back(ranks, stage):
@@ -140,6 +140,6 @@ def rank_hooks_a_parameter(rank, world, late):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.matrix), True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_hook_on_a_parameter_gives_the_engine_back(ranks, late):
     ranks(2).run(rank_hooks_a_parameter, late)

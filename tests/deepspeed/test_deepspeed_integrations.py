@@ -100,7 +100,7 @@ def rank_runs_accelerate(rank, world, regions):
 
 
 @pytest.mark.parametrize(
-    "regions", [pytest.param(False, id="whole"), pytest.param(True, id="regions", marks=pytest.mark.matrix)]
+    "regions", [pytest.param(False, id="whole"), pytest.param(True, id="regions", marks=pytest.mark.slow)]
 )
 def test_accelerate_is_close_to_eager(ranks, regions):
     ranks(2).run(rank_runs_accelerate, regions)
@@ -143,7 +143,7 @@ def test_deepspeed_refuses_a_block_in_zero_optimization_if_nothing_imports_zcomp
     assert done.returncode != 0 and "Extra inputs are not permitted" in done.stderr, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("config", [INNER, pytest.param(TOP, marks=pytest.mark.matrix)], ids=["inner", "top"])
+@pytest.mark.parametrize("config", [INNER, pytest.param(TOP, marks=pytest.mark.slow)], ids=["inner", "top"])
 def test_an_import_after_that_of_deepspeed_is_early_enough(config):
     done = run_program(config, before="import zcompile")
     assert done.returncode == 0 and "taken over True" in done.stdout, done.stderr[-3000:]

@@ -21,7 +21,7 @@ from tests.support.models import VOCABULARY, batch
     "flag, tolerance",
     [
         pytest.param({}, 0, id="aot_eager"),
-        pytest.param({"inner": "inductor"}, 1e-6, id="inductor", marks=pytest.mark.matrix),
+        pytest.param({"inner": "inductor"}, 1e-6, id="inductor", marks=pytest.mark.slow),
     ],
 )
 def test_fp32_equals_eager(ranks, flag, tolerance):
@@ -55,7 +55,7 @@ def test_four_ranks_equal_eager_bitwise_in_one_order(ranks):
     ranks(4).run(rank_trains_beside_eager_in_rank_order)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bf16_is_close_to_eager(ranks, world):
     ranks(world).run(rank_trains_beside_eager, {}, (2e-3, 1e-2), BF16, 200)
 
@@ -108,8 +108,8 @@ def rank_makes_engines(rank, world, how):
     [
         "zero.Init",
         "loss.backward",
-        pytest.param("checkpointed", marks=pytest.mark.matrix),
-        pytest.param("fp16", marks=pytest.mark.matrix),
+        pytest.param("checkpointed", marks=pytest.mark.slow),
+        pytest.param("fp16", marks=pytest.mark.slow),
     ],
 )
 def test_engines_made_and_used_otherwise_equal_eager(ranks, how):
@@ -158,7 +158,7 @@ def rank_trains_with_frozen_parameters(rank, world, make):
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("make", [Lora, pytest.param(WithCodes, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("make", [Lora, pytest.param(WithCodes, marks=pytest.mark.slow)])
 def test_frozen_parameters_equal_eager(ranks, make):
     ranks(2).run(rank_trains_with_frozen_parameters, make)
 

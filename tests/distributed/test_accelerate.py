@@ -122,9 +122,9 @@ def rank_loads(rank, world, folder, kind):
     "world, kind",
     [
         (1, "SHARDED_STATE_DICT"),
-        pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.matrix),
-        pytest.param(4, "SHARDED_STATE_DICT", marks=pytest.mark.matrix),
-        pytest.param(4, "FULL_STATE_DICT", marks=pytest.mark.matrix),
+        pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.slow),
+        pytest.param(4, "SHARDED_STATE_DICT", marks=pytest.mark.slow),
+        pytest.param(4, "FULL_STATE_DICT", marks=pytest.mark.slow),
     ],
 )
 def test_a_state_goes_on_at_another_number_of_ranks(ranks, tmp_path, world, kind):
@@ -251,7 +251,7 @@ def rank_trains_in(rank, world, precision, compiled):
     return losses, list(zcompile.stats(model)["gathered_bytes"])
 
 
-@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_bf16_trains_as_fp32_and_compiled_code_gathers_it(ranks, compiled):
     (losses, widths), _ = ranks(2).run(rank_trains_in, "bf16", compiled)
     (reference, _), _ = ranks(2).run(rank_trains_in, "no", False)

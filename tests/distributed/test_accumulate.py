@@ -22,8 +22,8 @@ from tests.support.reference import compiled, same_grads, train_beside
 from tests.support.sharded_ops import ops
 from zcompile.sharding.model_state import state_of
 
-matrix = pytest.mark.matrix
-inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=matrix)])
+slow = pytest.mark.slow
+inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
 
 
 def rank_gathers_once(rank, world, inner):
@@ -37,7 +37,7 @@ def rank_gathers_once(rank, world, inner):
     assert zcompile.stats(run.model)["reduces"] == MICROBATCHES * len(parameters)
 
 
-@pytest.mark.parametrize("inner", [pytest.param("aot_eager", marks=matrix), "inductor"])
+@pytest.mark.parametrize("inner", [pytest.param("aot_eager", marks=slow), "inductor"])
 def test_microbatches_gather_once(ranks, inner):
     ranks(2).run(rank_gathers_once, inner)
 
@@ -81,17 +81,17 @@ def rank_accumulates_beside(rank, world, how):
     assert all(fewer < more for fewer, more in zip(run.gathered_bytes, expected.gathered_bytes, strict=True))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_buckets_travel_as_ever_and_the_rest_is_shared(ranks, world):
     ranks(world).run(rank_accumulates_beside, {})
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_an_edit_between_microbatches_is_seen(ranks, world):
     ranks(world).run(rank_accumulates_beside, {"edit": True})
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_a_param_dtype_is_shared_too(ranks, world):
     ranks(world).run(rank_accumulates_beside, {"param_dtype": torch.bfloat16})
 
@@ -179,7 +179,7 @@ def rank_overwrites_copies(rank, world):
     assert losses == 6 * losses[:1], losses
 
 
-@matrix
+@slow
 def test_a_weight_of_which_a_copy_is_overwritten_stays_as_it_was(ranks):
     ranks(2).run(rank_overwrites_copies)
 
@@ -208,7 +208,7 @@ def rank_saves_what_is_cached(rank, world):
     assert zcompile.stats(model)["gathers"] == 2
 
 
-@matrix
+@slow
 def test_what_is_saved_for_backward_is_not_written_over(ranks):
     """Inductor may reuse memory that was saved for backward, but not what the cache holds for the next microbatch."""
     ranks(2).run(rank_saves_what_is_cached)

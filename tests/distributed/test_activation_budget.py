@@ -92,8 +92,8 @@ def rank_saves(rank, world, blocks, by_option, inner):
     "blocks, by_option, inner",
     [
         (12, True, "aot_eager"),
-        pytest.param(12, False, "aot_eager", marks=pytest.mark.matrix),
-        pytest.param(3, True, "inductor", marks=pytest.mark.matrix),
+        pytest.param(12, False, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(3, True, "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_a_budget_saves_what_torch_alone_saves_under_it(ranks, inductor_cache, blocks, by_option, inner):

@@ -99,13 +99,13 @@ def test_models_of_other_kinds_train_as_unsharded(two_ranks, task, kind):
     assert two_ranks.run(rank_trains, task, kind, "aot_eager") == [None, None]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("task, kind", OF_ALL_KINDS)
 def test_models_of_all_kinds_train_under_inductor(two_ranks, task, kind):
     assert two_ranks.run(rank_trains, task, kind, "inductor", timeout=600) == [None, None]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("task, kind", OF_ALL_KINDS)
 def test_models_of_all_kinds_train_under_aot_eager(two_ranks, task, kind):
     assert two_ranks.run(rank_trains, task, kind, "aot_eager", timeout=600) == [None, None]

@@ -170,7 +170,7 @@ def rank_breaks(rank, world, path, folder, make_model, require=False):
     return seen, {name: counts.get(name, 0) for name in COUNTED}, zcompile.stats(model)["compiled"]
 
 
-@pytest.mark.parametrize("make_model", [BrokenEven, pytest.param(Broken, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("make_model", [BrokenEven, pytest.param(Broken, marks=pytest.mark.slow)])
 def test_a_model_with_graph_breaks_is_traced_and_finds_what_was_compiled(ranks, tmp_path, make_model):
     path = tmp_path / "model.zc"
     first = ranks(2).run(rank_breaks, path, tmp_path / "first", make_model)
@@ -192,20 +192,20 @@ def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(
     check(ranks(2), file, inductor_cache, tmp_path)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_file_for_another_number_of_ranks(ranks, inductor_cache, tmp_path, world):
     make_file(tmp_path / "model.zc", world)
     check(ranks(world), tmp_path / "model.zc", inductor_cache, tmp_path)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_file_for_autocast(ranks, inductor_cache, tmp_path):
     make_file(tmp_path / "model.zc", 2, autocast=True)
     check(ranks(2), tmp_path / "model.zc", inductor_cache, tmp_path, autocast=True)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_file_for_another_param_dtype(ranks, inductor_cache, tmp_path):
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
     make_file(tmp_path / "model.zc", 2, **dtypes)

@@ -216,7 +216,7 @@ def rank_wraps(rank, world, folder, path):
             wrapper(tokens_of(0, rank))
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_wrapper_around_a_sharded_model_is_loaded_and_sees_what_is_frozen(ranks, inductor_cache, tmp_path):
     ranks(1).run(rank_wraps, inductor_cache, tmp_path / "model.zc")
 

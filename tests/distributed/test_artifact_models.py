@@ -50,7 +50,7 @@ def rank_trains(rank, world, name, folder, path):
     return seen, bool(counters["stats"])
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_a_model_of_hugging_face_trains_from_a_file(ranks, tmp_path, name):
     path, cache = tmp_path / "model.zc", tmp_path / "cache"

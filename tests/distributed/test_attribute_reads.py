@@ -15,7 +15,7 @@ from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
 from tests.support.models import Transformer, batch, hugging_face
 from tests.support.reference import full, lm_loss, train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def in_place(model):
@@ -24,7 +24,7 @@ def in_place(model):
 
 
 ways = pytest.mark.parametrize(
-    "prepare", [eager, pytest.param(in_place, marks=matrix), wrapped, pytest.param(by_blocks, marks=matrix)]
+    "prepare", [eager, pytest.param(in_place, marks=slow), wrapped, pytest.param(by_blocks, marks=slow)]
 )
 
 
@@ -80,7 +80,7 @@ def rank_reads_inside(rank, world, prepare, make):
 
 
 @ways
-@pytest.mark.parametrize("make", [Reader, pytest.param(ReentrantReader, marks=matrix)])
+@pytest.mark.parametrize("make", [Reader, pytest.param(ReentrantReader, marks=slow)])
 def test_reads_of_other_modules_parameters_in_forward_train_as_unsharded(ranks, prepare, make):
     ranks(2).run(rank_reads_inside, prepare, make)
 

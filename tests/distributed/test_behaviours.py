@@ -14,11 +14,11 @@ from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
 from tests.support.models import Transformer
 from tests.support.reference import close, compiled, lm_loss, train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 ways = pytest.mark.parametrize(
-    "prepare", [pytest.param(eager, marks=matrix), compiled, wrapped, pytest.param(by_blocks, marks=matrix)]
+    "prepare", [pytest.param(eager, marks=slow), compiled, wrapped, pytest.param(by_blocks, marks=slow)]
 )
 
 

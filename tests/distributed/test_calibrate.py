@@ -145,7 +145,7 @@ def test_the_command_measures_and_explain_takes_its_file(tmp_path, capsys):
     assert "over gloo" in told and "measured by zcompile calibrate" in told
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_command_says_in_one_line_why_it_cannot_keep_what_it_measured(tmp_path):
     (tmp_path / "file").write_text("")
     refused = run_calibrate("--ranks", "1", "--output", tmp_path / "file" / "below")

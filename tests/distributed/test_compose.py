@@ -32,7 +32,7 @@ from tests.support.parallel import (
 from tests.support.reference import FP32, close, same_grads, train_beside
 from zcompile.sharding.model_state import models_of, state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 INNER = ["eager", "aot_eager", "inductor"]
 
 
@@ -40,7 +40,7 @@ def each_inner(first, second):
     """Both with each way to run, of which CI has `first` in eager and `second` under aot_eager."""
     in_ci = {(first, "eager"), (second, "aot_eager")}
     return [
-        pytest.param(how, inner, marks=() if (how, inner) in in_ci else matrix, id=f"{how}-{inner}")
+        pytest.param(how, inner, marks=() if (how, inner) in in_ci else slow, id=f"{how}-{inner}")
         for how in (first, second)
         for inner in INNER
     ]
@@ -110,7 +110,7 @@ def rank_compares_mixtures(rank, world):
     rank_compares_bits(rank, world, Mixture, functools.partial(expert_parallel, "cpu", shard=Shard(0)))
 
 
-@pytest.mark.parametrize("compare", [pytest.param(rank_compares_dense, marks=matrix), rank_compares_mixtures])
+@pytest.mark.parametrize("compare", [pytest.param(rank_compares_dense, marks=slow), rank_compares_mixtures])
 def test_aot_eager_equals_eager_bit_by_bit(ranks, compare):
     ranks(4).run(compare)
 
@@ -129,7 +129,7 @@ def rank_routes_unequally(rank, world, inner):
     train_beside(rank, world, prepare, make=sorting, loss=unequal_loss, steps=5)
 
 
-@pytest.mark.parametrize("inner", [pytest.param("eager", marks=matrix), "aot_eager"])
+@pytest.mark.parametrize("inner", [pytest.param("eager", marks=slow), "aot_eager"])
 def test_ranks_may_have_other_lengths_and_experts_without_tokens(ranks, inner):
     """Compiled code ends where counts of tokens become sizes. Ranks compile for lengths of their own."""
     ranks(4).run(rank_routes_unequally, inner)
@@ -182,10 +182,10 @@ def rank_trains_variant(rank, world, variant, inner):
 @pytest.mark.parametrize(
     "variant, inner",
     [
-        pytest.param("frozen", "eager", marks=matrix),
+        pytest.param("frozen", "eager", marks=slow),
         ("checkpointed", "aot_eager"),
-        pytest.param("frozen", "aot_eager", marks=matrix),
-        pytest.param("checkpointed", "eager", marks=matrix),
+        pytest.param("frozen", "aot_eager", marks=slow),
+        pytest.param("checkpointed", "eager", marks=slow),
     ],
 )
 def test_variants_of_expert_parallel_models_train_as_unsharded(ranks, variant, inner):
@@ -206,7 +206,7 @@ def rank_accumulates(rank, world, inner):
     same_grads(model, reference)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("eager", marks=matrix)])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("eager", marks=slow)])
 def test_gradients_of_several_domains_accumulate(ranks, inner):
     ranks(4).run(rank_accumulates, inner)
 
@@ -224,7 +224,7 @@ def rank_trains_over_replicas(rank, world, inner):
     train_beside(rank, world, prepare, make=Mixture, loss=token_loss)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_expert_parallel_models_train_over_replicas(ranks, inner):
     ranks(8).run(rank_trains_over_replicas, inner)
@@ -248,7 +248,7 @@ def rank_trains_tensor_and_expert_parallel(rank, world, inner):
     train_beside(rank // 2, 4, prepare, make=Mixture, loss=token_loss)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_expert_and_tensor_parallel_models_train_as_unsharded(ranks, inner):
     ranks(8).run(rank_trains_tensor_and_expert_parallel, inner)
@@ -330,7 +330,7 @@ def rank_is_delayed(rank, world, inner):
         assert all(map(torch.equal, *gradients)), step
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=matrix)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
 def test_delays_of_ranks_change_nothing(ranks, inner):
     """ZCOMPILE_COMPOSE_ORDERS: how many steps."""
     ranks(4).run(rank_is_delayed, inner, timeout=60 + 3 * ORDERS)

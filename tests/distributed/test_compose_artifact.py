@@ -78,7 +78,7 @@ def rank_compiles(rank, world):
     return train(mixture("inductor"), rank)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_mixture_trains_from_a_file_as_from_a_compile(ranks, inductor_cache, tmp_path):
     """Of four ranks, no other has the groups of the process that made the file."""
     path = tmp_path / "model.zc"
@@ -100,6 +100,6 @@ def rank_makes_no_file(rank, world, inductor_cache):
         make(numbered, parse_options({}), None, INPUTS, {})
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_what_depends_on_the_rank_is_in_no_file(ranks, inductor_cache):
     ranks(4).run(rank_makes_no_file, inductor_cache)

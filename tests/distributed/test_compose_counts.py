@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.support.parallel import Experts, Mixture, expert_parallel, token_loss
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 BLOCKS = 2
 
 
@@ -46,9 +46,9 @@ def rank_counts(rank, world, inner, make, recomputed):
     "inner, make, recomputed",
     [
         ("aot_eager", plain, 0),
-        pytest.param("aot_eager", checkpointed, 2, marks=matrix),
-        pytest.param("inductor", plain, 0, marks=matrix),
-        pytest.param("inductor", checkpointed, 2, marks=matrix),
+        pytest.param("aot_eager", checkpointed, 2, marks=slow),
+        pytest.param("inductor", plain, 0, marks=slow),
+        pytest.param("inductor", checkpointed, 2, marks=slow),
     ],
 )
 def test_a_block_has_two_all_to_alls_each_way(ranks, inner, make, recomputed):
@@ -79,7 +79,7 @@ def rank_counts_bytes(rank, world, inner):
 
 
 @pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("eager", marks=matrix), pytest.param("inductor", marks=matrix)]
+    "inner", ["aot_eager", pytest.param("eager", marks=slow), pytest.param("inductor", marks=slow)]
 )
 def test_bytes_of_each_domain_are_counted(ranks, inner):
     """In eager, autograd keeps weights from forward to backward."""

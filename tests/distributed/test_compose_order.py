@@ -65,9 +65,9 @@ def rank_differs(rank, world, make, how):
     "make, how",
     [
         (dense, "prefetch"),
-        pytest.param(mixture, "order", marks=pytest.mark.matrix),
-        pytest.param(dense, "order", marks=pytest.mark.matrix),
-        pytest.param(mixture, "prefetch", marks=pytest.mark.matrix),
+        pytest.param(mixture, "order", marks=pytest.mark.slow),
+        pytest.param(dense, "order", marks=pytest.mark.slow),
+        pytest.param(mixture, "prefetch", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_would_run_another_program_is_an_error_on_all(ranks, make, how):
@@ -119,6 +119,6 @@ def rank_compiles_alone(rank, world):
     train_beside(mesh["dp"].get_local_rank(), 2, prepare, make=lambda: Dense(1), loss=long_loss)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_ranks_that_compile_alone_wait_for_no_other_mesh(ranks):
     ranks(4).run(rank_compiles_alone, timeout=120)

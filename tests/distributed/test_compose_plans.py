@@ -12,7 +12,7 @@ from tests.support.reference import close
 from zcompile.huggingface import distribute
 
 pytest.importorskip("transformers", "5.20")
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 STEPS = 5
 CASES = {
@@ -82,7 +82,7 @@ IN_CI = [(case, "eager") for case in ("neox-tp", "qwen-tp-ep")]
 @pytest.mark.parametrize(
     "case, inner",
     [
-        pytest.param(case, inner, marks=() if (case, inner) in IN_CI else matrix)
+        pytest.param(case, inner, marks=() if (case, inner) in IN_CI else slow)
         for case in CASES
         for inner in ("eager", "aot_eager")
     ],
@@ -112,7 +112,7 @@ def rank_loads(rank, world, make, sizes):
         assert torch.equal(mine.grad.to_local(), other.grad.to_local())
 
 
-@pytest.mark.parametrize("case", ["qwen-tp-ep", pytest.param("deepseek-ep", marks=matrix)])
+@pytest.mark.parametrize("case", ["qwen-tp-ep", pytest.param("deepseek-ep", marks=slow)])
 def test_models_made_on_the_meta_device_load_whole_state_dicts(ranks, case):
     ranks(4).run(rank_loads, *CASES[case])
 
@@ -162,6 +162,6 @@ def rank_applies_a_plan_itself(rank, world):
         loss.backward()
 
 
-@matrix
+@slow
 def test_hooks_of_a_plan_that_the_program_applies_are_an_error(ranks):
     ranks(4).run(rank_applies_a_plan_itself)

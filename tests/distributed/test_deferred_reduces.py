@@ -73,7 +73,7 @@ def rank_defers_replicas(rank, world, inner):
     return [grad.sum().item() for grad in deferred[1]]
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
     of_ranks = ranks(4).run(rank_defers_replicas, inner)
     assert all(each == of_ranks[0] for each in of_ranks)
@@ -98,9 +98,9 @@ def rank_defers_reduces(rank, world, inner, shape, how):
     [
         ("aot_eager", (2,), {}),
         ("eager", (2,), {"param_dtype": torch.bfloat16}),
-        pytest.param("eager", (2,), {}, marks=pytest.mark.matrix),
-        pytest.param("inductor", (2,), {}, marks=pytest.mark.matrix),
-        pytest.param("aot_eager", (2, 2), {}, marks=pytest.mark.matrix),
+        pytest.param("eager", (2,), {}, marks=pytest.mark.slow),
+        pytest.param("inductor", (2,), {}, marks=pytest.mark.slow),
+        pytest.param("aot_eager", (2, 2), {}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_may_be_reduced_once_behind_the_last_microbatch(ranks, inner, shape, how):
@@ -202,7 +202,7 @@ def rank_defers_with_units(rank, world, reduce, shape):
     close(deferred[1], grads)
 
 
-@pytest.mark.parametrize("reduce, shape", [("last", (2,)), pytest.param("shards", (2, 2), marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("reduce, shape", [("last", (2,)), pytest.param("shards", (2, 2), marks=pytest.mark.slow)])
 def test_models_with_units_may_defer(ranks, reduce, shape):
     ranks(2 * len(shape)).run(rank_defers_with_units, reduce, shape)
 

@@ -17,11 +17,11 @@ from zcompile.analysis.hardware import H200
 from zcompile.backend import compile_aot_eager
 from zcompile.options import Settings
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=matrix), "late c10d"])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=slow), "late c10d"])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 def test_rows_are_those_of_the_whole_matrix(ranks, world, transport):
     ranks(world).run(rank_rows_like_whole, transport)
 
@@ -68,7 +68,7 @@ def rank_trains_with_and_without_rows(rank, world, dtype, microbatches):
     assert len(with_rows) == 1 and "+2 zcompile.reduce_rows.default" in with_rows[0] and not without_rows
 
 
-@pytest.mark.parametrize("dtype, microbatches", [(torch.float32, 2), pytest.param(torch.bfloat16, 1, marks=matrix)])
+@pytest.mark.parametrize("dtype, microbatches", [(torch.float32, 2), pytest.param(torch.bfloat16, 1, marks=slow)])
 def test_leaving_them_out_changes_nothing(ranks, dtype, microbatches):
     ranks(2).run(rank_trains_with_and_without_rows, dtype, microbatches)
 
@@ -103,7 +103,7 @@ def rank_plans_for_peers(rank, world, make, rows, gathers):
     assert forward == [rows, gathers] and backward[0] == 0, "rows are read in forward alone"
 
 
-@pytest.mark.parametrize("make, rows, gathers", [pytest.param(Tables, 2, 4, marks=matrix), (ReadTwice, 1, 5)])
+@pytest.mark.parametrize("make, rows, gathers", [pytest.param(Tables, 2, 4, marks=slow), (ReadTwice, 1, 5)])
 def test_over_p2p_a_table_read_once_is_gathered_as_rows(ranks, make, rows, gathers):
     ranks(2).run(rank_plans_for_peers, make, rows, gathers)
 
@@ -135,7 +135,7 @@ def rank_counts_from_the_end(rank, world):
     same_grads(model, reference)
 
 
-@matrix
+@slow
 def test_indices_may_count_from_the_end(ranks):
     ranks(2).run(rank_counts_from_the_end)
 
@@ -158,6 +158,6 @@ def rank_sees_other_lengths(rank, world):
     same_grads(model, reference)
 
 
-@matrix
+@slow
 def test_lengths_of_batches_may_differ_between_ranks(ranks):
     ranks(2).run(rank_sees_other_lengths)

@@ -24,14 +24,14 @@ MOE = ["--batch", "4", "--corpus-mb", "0.2", "--layers", "2", "--hidden", "16", 
     "program, arguments, written",
     [
         ("train.py", ZCOMPILE, "zcompile"),
-        pytest.param("train.py", FSDP2, "fsdp2", marks=pytest.mark.matrix),
-        pytest.param("train.py", [*ZCOMPILE, "--tp", "2"], "zcompile", marks=pytest.mark.matrix),
-        pytest.param("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2", marks=pytest.mark.matrix),
+        pytest.param("train.py", FSDP2, "fsdp2", marks=pytest.mark.slow),
+        pytest.param("train.py", [*ZCOMPILE, "--tp", "2"], "zcompile", marks=pytest.mark.slow),
+        pytest.param("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2", marks=pytest.mark.slow),
         ("deepspeed_train.py", ["--engine", "eager"], "deepspeed-eager"),
         ("moe.py", MOE, "moe-zcompile-grouped"),
-        pytest.param("moe.py", [*MOE, "--experts", "looped"], "moe-zcompile-looped", marks=pytest.mark.matrix),
-        pytest.param("moe.py", [*MOE, "--engine", "eager"], "moe-eager-grouped", marks=pytest.mark.matrix),
-        pytest.param("moe.py", [*MOE, "--engine", "fsdp2"], "moe-fsdp2-grouped", marks=pytest.mark.matrix),
+        pytest.param("moe.py", [*MOE, "--experts", "looped"], "moe-zcompile-looped", marks=pytest.mark.slow),
+        pytest.param("moe.py", [*MOE, "--engine", "eager"], "moe-eager-grouped", marks=pytest.mark.slow),
+        pytest.param("moe.py", [*MOE, "--engine", "fsdp2"], "moe-fsdp2-grouped", marks=pytest.mark.slow),
     ],
 )
 def test_an_example_trains_and_writes_its_results(tmp_path, monkeypatch, program, arguments, written):
@@ -63,7 +63,7 @@ TINY = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--per_device_
 
 @pytest.mark.parametrize(
     "program, written",
-    [("trainer.py", "held-out text"), pytest.param("sft.py", "never seen", marks=pytest.mark.matrix)],
+    [("trainer.py", "held-out text"), pytest.param("sft.py", "never seen", marks=pytest.mark.slow)],
 )
 def test_an_example_of_hugging_face_trains_and_saves(tmp_path, monkeypatch, program, written):
     for name in ("datasets", "trl") if program == "sft.py" else ("accelerate",):

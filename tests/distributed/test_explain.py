@@ -16,7 +16,7 @@ from tests.support.models import Transformer, batch, loss_of
 from zcompile.planning.command import main
 from zcompile.planning.workloads import load
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 class WithLoss(nn.Module):
@@ -80,9 +80,7 @@ def rank_explain_and_run_microbatches(rank, world, microbatch_cache_bytes):
     return plan, gathered_bytes
 
 
-@pytest.mark.parametrize(
-    "microbatch_cache_bytes", [pytest.param(None, marks=matrix), 3000, pytest.param(0, marks=matrix)]
-)
+@pytest.mark.parametrize("microbatch_cache_bytes", [pytest.param(None, marks=slow), 3000, pytest.param(0, marks=slow)])
 def test_explain_says_what_microbatches_share(ranks, microbatch_cache_bytes):
     plan, gathered_bytes = ranks(2).run(rank_explain_and_run_microbatches, microbatch_cache_bytes)[0]
     first, (forward, backward) = plan.graphs, plan.cached_graphs or plan.graphs
@@ -104,7 +102,7 @@ def rank_explain_and_run(rank, world, save_for_backward_bytes):
     return plan, gathers, forward, zcompile.stats(model), {name: p.numel() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("save_for_backward_bytes", [None, pytest.param(0, marks=matrix)])
+@pytest.mark.parametrize("save_for_backward_bytes", [None, pytest.param(0, marks=slow)])
 def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
     results = ranks(2).run(rank_explain_and_run, save_for_backward_bytes)
     mine, others = (

@@ -324,6 +324,6 @@ def rank_goes_on(rank, world, inner):
     assert curves[0] == curves[1] and peaks[0] == peaks[1], (curves, peaks)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_backward_that_raised_leaves_nothing_behind(ranks, inner):
     ranks(2).run(rank_goes_on, inner)

@@ -230,7 +230,7 @@ def growth(ranks, few, many, prepare):
     return max(grown)
 
 
-@pytest.mark.parametrize("few, many", [(10, 30), pytest.param(50, 200, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("few, many", [(10, 30), pytest.param(50, 200, marks=pytest.mark.slow)])
 def test_models_that_come_and_go_take_no_memory_and_no_threads(ranks, few, many):
     """Each model has 68 kB of parameters and as much again in optimizer states, and has 40 kB of Python objects."""
     assert growth(ranks, few, many, eager) < (many - few) * 10_000 + 4_000_000
@@ -241,7 +241,7 @@ def unsharded(model):
     return model
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_compiled_models_that_come_and_go_take_what_dynamo_keeps(monkeypatch):
     """Dynamo keeps guards and a log of each compile, unsharded too, and sharded models have more guards.
 
@@ -268,7 +268,7 @@ def rank_records_collectives(rank, world, many):
     return sum(isinstance(thing, torch.fx.GraphModule) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("recorded", [0, pytest.param(2000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("recorded", [0, pytest.param(2000, marks=pytest.mark.slow)])
 def test_only_the_flight_recorder_holds_graphs_of_models_that_are_gone(monkeypatch, recorded):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(recorded))
     own = Ranks(2)

@@ -13,7 +13,7 @@ import zcompile
 from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized_loss
 from tests.support.reference import BF16, FP32, close, compiled, full, train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def eager(model, **how):
@@ -32,12 +32,12 @@ def rank_trains(rank, world, prepare, param_dtype):
     )
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize(
     "prepare",
-    [eager, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=matrix)],
+    [eager, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=slow)],
 )
-@pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=matrix)])
+@pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=slow)])
 def test_training_beside_frozen_parameters_of_any_dtype(ranks, world, prepare, param_dtype):
     ranks(world).run(rank_trains, prepare, param_dtype)
 
@@ -129,7 +129,7 @@ def rank_saves(rank, world, folder):
             assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_any_dtype_is_saved_and_loaded(ranks, tmp_path, world):
     ranks(world).run(rank_saves, str(tmp_path))
 
@@ -145,7 +145,7 @@ def rank_replicates(rank, world):
     assert full(model.flag.data).item() is True and full(model.eighth.data).float().item() == 0
 
 
-@matrix
+@slow
 def test_replicas_have_the_same_values_of_any_dtype(ranks):
     ranks(4).run(rank_replicates)
 

@@ -15,7 +15,7 @@ from tests.support.packed import Quantized
 from tests.support.reference import lm_loss
 from tests.support.unagreed import shard_without_agreement
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 SECONDS = 60.0  # the timeout of what would hang
 
 
@@ -52,11 +52,11 @@ def rank_iterates(rank, world, shard, dtype, bucket_bytes):
     lm_loss(model["text"], 0, rank).backward()  # training goes on
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("shard", [agreed, unagreed])
 @pytest.mark.parametrize(
     ("dtype", "bucket_bytes"),
-    [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=matrix)],
+    [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)],
 )
 def test_tensors_are_those_of_the_unsharded_state(ranks, world, shard, dtype, bucket_bytes):
     ranks(world).run(rank_iterates, shard, dtype, bucket_bytes)
@@ -67,7 +67,7 @@ def rank_iterates_over_replicas(rank, world):
     rank_iterates(rank, world, lambda model: zcompile.shard(model, mesh), torch.bfloat16, 3000)
 
 
-@matrix
+@slow
 def test_replicas_iterate(ranks):
     ranks(4).run(rank_iterates_over_replicas)
 

@@ -19,7 +19,7 @@ from tests.support.models import Transformer
 from tests.support.reference import compiled, lm_loss
 from zcompile.sharding.model_state import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def curve(rank, fuse, make, closures):
@@ -64,8 +64,8 @@ def rank_steps_fused_and_plain(rank, world, make, closures):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("closures", [pytest.param(False, marks=matrix), True])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=matrix)])
+@pytest.mark.parametrize("closures", [pytest.param(False, marks=slow), True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=slow)])
 def test_steps_are_torchs(ranks, make, closures):
     ranks(2).run(rank_steps_fused_and_plain, make, closures)
 

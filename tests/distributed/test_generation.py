@@ -16,7 +16,7 @@ from tests.support.reference import FP32, close, same_grads
 from tests.support.unagreed import shard_without_agreement
 
 pytest.importorskip("transformers")
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 SECONDS = 60.0  # the timeout of what would hang
 
 
@@ -77,20 +77,20 @@ STATIC = {"cache_implementation": "static"}
         (eager, {}),
         (unagreed, STATIC),
         (compiled_loosely, {}),
-        pytest.param(eager, STATIC, marks=matrix),
-        pytest.param(unagreed, {}, marks=matrix),
-        pytest.param(compiled_loosely, STATIC, marks=matrix),
-        pytest.param(compiled_unagreed, {}, marks=matrix),
-        pytest.param(unagreed, {"prefill_chunk_size": 2}, marks=matrix),
-        pytest.param(compiled_unagreed, STATIC, marks=matrix),
-        pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=matrix),
+        pytest.param(eager, STATIC, marks=slow),
+        pytest.param(unagreed, {}, marks=slow),
+        pytest.param(compiled_loosely, STATIC, marks=slow),
+        pytest.param(compiled_unagreed, {}, marks=slow),
+        pytest.param(unagreed, {"prefill_chunk_size": 2}, marks=slow),
+        pytest.param(compiled_unagreed, STATIC, marks=slow),
+        pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=slow),
     ],
 )
 def test_tokens_are_those_of_the_unsharded_model(ranks, inductor_cache, prepare, how):
     ranks(2).run(rank_generates, "llama", prepare, how)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("prepare", [eager, unagreed, compiled_loosely])
 @pytest.mark.parametrize("world", [2, 4])
@@ -104,7 +104,7 @@ def rank_generates_in_replicas(rank, world):
         rank_generates(rank, world, "llama", lambda model, shard=shard: shard(model, mesh), {})
 
 
-@matrix
+@slow
 def test_replicas_stop_when_they_like(ranks):
     ranks(4).run(rank_generates_in_replicas)
 
@@ -117,7 +117,7 @@ def rank_lets_transformers_compile(rank, world, prepare):
     rank_generates(rank, world, "llama", prepare, {**STATIC, "compile_config": config})
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), unagreed])
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), unagreed])
 def test_transformers_may_compile_with_zcompile(ranks, prepare):
     ranks(2).run(rank_lets_transformers_compile, prepare)
 
@@ -141,8 +141,8 @@ def rank_stops_at_random(rank, world, prepare, seeds):
         assert torch.equal(*results), seed
 
 
-@pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=matrix), unagreed])
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(100), marks=matrix)])
+@pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=slow), unagreed])
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(100), marks=slow)])
 def test_ranks_stop_early_at_random(ranks, prepare, seeds):
     ranks(2).run(rank_stops_at_random, prepare, seeds, timeout=600)
 
@@ -167,7 +167,7 @@ def rank_trains_on(rank, world, prepare):
 
 @pytest.mark.parametrize(
     "prepare",
-    [pytest.param(eager, marks=matrix), compiled_loosely, unagreed, pytest.param(compiled_unagreed, marks=matrix)],
+    [pytest.param(eager, marks=slow), compiled_loosely, unagreed, pytest.param(compiled_unagreed, marks=slow)],
 )
 def test_training_goes_on_after_a_generation(ranks, prepare):
     ranks(2).run(rank_trains_on, prepare)

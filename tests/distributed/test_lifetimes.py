@@ -20,7 +20,7 @@ from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.sharding.model_state import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 WIDTH = 33  # odd, so that shards are padded; Inductor on CPU makes smaller products pointwise
 MATRIX_BYTES = 4 * WIDTH**2
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -176,7 +176,7 @@ def test_unsharded_parameters_are_freed_at_once_and_not_reused(ranks):
                 )
 
 
-@pytest.mark.parametrize("sabotage", [reads_before_waiting, pytest.param(forgets_the_gradient, marks=matrix)])
+@pytest.mark.parametrize("sabotage", [reads_before_waiting, pytest.param(forgets_the_gradient, marks=slow)])
 def test_what_is_in_flight_is_read_or_reused_unless_waits_forbid_it(ranks, sabotage):
     """Why the numbers above are right. In the second, Inductor writes another result over a gradient in flight."""
     assert max(worst for worst, *_ in ranks(2).run(rank_late_step, sabotage)) > WRONG

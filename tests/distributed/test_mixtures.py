@@ -50,7 +50,7 @@ SHORT = [("deepseek_v3", "eager", None), ("mixtral", "eager", "aot_eager")]
 
 @pytest.mark.parametrize(
     ("name", "experts", "inner"),
-    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.matrix) for case in CASES],
+    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES],
 )
 def test_a_mixture_trains_as_unsharded(ranks, name, experts, inner):
     ranks(2).run(rank_trains, name, experts, inner)
@@ -75,7 +75,7 @@ def rank_counts_compilations(rank, world, name):
     assert compilations[0] > 0 and not any(compilations[2:]), compilations
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama4", marks=pytest.mark.matrix), "deepseek_v3"])
+@pytest.mark.parametrize("name", [pytest.param("llama4", marks=pytest.mark.slow), "deepseek_v3"])
 def test_compilations_end_after_two_steps_whatever_the_routing(ranks, name):
     ranks(2).run(rank_counts_compilations, name)
 

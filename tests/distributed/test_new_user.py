@@ -32,7 +32,7 @@ def run(script: Path, folder: Path, output: str, *others: str) -> dict:
     return json.loads((folder / output / "all_results.json").read_text()) | {"losses": losses}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--torch_compile_backend", "zcompile")])
 def test_one_line_makes_a_script_train_sharded_and_one_flag_compiled(tmp_path, monkeypatch, inductor_cache, flags):
     from transformers import AutoModelForCausalLM

@@ -13,7 +13,7 @@ from tests.support.reference import autocast_loss, compiled, full, lm_loss
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.sharding.model_state import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def rank_trains_bitwise(rank, world, loss):
@@ -37,8 +37,8 @@ def rank_trains_bitwise(rank, world, loss):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=matrix), autocast_loss])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=slow), autocast_loss])
 def test_aot_eager_equals_eager_bitwise(ranks, world, loss):
     ranks(world).run(rank_trains_bitwise, loss)
 
@@ -71,9 +71,9 @@ def rank_trains_beside_unsharded(rank, world, narrow, late):
 
 
 @pytest.mark.parametrize(
-    "narrow, tolerance", [pytest.param(False, 1e-5, id="fp32"), pytest.param(True, 2e-3, marks=matrix, id="bf16")]
+    "narrow, tolerance", [pytest.param(False, 1e-5, id="fp32"), pytest.param(True, 2e-3, marks=slow, id="bf16")]
 )
-@pytest.mark.parametrize("late", [pytest.param(False, marks=matrix, id="prompt"), pytest.param(True, id="late")])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=slow, id="prompt"), pytest.param(True, id="late")])
 def test_inductor_stays_close_to_the_unsharded_model(ranks, narrow, tolerance, late):
     """`late` poisons what is in flight: whatever reads or reuses it too soon yields NaN."""
     assert max(ranks(2).run(rank_trains_beside_unsharded, narrow, late)) <= tolerance
@@ -94,7 +94,7 @@ def rank_counts_gathers_within(rank, world, gather_budget_bytes):
     return rank_counts_gathers(rank, world, gather_budget_bytes=gather_budget_bytes)
 
 
-@pytest.mark.parametrize("gather_budget_bytes", [0, pytest.param(20_000, marks=matrix)])
+@pytest.mark.parametrize("gather_budget_bytes", [0, pytest.param(20_000, marks=slow)])
 def test_backward_gathers_what_it_reads(ranks, gather_budget_bytes):
     """No unsharded parameter crosses from forward to backward."""
     forward, backward, _, parameters = ranks(2).run(rank_counts_gathers_within, gather_budget_bytes)[0]
@@ -107,7 +107,7 @@ def test_backward_gathers_what_it_reads(ranks, gather_budget_bytes):
     assert backward["gathers"] == 2 * (4 + 2 * 2) + 2 + 1 + 1
 
 
-@pytest.mark.parametrize("gather_budget_bytes", [pytest.param(0, marks=matrix), 20_000])
+@pytest.mark.parametrize("gather_budget_bytes", [pytest.param(0, marks=slow), 20_000])
 def test_unsharded_bytes_keep_to_the_budget(ranks, gather_budget_bytes):
     forward, backward, largest_bytes, _ = ranks(2).run(rank_counts_gathers_within, gather_budget_bytes)[0]
     beside = 2 * largest_bytes  # one beside the budget, one that a thread of gloo has not let go
@@ -123,7 +123,7 @@ def rank_peaks_under_inductor(rank, world):
         assert peak_bytes <= 2 * largest_bytes, (forward, backward, largest_bytes)
 
 
-@matrix
+@slow
 def test_code_of_inductor_frees_what_it_gathered(ranks):
     ranks(2).run(rank_peaks_under_inductor)
 
@@ -184,6 +184,6 @@ def rank_skips_passes(rank, world, inner):
     assert losses == expected, (losses, expected)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=matrix)])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
 def test_passes_change_no_number(ranks, inner):
     ranks(2).run(rank_skips_passes, inner)

@@ -14,10 +14,8 @@ import zcompile
 from tests.support.reduce_checks import mean_in_order, rank_squares_of_reduces
 from tests.support.sharded_ops import ops, shards
 
-matrix = pytest.mark.matrix
-one_world_and_others = pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)]
-)
+slow = pytest.mark.slow
+one_world_and_others = pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 
 
 def check(op, make_args, *, values=True, gradients=False, alias=False):
@@ -53,8 +51,8 @@ def rank_gather_schemas(rank, world, dtype):
     check(ops.gather_wait.default, lambda: (arriving(ops.gather_start(shard, [5, 3], dtype), unsharded),), alias=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=matrix)])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
 def test_schemas_of_gathers_are_true(ranks, world, dtype):
     ranks(world).run(rank_gather_schemas, dtype)
 
@@ -68,7 +66,7 @@ def rank_reduce_schemas(rank, world):
     check(ops.reduce.default, lambda: (grad, shard))
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
 def test_schemas_of_reduces_are_true(ranks, world):
     ranks(world).run(rank_reduce_schemas)
 
@@ -90,8 +88,8 @@ def rank_row_schemas(rank, world, name):
     check(ops.reduce_rows_start.default, lambda: (rows, shard, [5, 3], torch.float32, indices), values=False)
 
 
-@pytest.mark.parametrize("indices", ["matrix", *(pytest.param(name, marks=matrix) for name in list(INDICES)[1:])])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+@pytest.mark.parametrize("indices", ["matrix", *(pytest.param(name, marks=slow) for name in list(INDICES)[1:])])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
 def test_schemas_of_rows_are_true(ranks, world, indices):
     ranks(world).run(rank_row_schemas, indices)
 
@@ -104,7 +102,7 @@ def rank_group_schemas(rank, world):
     check(ops.reduce_group_start.default, lambda: (grads, some), values=False)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
 def test_schemas_of_groups_are_true(ranks, world):
     ranks(world).run(rank_group_schemas)
 
@@ -268,7 +266,7 @@ def rank_reduces_in_order(rank, world):
                 assert torch.equal(ops.reduce(grad, leaf), expected), (shape, dtype)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=matrix), 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 4])
 def test_reduce_is_the_fp32_sum_in_rank_order(ranks, world):
     ranks(world).run(rank_reduces_in_order)
 
@@ -297,6 +295,6 @@ def rank_gathers(rank, world):
         assert torch.equal(ops.gather_wait(start), value)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_gather_is_the_whole_parameter(ranks, world):
     ranks(world).run(rank_gathers)

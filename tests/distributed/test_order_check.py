@@ -355,7 +355,7 @@ def rank_replicates(rank, world, shape):
     return difference_at_step(optimizer, model)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_replicas_are_compared(ranks, shape):
     pool = ranks(shape[0] * shape[1])
     messages = pool.run(rank_replicates, shape)

@@ -11,7 +11,7 @@ import zcompile
 from tests.support.models import Chain, Transformer
 from tests.support.reference import close, compiled, full, lm_loss, same_grads, same_parameters
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 FP32 = 2e-5
 
 
@@ -106,7 +106,7 @@ def rank_steps_in_backward(rank, world, prepare):
     assert not torch.equal(full(models[0].embed.weight), start)
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled, pytest.param(by_blocks, marks=matrix)])
+@pytest.mark.parametrize("prepare", [eager, compiled, pytest.param(by_blocks, marks=slow)])
 def test_an_optimizer_in_backward_trains_as_unsharded(ranks, prepare):
     ranks(2).run(rank_steps_in_backward, prepare)
 
@@ -135,7 +135,7 @@ def rank_clips(rank, world, prepare, accumulate, late):
 
 
 @pytest.mark.parametrize(("accumulate", "late"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), compiled])
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
 def test_a_hook_replaces_the_gradient_of_each_microbatch(ranks, prepare, accumulate, late):
     ranks(2).run(rank_clips, prepare, accumulate, late)
 

@@ -15,7 +15,7 @@ from tests.support.packed import Quantized, quantized_loss
 from tests.support.reference import FP32, close, compiled, full, train_beside
 
 peft = pytest.importorskip("peft")
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 loss = functools.partial(hugging_face_loss, "llama")
 
@@ -39,9 +39,7 @@ def eager(model):
 PREPARE = [
     eager,
     functools.partial(compiled, fullgraph=False),
-    pytest.param(
-        functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=pytest.mark.matrix
-    ),
+    pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=pytest.mark.slow),
 ]
 
 
@@ -129,13 +127,13 @@ def rank_merges(rank, world, prepare, config):
     torch.testing.assert_close(*(loss(each, 1, rank) for each in merged))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=matrix), PREPARE[1]])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=slow), PREPARE[1]])
 def test_merged_and_unmerged_weights_are_those_of_one_process(ranks, world, prepare):
     ranks(world).run(rank_merges, prepare, {})
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("config", [{"use_dora": True}, {"target_modules": ["embed_tokens", "v_proj"]}])
 def test_other_adapters_merge(ranks, config):
     ranks(2).run(rank_merges, eager, config)
@@ -223,6 +221,6 @@ def rank_packs(rank, world, prepare):
     assert set(zcompile.stats(model)["reduced_bytes"]) == {"float32"}
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=matrix), PREPARE[1]])
+@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=slow), PREPARE[1]])
 def test_lora_trains_beside_a_packed_base(ranks, prepare):
     ranks(2).run(rank_packs, prepare)

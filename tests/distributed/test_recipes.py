@@ -74,7 +74,7 @@ def rank_trains_in_8_bits(rank, world):
     assert any(type(value).__name__ == "OptimState8bit" for value in local)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_torchao_keeps_states_of_shards_in_8_bits(ranks, inductor_cache):
     if not importlib.util.find_spec("torchao"):
         pytest.skip("needs torchao")

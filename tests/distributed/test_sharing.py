@@ -36,7 +36,7 @@ def rank_exchanges(rank, world):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_descriptors_reach_all_ranks_and_none_is_left_open(ranks, world):
     ranks(world).run(rank_exchanges)
 

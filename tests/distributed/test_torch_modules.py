@@ -12,7 +12,7 @@ from tests.support.models import Chain
 from tests.support.reference import compiled, train_beside
 from zcompile.sharding.model_state import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 class Last(nn.Module):
@@ -139,7 +139,7 @@ INDUCTOR_IN_CI = ("conv2d", "lstm-bidirectional")
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in INDUCTOR_IN_CI else pytest.param(kind, marks=matrix) for kind in MODULES]
+    "kind", [kind if kind in INDUCTOR_IN_CI else pytest.param(kind, marks=slow) for kind in MODULES]
 )
 def test_modules_of_torch_train_under_inductor(ranks, kind):
     """Of convolutions: a layout that Inductor prefers never reaches a shard that forward saves for backward."""

@@ -84,7 +84,7 @@ def of_four_sequences(world):
     return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(ranks, tmp_path, world):
     (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path))
     assert len(losses) == 3
@@ -115,7 +115,7 @@ def rank_compiles(rank, world, folder, steps):
         assert values == pytest.approx(curves["eager"][name], abs=LOSSES, rel=LOSSES), name
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, inductor_cache, steps):
     from transformers import AutoModelForCausalLM
 

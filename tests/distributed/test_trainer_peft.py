@@ -81,7 +81,7 @@ def rank_resumes(rank, world, folder, how):
 COMPILED = {"torch_compile": True, "torch_compile_backend": "zcompile"}
 
 
-@pytest.mark.parametrize("how", [{}, pytest.param(COMPILED, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("how", [{}, pytest.param(COMPILED, marks=pytest.mark.slow)])
 def test_lora_trains_as_in_one_process_and_saves_adapters_alone(ranks, tmp_path, inductor_cache, how):
     (reference,) = ranks(1).run(rank_trains_alone, str(tmp_path / "theirs"))
     trained, evaluated = ranks(2).run(rank_trains, str(tmp_path / "ours"), how, timeout=600)[0]

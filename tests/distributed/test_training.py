@@ -33,21 +33,21 @@ from tests.support.reference import (
     train_beside,
 )
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def eager(model):
     return zcompile.shard(model)
 
 
-eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), compiled])
+eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
 
 
 def rank_trains_fp32(rank, world, prepare):
     train_beside(rank, world, prepare)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("prepare", [eager, compiled])
 def test_fp32_trains_as_unsharded(ranks, world, prepare):
     ranks(world).run(rank_trains_fp32, prepare)
@@ -126,7 +126,7 @@ def rank_trains_checkpointed(rank, world, make, prepare):
     train_beside(rank, world, prepare, make=make)
 
 
-@pytest.mark.parametrize("make", [pytest.param(Checkpointed, marks=matrix), SelectivelyCheckpointed])
+@pytest.mark.parametrize("make", [pytest.param(Checkpointed, marks=slow), SelectivelyCheckpointed])
 @eager_and_compiled
 def test_activation_checkpointing_trains_as_unsharded(ranks, make, prepare):
     ranks(2).run(rank_trains_checkpointed, make, prepare)
@@ -209,7 +209,7 @@ def rank_skips_a_parameter(rank, world, prepare):
     train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=matrix), 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 4])
 @eager_and_compiled
 def test_a_parameter_may_be_unused_on_some_ranks(ranks, world, prepare):
     ranks(world).run(rank_skips_a_parameter, prepare)
@@ -228,7 +228,7 @@ def rank_sees_other_lengths(rank, world, dynamic):
     train_beside(rank, world, prepare, loss=lengths_loss, steps=5)
 
 
-@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=matrix), None])
+@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=slow), None])
 def test_ranks_may_see_different_lengths(ranks, dynamic):
     ranks(2).run(rank_sees_other_lengths, dynamic)
 
@@ -347,7 +347,7 @@ def rank_clips(rank, world):
     same_parameters(model, reference, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_clipping_and_fused_adamw_step_as_unsharded(ranks, world):
     ranks(world).run(rank_clips)
 
@@ -370,7 +370,7 @@ def rank_trains_hugging_face(rank, world, name):
     train_beside(rank, world, make=make, loss=functools.partial(hugging_face_loss, name), steps=2, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=matrix) for name in HUGGING_FACE[1:])])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in HUGGING_FACE[1:])])
 def test_hugging_face_models_train_in_one_graph(ranks, name):
     pytest.importorskip("transformers")
     ranks(2).run(rank_trains_hugging_face, name)

@@ -133,10 +133,10 @@ def rank_measures_with_damaged_files(rank, world, folder, text):
     [
         None,
         "[]",
-        pytest.param('{"KEY": []}', marks=pytest.mark.matrix),
-        pytest.param('{"KEY": {"nccl": 1.0}}', marks=pytest.mark.matrix),
-        pytest.param('{"KEY": {"nccl": 1.0, "p2p": "2"}}', marks=pytest.mark.matrix),
-        pytest.param('{"KEY": {"nccl": 1.0, "p2p": NaN}}', marks=pytest.mark.matrix),
+        pytest.param('{"KEY": []}', marks=pytest.mark.slow),
+        pytest.param('{"KEY": {"nccl": 1.0}}', marks=pytest.mark.slow),
+        pytest.param('{"KEY": {"nccl": 1.0, "p2p": "2"}}', marks=pytest.mark.slow),
+        pytest.param('{"KEY": {"nccl": 1.0, "p2p": NaN}}', marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_cache_or_none_is_measured_again(ranks, tmp_path, text):

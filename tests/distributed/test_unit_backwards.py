@@ -24,7 +24,7 @@ from tests.support.unit_chains import (
 )
 from tests.support.units import checkpointed_inside, routed_loss, sharded
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 class Fault(Exception):
@@ -61,7 +61,7 @@ def rank_counts_hooks(rank, world, forwards):
             close(grads[name][0], parameter.grad, 2e-5, name)
 
 
-@pytest.mark.parametrize("forwards", [pytest.param(1, marks=matrix), 2])
+@pytest.mark.parametrize("forwards", [pytest.param(1, marks=slow), 2])
 def test_hooks_are_called_once_with_the_whole_gradient(ranks, forwards):
     """Also for what only another rank used; not for what no rank used."""
     ranks(2).run(rank_counts_hooks, forwards)
@@ -84,7 +84,7 @@ def _step(optimizer, parameter):
     optimizer.zero_grad()
 
 
-@matrix
+@slow
 def test_an_optimizer_may_step_in_backward(ranks):
     ranks(2).run(rank_steps_in_backward)
 
@@ -102,7 +102,7 @@ def rank_divides_by_norms(rank, world):
     same_grads(model, reference)
 
 
-@matrix
+@slow
 def test_a_gradient_hook_may_have_a_collective(ranks):
     ranks(2).run(rank_divides_by_norms)
 
@@ -144,12 +144,12 @@ def rank_checkpoints_selectively(rank, world, places):
     rank_checkpoints(rank, world, places, SELECTIVE)
 
 
-@pytest.mark.parametrize("places", [("around",), pytest.param(("inside",), marks=matrix)], ids=" and ".join)
+@pytest.mark.parametrize("places", [("around",), pytest.param(("inside",), marks=slow)], ids=" and ".join)
 def test_a_selective_checkpoint_may_be_around_or_inside_of_units(ranks, places):
     ranks(2).run(rank_checkpoints_selectively, places)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("places", [("units",), ("inside", "around")], ids=" and ".join)
 def test_a_unit_may_be_a_checkpoint_and_checkpoints_may_be_nested(ranks, places):
     ranks(2).run(rank_checkpoints, places, {})
@@ -168,7 +168,7 @@ def rank_checkpoints_frozen_units(rank, world, places):
     train_beside(rank, world, prepare, make=lambda: freeze(MixtureModel()), loss=routed_loss, steps=3)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("places", [("around",), ("inside",), ("inside", "around")], ids=" and ".join)
 def test_frozen_units_may_have_checkpoints(ranks, places):
     ranks(2).run(rank_checkpoints_frozen_units, places)
@@ -182,7 +182,7 @@ def rank_saves_on_cpu(rank, world, prepare):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("prepare", [sharded, checkpointed_inside])
 def test_hooks_around_a_model_may_save_on_cpu(ranks, prepare):
     ranks(2).run(rank_saves_on_cpu, prepare)
@@ -207,7 +207,7 @@ def rank_drops(rank, world):
     chain_beside(rank, world, make=make, loss=loss, steps=2)
 
 
-@matrix
+@slow
 def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(ranks):
     ranks(2).run(rank_drops)
 
@@ -255,7 +255,7 @@ def rank_raises_in_forward(rank, world):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
+@slow
 def test_steps_after_forwards_that_raised_give_all_gradients(ranks):
     ranks(2).run(rank_raises_in_forward)
 
@@ -271,7 +271,7 @@ def rank_penalizes_gradients(rank, world):
     same_backward(rank, world, reference, model, loss)
 
 
-@matrix
+@slow
 def test_a_loss_may_have_a_gradient_of_the_input(ranks):
     ranks(2).run(rank_penalizes_gradients)
 
@@ -292,7 +292,7 @@ def rank_computes_forces(rank, world):
         close(model(inputs(step, rank)), reference(inputs(step, rank)), 1e-5, "forces")
 
 
-@matrix
+@slow
 def test_a_forward_may_contain_a_backward(ranks):
     ranks(2).run(rank_computes_forces)
 
@@ -313,7 +313,7 @@ def rank_asks_for_gradients_of_inputs(rank, world, how):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 1, rank))
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("how", ["grad", "backward"])
 def test_gradients_of_inputs_alone_give_none_to_parameters(ranks, how):
     ranks(2).run(rank_asks_for_gradients_of_inputs, how)
@@ -333,7 +333,7 @@ def rank_has_two_losses(rank, world):
     same_grads(model, reference)
 
 
-@matrix
+@slow
 def test_a_rank_may_skip_a_unit_where_a_graph_has_two_backwards(ranks):
     ranks(2).run(rank_has_two_losses)
 
@@ -351,7 +351,7 @@ def rank_runs_backward_in_a_thread(rank, world):
     same_grads(model, reference)
 
 
-@matrix
+@slow
 def test_backward_may_run_in_another_thread(ranks):
     ranks(2).run(rank_runs_backward_in_a_thread)
 
@@ -370,7 +370,7 @@ def rank_drops_the_second_forward(rank, world):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 2, rank))
 
 
-@matrix
+@slow
 def test_the_first_of_two_forwards_may_alone_have_a_backward(ranks):
     ranks(2).run(rank_drops_the_second_forward)
 
@@ -394,7 +394,7 @@ def rank_accumulates_sums(rank, world, skipped):
         reference.zero_grad()
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
 def test_backwards_of_two_forwards_accumulate_inside_of_accumulate(ranks, skipped):
     ranks(2).run(rank_accumulates_sums, skipped)

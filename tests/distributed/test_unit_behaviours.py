@@ -28,7 +28,7 @@ from tests.support.unit_chains import (
 )
 from tests.support.units import routed_loss, sharded
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 class PartsOnly(nn.Module):
@@ -46,7 +46,7 @@ def rank_trains_a_kind(rank, world, kind):
     chain_beside(rank, world, make=functools.partial(make_chain, 2, kind), steps=2)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_unit_may_contain(ranks, kind):
     ranks(2).run(rank_trains_a_kind, kind)
@@ -103,7 +103,7 @@ def rank_edits_the_result(rank, world, kind):
     chain_beside(rank, world, make=lambda: EditsResult(kind()), steps=1)
 
 
-@pytest.mark.parametrize("kind", [ReturnsInput, pytest.param(ReturnsView, marks=matrix)])
+@pytest.mark.parametrize("kind", [ReturnsInput, pytest.param(ReturnsView, marks=slow)])
 def test_a_unit_may_return_its_input_which_is_then_edited_in_place(ranks, kind):
     ranks(2).run(rank_edits_the_result, kind)
 
@@ -143,7 +143,7 @@ def rank_returns_a_structure(rank, world):
     chain_beside(rank, world, make=lambda: ReadsStructure(ReturnsStructure(), ReturnsStructure()))
 
 
-@matrix
+@slow
 def test_a_unit_may_return_structures_with_parameters_of_it(ranks):
     ranks(2).run(rank_returns_a_structure)
 
@@ -161,7 +161,7 @@ def rank_edits_what_was_saved(rank, world):
         out.sum().backward()
 
 
-@matrix
+@slow
 def test_an_edit_of_what_a_unit_saved_for_backward_is_an_error(ranks):
     ranks(2).run(rank_edits_what_was_saved)
 
@@ -213,7 +213,7 @@ def rank_calls_each_twice(rank, world):
     chain_beside(rank, world, make=lambda: CallsTwice(Part(), Part()))
 
 
-@matrix
+@slow
 def test_a_forward_may_call_a_unit_twice(ranks):
     ranks(2).run(rank_calls_each_twice)
 
@@ -227,7 +227,7 @@ def rank_reads_parts(rank, world):
     chain_beside(rank, world, make=lambda: ReadsParts(Part(), Part()))
 
 
-@matrix
+@slow
 def test_a_parent_may_read_a_parameter_of_a_unit(ranks):
     ranks(2).run(rank_reads_parts)
 
@@ -245,7 +245,7 @@ def rank_reads_in_a_hook(rank, world):
         close(ours, whole[rank], 1e-6, "weight")
 
 
-@matrix
+@slow
 def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(ranks):
     ranks(2).run(rank_reads_in_a_hook)
 
@@ -262,7 +262,7 @@ def rank_applies_the_model_to_its_result(rank, world):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
+@slow
 def test_a_model_may_be_applied_to_its_own_result(ranks):
     ranks(2).run(rank_applies_the_model_to_its_result)
 
@@ -280,7 +280,7 @@ def _part_loss(model, rank, step):
     return model.parts[step](inputs(step, rank)).square().mean()
 
 
-@matrix
+@slow
 def test_units_may_be_trained_in_turn_without_the_model(ranks):
     ranks(2).run(rank_trains_parts_in_turn)
 
@@ -293,7 +293,7 @@ def rank_evaluates_first(rank, world, mode):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_rank_may_skip_a_unit_in_an_evaluation_before_the_first_step(ranks, mode):
     ranks(2).run(rank_evaluates_first, mode)
@@ -312,7 +312,7 @@ def rank_gives_a_parameter(rank, world):
     close(ours[name].grad, theirs[name].grad, 1e-5, "gradient of what was given")
 
 
-@matrix
+@slow
 def test_functional_call_may_give_a_parameter_of_a_unit(ranks):
     ranks(2).run(rank_gives_a_parameter)
 
@@ -329,7 +329,7 @@ def rank_compiles_around(rank, world, skipped):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
 def test_a_compiled_function_may_call_a_model_with_units(ranks, skipped):
     ranks(2).run(rank_compiles_around, skipped)
@@ -349,7 +349,7 @@ def rank_compiles_units(rank, world, before):
     train_beside(rank, world, prepare, make=lambda: MixtureModel(StackedExperts), loss=routed_loss, steps=3)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("before", [True, False])
 def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(ranks, before):
     ranks(2).run(rank_compiles_units, before)
@@ -378,7 +378,7 @@ def rank_calls_a_whole_unit(rank, world):
         close(model(inputs(0, 0)), reference(inputs(0, 0)), 1e-5, "result")
 
 
-@matrix
+@slow
 def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(ranks):
     ranks(2).run(rank_calls_a_whole_unit)
 
@@ -394,7 +394,7 @@ def rank_writes_back(rank, world):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
 
 
-@matrix
+@slow
 def test_what_unshard_writes_back_to_a_unit_is_gathered(ranks):
     ranks(2).run(rank_writes_back)
 
@@ -410,7 +410,7 @@ def rank_loads_by_assigning(rank, world):
         same_backward(rank, world, reference, model, lambda model, rank, step=step: chain_loss(model, step, rank))
 
 
-@matrix
+@slow
 def test_load_state_dict_may_assign_to_units(ranks):
     ranks(2).run(rank_loads_by_assigning)
 
@@ -423,7 +423,7 @@ def rank_changes_dtype(rank, world):
         close(model(x), reference(x), 1e-12, "result")
 
 
-@matrix
+@slow
 def test_a_model_with_units_may_change_its_dtype(ranks):
     ranks(2).run(rank_changes_dtype)
 
@@ -433,7 +433,7 @@ def rank_names_a_list(rank, world):
         zcompile.shard(make_chain(), units=[nn.ModuleList])
 
 
-@matrix
+@slow
 def test_a_unit_without_a_forward_is_refused(ranks):
     ranks(2).run(rank_names_a_list)
 
@@ -458,7 +458,7 @@ def rank_freezes_in_turns(rank, world, how, skips):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("how", ["method", "attribute"])
 def test_a_unit_may_be_frozen_and_trained_in_turns(ranks, how, skips):
@@ -479,6 +479,6 @@ def rank_trains_what_was_frozen(rank, world):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
+@slow
 def test_a_rank_may_skip_a_unit_that_was_frozen_in_the_first_steps(ranks):
     ranks(2).run(rank_trains_what_was_frozen)

@@ -13,7 +13,7 @@ from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.unit_chains import Chain, Part, chain_loss, inputs, make_chain, with_units
 from zcompile.sharding.model_state import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 SAVES = {"its input": torch.sin, "its result": torch.exp}  # what the op saves for backward
 
 
@@ -56,7 +56,7 @@ def rank_drops_a_forward(rank, world, saves):
     nothing_is_left(model)
 
 
-@pytest.mark.parametrize("saves", [pytest.param("its input", marks=matrix), "its result"])
+@pytest.mark.parametrize("saves", [pytest.param("its input", marks=slow), "its result"])
 def test_a_dropped_forward_leaves_no_memory(ranks, saves):
     ranks(2).run(rank_drops_a_forward, saves)
 
@@ -69,7 +69,7 @@ def rank_raises_in_a_unit(rank, world, saves):
     nothing_is_left(model)
 
 
-@pytest.mark.parametrize("saves", [pytest.param("its input", marks=matrix), "its result"])
+@pytest.mark.parametrize("saves", [pytest.param("its input", marks=slow), "its result"])
 def test_an_exception_in_a_unit_leaves_no_memory(ranks, saves):
     ranks(2).run(rank_raises_in_a_unit, saves)
 
@@ -92,7 +92,7 @@ def rank_frees_the_model(rank, world, after):
 
 
 @pytest.mark.parametrize(
-    "after", [pytest.param("nothing", marks=matrix), "a forward", pytest.param("a backward", marks=matrix)]
+    "after", [pytest.param("nothing", marks=slow), "a forward", pytest.param("a backward", marks=slow)]
 )
 def test_a_model_with_units_is_freed_with_its_last_reference(ranks, after):
     """Without the garbage collector."""
@@ -124,7 +124,7 @@ def rank_calls_a_part_alone(rank, world):
     assert not state_of(model).unit_order.forward.ahead
 
 
-@matrix
+@slow
 def test_no_gather_is_ahead_after_a_part_was_called_alone(ranks):
     ranks(2).run(rank_calls_a_part_alone)
 
@@ -142,7 +142,7 @@ def rank_returns_a_leaf(rank, world):
     assert not x._backward_hooks
 
 
-@matrix
+@slow
 def test_forwards_without_backward_leave_no_hooks_on_a_leaf_that_the_model_returns(ranks):
     ranks(2).run(rank_returns_a_leaf)
 

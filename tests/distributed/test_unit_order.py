@@ -19,10 +19,10 @@ def rank_skips(rank, world, prepared, skipped):
     train_beside(rank, world, {"eager": sharded, "compiled": compiled}[prepared], make=MixtureModel, loss=loss, steps=4)
 
 
-@pytest.mark.parametrize("prepared", ["eager", pytest.param("compiled", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("prepared", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "skipped",
-    [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=pytest.mark.matrix) for each in [(1,), (1, 2), (0, 1)])],
+    [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in [(1,), (1, 2), (0, 1)])],
 )
 def test_a_rank_may_skip_a_unit(ranks, prepared, skipped):
     ranks(2).run(rank_skips, prepared, skipped)
@@ -40,7 +40,7 @@ def rank_skips_without_gathers_ahead(rank, world):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=3)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_rank_may_skip_units_that_are_not_gathered_ahead(ranks):
     ranks(2).run(rank_skips_without_gathers_ahead)
 
@@ -52,7 +52,7 @@ def rank_skips_layers(rank, world, skipped):
     train_beside(rank, world, agreed, make=MixtureModel, loss=loss, steps=3)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("skipped", [(0,), (1, 2), (0, 1, 2)])
 def test_a_rank_may_skip_layers_where_ranks_agree(ranks, skipped):
     ranks(2).run(rank_skips_layers, skipped)
@@ -65,7 +65,7 @@ def rank_skips_in_the_first_step(rank, world):
     train_beside(rank, world, sharded, make=lambda: MixtureModel(Experts, 4), loss=loss, steps=4)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_each_rank_may_skip_another_unit(ranks):
     ranks(2).run(rank_skips_in_the_first_step)
 
@@ -162,6 +162,6 @@ def rank_never_hits_an_expert(rank, world):
     train_beside(rank, world, compiled, make=MixtureModel, loss=loss, steps=10, tolerance=1e-4)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_an_expert_may_have_no_token_of_a_rank_for_ten_steps(ranks):
     ranks(2).run(rank_never_hits_an_expert)

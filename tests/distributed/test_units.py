@@ -41,13 +41,13 @@ SHORT = [("eager", Experts), ("compiled", StackedExperts), ("checkpointed", Expe
 
 @pytest.mark.parametrize(
     ("prepared", "experts"),
-    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.matrix) for case in CASES],
+    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES],
 )
 def test_ranks_may_hit_different_experts(ranks, prepared, experts):
     ranks(2).run(rank_trains, prepared, experts)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", ["eager", "compiled"])
 def test_three_ranks_may_hit_different_experts(ranks, prepared):
     ranks(3).run(rank_trains, prepared, Experts)
@@ -58,7 +58,7 @@ def rank_trains_under_inductor(rank, world):
     train_beside(rank, world, prepare, make=lambda: MixtureModel(Experts, 2), loss=routed_loss, steps=3)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_experts_compiled_by_inductor_train_as_unsharded(ranks):
     ranks(2).run(rank_trains_under_inductor)
 
@@ -80,7 +80,7 @@ def rank_accumulates(rank, world):
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=3, microbatches=3)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_gradients_of_units_accumulate(ranks):
     ranks(2).run(rank_accumulates)
 
@@ -117,7 +117,7 @@ def rank_trains_in_bf16(rank, world):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2, tolerance=2 * BF16)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_param_dtype_travels(ranks):
     ranks(2).run(rank_trains_in_bf16)
 
@@ -219,7 +219,7 @@ def rank_keeps_the_graph(rank, world):
             close(ours.grad, theirs.grad, 2e-5, name)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_graph_may_have_two_backwards(ranks):
     ranks(2).run(rank_keeps_the_graph)
 
@@ -232,7 +232,7 @@ def rank_sums_two_forwards(rank, world):
     train_beside(rank, world, sharded, make=MixtureModel, loss=loss, steps=4)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_two_forwards_may_have_one_backward(ranks):
     ranks(2).run(rank_sums_two_forwards)
 
@@ -249,7 +249,7 @@ def rank_evaluates_between(rank, world):
     train_beside(rank, world, sharded, make=MixtureModel, loss=routed_loss, steps=3, after_step=evaluate)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_evaluation_between_steps_changes_nothing(ranks):
     ranks(2).run(rank_evaluates_between)
 
@@ -292,7 +292,7 @@ def rank_freezes_all_experts(rank, world):
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_unit_may_be_frozen(ranks):
     ranks(2).run(rank_freezes_all_experts)
 
@@ -377,7 +377,7 @@ def rank_saves_and_loads(rank, world):
         close(routed_loss(model, 1, 0), routed_loss(other, 1, 0), 1e-6, "loss")
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_state_dict_of_units_is_that_of_any_sharded_model(ranks):
     ranks(2).run(rank_saves_and_loads)
 

@@ -14,7 +14,7 @@ from tests.support.models import Transformer, batch, hugging_face
 from tests.support.reference import compiled, full, lm_loss, train_beside
 from zcompile.sharding.unshard import hash_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def raises_inside(message, model, change, **how):
@@ -38,8 +38,8 @@ def rank_is_whole(rank, world, param_dtype):
     assert all(ours is theirs for ours, theirs in zip(sharded, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("param_dtype", [pytest.param(None, marks=matrix), torch.bfloat16])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("param_dtype", [pytest.param(None, marks=slow), torch.bfloat16])
 def test_parameters_and_state_are_whole_inside(ranks, world, param_dtype):
     ranks(world).run(rank_is_whole, param_dtype)
 
@@ -76,7 +76,7 @@ def rank_generates(rank, world, prepare):
         assert torch.equal(model.generate(prompt, **how), reference.generate(prompt, **how))
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), functools.partial(compiled, fullgraph=False)])
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), functools.partial(compiled, fullgraph=False)])
 def test_hugging_face_generates_inside(ranks, prepare):
     pytest.importorskip("transformers")
     ranks(2).run(rank_generates, prepare)
@@ -96,8 +96,8 @@ def rank_writes_back(rank, world, prepare):
     train_beside(rank, world, prepare, steps=2, after_step=double_between)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), compiled])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
 def test_training_goes_on_with_what_was_written_back(ranks, world, prepare):
     ranks(world).run(rank_writes_back, prepare)
 
@@ -107,7 +107,7 @@ def rank_writes_back_to_replicas(rank, world):
     train_beside(rank, world, functools.partial(compiled, mesh=mesh), steps=2, after_step=double_between)
 
 
-@matrix
+@slow
 def test_replicas_write_back(ranks):
     ranks(4).run(rank_writes_back_to_replicas)
 

@@ -11,7 +11,7 @@ from tests.support.models import VOCABULARY, batch, hugging_face
 from tests.support.packed import Quantized
 from tests.support.reference import train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def rank_generates(rank, world, transport, inner, how):
@@ -39,9 +39,9 @@ def rank_generates(rank, world, transport, inner, how):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("inner", [None, pytest.param("aot_eager", marks=matrix)])
+@pytest.mark.parametrize("inner", [None, pytest.param("aot_eager", marks=slow)])
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}])
-@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=matrix)])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
 def test_ranks_stop_when_they_like(gpus, transport, inner, how):
     gpus(2).run(rank_generates, transport, inner, how)
 

@@ -42,7 +42,7 @@ def sources_of_a_cuda_build():
     """Each takes some 20 s. CI takes the one that includes most of the others' headers."""
     for source in sorted(SOURCES.rglob("*.cpp")):
         name = source.relative_to(SOURCES).as_posix()
-        yield pytest.param(source, id=name, marks=[] if name == "p2p/transport.cpp" else pytest.mark.matrix)
+        yield pytest.param(source, id=name, marks=[] if name == "p2p/transport.cpp" else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("source", sources_of_a_cuda_build())

@@ -19,19 +19,19 @@ RUN_FILE = "sys.path.insert(0, 'examples'); runpy.run_path({!r}, run_name='__mai
 CASES = [
     pytest.param("matplotlib", RUN_MODULE.format("zcompile.profile"), "zcompile profile", "profile", id="module"),
     pytest.param(
-        "rich", RUN_MODULE.format("zcompile"), "zcompile profile", "profile", id="command", marks=pytest.mark.matrix
+        "rich", RUN_MODULE.format("zcompile"), "zcompile profile", "profile", id="command", marks=pytest.mark.slow
     ),
     pytest.param("tqdm", RUN_FILE.format("examples/train.py"), "examples/train.py", "train", id="train"),
     pytest.param(
-        "matplotlib", RUN_FILE.format("examples/moe.py"), "examples/moe.py", "train", id="moe", marks=pytest.mark.matrix
+        "matplotlib", RUN_FILE.format("examples/moe.py"), "examples/moe.py", "train", id="moe", marks=pytest.mark.slow
     ),
     pytest.param(
         "deepspeed", RUN_FILE.format("examples/deepspeed_train.py"), "examples/deepspeed_train.py", "deepspeed,train",
-        id="deepspeed", marks=pytest.mark.matrix,
+        id="deepspeed", marks=pytest.mark.slow,
     ),
     pytest.param(
         "jinja2", RUN_FILE.format("examples/profile.py"), "zcompile profile", "profile", id="profile",
-        marks=pytest.mark.matrix,
+        marks=pytest.mark.slow,
     ),
 ]  # fmt: skip
 

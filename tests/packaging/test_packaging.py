@@ -88,7 +88,7 @@ def test_what_a_wheel_contains_trains_without_the_source(tmp_path):
     train_from(tmp_path / "lib", tmp_path / "elsewhere")
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_wheel_made_of_the_sdist_trains_in_another_folder(tmp_path):
     """Compiles everything: two minutes on two cores."""
     setup(tmp_path, "sdist", "--dist-dir", str(tmp_path))
