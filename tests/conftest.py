@@ -20,8 +20,10 @@ except ImportError as error:
 if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().parents[1]:
     raise pytest.UsageError("tests must run on this source: run `pip install -e . --no-build-isolation` here")
 
+from tests.support import time_limits
 from tests.support.ranks import Ranks
 
+time_limits.measure()
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, and all others would wait

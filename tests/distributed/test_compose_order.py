@@ -24,8 +24,9 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.reference import train_beside
+from tests.support.time_limits import scaled
 
-SECONDS = 30  # a fraction of the groups' timeout
+SECONDS = scaled(30)  # a fraction of the groups' timeout
 
 
 def dense():

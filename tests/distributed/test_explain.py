@@ -13,6 +13,7 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.time_limits import scaled
 from zcompile.planning.command import main
 from zcompile.planning.workloads import load
 
@@ -174,7 +175,7 @@ def test_explain_refuses_a_transport_that_is_not_possible(ranks):
 def test_what_passes_change_is_logged_and_traced(tmp_path):
     command = [sys.executable, "-m", "zcompile.explain", "--model", "tiny", "--tokens", "16", "--ranks", "2"]
     environment = os.environ | {"TORCH_LOGS": "+zcompile", "TORCH_TRACE": str(tmp_path)}
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(120))
     assert told.returncode == 0 and "a step of" in told.stdout
     counts = r"-(\d+) zcompile.gather.default, \+\1 zcompile.gather_start.default, \+\1 zcompile.gather_wait.default"
     assert re.search(f"zcompile: split_collectives: {counts}", told.stderr)

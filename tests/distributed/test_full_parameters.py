@@ -13,10 +13,11 @@ from tests.support.meshes import short_mesh
 from tests.support.models import Transformer
 from tests.support.packed import Quantized
 from tests.support.reference import lm_loss
+from tests.support.time_limits import scaled
 from tests.support.unagreed import shard_without_agreement
 
 slow = pytest.mark.slow
-SECONDS = 60.0  # the timeout of what would hang
+SECONDS = scaled(60.0)  # the timeout of what would hang
 
 
 def agreed(model):

@@ -10,11 +10,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests.support.meshes import short_mesh
+from tests.support.time_limits import scaled
 from tests.support.unagreed import shard_without_agreement
 from zcompile.sharding.model_state import state_of
 from zcompile.sharding.order_check import first_difference
 
 NEVER_S = 1000.0  # the thread compares so seldom
+LONG_S = scaled(60)
+LATE_S = scaled(2)  # how late a rank is
 DIFFERENT = "ranks started different gathers and reduces"
 
 
@@ -29,7 +32,7 @@ class Experts(nn.Module):
         return (self.b if second else self.a)(x)
 
 
-def experts(seconds=60.0, mesh=None, period_s=NEVER_S):
+def experts(seconds=LONG_S, mesh=None, period_s=NEVER_S):
     """Sharded as over NCCL."""
     return shard_without_agreement(Experts(), mesh or short_mesh(seconds), period_s)
 
@@ -159,11 +162,12 @@ def test_all_ranks_may_skip_a_step(ranks):
 
 
 def rank_does_not_step(rank, world):
-    model = experts(seconds=3)
+    seconds = scaled(3)
+    model = experts(seconds)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model)
     if rank == 1:
-        time.sleep(4)
+        time.sleep(1.4 * seconds)
         return ""
     return difference_at_step(optimizer, model)
 
@@ -176,14 +180,15 @@ def test_a_rank_that_does_not_step_is_an_error_of_the_others(ranks):
 
 def rank_hangs_in_a_gather(rank, world):
     """Rank 1 waits for a parameter, rank 0 at its step. The thread finds that they differ."""
-    model = experts(seconds=6, period_s=0.2)
+    seconds = scaled(6)
+    model = experts(seconds, period_s=0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, rank == 1)
     if rank == 0:
         begin = time.monotonic()
         message = difference_at_step(optimizer, model)
-        assert time.monotonic() - begin < 5
-        time.sleep(6)
+        assert time.monotonic() - begin < 0.8 * seconds
+        time.sleep(seconds)
         return message
     with pytest.raises(RuntimeError) as raised:
         for _ in range(100):
@@ -205,7 +210,7 @@ def rank_starts_none(rank, world):
     times = []
     for _ in range(2):
         if rank == 1:
-            time.sleep(2)
+            time.sleep(LATE_S)
         begin = time.monotonic()
         optimizer.step()
         times.append(time.monotonic() - begin)
@@ -215,7 +220,7 @@ def rank_starts_none(rank, world):
 def test_a_rank_that_starts_none_is_a_step_ahead_at_most(ranks):
     """The first step of rank 0 waits for no rank, and the second for the first one of rank 1."""
     (first, second), _ = ranks(2).run(rank_starts_none)
-    assert first < 1 < second < 3
+    assert first < LATE_S / 2 < second < 1.5 * LATE_S
 
 
 def make_late_difference(rank):
@@ -246,9 +251,9 @@ def rank_comes_late_to_its_next_step(rank, world):
     model, optimizer = make_late_difference(rank)
     begin = time.monotonic()
     if rank == 0:
-        time.sleep(8)
+        time.sleep(4 * LATE_S)
     message = difference_at_step(optimizer, model)
-    assert rank == 0 or time.monotonic() - begin < 7
+    assert rank == 0 or time.monotonic() - begin < 3.5 * LATE_S
     return message
 
 
@@ -260,7 +265,7 @@ def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(ranks):
 
 def rank_waits_for_another_model(rank, world):
     """Rank 1 left at its step of the first model. Rank 0 did not wait there, and waits at the second model's step."""
-    models = [experts(mesh=short_mesh(seconds)) for seconds in (60, 61)]
+    models = [experts(mesh=short_mesh(seconds)) for seconds in (LONG_S, LONG_S + 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         backward(model)
@@ -278,7 +283,7 @@ def rank_waits_for_another_model(rank, world):
 def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(ranks):
     begin = time.monotonic()
     first, second = ranks(2).run(rank_waits_for_another_model)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < scaled(30)
     assert first == second and "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in first
 
 

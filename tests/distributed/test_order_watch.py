@@ -13,6 +13,7 @@ from torch import nn
 
 import zcompile
 from tests.support.meshes import short_mesh, without_agreement
+from tests.support.time_limits import scaled
 from zcompile.sharding import order_watch
 from zcompile.sharding.order_watch import difference
 
@@ -33,7 +34,7 @@ MESSAGE = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weigh
 
 def rank_reads_another(rank, world):
     with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(5))
+        model = zcompile.shard(Two(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
     with pytest.raises(RuntimeError, match=MESSAGE):
         for _ in range(100):
@@ -44,12 +45,12 @@ def rank_reads_another(rank, world):
 def rank_waits_for_one_that_was_told(rank, world):
     """Rank 1 is in a wait that times out when the watch finds the difference."""
     with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(5))
+        model = zcompile.shard(Two(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
     model(torch.ones(1, 6), rank == 1)
     with pytest.raises(RuntimeError, match=MESSAGE):
         for _ in range(100):
-            time.sleep(6 if rank == 0 else 0)
+            time.sleep(scaled(6) if rank == 0 else 0)
             model(torch.ones(1, 6), rank == 1)
 
 
@@ -63,7 +64,7 @@ def test_a_rank_in_a_wait_is_told_why_it_ends(ranks):
 
 def rank_trains_alike(rank, world):
     with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(5))
+        model = zcompile.shard(Two(), short_mesh(scaled(5)))
     for _ in range(50):
         time.sleep(0.04 * rank)
         for second in (False, True):
@@ -104,7 +105,7 @@ begun.wait()
 
 def test_the_thread_ends_before_the_interpreter():
     """A thread in a call of C++ when the interpreter ends would end the process by an abort."""
-    assert subprocess.run([sys.executable, "-c", EXIT], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", EXIT], timeout=scaled(120)).returncode == 0
 
 
 class FailedRuntime:
@@ -134,7 +135,7 @@ def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait
     monkeypatch.setattr(order_watch, "_base_store", lambda: store)
     runtime, groups = FailedRuntime(), {"rank": 0, "world": 2, "gather": "gather", "reduce": "reduce"}
     watch = order_watch.OrderWatch(runtime, groups, 1.0)
-    assert runtime.aborted.wait(10)
+    assert runtime.aborted.wait(scaled(10))
     watch.close()
     assert re.search(r"rank 0 can no longer .* lost another rank.* is number 3, gather 'a'; rank 1", runtime.said)
     assert watch.store.get("failed").decode() == runtime.said

@@ -8,10 +8,13 @@ import time
 import pytest
 import torch.distributed as dist
 
+from tests.support.time_limits import scaled
 from zcompile import _C
 
+TIMEOUT_MS = int(scaled(20_000))
 
-def connect(rank, world, timeout_ms=20_000):
+
+def connect(rank, world, timeout_ms=TIMEOUT_MS):
     return _C.DescriptorSockets.connect_all(dist.group.WORLD.group_name, rank, world, timeout_ms)
 
 
@@ -71,7 +74,7 @@ def connect_first(name):
 
 def rank_is_called_by_a_stranger(rank, world):
     """A process that knows the name connects before the other rank does."""
-    sockets = _C.DescriptorSockets(rank, world, 20_000)
+    sockets = _C.DescriptorSockets(rank, world, TIMEOUT_MS)
     peers = told(sockets, world)
     child = in_another_process(lambda: connect_first(sockets.name))
     time.sleep(0.5)
@@ -88,7 +91,7 @@ def test_another_process_that_connects_gets_nothing(ranks):
 
 def rank_calls_a_stranger(rank, world):
     """A process that is not of the group listens where a rank should."""
-    sockets = _C.DescriptorSockets(rank, world, 20_000)
+    sockets = _C.DescriptorSockets(rank, world, TIMEOUT_MS)
     peers = [(name, process + 1 if peer != rank else process) for peer, (name, process) in enumerate(told(sockets, 2))]
     with pytest.raises(RuntimeError, match=rf"rank {1 - rank} is process \d+, but its socket belongs to process"):
         sockets.connect(peers)
@@ -137,7 +140,7 @@ def rank_has_no_descriptors_left(rank, world):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="Too many open files" if rank == 1 else "rank 1 .* Too many open files"):
         connect(rank, world)
-    assert time.monotonic() - begin < 15  # of the 20 s that a rank would wait
+    assert time.monotonic() - begin < 0.75e-3 * TIMEOUT_MS  # for which a rank would wait
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in spare:
@@ -168,7 +171,7 @@ def rank_fails_in_the_middle(rank, world, late):
     expected = "out of memory" if rank == 1 else "a rank ended, or failed, while"
     with pytest.raises(RuntimeError, match=expected):
         _C.fail_together(dist.group.WORLD.group_name, attempt)
-    assert time.monotonic() - begin < 15  # of the 20 s that a rank would wait
+    assert time.monotonic() - begin < 0.75e-3 * TIMEOUT_MS  # for which a rank would wait
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -9,6 +9,7 @@ import pytest
 
 import zcompile
 from tests.support.pages import EXTRAS_OF_PROFILE, check_commands, parser_of
+from tests.support.time_limits import scaled
 from zcompile import command_line
 from zcompile.planning.argument_parser import WIDTH
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=scaled(120))
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])

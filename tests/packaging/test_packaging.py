@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.time_limits import scaled
 from zcompile import _C
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ def train_from(folder: Path, elsewhere: Path) -> None:
     run = [sys.executable, "-ISc", code]
     pipes = {"cwd": elsewhere, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     for rank in [subprocess.Popen([*run, str(i)], **pipes) for i in range(2)]:
-        out, err = rank.communicate(timeout=300)
+        out, err = rank.communicate(timeout=scaled(300))
         assert rank.returncode == 0 and out.endswith("trained\n"), err[-3000:]
 
 

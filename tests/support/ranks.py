@@ -17,7 +17,9 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-TIMEOUT_SECONDS = 180
+from tests.support.time_limits import scaled
+
+TIMEOUT_SECONDS = 180  # on a quiet machine
 LINEAR = torch.nn.functional.linear  # DeepSpeed's zero.Init replaces it for good
 
 
@@ -42,11 +44,12 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args))
+        timeout = scaled(timeout)
         deadline = time.monotonic() + timeout
         results, errors = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                errors.append(f"rank {rank}: no answer within {timeout} s")
+                errors.append(f"rank {rank}: no answer within {timeout:.0f} s")
                 results.append(errors[-1])
                 continue
             try:
@@ -92,7 +95,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
     if backend == "nccl":
         take_gpu(rank, world)
     dist.init_process_group(
-        backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2)
+        backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=scaled(TIMEOUT_SECONDS / 2))
     )
     _, store = distributed_c10d._world.pg_map[dist.group.WORLD]
     for number in itertools.count():
