@@ -9,8 +9,14 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What `zcompile calibrate` measured on this machine would change plans that tests expect.
+# Files of `zcompile calibrate` on this machine would change plans that tests expect.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zcompile-tests-")
+
+# One Inductor cache for the session: its workers, their ranks and the programs that tests start inherit the variables.
+# Most of the time of a small compile goes into C++ kernels, precompiled headers and the probe for vector instructions.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="zcompile-inductor-")
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 try:
     import zcompile
@@ -25,6 +31,8 @@ from tests.support.ranks import Ranks
 
 time_limits.measure()
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 # DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, and all others would wait
 # for that lock for ever. If no other session is at work in this checkout, whoever held the lock is gone.
@@ -86,17 +94,6 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
-def inductor_folder(tmp_path_factory):
-    """A folder for Inductor's caches that tests share: most of the time of a small compile goes into C++ kernels."""
-    return tmp_path_factory.mktemp("inductor")
-
-
-@pytest.fixture(scope="module")
-def inductor_cache(inductor_folder):
-    """The same folder as Inductor's cache, for all compiles of a file, those on ranks too."""
-    from tests.support.artifacts import cache_in
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-        with cache_in(inductor_folder):
-            yield inductor_folder
+def inductor_cache():
+    """The folder of the session's Inductor cache."""
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])

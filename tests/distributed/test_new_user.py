@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import run_clm
 from tests.support.huggingface import LOSSES, tiny_llama, tokenizer
+from tests.support.time_limits import scaled
 
 LINE = "from zcompile.huggingface import Trainer\n"
 
@@ -23,7 +24,7 @@ def run(script: Path, folder: Path, output: str, *others: str) -> dict:
     }  # fmt: skip
     flags = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = subprocess.run([*map(str, launch), *flags, *others], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*map(str, launch), *flags, *others], capture_output=True, text=True, timeout=scaled(600))
     assert done.returncode == 0, "\n".join(
         line for line in done.stderr.splitlines() if "default0" in line or "Error" in line
     )
@@ -34,10 +35,10 @@ def run(script: Path, folder: Path, output: str, *others: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--torch_compile_backend", "zcompile")])
-def test_one_line_makes_a_script_train_sharded_and_one_flag_compiled(tmp_path, monkeypatch, inductor_cache, flags):
+def test_one_line_makes_a_script_train_sharded_and_one_flag_compiled(tmp_path, monkeypatch, flags):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     tiny_llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
@@ -54,7 +55,7 @@ def test_one_line_makes_a_script_train_sharded_and_one_flag_compiled(tmp_path, m
     under_ddp, sharded = run(theirs, tmp_path, "theirs"), run(ours, tmp_path, "ours", *flags)
     assert len(sharded["losses"]) == 5 and sharded["losses"] == pytest.approx(under_ddp["losses"], abs=LOSSES)
     assert sharded["eval_loss"] == pytest.approx(under_ddp["eval_loss"], abs=LOSSES)
-    assert any(inductor_cache.rglob("*.py")) == bool(flags)
+    assert any((tmp_path / "cache").rglob("*.py")) == bool(flags)
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     resume = ("--resume_from_checkpoint", str(tmp_path / "ours/checkpoint-3"))
     resumed = run(ours, tmp_path, "ours", *flags, *resume)

@@ -49,7 +49,7 @@ def rank_trains(rank, world, prepare):
 
 
 @pytest.mark.parametrize("prepare", PREPARE)
-def test_lora_trains_as_one_process_does(ranks, inductor_cache, prepare):
+def test_lora_trains_as_one_process_does(ranks, prepare):
     ranks(2).run(rank_trains, prepare)
 
 
