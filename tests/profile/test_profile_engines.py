@@ -51,9 +51,9 @@ def rank_losses(rank, world, engine, stance="force_eager"):
     [
         "simplefsdp",
         "eager+units",
-        pytest.param("fsdp2+tuned", marks=pytest.mark.matrix),
-        pytest.param("ddp", marks=pytest.mark.matrix),
-        pytest.param("eager", marks=pytest.mark.matrix),
+        pytest.param("fsdp2+tuned", marks=pytest.mark.slow),
+        pytest.param("ddp", marks=pytest.mark.slow),
+        pytest.param("eager", marks=pytest.mark.slow),
     ],
 )
 def test_engines_train_as_one_rank_does(ranks, engine):
@@ -65,7 +65,7 @@ def test_engines_train_as_one_rank_does(ranks, engine):
     "engine, setting",
     [
         ("fsdp2+tuned", "2 b"),
-        pytest.param("simplefsdp+tuned", "enable_overlap_scheduling", marks=pytest.mark.matrix),
+        pytest.param("simplefsdp+tuned", "enable_overlap_scheduling", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_engines_have_their_settings_and_train_as_one_rank_does(ranks, engine, setting):
@@ -84,6 +84,7 @@ def test_one_rank_is_all_that_the_compiled_engine_takes(ranks):
         ranks(2).run(rank_losses, "compiled")
 
 
+@pytest.mark.slow
 def test_the_example_profiles_a_model_of_ones_own(tmp_path):
     example = Path(__file__).resolve().parents[2] / "examples/profile.py"
     run = subprocess.run(
