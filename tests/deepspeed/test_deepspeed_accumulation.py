@@ -1,11 +1,14 @@
 """Microbatches of a step: what they share, and who says which of them is the last."""
 
+import pytest
 import torch
 
 import zcompile
 from tests.support.deepspeed import is_taken_over, make_engine, train
 from tests.support.deepspeed_config import MICROBATCHES
 from tests.support.models import batch
+
+pytestmark = pytest.mark.slow
 
 
 def rank_shares_gathers(rank, world):

@@ -1,8 +1,11 @@
 """Checkpoints of one engine that the other reads, and DeepSpeed's conversion of checkpoints to fp32."""
 
+import pytest
 import torch
 
 from tests.support.deepspeed import largest_differences, make_engine, train
+
+pytestmark = pytest.mark.slow
 
 
 def rank_resumes(rank, world, folder):

@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 import torch
 
 import zcompile
@@ -35,6 +36,7 @@ def rank_sets_what_has_no_effect(rank, world):
     assert trained(rank, zero_optimization=zero | WITHOUT_EFFECT, **BF16, **ON_TOP) == expected
 
 
+@pytest.mark.slow
 def test_options_that_have_no_effect_change_nothing(ranks):
     ranks(2).run(rank_sets_what_has_no_effect)
 
@@ -51,6 +53,7 @@ def rank_has_a_threshold_of_granularity(rank, world):
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_threshold_of_granularity_makes_units(ranks):
     ranks(2).run(rank_has_a_threshold_of_granularity)
 
@@ -69,6 +72,7 @@ def rank_saves_in_16_bits(rank, world, folder):
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_model_is_saved_in_16_bits(ranks, tmp_path):
     ranks(2).run(rank_saves_in_16_bits, str(tmp_path))
 
@@ -85,6 +89,7 @@ def rank_runs_the_page(rank, world, folder):
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_the_page_runs(ranks, tmp_path):
     for block in blocks_of("docs/deepspeed.md"):
         assert block.language in ("python", "json"), block

@@ -2,10 +2,13 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 from tests.support.deepspeed import deepspeed, is_taken_over, make_engine, train
+
+pytestmark = pytest.mark.slow
 
 
 class SecondLayerSometimes(nn.Module):

@@ -8,6 +8,8 @@ from tests.support.deepspeed import LanguageModel, deepspeed, is_taken_over, mak
 from tests.support.deepspeed_config import MICROBATCHES, config_of
 from tests.support.models import batch
 
+pytestmark = pytest.mark.slow
+
 
 def rank_injects_a_failure(rank, world, stage):
     expected_engine = make_engine(None)
@@ -43,16 +45,10 @@ def rank_injects_a_failure(rank, world, stage):
     engine.destroy()
 
 
-OTHER_STAGES = ("take over", "hooks", "compile", "forward", "norm", "step")
+STAGES = ("take over", "hooks", "compile", "forward", "backward", "norm", "step")
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        "backward",
-        *(pytest.param(stage, marks=pytest.mark.slow) for stage in OTHER_STAGES),
-    ],
-)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_failure_gives_the_engine_back(ranks, stage):
     ranks(2).run(rank_injects_a_failure, stage)
 
@@ -140,6 +136,6 @@ def rank_hooks_a_parameter(rank, world, late):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("late", [False, True])
 def test_a_hook_on_a_parameter_gives_the_engine_back(ranks, late):
     ranks(2).run(rank_hooks_a_parameter, late)

@@ -11,6 +11,9 @@ import zcompile
 from tests.support.deepspeed import is_taken_over
 from tests.support.deepspeed_config import config_of
 from tests.support.models import batch
+from tests.support.time_limits import scaled
+
+pytestmark = pytest.mark.slow
 
 
 def tiny_llama():
@@ -99,9 +102,7 @@ def rank_runs_accelerate(rank, world, regions):
     assert len(pairs) > 10 and max(abs(eager - ours) / eager for eager, ours in pairs) < 1e-6, curves
 
 
-@pytest.mark.parametrize(
-    "regions", [pytest.param(False, id="whole"), pytest.param(True, id="regions", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
 def test_accelerate_is_close_to_eager(ranks, regions):
     ranks(2).run(rank_runs_accelerate, regions)
 
@@ -135,7 +136,9 @@ def run_program(config, before="", after=""):
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # an older install of zcompile would be imported by torch
     }
     program = PROGRAM.format(config=config, before=before, after=after)
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=scaled(120)
+    )
 
 
 def test_deepspeed_refuses_a_block_in_zero_optimization_if_nothing_imports_zcompile():
@@ -143,7 +146,7 @@ def test_deepspeed_refuses_a_block_in_zero_optimization_if_nothing_imports_zcomp
     assert done.returncode != 0 and "Extra inputs are not permitted" in done.stderr, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("config", [INNER, pytest.param(TOP, marks=pytest.mark.slow)], ids=["inner", "top"])
+@pytest.mark.parametrize("config", [INNER, TOP], ids=["inner", "top"])
 def test_an_import_after_that_of_deepspeed_is_early_enough(config):
     done = run_program(config, before="import zcompile")
     assert done.returncode == 0 and "taken over True" in done.stdout, done.stderr[-3000:]

@@ -1,7 +1,6 @@
 """DeepSpeed's leaf modules with the flag: they are units, and train as in eager ZeRO-3."""
 
 import contextlib
-import functools
 import logging
 import re
 
@@ -17,11 +16,11 @@ from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, Stacke
 from zcompile.deepspeed.optimizer_step import LeanStep
 from zcompile.sharding.model_state import state_of
 
+pytestmark = pytest.mark.slow
+
 ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each microbatch; no rank ever chooses expert 4
 CLIPPED = {"gradient_clipping": 0.1}
 NO_ACCUMULATION = CLIPPED | {"gradient_accumulation_steps": 1}
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 class OutOfPlace(Mixture):
@@ -112,21 +111,20 @@ def rank_trains(rank, world, leaf, flag, config, agree):
     engine.destroy()
 
 
-@pytest.mark.parametrize("agree", [False, slow(True)])
+@pytest.mark.parametrize("agree", [False, True])
 @pytest.mark.parametrize(
     "leaf, flag, config",
     [
         pytest.param(Experts, {}, CLIPPED, id="modules"),
         pytest.param(StackedExperts, {}, NO_ACCUMULATION, id="stacked"),
         pytest.param(Experts, {"microbatch_cache_bytes": 1 << 20}, CLIPPED, id="cached microbatches"),
-        slow(Mixture, {}, SUB_GROUPS, id="layers"),
+        pytest.param(Mixture, {}, SUB_GROUPS, id="layers"),
     ],
 )
 def test_leaf_modules_train_as_in_eager(ranks, leaf, flag, config, agree):
     ranks(2).run(rank_trains, leaf, flag, config, agree)
 
 
-@pytest.mark.slow
 def test_leaf_modules_of_three_ranks_train_as_in_eager(ranks):
     ranks(3).run(rank_trains, Experts, {}, CLIPPED, False)
 
@@ -237,7 +235,7 @@ def rank_gives_back(rank, world, when):
     engine.destroy()
 
 
-@pytest.mark.parametrize("when", ["the first backward", slow("between microbatches")])
+@pytest.mark.parametrize("when", ["the first backward", "between microbatches"])
 def test_an_engine_with_leaf_modules_is_given_back(ranks, when):
     ranks(2).run(rank_gives_back, when)
 
@@ -306,9 +304,9 @@ def rank_skips(rank, world, how, config, agree):
         engine.destroy()
 
 
-@pytest.mark.parametrize("agree", [slow(False), True])
+@pytest.mark.parametrize("agree", [False, True])
 @pytest.mark.parametrize(
-    "how, config", [slow("engine.backward", CLIPPED), pytest.param("loss.backward", NO_ACCUMULATION)]
+    "how, config", [pytest.param("engine.backward", CLIPPED), pytest.param("loss.backward", NO_ACCUMULATION)]
 )
 def test_a_rank_may_skip_a_leaf_module(ranks, how, config, agree):
     if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):

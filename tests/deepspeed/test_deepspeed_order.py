@@ -8,6 +8,8 @@ from tests.support.deepspeed import is_taken_over, make_engine
 from tests.support.deepspeed_config import MICROBATCHES
 from tests.support.unagreed import patch_agreement
 
+pytestmark = pytest.mark.slow
+
 
 class Experts(nn.Module):
     """Two layers of one size, of which a forward reads one; the loss."""

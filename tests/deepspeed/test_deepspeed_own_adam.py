@@ -14,6 +14,8 @@ from tests.support.deepspeed import (
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.models import batch
 
+pytestmark = pytest.mark.slow
+
 OWN_ADAM = {"type": "AdamW", "params": {"lr": 3e-3}}
 
 

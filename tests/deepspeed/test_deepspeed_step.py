@@ -1,7 +1,5 @@
 """Steps of the optimizer with the flag, against those of eager ZeRO-3."""
 
-import functools
-
 import pytest
 import torch
 from packaging.version import parse as version
@@ -17,7 +15,7 @@ from tests.support.deepspeed import (
 from tests.support.deepspeed_config import BF16, SUB_GROUPS
 from tests.support.models import batch
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+pytestmark = pytest.mark.slow
 
 MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
 FUSED = {
@@ -30,8 +28,8 @@ FUSED = {
     "config",
     [
         pytest.param({}, id="clipped"),
-        slow(SUB_GROUPS, id="sub-groups"),
-        slow({"gradient_clipping": 0.0}, id="not clipped"),
+        pytest.param(SUB_GROUPS, id="sub-groups"),
+        pytest.param({"gradient_clipping": 0.0}, id="not clipped"),
     ],
 )
 def test_fused_adam_divides_by_the_scale(ranks, config):
@@ -76,8 +74,8 @@ def rank_overflows(rank, world, config):
     "config",
     [
         pytest.param({}, id="adam"),
-        slow(FUSED, id="fused"),
-        slow(FUSED | SUB_GROUPS, id="fused sub-groups"),
+        pytest.param(FUSED, id="fused"),
+        pytest.param(FUSED | SUB_GROUPS, id="fused sub-groups"),
     ],
 )
 def test_a_step_that_overflows_changes_nothing(ranks, config):
@@ -142,13 +140,13 @@ def rank_steps_as_eager(rank, world, config, by_parameter, cast_bytes):
 @pytest.mark.parametrize(
     "config, by_parameter, cast_bytes",
     [
-        slow({}, True, 1 << 20, id="fp32"),
-        slow(SUB_GROUPS, True, 1 << 20, id="sub-groups"),
-        slow(BF16, True, 300, id="bf16"),
+        pytest.param({}, True, 1 << 20, id="fp32"),
+        pytest.param(SUB_GROUPS, True, 1 << 20, id="sub-groups"),
+        pytest.param(BF16, True, 300, id="bf16"),
         pytest.param(BF16 | SUB_GROUPS, True, 1 << 20, id="bf16 sub-groups"),
-        slow(BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, True, 300, id="bf16 fp32 sums"),
-        slow(MOMENTUM, False, 1 << 20, id="SGD"),
-        slow(MOMENTUM | BF16 | SUB_GROUPS, False, 1 << 20, id="SGD bf16 sub-groups"),
+        pytest.param(BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, True, 300, id="bf16 fp32 sums"),
+        pytest.param(MOMENTUM, False, 1 << 20, id="SGD"),
+        pytest.param(MOMENTUM | BF16 | SUB_GROUPS, False, 1 << 20, id="SGD bf16 sub-groups"),
     ],
 )
 def test_steps_equal_eager_bitwise(ranks, config, by_parameter, cast_bytes):
@@ -198,7 +196,7 @@ def rank_takes_norms_from_reduces(rank, world, config):
     assert largest_differences(*curves)[1] < 1e-15, curves
 
 
-@pytest.mark.parametrize("config", [slow({}, id="one group"), pytest.param(SUB_GROUPS, id="sub-groups")])
+@pytest.mark.parametrize("config", [pytest.param({}, id="one group"), pytest.param(SUB_GROUPS, id="sub-groups")])
 def test_norms_come_from_reduces(ranks, config):
     ranks(2).run(rank_takes_norms_from_reduces, config)
 

@@ -50,12 +50,14 @@ def rank_trains_beside_eager_in_rank_order(rank, world):
         stage3.reduce_scatter_coalesced = theirs
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_eager_bitwise_in_one_order(ranks):
     """On four ranks, the order of a sum is the only difference."""
     ranks(4).run(rank_trains_beside_eager_in_rank_order)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_bf16_is_close_to_eager(ranks, world):
     ranks(world).run(rank_trains_beside_eager, {}, (2e-3, 1e-2), BF16, 200)
 
@@ -103,13 +105,14 @@ def rank_makes_engines(rank, world, how):
         assert curves[0] == curves[1], curves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
         "zero.Init",
         "loss.backward",
-        pytest.param("checkpointed", marks=pytest.mark.slow),
-        pytest.param("fp16", marks=pytest.mark.slow),
+        "checkpointed",
+        "fp16",
     ],
 )
 def test_engines_made_and_used_otherwise_equal_eager(ranks, how):
@@ -158,7 +161,8 @@ def rank_trains_with_frozen_parameters(rank, world, make):
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("make", [Lora, pytest.param(WithCodes, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Lora, WithCodes])
 def test_frozen_parameters_equal_eager(ranks, make):
     ranks(2).run(rank_trains_with_frozen_parameters, make)
 
@@ -189,5 +193,6 @@ def rank_evaluates_and_edits_between_steps(rank, world):
         engine.destroy()
 
 
+@pytest.mark.slow
 def test_several_engines_that_evaluate_and_edit_equal_eager(ranks):
     ranks(2).run(rank_evaluates_and_edits_between_steps)

@@ -65,7 +65,7 @@ def rank_trains_as_fsdp2(rank, world, compiled):
     assert len(ours[0]) == 12 and len(ours[1]) == 6 and ours[0][0] > ours[0][-1]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_program_of_accelerate_trains_as_fsdp2(ranks, compiled):
     ranks(2).run(rank_trains_as_fsdp2, compiled)
 
@@ -118,14 +118,10 @@ def rank_loads(rank, world, folder, kind):
     return steps(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 3), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, kind",
-    [
-        (1, "SHARDED_STATE_DICT"),
-        pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.slow),
-        pytest.param(4, "SHARDED_STATE_DICT", marks=pytest.mark.slow),
-        pytest.param(4, "FULL_STATE_DICT", marks=pytest.mark.slow),
-    ],
+    [(1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT"), (4, "SHARDED_STATE_DICT"), (4, "FULL_STATE_DICT")],
 )
 def test_a_state_goes_on_at_another_number_of_ranks(ranks, tmp_path, world, kind):
     (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path), kind)
@@ -133,6 +129,7 @@ def test_a_state_goes_on_at_another_number_of_ranks(ranks, tmp_path, world, kind
     assert ranks(world).run(rank_loads, str(tmp_path), kind)[0] == pytest.approx(losses, abs=LOSSES)
 
 
+@pytest.mark.slow
 def test_saved_models_load_without_zcompile(ranks, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -166,6 +163,7 @@ def rank_counts_gathers(rank, world):
     return [counts[i]["gathered_bytes"]["float32"] for i in counts], [counts[i]["reduces"] for i in counts]
 
 
+@pytest.mark.slow
 def test_micro_steps_of_accumulate_gather_once(ranks):
     (gathered, reduces), _ = ranks(2).run(rank_counts_gathers)
     assert gathered[1] < gathered[0], gathered  # three inside of a step, against one alone
@@ -234,6 +232,7 @@ def rank_prepares_unlike_accelerate(rank, world):
     assert Accelerator(cpu=True).prepare(model) is model
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_prepared_as_it_is(ranks):
     ranks(2).run(rank_prepares_unlike_accelerate)
 
@@ -251,7 +250,8 @@ def rank_trains_in(rank, world, precision, compiled):
     return losses, list(zcompile.stats(model)["gathered_bytes"])
 
 
-@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [True, False])
 def test_bf16_trains_as_fp32_and_compiled_code_gathers_it(ranks, compiled):
     (losses, widths), _ = ranks(2).run(rank_trains_in, "bf16", compiled)
     (reference, _), _ = ranks(2).run(rank_trains_in, "no", False)

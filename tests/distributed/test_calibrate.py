@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.support.time_limits import scaled
 from zcompile.analysis import measure_compute
 from zcompile.analysis.calibration import Calibration, calibration_file, device_name, read_calibration
 from zcompile.analysis.hardware import CPU
@@ -132,9 +133,10 @@ def test_calibrating_needs_a_process_group():
 
 def run_calibrate(*arguments):
     command = [sys.executable, "-m", "zcompile", "calibrate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400)  # 30 s, and several times that if busy
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(400))
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_explain_takes_its_file(tmp_path, capsys):
     file = tmp_path / "machine.json"
     made = run_calibrate("--output", file)

@@ -37,9 +37,9 @@ def eager(model):
 
 
 PREPARE = [
-    eager,
+    pytest.param(eager, marks=slow),
     functools.partial(compiled, fullgraph=False),
-    pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=pytest.mark.slow),
+    pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=slow),
 ]
 
 
@@ -78,6 +78,7 @@ def rank_beside_fsdp2(rank, world):
         close(our, full(their), 10 * FP32, name)
 
 
+@slow
 def test_lora_trains_as_under_fsdp2(ranks):
     ranks(2).run(rank_beside_fsdp2)
 
@@ -127,8 +128,9 @@ def rank_merges(rank, world, prepare, config):
     torch.testing.assert_close(*(loss(each, 1, rank) for each in merged))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=slow), PREPARE[1]])
+@slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("prepare", PREPARE[:2])
 def test_merged_and_unmerged_weights_are_those_of_one_process(ranks, world, prepare):
     ranks(world).run(rank_merges, prepare, {})
 
@@ -187,6 +189,7 @@ def rank_saves(rank, world, folder):
     torch.testing.assert_close(loss(model, 5, rank), loss(loaded, 5, rank))
 
 
+@slow
 def test_adapters_alone_are_saved_and_loaded_in_one_process(ranks, tmp_path):
     ranks(2).run(rank_saves, str(tmp_path))
 
@@ -221,6 +224,7 @@ def rank_packs(rank, world, prepare):
     assert set(zcompile.stats(model)["reduced_bytes"]) == {"float32"}
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=slow), PREPARE[1]])
+@slow
+@pytest.mark.parametrize("prepare", PREPARE[:2])
 def test_lora_trains_beside_a_packed_base(ranks, prepare):
     ranks(2).run(rank_packs, prepare)

@@ -59,7 +59,7 @@ def rank_trains_as_fsdp2(rank, world, folder, others):
         assert values == pytest.approx(reference[name], abs=LOSSES, rel=LOSSES), (name, values, reference[name])
 
 
-@pytest.mark.parametrize("others", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("others", [{}, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow)])
 def test_trainer_trains_as_fsdp2(ranks, tmp_path, others):
     ranks(2).run(rank_trains_as_fsdp2, str(tmp_path), others)
 
@@ -84,13 +84,15 @@ def of_four_sequences(world):
     return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 4])
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(ranks, tmp_path, world):
     (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path))
     assert len(losses) == 3
     assert ranks(world).run(rank_resumes, str(tmp_path))[0] == pytest.approx(losses, abs=LOSSES)
 
 
+@pytest.mark.slow
 def test_saved_models_load_without_zcompile(ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -115,8 +117,9 @@ def rank_compiles(rank, world, folder, steps):
         assert values == pytest.approx(curves["eager"][name], abs=LOSSES, rel=LOSSES), name
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, inductor_cache, steps):
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, steps):
     from transformers import AutoModelForCausalLM
 
     ranks(2).run(rank_compiles, str(tmp_path), steps)
@@ -133,6 +136,7 @@ def rank_evaluates_first(rank, world, folder):
     return untrained, losses, trainer.evaluate()["eval_loss"], trainer.predict(Sentences(12)).metrics["test_loss"]
 
 
+@pytest.mark.slow
 def test_evaluation_comes_first_and_the_best_model_last(ranks, tmp_path):
     untrained, losses, best, predicted = ranks(2).run(rank_evaluates_first, str(tmp_path))[0]
     inputs = [Sentences()[i] for i in range(12)]
