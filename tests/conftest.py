@@ -27,7 +27,7 @@ if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().pare
     raise pytest.UsageError("tests must run on this source: run `pip install -e . --no-build-isolation` here")
 
 from tests.support import time_limits
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, fork_server
 
 time_limits.measure()
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionstart(session):
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which import torch while tests are collected
+        fork_server(0), fork_server(1)
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     session.at_work = (EXTENSIONS / "at_work").open("w")  # open, and so locked, to the end of the session
     try:

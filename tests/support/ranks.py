@@ -2,6 +2,7 @@
 
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import itertools
@@ -10,6 +11,9 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -76,14 +80,33 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn" if self.backend == "nccl" else "forkserver")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world, self.backend, port, theirs), daemon=False)
-            process.start()
+            if self.backend == "nccl":
+                process.start()
+            else:
+                connect = fork_server(rank % 2).connect_to_new_process
+                with mock.patch.object(forkserver, "connect_to_new_process", connect):
+                    process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+
+
+@functools.cache
+def fork_server(number: int) -> forkserver.ForkServer:
+    """A process that has imported torch, and forks ranks.
+
+    There are two, since the ranks of users differ in how they hash strings, by which a program must not differ.
+    """
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["tests.support.ranks", "torch._dynamo", "torch._inductor.compile_fx", "zcompile"])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONHASHSEED=str(number), PYTHONPATH=path):
+        server.ensure_running()
+    return server
 
 
 def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
