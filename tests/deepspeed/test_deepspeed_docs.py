@@ -10,6 +10,7 @@ import zcompile
 from tests.support.deepspeed import LanguageModel, is_taken_over, make_engine, train
 from tests.support.deepspeed_config import BF16, config_of
 from tests.support.pages import ROOT, blocks_of, check_config
+from tests.support.ranks import on_ranks
 
 WITHOUT_EFFECT = {
     "stage3_prefetch_bucket_size": 1, "stage3_max_reuse_distance": 1, "stage3_max_live_parameters": 1,
@@ -29,16 +30,13 @@ def trained(rank, **config):
     return curve, counted
 
 
-def rank_sets_what_has_no_effect(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_options_that_have_no_effect_change_nothing(rank, world):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     expected = trained(rank, zero_optimization=zero, **BF16)
     assert expected[1]["reduced_bytes"].keys() == {"bfloat16"}
     assert trained(rank, zero_optimization=zero | WITHOUT_EFFECT, **BF16, **ON_TOP) == expected
-
-
-@pytest.mark.slow
-def test_options_that_have_no_effect_change_nothing(ranks):
-    ranks(2).run(rank_sets_what_has_no_effect)
 
 
 def test_the_guide_names_the_options_that_have_no_effect():
@@ -46,16 +44,13 @@ def test_the_guide_names_the_options_that_have_no_effect():
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == WITHOUT_EFFECT.keys() | ON_TOP.keys()
 
 
-def rank_has_a_threshold_of_granularity(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_threshold_of_granularity_makes_units(rank, world):
     engine = make_engine({}, zero_optimization={"stage": 3, "stage3_module_granularity_threshold": 10**6})
     train(engine, rank, end=1)
     assert is_taken_over(engine) and engine.zcompile.state.units is not None
     engine.destroy()
-
-
-@pytest.mark.slow
-def test_a_threshold_of_granularity_makes_units(ranks):
-    ranks(2).run(rank_has_a_threshold_of_granularity)
 
 
 def rank_saves_in_16_bits(rank, world, folder):

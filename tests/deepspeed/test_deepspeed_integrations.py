@@ -11,6 +11,7 @@ import zcompile
 from tests.support.deepspeed import is_taken_over
 from tests.support.deepspeed_config import config_of
 from tests.support.models import batch
+from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,9 @@ def test_hugging_face_trainer_equals_eager(ranks, tmp_path):
     ranks(2).run(rank_runs_trainer, str(tmp_path))
 
 
-def rank_runs_accelerate(rank, world, regions):
+@pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
+@on_ranks(2)
+def test_accelerate_is_close_to_eager(rank, world, regions):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, TorchDynamoPlugin
@@ -100,11 +103,6 @@ def rank_runs_accelerate(rank, world, regions):
         model.destroy()
     pairs = list(zip(*curves, strict=True))
     assert len(pairs) > 10 and max(abs(eager - ours) / eager for eager, ours in pairs) < 1e-6, curves
-
-
-@pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
-def test_accelerate_is_close_to_eager(ranks, regions):
-    ranks(2).run(rank_runs_accelerate, regions)
 
 
 PROGRAM = """
@@ -159,7 +157,8 @@ def test_an_import_after_the_engine_was_made_warns():
     assert done.stderr.count("was made before `import zcompile`") == 1
 
 
-def rank_inits_modules_by_a_config_with_the_block(rank, world):
+@on_ranks(2)
+def test_zero_init_takes_a_config_with_the_block_in_zero_optimization(rank, world):
     import deepspeed
 
     config = config_of(None)
@@ -170,7 +169,3 @@ def rank_inits_modules_by_a_config_with_the_block(rank, world):
     engine.backward(engine(torch.ones(2, 4)).sum())
     assert is_taken_over(engine), engine.zcompile.given_back
     engine.destroy()
-
-
-def test_zero_init_takes_a_config_with_the_block_in_zero_optimization(ranks):
-    ranks(2).run(rank_inits_modules_by_a_config_with_the_block)

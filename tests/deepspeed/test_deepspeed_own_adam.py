@@ -13,6 +13,7 @@ from tests.support.deepspeed import (
 )
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.models import batch
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,8 @@ class Idle(LanguageModel):
         self.idle, self.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(8))
 
 
-def rank_edits_gradients_and_states(rank, world):
+@on_ranks(2)
+def test_gradients_and_states_edited_by_hand_equal_eager(rank, world):
     utils, outcomes = deepspeed.utils, []
     for flag in (None, {}):
         torch.manual_seed(0)
@@ -69,7 +71,3 @@ def rank_edits_gradients_and_states(rank, world):
         engine.destroy()
     for i, (expected, ours) in enumerate(zip(*outcomes, strict=True)):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7, msg=lambda text, i=i: f"{i}: {text}")
-
-
-def test_gradients_and_states_edited_by_hand_equal_eager(ranks):
-    ranks(2).run(rank_edits_gradients_and_states)

@@ -15,6 +15,7 @@ from tests.support.deepspeed import (
 )
 from tests.support.deepspeed_config import BF16, MICROBATCHES, config_of
 from tests.support.models import VOCABULARY, batch
+from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -42,18 +43,15 @@ def reduce_scatter_in_rank_order(tensors, group=None):
     return parts
 
 
-def rank_trains_beside_eager_in_rank_order(rank, world):
+@pytest.mark.slow
+@on_ranks(4)
+def test_four_ranks_equal_eager_bitwise_in_one_order(rank, world):
+    """On four ranks, the order of a sum is the only difference."""
     theirs, stage3.reduce_scatter_coalesced = stage3.reduce_scatter_coalesced, reduce_scatter_in_rank_order
     try:
         rank_trains_beside_eager(rank, world, {}, (0, 0), {})
     finally:
         stage3.reduce_scatter_coalesced = theirs
-
-
-@pytest.mark.slow
-def test_four_ranks_equal_eager_bitwise_in_one_order(ranks):
-    """On four ranks, the order of a sum is the only difference."""
-    ranks(4).run(rank_trains_beside_eager_in_rank_order)
 
 
 @pytest.mark.slow
@@ -150,7 +148,10 @@ class WithCodes(LanguageModel):
         return super().forward(self.codes[tokens])
 
 
-def rank_trains_with_frozen_parameters(rank, world, make):
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Lora, WithCodes])
+@on_ranks(2)
+def test_frozen_parameters_equal_eager(rank, world, make):
     curves = []
     for flag in (None, {}):
         torch.manual_seed(0)
@@ -162,12 +163,8 @@ def rank_trains_with_frozen_parameters(rank, world, make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Lora, WithCodes])
-def test_frozen_parameters_equal_eager(ranks, make):
-    ranks(2).run(rank_trains_with_frozen_parameters, make)
-
-
-def rank_evaluates_and_edits_between_steps(rank, world):
+@on_ranks(2)
+def test_several_engines_that_evaluate_and_edit_equal_eager(rank, world):
     """Two engines with the flag and one without take turns. Between steps they evaluate, and parameters are edited."""
     flags = [None, {}, {}]
     engines = [make_engine(flag) for flag in flags]
@@ -191,8 +188,3 @@ def rank_evaluates_and_edits_between_steps(rank, world):
     assert curves[0] == curves[1] == curves[2]
     for engine in engines:
         engine.destroy()
-
-
-@pytest.mark.slow
-def test_several_engines_that_evaluate_and_edit_equal_eager(ranks):
-    ranks(2).run(rank_evaluates_and_edits_between_steps)

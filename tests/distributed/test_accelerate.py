@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
+from tests.support.ranks import on_ranks
 from zcompile.huggingface import Accelerator, CompilePlugin
 from zcompile.sharding.model_state import state_of
 
@@ -57,17 +58,14 @@ def prepared(sharded_by_zcompile, compiled=False):
     return accelerator, model, *accelerator.prepare(optimizer, *loaders)
 
 
-def rank_trains_as_fsdp2(rank, world, compiled):
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
+@on_ranks(2)
+def test_a_program_of_accelerate_trains_as_fsdp2(rank, world, compiled):
     theirs = train(*prepared(False))
     ours = train(*prepared(True, compiled))
     for mine, reference in zip(ours, theirs):
         assert mine == pytest.approx(reference, abs=LOSSES), (ours, theirs)
     assert len(ours[0]) == 12 and len(ours[1]) == 6 and ours[0][0] > ours[0][-1]
-
-
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_program_of_accelerate_trains_as_fsdp2(ranks, compiled):
-    ranks(2).run(rank_trains_as_fsdp2, compiled)
 
 
 def steps(accelerator, model, optimizer, loader, count):
@@ -176,7 +174,8 @@ def raised(error, text, program, *args, **kwargs):
         program(*args, **kwargs)
 
 
-def rank_is_refused(rank, world):
+@on_ranks(2)
+def test_what_cannot_train_is_refused_by_name(rank, world):
     for name, value in (("fsdp_plugin", object()), ("parallelism_config", accelerate.ParallelismConfig())):
         forget_accelerate()
         raised(ValueError, name, Accelerator, cpu=True, **{name: value})
@@ -218,11 +217,9 @@ def rank_is_refused(rank, world):
     )
 
 
-def test_what_cannot_train_is_refused_by_name(ranks):
-    ranks(2).run(rank_is_refused)
-
-
-def rank_prepares_unlike_accelerate(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_sharded_model_is_prepared_as_it_is(rank, world):
     """accelerate's own wraps a sharded model in DDP, which cannot broadcast DTensors."""
     forget_accelerate()
     accelerator = accelerate.Accelerator(cpu=True)
@@ -230,11 +227,6 @@ def rank_prepares_unlike_accelerate(rank, world):
     raised(Exception, "Sharding propagation failed|sharding strategy", accelerator.prepare, model)
     forget_accelerate()
     assert Accelerator(cpu=True).prepare(model) is model
-
-
-@pytest.mark.slow
-def test_a_sharded_model_is_prepared_as_it_is(ranks):
-    ranks(2).run(rank_prepares_unlike_accelerate)
 
 
 def rank_trains_in(rank, world, precision, compiled):

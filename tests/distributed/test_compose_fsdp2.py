@@ -18,6 +18,7 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
+from tests.support.ranks import on_ranks
 from tests.support.reference import close
 
 FP32 = MixedPrecisionPolicy()
@@ -95,13 +96,10 @@ def test_placements_shards_and_steps_are_those_of_fsdp2(ranks, make, sizes):
     ranks(4).run(rank_is_beside_fsdp2, 1e-6, make, *sizes)
 
 
-def rank_is_beside_fsdp2_in_bf16(rank, world, make):
-    rank_is_beside_fsdp2(rank, world, 1e-2, make, 2, 2, policy=BF16)
-
-
 @pytest.mark.parametrize("make", [pytest.param(dense, marks=pytest.mark.slow), mixture])
-def test_steps_in_bf16_are_those_of_fsdp2(ranks, make):
-    ranks(4).run(rank_is_beside_fsdp2_in_bf16, make)
+@on_ranks(4)
+def test_steps_in_bf16_are_those_of_fsdp2(rank, world, make):
+    rank_is_beside_fsdp2(rank, world, 1e-2, make, 2, 2, policy=BF16)
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:

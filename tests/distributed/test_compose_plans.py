@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 import zcompile
 from tests.support.parallel import mesh_of
 from tests.support.plans import deepseek, filled, llama, neox, oss, qwen, tokens_loss
+from tests.support.ranks import on_ranks
 from tests.support.reference import close
 from zcompile.huggingface import distribute
 
@@ -130,7 +131,8 @@ def test_a_model_is_saved_whole_by_save_pretrained(ranks, tmp_path):
     ranks(4).run(rank_saves, str(tmp_path), *CASES["qwen-tp-ep"])
 
 
-def rank_is_refused(rank, world):
+@on_ranks(4)
+def test_what_distribute_does_not_do_is_refused(rank, world):
     refused = {
         "fsdp_plan is for FSDP2": ({"fsdp_size": 4, "fsdp_plan": {"lm_head": "free_full_weight"}}, {}),
         "fsdp_mixed_precision is for FSDP2": ({"fsdp_size": 4, "fsdp_mixed_precision": True}, {}),
@@ -143,11 +145,9 @@ def rank_is_refused(rank, world):
             distribute(llama(), config_of(sizes), **options)
 
 
-def test_what_distribute_does_not_do_is_refused(ranks):
-    ranks(4).run(rank_is_refused)
-
-
-def rank_applies_a_plan_itself(rank, world):
+@slow
+@on_ranks(4)
+def test_hooks_of_a_plan_that_the_program_applies_are_an_error(rank, world):
     """Its hooks would sum gradients of norms that are shards here."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -160,8 +160,3 @@ def rank_applies_a_plan_itself(rank, world):
     loss = tokens_loss(model, 0, rank // 2)
     with pytest.raises(NotImplementedError, match="allreduce_"):
         loss.backward()
-
-
-@slow
-def test_hooks_of_a_plan_that_the_program_applies_are_an_error(ranks):
-    ranks(4).run(rank_applies_a_plan_itself)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled
 
 MICROBATCHES = 4
@@ -163,7 +164,8 @@ def test_a_block_that_raises_leaves_the_gradients_before_it(ranks, reduce, shape
     ranks(2 * len(shape)).run(rank_raises_in_a_block, reduce, shape)
 
 
-def rank_counts_hooks(rank, world):
+@on_ranks(2)
+def test_hooks_see_the_gradient_that_was_reduced_last_once(rank, world):
     model = zcompile.shard(Branching())
     calls, seen = [], []
     model.first.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.to_local()))
@@ -175,11 +177,8 @@ def rank_counts_hooks(rank, world):
     assert len(calls) == len(seen) == 1 and torch.equal(seen[0], torch.full((3, 4), 6.0))
 
 
-def test_hooks_see_the_gradient_that_was_reduced_last_once(ranks):
-    ranks(2).run(rank_counts_hooks)
-
-
-def rank_asks_for_what_is_not_there(rank, world):
+@on_ranks(2)
+def test_other_values_and_other_inner_blocks_are_refused(rank, world):
     model = zcompile.shard(Branching())
     with pytest.raises(ValueError, match="it is one of 'each', 'shards', 'last'"), zcompile.accumulate(model, "never"):
         pass
@@ -188,10 +187,6 @@ def rank_asks_for_what_is_not_there(rank, world):
             pass
         with pytest.raises(ValueError, match="inside of accumulate"), zcompile.accumulate(model, reduce="last"):
             pass
-
-
-def test_other_values_and_other_inner_blocks_are_refused(ranks):
-    ranks(2).run(rank_asks_for_what_is_not_there)
 
 
 def rank_defers_with_units(rank, world, reduce, shape):

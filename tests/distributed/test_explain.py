@@ -13,6 +13,7 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.planning.command import main
 from zcompile.planning.workloads import load
@@ -151,25 +152,19 @@ def test_explain_says_the_same_again_and_again(ranks):
     assert ranks(2).run(rank_explain_often) == 2 * [["forward", "backward"] * 2]
 
 
-def rank_explain_without_a_graph(rank, world):
+@on_ranks(2)
+def test_explain_says_when_no_graph_was_captured(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     model.forward = torch._dynamo.disable(model.forward)
     with pytest.raises(RuntimeError, match="no graph was captured"):
         zcompile.explain(model, torch.ones(2, 4))
 
 
-def test_explain_says_when_no_graph_was_captured(ranks):
-    ranks(2).run(rank_explain_without_a_graph)
-
-
-def rank_explain_p2p(rank, world):
+@on_ranks(2)
+def test_explain_refuses_a_transport_that_is_not_possible(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="'p2p' is not possible here"):
         zcompile.explain(model, torch.ones(2, 4), options={"transport": "p2p"})
-
-
-def test_explain_refuses_a_transport_that_is_not_possible(ranks):
-    ranks(2).run(rank_explain_p2p)
 
 
 def test_what_passes_change_is_logged_and_traced(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import on_ranks
 from tests.support.reference import autocast_loss, compiled, full, lm_loss
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.sharding.model_state import state_of
@@ -16,7 +17,10 @@ from zcompile.sharding.model_state import state_of
 slow = pytest.mark.slow
 
 
-def rank_trains_bitwise(rank, world, loss):
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=slow), autocast_loss])
+@on_ranks()
+def test_aot_eager_equals_eager_bitwise(rank, world, loss):
     """An eager sharded model beside two compiled ones."""
     torch.manual_seed(0)
     model = Transformer()
@@ -35,12 +39,6 @@ def rank_trains_bitwise(rank, world, loss):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=slow), autocast_loss])
-def test_aot_eager_equals_eager_bitwise(ranks, world, loss):
-    ranks(world).run(rank_trains_bitwise, loss)
 
 
 def many_tokens_loss(model, step, rank, narrow):
@@ -115,17 +113,14 @@ def test_unsharded_bytes_keep_to_the_budget(ranks, gather_budget_bytes):
         assert peak_bytes <= gather_budget_bytes + beside
 
 
-def rank_peaks_under_inductor(rank, world):
+@slow
+@on_ranks(2)
+def test_code_of_inductor_frees_what_it_gathered(rank, world):
     forward, backward, largest_bytes, _ = rank_counts_gathers(
         rank, world, "inductor", gather_budget_bytes=0, bucket_bytes=0
     )
     for peak_bytes in (forward["peak_unsharded_bytes"], backward["peak_unsharded_bytes"]):
         assert peak_bytes <= 2 * largest_bytes, (forward, backward, largest_bytes)
-
-
-@slow
-def test_code_of_inductor_frees_what_it_gathered(ranks):
-    ranks(2).run(rank_peaks_under_inductor)
 
 
 def rank_bytes_between(rank, world):
@@ -174,7 +169,9 @@ def losses_without(rank, inner, skipped):
     return losses, zcompile.stats(model)["gathered_bytes"].keys()
 
 
-def rank_skips_passes(rank, world, inner):
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
+@on_ranks(2)
+def test_passes_change_no_number(rank, world, inner):
     expected, _ = losses_without(rank, inner, ())
     for name in OPTIONAL_PASSES if inner == "aot_eager" else ("narrow_gathers",):  # Inductor takes its time
         losses, dtypes = losses_without(rank, inner, (name,))
@@ -182,8 +179,3 @@ def rank_skips_passes(rank, world, inner):
         assert name != "narrow_gathers" or dtypes == {"float32"}
     losses, _ = losses_without(rank, inner, OPTIONAL_PASSES)
     assert losses == expected, (losses, expected)
-
-
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
-def test_passes_change_no_number(ranks, inner):
-    ranks(2).run(rank_skips_passes, inner)

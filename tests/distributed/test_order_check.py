@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests.support.meshes import short_mesh
+from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from tests.support.unagreed import shard_without_agreement
 from zcompile.sharding.model_state import state_of
@@ -125,7 +126,8 @@ def test_a_step_costs_one_small_collective_for_each_mesh(ranks):
     ranks(2).run(rank_compares_once_a_group)
 
 
-def rank_has_two_optimizers(rank, world):
+@on_ranks(2)
+def test_neither_of_two_optimizers_steps(rank, world):
     model = experts()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.a, model.b)]
     for _ in range(3):
@@ -137,11 +139,8 @@ def rank_has_two_optimizers(rank, world):
         assert DIFFERENT in difference_at_step(optimizer, model)
 
 
-def test_neither_of_two_optimizers_steps(ranks):
-    ranks(2).run(rank_has_two_optimizers)
-
-
-def rank_skips_a_step(rank, world):
+@on_ranks(2)
+def test_all_ranks_may_skip_a_step(rank, world):
     """A GradScaler skips the second step, because gradients are not finite, without a call of the optimizer."""
     model, scaler = experts(), torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -155,10 +154,6 @@ def rank_skips_a_step(rank, world):
     optimizer.zero_grad()
     backward(model, rank == 1)
     assert DIFFERENT in difference_at_step(optimizer, model)
-
-
-def test_all_ranks_may_skip_a_step(ranks):
-    ranks(2).run(rank_skips_a_step)
 
 
 def rank_does_not_step(rank, world):
@@ -311,7 +306,8 @@ def test_models_over_other_meshes_of_the_same_ranks_are_compared_apart(ranks):
         assert groups == 1 and all(DIFFERENT in message for message in messages)
 
 
-def rank_computes_gradients_in_a_closure(rank, world):
+@on_ranks(2)
+def test_gradients_of_a_closure_are_compared(rank, world):
     model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -324,11 +320,8 @@ def rank_computes_gradients_in_a_closure(rank, world):
     assert DIFFERENT in difference_at_step(optimizer, model, closure=lambda: closure(rank == 1))
 
 
-def test_gradients_of_a_closure_are_compared(ranks):
-    ranks(2).run(rank_computes_gradients_in_a_closure)
-
-
-def rank_steps_in_other_ways(rank, world):
+@on_ranks(2)
+def test_steps_that_are_compiled_or_inside_of_a_backward_go_on_unchecked(rank, world):
     model = experts()
     expected = values_of(model)
     expected[0] -= 0.1 * 2 + 0.1 * (2 + 2)  # two rows of ones in each backward
@@ -342,10 +335,6 @@ def rank_steps_in_other_ways(rank, world):
     assert checks.count == 0
     for value, expectation in zip(values_of(model), expected, strict=True):
         torch.testing.assert_close(value, expectation)
-
-
-def test_steps_that_are_compiled_or_inside_of_a_backward_go_on_unchecked(ranks):
-    ranks(2).run(rank_steps_in_other_ways)
 
 
 def rank_replicates(rank, world, shape):
@@ -383,17 +372,14 @@ def test_a_difference_of_long_ago_is_bounded(ranks):
         assert "between number 1 and number 37, further back than the 64" in message
 
 
-def rank_agrees(rank, world):
+@on_ranks(2)
+def test_ranks_that_agree_before_each_collective_compare_nothing(rank, world):
     model = zcompile.shard(Experts(), short_mesh(60))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, rank == 1)
     with Checks() as checks:
         optimizer.step()
     assert checks.count == 0 and state_of(model).order_check is None
-
-
-def test_ranks_that_agree_before_each_collective_compare_nothing(ranks):
-    ranks(2).run(rank_agrees)
 
 
 def marks(*texts, begin=1, value=0):

@@ -13,6 +13,7 @@ from torch import nn
 
 import zcompile
 from tests.support.meshes import short_mesh, without_agreement
+from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.sharding import order_watch
 from zcompile.sharding.order_watch import difference
@@ -32,7 +33,8 @@ class Two(nn.Module):
 MESSAGE = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weight' on rank [01]"
 
 
-def rank_reads_another(rank, world):
+@on_ranks(2)
+def test_ranks_that_read_different_parameters_of_one_size_are_told(rank, world):
     with without_agreement():
         model = zcompile.shard(Two(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
@@ -42,7 +44,8 @@ def rank_reads_another(rank, world):
             time.sleep(0.1)
 
 
-def rank_waits_for_one_that_was_told(rank, world):
+@on_ranks(2)
+def test_a_rank_in_a_wait_is_told_why_it_ends(rank, world):
     """Rank 1 is in a wait that times out when the watch finds the difference."""
     with without_agreement():
         model = zcompile.shard(Two(), short_mesh(scaled(5)))
@@ -54,25 +57,14 @@ def rank_waits_for_one_that_was_told(rank, world):
             model(torch.ones(1, 6), rank == 1)
 
 
-def test_ranks_that_read_different_parameters_of_one_size_are_told(ranks):
-    ranks(2).run(rank_reads_another)
-
-
-def test_a_rank_in_a_wait_is_told_why_it_ends(ranks):
-    ranks(2).run(rank_waits_for_one_that_was_told)
-
-
-def rank_trains_alike(rank, world):
+@on_ranks(2)
+def test_ranks_that_do_the_same_are_not_told(rank, world):
     with without_agreement():
         model = zcompile.shard(Two(), short_mesh(scaled(5)))
     for _ in range(50):
         time.sleep(0.04 * rank)
         for second in (False, True):
             model(torch.ones(1, 6), second).sum().backward()
-
-
-def test_ranks_that_do_the_same_are_not_told(ranks):
-    ranks(2).run(rank_trains_alike)
 
 
 EXIT = """

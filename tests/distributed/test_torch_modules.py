@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import zcompile
 from tests.support.models import Chain
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, train_beside
 from zcompile.sharding.model_state import state_of
 
@@ -164,7 +165,8 @@ def test_a_recurrent_layer_gathers_each_weight_once_a_forward(ranks):
     assert peak <= whole
 
 
-def rank_moves(rank, world):
+@on_ranks(2)
+def test_a_recurrent_layer_may_be_moved_and_saved(rank, world):
     """`.to()`, `flatten_parameters()` and a state dict leave a sharded recurrent layer right."""
     torch.manual_seed(0)
     reference = nn.GRU(4, 3)
@@ -183,11 +185,8 @@ def rank_moves(rank, world):
     }
 
 
-def test_a_recurrent_layer_may_be_moved_and_saved(ranks):
-    ranks(2).run(rank_moves)
-
-
-def rank_thaws_a_layer(rank, world):
+@on_ranks(2)
+def test_weights_of_a_recurrent_layer_may_be_frozen_and_thawed(rank, world):
     model = Last(nn.LSTM(6, 5, batch_first=True))
     model.layer.weight_ih_l0.requires_grad_(False)
     zcompile.shard(model)
@@ -197,7 +196,3 @@ def rank_thaws_a_layer(rank, world):
     frozen.requires_grad_(True)
     model(torch.ones(2, 3, 6)).sum().backward()
     assert frozen.grad is not None
-
-
-def test_weights_of_a_recurrent_layer_may_be_frozen_and_thawed(ranks):
-    ranks(2).run(rank_thaws_a_layer)

@@ -15,12 +15,14 @@ from torch import nn
 import zcompile
 import zcompile.sharding.select_transport
 from tests.support.models import Transformer
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss
 from zcompile.sharding.model_state import state_of
 from zcompile.sharding.select_transport import Choice
 
 
-def rank_gloo_is_asked_for(rank, world):
+@on_ranks(2)
+def test_stats_say_which_transport_was_taken_and_why(rank, world):
     model = compiled(Transformer(), options={"transport": "gloo"})
     assert "the model is on cpu" in zcompile.stats(model)["transport_reason"]
     lm_loss(model, 0, rank).backward()
@@ -28,20 +30,13 @@ def rank_gloo_is_asked_for(rank, world):
     assert (stats["transport"], stats["transport_reason"], stats["transport_bytes"]) == ("gloo", "asked for", 0)
 
 
-def test_stats_say_which_transport_was_taken_and_why(ranks):
-    ranks(2).run(rank_gloo_is_asked_for)
-
-
-def rank_gpu_transport_is_asked_for(rank, world, transport):
+@pytest.mark.parametrize("transport", ["p2p", "nccl"])
+@on_ranks(2)
+def test_a_transport_of_gpus_is_refused_on_the_cpu(rank, world, transport):
     model = compiled(Transformer(), options={"transport": transport})
     message = f"'{transport}' is not possible here: the model is on cpu. Use 'auto' or 'gloo'"
     with pytest.raises(ValueError, match=message):
         lm_loss(model, 0, rank)
-
-
-@pytest.mark.parametrize("transport", ["p2p", "nccl"])
-def test_a_transport_of_gpus_is_refused_on_the_cpu(ranks, transport):
-    ranks(2).run(rank_gpu_transport_is_asked_for, transport)
 
 
 class HostEvent:
@@ -155,7 +150,8 @@ class OnGpu:
         return getattr(self.mesh, name)
 
 
-def rank_obstacles_to_p2p(rank, world):
+@on_ranks(2)
+def test_obstacles_to_peer_to_peer_are_named(rank, world):
     select_transport = zcompile.sharding.select_transport
     mesh = OnGpu(state_of(zcompile.shard(nn.Linear(4, 4))).mesh)
 
@@ -179,7 +175,3 @@ def rank_obstacles_to_p2p(rank, world):
     assert obstacle(reachable=rank == 0) == "the GPU of rank 1 cannot access GPU 0"
     assert "containers that do not share a network" in obstacle(namespaces=f"net:[{rank}]")
     assert [namespace.partition(":")[0] for namespace in select_transport._namespaces()] == ["net", "pid"]
-
-
-def test_obstacles_to_peer_to_peer_are_named(ranks):
-    ranks(2).run(rank_obstacles_to_p2p)

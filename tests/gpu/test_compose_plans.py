@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed.test_compose_plans import config_of, data_rank_of, maybe_compiled
 from tests.support.plans import VOCABULARY, deepseek, filled
+from tests.support.ranks import on_gpus
 from tests.support.reference import close
 from zcompile.huggingface import distribute
 
@@ -63,7 +64,9 @@ def test_deepseek_v3_trains_as_with_fsdp2(gpus, tmp_path, sizes, inner):
     gpus(4).run(rank_is_beside_fsdp2, str(tmp_path), sizes, inner)
 
 
-def rank_is_delayed(rank, world, sizes):
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@on_gpus(4, timeout=300)
+def test_steps_under_random_delays_end(rank, world, sizes):
     """As without delays, bit by bit."""
     share_gpus()
     chance, shards = random.Random(rank), []
@@ -82,8 +85,3 @@ def rank_is_delayed(rank, world, sizes):
         torch.cuda.synchronize()
     for mine, other in zip(*shards, strict=True):
         assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_steps_under_random_delays_end(gpus, sizes):
-    gpus(4).run(rank_is_delayed, sizes, timeout=300)

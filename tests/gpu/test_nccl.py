@@ -11,6 +11,7 @@ from torch import nn
 
 import zcompile
 from tests.support.gpu import autocast_loss, needs_two_gpus, rank_trains_as_over_nccl
+from tests.support.ranks import on_gpus
 from tests.support.reduce_checks import rank_native_sums
 from tests.support.reference import lm_loss
 from zcompile.sharding.model_state import state_of
@@ -39,14 +40,11 @@ def most_sms_of_nccl(**options):
     return max(math.prod(grid) for grid in grids)
 
 
-def rank_limits_sms_of_nccl(rank, world):
+@needs_two_gpus
+@on_gpus(2)
+def test_a_limit_on_sms_holds(rank, world):
     assert most_sms_of_nccl(nccl_max_ctas=2, native_reduce=True) <= 2
     assert most_sms_of_nccl(nccl_max_ctas=2) <= 2 < most_sms_of_nccl()
-
-
-@needs_two_gpus
-def test_a_limit_on_sms_holds(gpus):
-    gpus(2).run(rank_limits_sms_of_nccl)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -5,6 +5,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import inspect
 import itertools
 import os
 import socket
@@ -107,6 +108,34 @@ def fork_server(number: int) -> forkserver.ForkServer:
     with mock.patch.dict(os.environ, PYTHONHASHSEED=str(number), PYTHONPATH=path):
         server.ensure_running()
     return server
+
+
+def on_ranks(world: int | None = None, timeout: float = TIMEOUT_SECONDS, fixture: str = "ranks"):
+    """Make a test of a function (rank, world, ...): all ranks of a pool call it, with the values of its parameters.
+
+    Args:
+        world: how many ranks; None: as many as the parameter `world` of the test says.
+        fixture: the fixture that has the pools.
+    """
+
+    def decorate(function):
+        parameters = list(inspect.signature(function).parameters.values())
+
+        def test(**values):
+            pool = values[fixture](values["world"] if world is None else world)
+            pool.run(function, *(values[each.name] for each in parameters[2:]), timeout=timeout)
+
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        of_pools = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([of_pools, *parameters[1 if world is None else 2 :]])
+        test.on_rank = function
+        function.__qualname__ += ".on_rank"  # by which ranks find it
+        return test
+
+    return decorate
+
+
+on_gpus = functools.partial(on_ranks, fixture="gpus")
 
 
 def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
