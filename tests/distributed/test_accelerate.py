@@ -58,7 +58,7 @@ def prepared(sharded_by_zcompile, compiled=False):
     return accelerator, model, *accelerator.prepare(optimizer, *loaders)
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_a_program_of_accelerate_trains_as_fsdp2(rank, world, compiled):
     theirs = train(*prepared(False))

@@ -27,7 +27,7 @@ slow = pytest.mark.slow
 inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
 
 
-@pytest.mark.parametrize("inner", [pytest.param("aot_eager", marks=slow), "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
 @on_ranks(2)
 def test_microbatches_gather_once(rank, world, inner):
     expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)

@@ -91,7 +91,8 @@ def rank_saves(rank, world, blocks, by_option, inner):
 @pytest.mark.parametrize(
     "blocks, by_option, inner",
     [
-        (12, True, "aot_eager"),
+        (3, True, "aot_eager"),
+        pytest.param(12, True, "aot_eager", marks=pytest.mark.slow),
         pytest.param(12, False, "aot_eager", marks=pytest.mark.slow),
         pytest.param(3, True, "inductor", marks=pytest.mark.slow),
     ],

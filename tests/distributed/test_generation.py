@@ -108,7 +108,8 @@ def test_replicas_stop_when_they_like(rank, world):
         rank_generates(rank, world, "llama", lambda model, shard=shard: shard(model, mesh), {})
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), unagreed])
+@slow
+@pytest.mark.parametrize("prepare", [eager, unagreed])
 @on_ranks(2)
 def test_transformers_may_compile_with_zcompile(rank, world, prepare):
     from transformers import CompileConfig
@@ -142,7 +143,7 @@ def test_ranks_stop_early_at_random(rank, world, prepare, seeds):
 
 @pytest.mark.parametrize(
     "prepare",
-    [pytest.param(eager, marks=slow), compiled_loosely, unagreed, pytest.param(compiled_unagreed, marks=slow)],
+    [eager, *(pytest.param(each, marks=slow) for each in (compiled_loosely, unagreed, compiled_unagreed))],
 )
 @on_ranks(2)
 def test_training_goes_on_after_a_generation(rank, world, prepare):

@@ -29,7 +29,7 @@ def sharded(model, inner=None):
 
 
 CASES = [(name, experts, inner) for name in UNITS for experts in ("eager", "batched_mm") for inner in INNERS]
-SHORT = [("deepseek_v3", "eager", None), ("mixtral", "eager", "aot_eager")]
+SHORT = [("deepseek_v3", "eager", None)]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name
             mixture.experts.forward = torch._dynamo.disable(mixture.experts.forward)
     sharded(model, inner="aot_eager")
     compilations = []
-    for step in range(6):
+    for step in range(4):
         counters.clear()
         hugging_face_loss(name, model, step, rank).backward()
         compilations.append(counters["stats"]["unique_graphs"])

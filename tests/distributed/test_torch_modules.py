@@ -115,13 +115,13 @@ def rank_trains(rank, world, kind, inner):
     prepare = zcompile.shard
     if inner != "eager":
         prepare = functools.partial(compiled, inner=inner, fullgraph=kind not in BREAK_GRAPHS)
-    train_beside(rank, world, prepare, make=make, loss=functools.partial(loss_of, run=run), steps=3)
+    train_beside(rank, world, prepare, make=make, loss=functools.partial(loss_of, run=run), steps=2)
 
 
-def rank_trains_all(rank, world, inner):
+def rank_trains_all(rank, world, kinds, inner):
     """One after the other: a test of its own for each would cost more than what it tests."""
     failures = {}
-    for kind in MODULES:
+    for kind in kinds:
         try:
             rank_trains(rank, world, kind, inner)
         except AssertionError as error:
@@ -130,18 +130,20 @@ def rank_trains_all(rank, world, inner):
     return failures
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_modules_of_torch_train_as_unsharded(ranks, inner):
-    for failures in ranks(2).run(rank_trains_all, inner):
-        assert not failures
-
-
-INDUCTOR_IN_CI = ("conv2d", "lstm-bidirectional")
+SOME = ["conv2d", "batch-norm", "embedding-bag", "attention", "lstm", "cells", "weight-norm"]
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in INDUCTOR_IN_CI else pytest.param(kind, marks=slow) for kind in MODULES]
+    "kinds, inner",
+    [(list(MODULES), "eager"), (SOME, "aot_eager"), pytest.param(list(MODULES), "aot_eager", marks=slow)],
+    ids=["eager", "some compiled", "compiled"],
 )
+def test_modules_of_torch_train_as_unsharded(ranks, kinds, inner):
+    for failures in ranks(2).run(rank_trains_all, kinds, inner):
+        assert not failures
+
+
+@pytest.mark.parametrize("kind", ["conv2d", *(pytest.param(kind, marks=slow) for kind in MODULES if kind != "conv2d")])
 def test_modules_of_torch_train_under_inductor(ranks, kind):
     """Of convolutions: a layout that Inductor prefers never reaches a shard that forward saves for backward."""
     ranks(2).run(rank_trains, kind, "inductor")

@@ -182,7 +182,7 @@ def test_requires_grad_may_change_between_steps(rank, world, prepare):
     train_beside(rank, world, prepare, after_step=thaw_after_first)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 @eager_and_compiled
 @on_ranks()
 def test_a_parameter_may_be_unused_on_some_ranks(rank, world, prepare):

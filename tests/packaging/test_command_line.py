@@ -1,6 +1,7 @@
 """`zcompile` and `python -m zcompile`, and that `zcompile.explain` is a function whoever imported what."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -86,37 +87,51 @@ def test_a_command_is_imported_only_when_it_is_asked_for():
         assert f"'{name}'" not in modules
 
 
-def test_version():
+def module(monkeypatch, capsys, *arguments):
+    """The output of `python -m` with these arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", list(arguments))
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    assert not stopped.value.code
+    return capsys.readouterr().out
+
+
+def test_version(monkeypatch, capsys):
     (written,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE) or [
         zcompile.__version__  # setuptools reads it from the package
     ]
-    printed = python("-m", "zcompile", "--version").stdout.strip()
-    assert printed == zcompile.__version__ == written
+    assert module(monkeypatch, capsys, "zcompile", "--version").strip() == zcompile.__version__ == written
 
 
-def test_module_commands_still_work():
-    assert "--ranks" in python("-m", "zcompile.explain", "--help").stdout
-    assert "--ranks" in python("-m", "zcompile", "explain", "--help").stdout
+@pytest.mark.parametrize("arguments", [["zcompile.explain"], ["zcompile", "explain"]])
+def test_module_commands_work(monkeypatch, capsys, arguments):
+    assert "--ranks" in module(monkeypatch, capsys, *arguments, "--help")
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import zcompile",
-        "import zcompile.explain",
-        "import zcompile.planning.explain",
-        "import zcompile.explain, zcompile.planning.explain",
-        "import zcompile.planning.explain, zcompile.explain",
-    ],
+IMPORTS = (
+    "import zcompile",
+    "import zcompile.explain",
+    "import zcompile.planning.explain",
+    "import zcompile.explain, zcompile.planning.explain",
+    "import zcompile.planning.explain, zcompile.explain",
 )
-def test_explain_is_the_function_whatever_is_imported(imports):
-    code = (
-        f"import sys\n{imports}\nimport zcompile\n"
-        "from zcompile import explain\n"
-        "assert explain is zcompile.explain is sys.modules['zcompile.planning.explain'].explain\n"
-        "import zcompile.explain\n"
-        "assert zcompile.explain is explain and callable(explain)\n"
-    )
+EXPLAINS = """
+import zcompile
+from zcompile import explain
+assert explain is zcompile.explain is sys.modules["zcompile.planning.explain"].explain
+import zcompile.explain
+assert zcompile.explain is explain and callable(explain)
+"""
+
+
+def test_explain_is_the_function_whatever_is_imported():
+    """Each in a process of its own, forked from one that has imported torch."""
+    code = "import os, sys, torch._inductor.compile_fx\n"
+    code += "assert not any(name.startswith('zcompile') for name in sys.modules)\n"
+    for imports in IMPORTS:
+        program = f"{imports}\n{EXPLAINS}"
+        code += f"if os.fork() == 0:\n    exec({program!r}, {{'sys': sys}})\n    os._exit(0)\n"
+        code += f"assert os.wait()[1] == 0, {imports!r}\n"
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
 

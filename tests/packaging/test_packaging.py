@@ -82,6 +82,7 @@ def test_a_wheel_has_every_module_where_its_import_says(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_what_a_wheel_contains_trains_without_the_source(tmp_path):
     setup(tmp_path, "build_py", "--build-lib", str(tmp_path / "lib"))
     shutil.copy(_C.__file__, tmp_path / "lib" / "zcompile")

@@ -61,11 +61,12 @@ def test_engines_train_as_one_rank_does(ranks, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine, setting",
     [
         ("fsdp2+tuned", "2 b"),
-        pytest.param("simplefsdp+tuned", "enable_overlap_scheduling", marks=pytest.mark.slow),
+        ("simplefsdp+tuned", "enable_overlap_scheduling"),
     ],
 )
 def test_compiled_engines_have_their_settings_and_train_as_one_rank_does(ranks, engine, setting):
