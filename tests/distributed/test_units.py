@@ -41,8 +41,7 @@ SHORT = [("eager", Experts), ("compiled", StackedExperts), ("checkpointed", Expe
 
 
 @pytest.mark.parametrize(
-    ("prepared", "experts"),
-    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES],
+    ("prepared", "experts"), [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES]
 )
 def test_ranks_may_hit_different_experts(ranks, prepared, experts):
     ranks(2).run(rank_trains, prepared, experts)
@@ -179,34 +178,6 @@ def test_what_a_hook_takes_out_of_a_unit_has_a_gradient(rank, world):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_graph_may_have_two_backwards(rank, world):
-    torch.manual_seed(0)
-    reference = MixtureModel()
-    torch.manual_seed(0)
-    model = sharded(MixtureModel())
-    for step in range(2):
-        loss = routed_loss(model, step, rank)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        (2 * sum(routed_loss(reference, step, other) for other in range(world)) / world).backward()
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        if theirs.grad is not None:
-            close(ours.grad, theirs.grad, 2e-5, name)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_two_forwards_may_have_one_backward(rank, world):
-    def loss(model, step, rank):
-        skip = (1,) if rank == 1 and step == 2 else ()
-        return routed_loss(model, 2 * step, rank) + routed_loss(model, 2 * step + 1, rank, skip_experts=skip)
-
-    train_beside(rank, world, sharded, make=MixtureModel, loss=loss, steps=4)
-
-
-@pytest.mark.slow
-@on_ranks(2)
 def test_evaluation_between_steps_changes_nothing(rank, world):
     def evaluate(model, reference, step):
         for evaluated in (model.eval(), reference.eval()):
@@ -236,24 +207,6 @@ def test_a_part_of_a_unit_may_be_frozen(rank, world):
         return model
 
     train_beside(rank, world, prepare, make=make, loss=routed_loss, steps=3)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_unit_may_be_frozen(rank, world):
-    def freeze(model):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("experts" not in name)
-        return model
-
-    train_beside(
-        rank,
-        world,
-        lambda model: freeze(sharded(model)),
-        make=lambda: freeze(MixtureModel()),
-        loss=routed_loss,
-        steps=4,
-    )
 
 
 @on_ranks(2)
