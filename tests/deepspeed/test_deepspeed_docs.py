@@ -53,23 +53,20 @@ def test_a_threshold_of_granularity_makes_units(rank, world):
     engine.destroy()
 
 
-def rank_saves_in_16_bits(rank, world, folder):
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_model_is_saved_in_16_bits(rank, world, tmp_path):
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
     engine = make_engine({}, zero_optimization=zero, **BF16)
     train(engine, rank, end=2)
-    assert engine.save_16bit_model(folder)
+    assert engine.save_16bit_model(tmp_path)
     torch.distributed.barrier()
-    saved = torch.load(f"{folder}/pytorch_model.bin")
+    saved = torch.load(f"{tmp_path}/pytorch_model.bin")
     assert is_taken_over(engine)
     for name, parameter in engine.module.named_parameters():
         ours = saved[name].flatten()[rank * parameter.ds_tensor.ds_numel :][: parameter.ds_tensor.ds_numel]
         assert ours.dtype == torch.bfloat16 and torch.equal(ours, parameter.ds_tensor[: ours.numel()])
     engine.destroy()
-
-
-@pytest.mark.slow
-def test_a_model_is_saved_in_16_bits(ranks, tmp_path):
-    ranks(2).run(rank_saves_in_16_bits, str(tmp_path))
 
 
 def rank_runs_the_page(rank, world, folder):

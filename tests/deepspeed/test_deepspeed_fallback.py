@@ -27,12 +27,7 @@ def test_a_failure_gives_the_engine_back(rank, world, stage):
     def fail(*args, **kwargs):
         raise RuntimeError("injected")
 
-    patched = {
-        "take over": "add",
-        "compile": "compile_modules",
-        "forward": "compiled_forward",
-        "backward": "accept",
-    }
+    patched = {"take over": "add", "compile": "compile_modules", "forward": "compiled_forward", "backward": "accept"}
     curve = []
     if stage == "hooks":
         takeover.hooks.remove = fail

@@ -37,7 +37,8 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def rank_runs_trainer(rank, world, folder):
+@on_ranks(2)
+def test_hugging_face_trainer_equals_eager(rank, world, tmp_path):
     from transformers import Trainer, TrainingArguments
 
     curves = []
@@ -46,7 +47,7 @@ def rank_runs_trainer(rank, world, folder):
         config.update(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto")
         torch._dynamo.reset()
         arguments = TrainingArguments(
-            f"{folder}/{flag}", deepspeed=config, torch_compile=flag is not None, learning_rate=3e-3, max_steps=6,
+            f"{tmp_path}/{flag}", deepspeed=config, torch_compile=flag is not None, learning_rate=3e-3, max_steps=6,
             logging_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
             save_strategy="no", disable_tqdm=True, seed=1,
         )  # fmt: skip
@@ -59,10 +60,6 @@ def rank_runs_trainer(rank, world, folder):
         trainer.model_wrapped.destroy()
         trainer.accelerator.free_memory()
     assert len(curves[0]) == 6 and curves[0] == curves[1], curves
-
-
-def test_hugging_face_trainer_equals_eager(ranks, tmp_path):
-    ranks(2).run(rank_runs_trainer, str(tmp_path))
 
 
 @pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])

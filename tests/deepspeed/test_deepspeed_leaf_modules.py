@@ -246,10 +246,7 @@ def test_leaf_modules_that_cannot_be_units_stay_eager(rank, world):
             Tied,
             Experts,
         ),
-        r"leaf module 'layers.0.experts.experts' is a ModuleList, which has no forward": (
-            LossOfMixture,
-            nn.ModuleList,
-        ),
+        r"leaf module 'layers.0.experts.experts' is a ModuleList, which has no forward": (LossOfMixture, nn.ModuleList),
     }
     for reason, (model_class, leaf) in refused.items():
         model = model_class()

@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.deepspeed import (
-    LanguageModel,
-    deepspeed,
-    is_taken_over,
-    make_engine,
-    rank_trains_beside_eager,
-)
+from tests.support.deepspeed import LanguageModel, deepspeed, is_taken_over, make_engine, rank_trains_beside_eager
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.models import batch
 from tests.support.ranks import on_ranks

@@ -104,15 +104,7 @@ def rank_makes_engines(rank, world, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        "zero.Init",
-        "loss.backward",
-        "checkpointed",
-        "fp16",
-    ],
-)
+@pytest.mark.parametrize("how", ["zero.Init", "loss.backward", "checkpointed", "fp16"])
 def test_engines_made_and_used_otherwise_equal_eager(ranks, how):
     if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
         pytest.skip("this DeepSpeed wants engine.backward()")

@@ -148,10 +148,7 @@ def test_functional_call_refuses_other_tensors_by_name(rank, world):
     x = torch.ones(1, 3)
     plain = {"weight": torch.zeros(4, 3)}
     other = {"weight": zcompile.shard(nn.Linear(3, 6)).weight}
-    for given, what in (
-        (plain, "a plain tensor of shape .4, 3."),
-        (other, "a DTensor of shape .6, 3."),
-    ):
+    for given, what in ((plain, "a plain tensor of shape .4, 3."), (other, "a DTensor of shape .6, 3.")):
         with pytest.raises(RuntimeError, match=f"parameter 'weight' was replaced .* .rank {rank}. by {what}"):
             functional_call(model, given, (x,))
     with zcompile.unshard(model):

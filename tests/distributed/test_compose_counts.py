@@ -34,13 +34,14 @@ def plain():
     return Mixture(BLOCKS)
 
 
+@slow
 @pytest.mark.parametrize(
     "inner, make, recomputed",
     [
         ("aot_eager", plain, 0),
-        pytest.param("aot_eager", checkpointed, 2, marks=slow),
-        pytest.param("inductor", plain, 0, marks=slow),
-        pytest.param("inductor", checkpointed, 2, marks=slow),
+        ("aot_eager", checkpointed, 2),
+        ("inductor", plain, 0),
+        ("inductor", checkpointed, 2),
     ],
 )
 @on_ranks(4)

@@ -143,7 +143,7 @@ class Broken(nn.Linear):
 def rank_explain_often(rank, world):
     torch._dynamo.reset()
     model = zcompile.shard(Broken(4, 4))
-    plans = [zcompile.explain(model, torch.ones(2, 4)) for _ in range(10)]
+    plans = [zcompile.explain(model, torch.ones(2, 4)) for _ in range(3)]
     assert all(plan == plans[0] for plan in plans)
     return [graph.kind for graph in plans[0].graphs]
 

@@ -23,8 +23,7 @@ def eager(model, **how):
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize(
-    "prepare",
-    [eager, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=slow)],
+    "prepare", [eager, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=slow)]
 )
 @pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=slow)])
 @on_ranks()
@@ -104,26 +103,23 @@ def test_compiled_code_saves_no_dequantized_weight(rank, world):
     close(model.below.weight.grad, reference.below.weight.grad, FP32, "below")
 
 
-def rank_saves(rank, world, folder):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@on_ranks()
+def test_any_dtype_is_saved_and_loaded(rank, world, tmp_path):
     torch.manual_seed(0)
     reference = Quantized()
     model = zcompile.shard(copy.deepcopy(reference))
     for (name, ours), theirs in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(full(ours), theirs), name
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     torch.manual_seed(1)
     other = zcompile.shard(Quantized())
-    dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
+    dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path)
     for (name, ours), theirs in zip(other.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(full(ours), theirs), name
     with zcompile.unshard(other):
         for (name, ours), theirs in zip(other.state_dict().items(), reference.state_dict().values(), strict=True):
             assert torch.equal(ours, theirs), name
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-def test_any_dtype_is_saved_and_loaded(ranks, tmp_path, world):
-    ranks(world).run(rank_saves, str(tmp_path))
 
 
 @slow

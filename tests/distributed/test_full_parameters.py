@@ -57,8 +57,7 @@ def rank_iterates(rank, world, shard, dtype, bucket_bytes):
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("shard", [agreed, unagreed])
 @pytest.mark.parametrize(
-    ("dtype", "bucket_bytes"),
-    [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)],
+    ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)]
 )
 def test_tensors_are_those_of_the_unsharded_state(ranks, world, shard, dtype, bucket_bytes):
     ranks(world).run(rank_iterates, shard, dtype, bucket_bytes)

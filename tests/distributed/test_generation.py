@@ -78,7 +78,7 @@ STATIC = {"cache_implementation": "static"}
     [
         (eager, {}),
         (unagreed, STATIC),
-        (compiled_loosely, {}),
+        pytest.param(compiled_loosely, {}, marks=slow),
         pytest.param(eager, STATIC, marks=slow),
         pytest.param(unagreed, {}, marks=slow),
         pytest.param(compiled_loosely, STATIC, marks=slow),
@@ -142,8 +142,7 @@ def test_ranks_stop_early_at_random(rank, world, prepare, seeds):
 
 
 @pytest.mark.parametrize(
-    "prepare",
-    [eager, *(pytest.param(each, marks=slow) for each in (compiled_loosely, unagreed, compiled_unagreed))],
+    "prepare", [eager, *(pytest.param(each, marks=slow) for each in (compiled_loosely, unagreed, compiled_unagreed))]
 )
 @on_ranks(2)
 def test_training_goes_on_after_a_generation(rank, world, prepare):
@@ -206,7 +205,7 @@ def test_a_rank_that_trains_instead_is_told(rank, world):
             hugging_face_loss("llama", model, 0, rank).backward()
 
 
-@pytest.mark.parametrize("prepare", [compiled_loosely, unagreed])
+@pytest.mark.parametrize("prepare", [pytest.param(compiled_loosely, marks=slow), unagreed])
 @on_ranks(2)
 def test_a_rank_generates_alone_inside_of_unshard(rank, world, prepare):
     reference = make()

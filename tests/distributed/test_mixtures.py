@@ -54,7 +54,8 @@ def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
         assert all(unit.name.endswith("experts") for unit in order.units) and len(order.units) >= 1
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama4", marks=pytest.mark.slow), "deepseek_v3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama4", "deepseek_v3"])
 @on_ranks(2)
 def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name):
     """Hooks, checkpoints, and experts that Dynamo does not trace."""

@@ -38,8 +38,8 @@ def eager(model):
 
 
 PREPARE = [
-    pytest.param(eager, marks=slow),
-    functools.partial(compiled, fullgraph=False),
+    eager,
+    pytest.param(functools.partial(compiled, fullgraph=False), id="compiled", marks=slow),
     pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=slow),
 ]
 
@@ -159,25 +159,22 @@ def test_an_assignment_to_data_that_would_be_lost_raises(rank, world):
     assert loss(model, 0, rank).isfinite() and model.lm_head.weight.dtype == torch.float64
 
 
-def rank_saves(rank, world, folder):
+@slow
+@on_ranks(2)
+def test_adapters_alone_are_saved_and_loaded_in_one_process(rank, world, tmp_path):
     model = zcompile.shard(with_lora())
     losses_of(model, rank)
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     zcompile.reset_stats(model)
     with zcompile.unshard(adapters):
         gathered = zcompile.stats(model)["gathered_bytes"]["float32"]
-        model.save_pretrained(folder, is_main_process=rank == 0)
+        model.save_pretrained(tmp_path, is_main_process=rank == 0)
     assert gathered == sum(each.numel() * each.itemsize for each in adapters)
     dist.barrier()
     torch.manual_seed(0)
-    loaded = peft.PeftModel.from_pretrained(hugging_face("llama"), folder)
+    loaded = peft.PeftModel.from_pretrained(hugging_face("llama"), tmp_path)
     same_values(model, loaded)
     torch.testing.assert_close(loss(model, 5, rank), loss(loaded, 5, rank))
-
-
-@slow
-def test_adapters_alone_are_saved_and_loaded_in_one_process(ranks, tmp_path):
-    ranks(2).run(rank_saves, str(tmp_path))
 
 
 @on_ranks(2)

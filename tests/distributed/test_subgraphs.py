@@ -88,11 +88,7 @@ def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, w
 
 @pytest.mark.parametrize(
     "make, inner",
-    [
-        (Branches, "aot_eager"),
-        pytest.param(Branches, "inductor", marks=pytest.mark.slow),
-        (repeated, "aot_eager"),
-    ],
+    [(Branches, "aot_eager"), pytest.param(Branches, "inductor", marks=pytest.mark.slow), (repeated, "aot_eager")],
 )
 @on_ranks(2)
 def test_models_with_subgraphs_train_as_unsharded(rank, world, make, inner):

@@ -13,6 +13,7 @@ from tests.support.huggingface import (
     sharded_by_fsdp2,
     tiny_llama,
 )
+from tests.support.ranks import on_ranks
 
 
 def arguments(folder, **others):
@@ -48,20 +49,17 @@ def under_fsdp2(folder, **others):
     return Trainer(model, args, train_dataset=Sentences(), eval_dataset=Sentences(12))
 
 
-def rank_trains_as_fsdp2(rank, world, folder, others):
-    theirs = under_fsdp2(f"{folder}/theirs", **others)
+@pytest.mark.parametrize("others", [{}, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_trainer_trains_as_fsdp2(rank, world, tmp_path, others):
+    theirs = under_fsdp2(f"{tmp_path}/theirs", **others)
     theirs.train()
-    ours = begin(f"{folder}/ours", **others)
+    ours = begin(f"{tmp_path}/ours", **others)
     ours.train()
     reference = history(theirs)
     assert len(reference["loss"]) == 6 and len(reference["eval_loss"]) == 2, reference
     for name, values in history(ours).items():
         assert values == pytest.approx(reference[name], abs=LOSSES, rel=LOSSES), (name, values, reference[name])
-
-
-@pytest.mark.parametrize("others", [{}, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow)])
-def test_trainer_trains_as_fsdp2(ranks, tmp_path, others):
-    ranks(2).run(rank_trains_as_fsdp2, str(tmp_path), others)
 
 
 def rank_saves(rank, world, folder):
@@ -162,20 +160,17 @@ REFUSED = {
 }  # fmt: skip
 
 
-def rank_is_refused(rank, world, folder):
+@on_ranks(2)
+def test_what_a_sharded_model_cannot_do_is_refused_by_name(rank, world, tmp_path):
     for text, others in REFUSED.items():
         with pytest.raises(ValueError, match=rf"{text}.*rank {rank}"):
-            begin(folder, **others)
-    trainer = begin(folder)
-    tiny_llama().save_pretrained(f"{folder}/checkpoint-{rank}")  # such as another Trainer writes
+            begin(tmp_path, **others)
+    trainer = begin(tmp_path)
+    tiny_llama().save_pretrained(f"{tmp_path}/checkpoint-{rank}")  # such as another Trainer writes
     with pytest.raises(ValueError, match=r"has no pytorch_model_fsdp_0.*from_pretrained"):
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{rank}")
+        trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{rank}")
     given = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     forget_accelerate()
     with pytest.raises(RuntimeError, match="optimizers"):
-        type(trainer)(tiny_llama(), arguments(folder), train_dataset=Sentences(), eval_dataset=Sentences(12),
+        type(trainer)(tiny_llama(), arguments(tmp_path), train_dataset=Sentences(), eval_dataset=Sentences(12),
                       optimizers=(given, None))  # fmt: skip
-
-
-def test_what_a_sharded_model_cannot_do_is_refused_by_name(ranks, tmp_path):
-    ranks(2).run(rank_is_refused, str(tmp_path))

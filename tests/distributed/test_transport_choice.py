@@ -71,13 +71,14 @@ def without_peers(state, failing):
     return WithoutPeers(state.new_runtime(), failing)
 
 
-def rank_auto_falls_back(rank, world, folder):
+@on_ranks(2)
+def test_auto_takes_nccl_where_ranks_cannot_share_memory_and_does_not_remember_it(rank, world, tmp_path):
     select_transport = zcompile.sharding.select_transport
     state = state_of(zcompile.shard(nn.Linear(4, 4)))
     on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
     small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
     no_products = mock.patch.object(torch, "mm", lambda a, b: None)
-    with on_gpu, small, no_products, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
+    with on_gpu, small, no_products, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{tmp_path}"):
         choose = functools.partial(select_transport._faster, state.mesh, nccl_max_ctas=None)
         for failing in ({1}, {0, 1}):
             expected = f"peer to peer failed on rank {min(failing)}: rank 0 does not share its memory"
@@ -87,10 +88,6 @@ def rank_auto_falls_back(rank, world, folder):
         for when in ("now", "earlier"):
             assert f"measured {when}" in choose(functools.partial(without_peers, state, ())).reason
             dist.barrier()
-
-
-def test_auto_takes_nccl_where_ranks_cannot_share_memory_and_does_not_remember_it(ranks, tmp_path):
-    ranks(2).run(rank_auto_falls_back, str(tmp_path))
 
 
 @contextlib.contextmanager
@@ -105,24 +102,6 @@ def no_home():
         yield
 
 
-def rank_measures_with_damaged_files(rank, world, folder, text):
-    """Ranks have caches of their own. That of rank 0 holds `text`; with None, no rank has a place for one."""
-    select_transport = zcompile.sharding.select_transport
-    state = state_of(zcompile.shard(nn.Linear(4, 4)))
-    on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
-    small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
-    no_products = mock.patch.object(torch, "mm", lambda a, b: None)
-    place = no_home() if text is None else mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}")
-    with on_gpu, small, no_products, place:
-        if rank == 0 and text is not None:
-            file = select_transport._cache_file()
-            file.parent.mkdir(parents=True)
-            key = f"a GPU x{world}, torch {torch.__version__}, cuda {torch.version.cuda}, wire 2"
-            file.write_text(text.replace("KEY", key))
-        make_runtime = functools.partial(without_peers, state, ())
-        assert "measured now" in select_transport._faster(state.mesh, make_runtime, nccl_max_ctas=None).reason
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -134,8 +113,23 @@ def rank_measures_with_damaged_files(rank, world, folder, text):
         pytest.param('{"KEY": {"nccl": 1.0, "p2p": NaN}}', marks=pytest.mark.slow),
     ],
 )
-def test_a_damaged_cache_or_none_is_measured_again(ranks, tmp_path, text):
-    ranks(2).run(rank_measures_with_damaged_files, str(tmp_path), text, timeout=60)
+@on_ranks(2, timeout=60)
+def test_a_damaged_cache_or_none_is_measured_again(rank, world, tmp_path, text):
+    """Ranks have caches of their own. That of rank 0 holds `text`; with None, no rank has a place for one."""
+    select_transport = zcompile.sharding.select_transport
+    state = state_of(zcompile.shard(nn.Linear(4, 4)))
+    on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
+    small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
+    no_products = mock.patch.object(torch, "mm", lambda a, b: None)
+    place = no_home() if text is None else mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{tmp_path}/{rank}")
+    with on_gpu, small, no_products, place:
+        if rank == 0 and text is not None:
+            file = select_transport._cache_file()
+            file.parent.mkdir(parents=True)
+            key = f"a GPU x{world}, torch {torch.__version__}, cuda {torch.version.cuda}, wire 2"
+            file.write_text(text.replace("KEY", key))
+        make_runtime = functools.partial(without_peers, state, ())
+        assert "measured now" in select_transport._faster(state.mesh, make_runtime, nccl_max_ctas=None).reason
 
 
 class OnGpu:

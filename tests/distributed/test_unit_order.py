@@ -15,8 +15,7 @@ from zcompile.sharding.model_state import state_of
 
 @pytest.mark.parametrize("prepared", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "skipped",
-    [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in [(1,), (1, 2), (0, 1)])],
+    "skipped", [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in [(1,), (1, 2), (0, 1)])]
 )
 @on_ranks(2)
 def test_a_rank_may_skip_a_unit(rank, world, prepared, skipped):

@@ -9,15 +9,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import zcompile
-from tests.support.parallel import (
-    Dense,
-    Mixture,
-    expert_parallel,
-    maybe_compiled,
-    mesh_of,
-    spread_dense,
-    token_loss,
-)
+from tests.support.parallel import Dense, Mixture, expert_parallel, maybe_compiled, mesh_of, spread_dense, token_loss
 from tests.support.ranks import on_gpus
 from tests.support.reference import train_beside
 

@@ -43,25 +43,22 @@ def share_gpus():
     os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
 
 
-def rank_is_beside_fsdp2(rank, world, folder, sizes, inner):
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@on_gpus(4)
+def test_deepseek_v3_trains_as_with_fsdp2(rank, world, tmp_path, sizes, inner):
     share_gpus()
     whole, data_rank = filled(deepseek), data_rank_of(rank, sizes)
     if rank == 0:
-        whole.save_pretrained(folder)
+        whole.save_pretrained(tmp_path)
     torch.distributed.barrier()
     fsdp2 = config_of({**sizes, "fsdp_mixed_precision": True})
-    theirs = type(whole).from_pretrained(folder, distributed_config=fsdp2, dtype=torch.float32)
+    theirs = type(whole).from_pretrained(tmp_path, distributed_config=fsdp2, dtype=torch.float32)
     ours = maybe_compiled(distribute(whole.cuda(), config_of(sizes), param_dtype=torch.bfloat16), inner)
     pairs = zip(losses_of(ours, data_rank, STEPS), losses_of(theirs, data_rank, STEPS), strict=True)
     for mine, other in pairs:
         close(mine, other, 1e-3, "loss")
     torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_deepseek_v3_trains_as_with_fsdp2(gpus, tmp_path, sizes, inner):
-    gpus(4).run(rank_is_beside_fsdp2, str(tmp_path), sizes, inner)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

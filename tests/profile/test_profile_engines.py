@@ -62,13 +62,7 @@ def test_engines_train_as_one_rank_does(ranks, engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "engine, setting",
-    [
-        ("fsdp2+tuned", "2 b"),
-        ("simplefsdp+tuned", "enable_overlap_scheduling"),
-    ],
-)
+@pytest.mark.parametrize("engine, setting", [("fsdp2+tuned", "2 b"), ("simplefsdp+tuned", "enable_overlap_scheduling")])
 def test_compiled_engines_have_their_settings_and_train_as_one_rank_does(ranks, engine, setting):
     for losses, expected, settings in ranks(2).run(rank_losses, engine, "default"):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -69,21 +69,23 @@ def test_no_rank_outlives_the_profiler(tmp_path, by):
 
 
 def test_engines_that_fail_leave_the_others(tmp_path, capsys):
-    """Their six processes take some 20 s to start."""
-    arguments = ["--engines", "fsdp2,ddp,eager", "--output", str(tmp_path)]
+    """Their four processes take most of 10 s to start."""
+    arguments = ["--engines", "fsdp2,eager", "--output", str(tmp_path)]
     assert main([*SHORT, *write_model(tmp_path), *arguments]) == 0
     engines = results_in(tmp_path)["engines"]
     assert engines["fsdp2"]["failed"] == "ValueError: the second rank does not like this batch"
-    assert "SIGKILL" in engines["ddp"]["failed"] and len(engines["eager"]["losses"]) == 5
+    assert len(engines["eager"]["losses"]) == 5
     printed = capsys.readouterr().out
     assert "the second rank does not like this batch" in printed and "eager" in printed
 
 
 @pytest.mark.slow
-def test_an_engine_that_takes_too_long_is_ended(tmp_path):
-    arguments = ["--engines", "limit", "--timeout", "20", "--output", str(tmp_path)]
-    main([*SHORT, *write_model(tmp_path), *arguments])
-    assert "no result within 20 s" in results_in(tmp_path)["engines"]["limit"]["failed"]
+def test_engines_that_are_killed_or_take_too_long_leave_the_others(tmp_path):
+    arguments = ["--engines", "ddp,limit,eager", "--timeout", "40", "--output", str(tmp_path)]
+    assert main([*SHORT, *write_model(tmp_path), *arguments]) == 0
+    engines = results_in(tmp_path)["engines"]
+    assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 40 s" in engines["limit"]["failed"]
+    assert len(engines["eager"]["losses"]) == 5
 
 
 NO_PLAN = """

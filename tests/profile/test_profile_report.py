@@ -29,13 +29,17 @@ def profile(folder, *engines):
     assert main([*SHORT, "--engines", ",".join(engines), *batches, "--trace", "--output", str(folder)]) == 0
 
 
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory, inductor_cache):
-    """A folder with the report on all engines of these tests. Their six processes take most of a minute to start."""
+@pytest.fixture(
+    scope="module",
+    params=[[OURS, "fsdp2"], pytest.param([OURS, "limit", "fsdp2", "deepcompile"], marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def profiled(tmp_path_factory, inductor_cache, request):
+    """A folder with the report on the engines. Each has two processes, which take some 10 s to start."""
     folder = tmp_path_factory.mktemp("profile")
     (folder / "runs").mkdir()
     (folder / "runs/limit-cache").symlink_to(inductor_cache)  # else Inductor would begin with headers and probes
-    profile(folder, OURS, "limit", "fsdp2", "deepcompile")
+    profile(folder, *request.param)
     return folder
 
 
@@ -49,11 +53,15 @@ def events_of(folder, engine):
     return json.loads(gzip.decompress((folder / f"{file_name(engine)}.trace.json.gz").read_bytes()))["traceEvents"]
 
 
+def trained(results):
+    """The engines that were not skipped."""
+    return [name for name in results["engines"] if name != "deepcompile"]
+
+
 def test_results(results):
     engines = results["engines"]
-    assert list(engines) == [OURS, "limit", "fsdp2", "deepcompile"]
-    assert "needs CUDA" in engines["deepcompile"]["skipped"]
-    for name in (OURS, "limit", "fsdp2"):
+    assert list(engines) in ([OURS, "fsdp2"], [OURS, "limit", "fsdp2", "deepcompile"])
+    for name in trained(results):
         engine = engines[name]
         low, high = engine["step_ms"]["quartiles"]
         assert 0 < low <= engine["step_ms"]["median"] <= high and engine["peak_bytes"] > 0
@@ -62,8 +70,10 @@ def test_results(results):
         assert (parts["communication_ms"] > 0) == (name != "limit")
     assert len(engines[OURS]["losses"]) == 5
     assert engines[OURS]["losses"] == pytest.approx(engines["fsdp2"]["losses"], rel=1e-5)
-    assert not engines[OURS]["strays"] and "strays" not in engines["limit"]
-    assert engines["limit"]["x_limit"] == 1.0
+    assert not engines[OURS]["strays"]
+    if "limit" in engines:
+        assert "needs CUDA" in engines["deepcompile"]["skipped"]
+        assert "strays" not in engines["limit"] and engines["limit"]["x_limit"] == 1.0
     parameters = results["workload"]["parameters"]
     # For each of two microbatches, forward gathers all parameters. Backward gathers all but the embedding, which it
     # does not read, and the head and the norm before it, which are saved for it. All gradients are reduced.
@@ -97,7 +107,7 @@ def check_memory(results, names):
 
 
 def test_memory_by_kind(results):
-    shard, embedding = check_memory(results, (OURS, "limit", "fsdp2")), 4 * 2048 * 192
+    shard, embedding = check_memory(results, trained(results)), 4 * 2048 * 192
     zcompile = results["engines"][OURS]
     full = zcompile["memory"]["kinds"]["unsharded"]
     static = zcompile["memory"]["kinds"]["shards"][0] + zcompile["memory"]["kinds"]["optimizer"][0]
@@ -138,8 +148,8 @@ def test_lifetimes_of_unsharded_parameters(results):
     }
 
 
-def test_traces_are_of_two_steps(profiled):
-    for name in (OURS, "limit", "fsdp2"):
+def test_traces_are_of_two_steps(profiled, results):
+    for name in trained(results):
         events = events_of(profiled, name)
         assert sum(event.get("name") == "zcompile.profile::step" for event in events) == 2
 
@@ -153,7 +163,7 @@ def test_bytes_on_the_wire_by_trace_and_by_arithmetic(profiled, results):
     traced_bytes = wire_bytes({"traceEvents": events_of(profiled, OURS)}, 2) / 2
     # Ranks also agree on what to gather.
     assert traced_bytes == pytest.approx(results["engines"][OURS]["wire_bytes"], rel=1e-3)
-    assert results["engines"]["limit"]["wire_bytes"] == 0
+    assert "limit" not in results["engines"] or results["engines"]["limit"]["wire_bytes"] == 0
 
 
 def padded(parameter):
@@ -195,7 +205,7 @@ def test_a_host_that_the_gpu_waits_for_is_mentioned(results, parts, waits):
     [(["memory"], {"kinds", "lifetimes"}), (["memory", "parts"], {"kinds", "lifetimes", "timeline"})],
 )
 def test_a_picture_of_nothing_is_left_out(results, missing, left_out, tmp_path):
-    results["engines"] = {"limit": results["engines"]["limit"] | dict.fromkeys(missing)}
+    results["engines"] = {"fsdp2": results["engines"]["fsdp2"] | dict.fromkeys(missing)}
     names = {path.stem for path in report.write(results, tmp_path) if path.suffix == ".png"}
     assert set(figures.PICTURES) - names == left_out
 

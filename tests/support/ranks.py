@@ -84,7 +84,8 @@ class Ranks:
         context = mp.get_context("spawn" if self.backend == "nccl" else "forkserver")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, self.backend, port, theirs), daemon=False)
+            arguments = rank, self.world, self.backend, port, theirs, dict(os.environ)
+            process = context.Process(target=_serve, args=arguments, daemon=False)
             if self.backend == "nccl":
                 process.start()
             else:
@@ -138,10 +139,12 @@ def on_ranks(world: int | None = None, timeout: float = TIMEOUT_SECONDS, fixture
 on_gpus = functools.partial(on_ranks, fixture="gpus")
 
 
-def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
+def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
     )
+    mp.set_start_method("fork", force=True)  # the default of a program
     torch.set_num_threads(1)
     faulthandler.enable()  # says where a rank crashed
     if backend == "nccl":
