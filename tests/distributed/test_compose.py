@@ -109,7 +109,8 @@ def rank_compares_mixtures(rank, world):
     rank_compares_bits(rank, world, Mixture, functools.partial(expert_parallel, "cpu", shard=Shard(0)))
 
 
-@pytest.mark.parametrize("compare", [pytest.param(rank_compares_dense, marks=slow), rank_compares_mixtures])
+@slow
+@pytest.mark.parametrize("compare", [rank_compares_dense, rank_compares_mixtures])
 def test_aot_eager_equals_eager_bit_by_bit(ranks, compare):
     ranks(4).run(compare)
 
@@ -161,13 +162,14 @@ def checkpointed(model):
     return model
 
 
+@slow
 @pytest.mark.parametrize(
     "variant, inner",
     [
-        pytest.param("frozen", "eager", marks=slow),
+        ("frozen", "eager"),
         ("checkpointed", "aot_eager"),
-        pytest.param("frozen", "aot_eager", marks=slow),
-        pytest.param("checkpointed", "eager", marks=slow),
+        ("frozen", "aot_eager"),
+        ("checkpointed", "eager"),
     ],
 )
 @on_ranks(4)

@@ -47,15 +47,14 @@ def many_tokens_loss(model, step, rank, narrow):
         return loss_of(model, batch(step, rank, length=257))
 
 
-@pytest.mark.parametrize(
-    "narrow, tolerance", [pytest.param(False, 1e-5, id="fp32"), pytest.param(True, 2e-3, marks=slow, id="bf16")]
-)
-@pytest.mark.parametrize("late", [pytest.param(False, marks=slow, id="prompt"), pytest.param(True, id="late")])
+@slow
+@pytest.mark.parametrize("narrow, tolerance", [(False, 1e-5), (True, 2e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("late", [False, True], ids=["prompt", "late"])
 @on_ranks(2)
 def test_inductor_stays_close_to_the_unsharded_model(rank, world, narrow, tolerance, late):
     """`late` poisons what is in flight: whatever reads or reuses it too soon yields NaN.
 
-    Inductor compiles some ten kernels, for most of 10 s.
+    test_lifetimes.py has one step of a smaller model.
     """
     loss = functools.partial(many_tokens_loss, narrow=narrow)
     torch.manual_seed(0)

@@ -265,7 +265,7 @@ def recompiled_loss(model, step, rank):
 
 @on_ranks(2)
 def test_recompiled_graphs_train_as_unsharded(rank, world):
-    train_beside(rank, world, loss=recompiled_loss, steps=4)
+    train_beside(rank, world, loss=recompiled_loss, steps=3)
 
 
 @on_ranks(2)

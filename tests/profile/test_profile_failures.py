@@ -99,6 +99,7 @@ zcompile.explain = fails
 """
 
 
+@pytest.mark.slow
 def test_a_plan_that_fails_on_one_rank_takes_nothing_with_it(tmp_path, monkeypatch):
     """The other rank is in the forward by then, and waits."""
     monkeypatch.setattr(zcompile, "explain", zcompile.explain)  # the profiler imports the model here, too
