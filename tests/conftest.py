@@ -41,22 +41,26 @@ EXTENSIONS = Path(
 )
 
 
-# Files that take minutes, longest first. Workers take whole files in this order: a long file that came last would run
-# alone.
+# Files that take long, longest first, those of `make test-all` alone before others. Workers take whole files in this
+# order: a long file that came last would run alone.
 LONG = (
-    "distributed/test_numerics.py",
+    "distributed/test_architectures.py",
+    "deepspeed/test_deepspeed_leaf_modules.py",
     "deepspeed/test_deepspeed_step.py",
-    "distributed/test_lifetimes.py",
+    "distributed/test_examples.py",
     "profile/test_profile_report.py",
-    "deepspeed/test_deepspeed_edits.py",
+    "distributed/test_compose.py",
     "distributed/test_training.py",
-    "distributed/test_fuzz.py",
-    "deepspeed/test_deepspeed_accumulation.py",
-    "distributed/test_accumulate.py",
-    "distributed/test_embedding_rows.py",
-    "deepspeed/test_deepspeed_training.py",
-    "distributed/test_ops.py",
     "profile/test_profile_failures.py",
+    "distributed/test_lifetimes.py",
+    "distributed/test_numerics.py",
+    "distributed/test_accumulate.py",
+    "distributed/test_order_check.py",
+    "unit/test_explain_command.py",
+    "distributed/test_explain.py",
+    "distributed/test_artifact.py",
+    "distributed/test_torch_modules.py",
+    "distributed/test_docs.py",
 )
 TESTS = Path(__file__).resolve().parent
 
