@@ -1,4 +1,4 @@
-# make install | train | profile | lint | quick | test | models | matrix | smoke | clean
+# make install | train | profile | lint | quick | test | test-all | models | matrix | smoke | clean
 #
 # Python comes from the active virtual environment, else from .venv, made here. Whatever torch is there already is kept:
 # `pip` gets it as a constraint, and fails rather than exchange it.
@@ -16,7 +16,7 @@ PIP := $(ALONE) $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # Further flags of what is run, as in `make train ARGS="--engine fsdp2 --steps 100"`.
 ARGS ?=
 
-.PHONY: install train profile lint quick test models matrix smoke clean
+.PHONY: install train profile lint quick test test-all models matrix smoke clean
 
 install: $(STAMP)
 
@@ -28,7 +28,7 @@ $(STAMP): $(BUILD_INPUTS) $(VENV)/pyvenv.cfg
 	mkdir -p build
 	$(ALONE) $(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) $$(grep '^torch==' requirements-dev.txt)
 	$(ALONE) $(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(CONSTRAINTS)
-	grep -v '^torch==\|^deepspeed==' requirements-dev.txt > build/requirements.txt
+	grep -v '^torch==\|^deepspeed==\|^PySide6' requirements-dev.txt > build/requirements.txt
 	$(PIP) -c $(CONSTRAINTS) -r build/requirements.txt
 	DS_BUILD_OPS=0 $(PIP) -c $(CONSTRAINTS) --no-build-isolation $$(grep '^deepspeed==' requirements-dev.txt)
 	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[train,profile]'
@@ -57,12 +57,19 @@ lint: install
 quick: install
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 tests/unit $(ARGS)
 
-# All tests but those on demand. `make test ARGS='-m "not matrix"'` runs one case of each property, as CI does.
-# On a CPU two files at a time, for a file's ranks also wait: for one another, for time limits and for compilers.
-# Tests on GPUs want them to themselves.
+# One case of each property, as CI runs them; under ten minutes on two cores. On a CPU two files at a time, because a
+# file's ranks also wait: for one another, for time limits and for compilers. Tests on GPUs want them to themselves.
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest --dist loadfile --no-loadscope-reorder \
+	-n $$($(PYTHON) -c 'import torch; print(0 if torch.cuda.is_available() else 2)')
+
 test: install
-	gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $$((gpus ? 0 : 2)) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# Every test but those on demand, with a browser for the profiler's report; about an hour.
+test-all: install
+	grep '^PySide6' requirements-dev.txt > build/browser.txt
+	$(PIP) -c $(CONSTRAINTS) -r build/browser.txt
+	$(PYTEST) $(ARGS)
 
 # Every model of transformers that can be made small, and some of diffusers', beside itself unsharded: two hours on two
 # cores. `make models TASKS=images` takes one task. The last table is in docs/lab/measurements.md.
@@ -79,11 +86,11 @@ models: install
 MATRIX := python3 tests/matrix.py $(addprefix --torch ,$(TORCH)) $(addprefix --environments ,$(MATRIX_ENVS))
 
 matrix:
-	$(MATRIX) -m "not matrix" $(ARGS)
+	$(MATRIX) $(ARGS)
 
 # A handful of tests with one torch: `make smoke TORCH=2.15.0`.
 smoke:
-	$(MATRIX) --smoke -m "not matrix" $(ARGS)
+	$(MATRIX) --smoke -m "not slow" $(ARGS)
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache *.egg-info zcompile/_C.*.so
@@ -104,7 +111,7 @@ asan: install
 	cd $(ASAN) && $(ALONE) CFLAGS=-fsanitize=address LDFLAGS=-fsanitize=address \
 		$(PYTHON) setup.py --quiet build_ext --inplace
 	cd $(ASAN) && LD_PRELOAD="$(ASAN_LIBRARIES)" ASAN_OPTIONS=$(ASAN_OPTIONS) OMP_NUM_THREADS=1 \
-		$(PYTHON) -m pytest -p no:cacheprovider -m "not matrix" $(ASAN_TESTS) $(ARGS)
+		$(PYTHON) -m pytest -p no:cacheprovider -m "not slow" $(ASAN_TESTS) $(ARGS)
 
 # Tensor and expert parallelism in every combination, and a thousand steps with delayed ranks: about an hour.
 .PHONY: compose

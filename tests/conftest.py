@@ -9,8 +9,14 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What `zcompile calibrate` measured on this machine would change plans that tests expect.
+# Files of `zcompile calibrate` on this machine would change plans that tests expect.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zcompile-tests-")
+
+# One Inductor cache for the session: its workers, their ranks and the programs that tests start inherit the variables.
+# Most of the time of a small compile goes into C++ kernels, precompiled headers and the probe for vector instructions.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="zcompile-inductor-")
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 try:
     import zcompile
@@ -20,9 +26,13 @@ except ImportError as error:
 if Path(zcompile.__file__).resolve().parents[1] != Path(__file__).resolve().parents[1]:
     raise pytest.UsageError("tests must run on this source: run `pip install -e . --no-build-isolation` here")
 
-from tests.support.ranks import Ranks
+from tests.support import time_limits
+from tests.support.ranks import Ranks, fork_server
 
+time_limits.measure()
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 # DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, and all others would wait
 # for that lock for ever. If no other session is at work in this checkout, whoever held the lock is gone.
@@ -31,22 +41,26 @@ EXTENSIONS = Path(
 )
 
 
-# Files that take minutes, longest first. Workers take whole files in this order: a long file that came last would run
-# alone.
+# Files that take long, longest first, those of `make test-all` alone before others. Workers take whole files in this
+# order: a long file that came last would run alone.
 LONG = (
-    "distributed/test_numerics.py",
+    "distributed/test_architectures.py",
+    "deepspeed/test_deepspeed_leaf_modules.py",
     "deepspeed/test_deepspeed_step.py",
-    "distributed/test_lifetimes.py",
+    "distributed/test_examples.py",
     "profile/test_profile_report.py",
-    "deepspeed/test_deepspeed_edits.py",
+    "distributed/test_compose.py",
     "distributed/test_training.py",
-    "distributed/test_fuzz.py",
-    "deepspeed/test_deepspeed_accumulation.py",
-    "distributed/test_accumulate.py",
-    "distributed/test_embedding_rows.py",
-    "deepspeed/test_deepspeed_training.py",
-    "distributed/test_ops.py",
     "profile/test_profile_failures.py",
+    "distributed/test_lifetimes.py",
+    "distributed/test_numerics.py",
+    "distributed/test_accumulate.py",
+    "distributed/test_order_check.py",
+    "unit/test_explain_command.py",
+    "distributed/test_explain.py",
+    "distributed/test_artifact.py",
+    "distributed/test_torch_modules.py",
+    "distributed/test_docs.py",
 )
 TESTS = Path(__file__).resolve().parent
 
@@ -57,6 +71,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionstart(session):
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which import torch while tests are collected
+        fork_server(0), fork_server(1)
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
     session.at_work = (EXTENSIONS / "at_work").open("w")  # open, and so locked, to the end of the session
     try:
@@ -84,17 +100,6 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
-def inductor_folder(tmp_path_factory):
-    """A folder for Inductor's caches that tests share: most of the time of a small compile goes into C++ kernels."""
-    return tmp_path_factory.mktemp("inductor")
-
-
-@pytest.fixture(scope="module")
-def inductor_cache(inductor_folder):
-    """The same folder as Inductor's cache, for all compiles of a file, those on ranks too."""
-    from tests.support.artifacts import cache_in
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-        with cache_in(inductor_folder):
-            yield inductor_folder
+def inductor_cache():
+    """The folder of the session's Inductor cache."""
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])

@@ -1,14 +1,19 @@
 """Microbatches of a step: what they share, and who says which of them is the last."""
 
+import pytest
 import torch
 
 import zcompile
 from tests.support.deepspeed import is_taken_over, make_engine, train
 from tests.support.deepspeed_config import MICROBATCHES
 from tests.support.models import batch
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.slow
 
 
-def rank_shares_gathers(rank, world):
+@on_ranks(2)
+def test_microbatches_share_gathers(rank, world):
     expected, gathered = train(make_engine(None), rank, end=8), {}
     for microbatch_cache_bytes in (0, 1 << 20):
         engine = make_engine({"microbatch_cache_bytes": microbatch_cache_bytes, "bucket_bytes": 500})
@@ -23,11 +28,8 @@ def rank_shares_gathers(rank, world):
     assert gathered[1 << 20] < 0.6 * gathered[0], gathered
 
 
-def test_microbatches_share_gathers(ranks):
-    ranks(2).run(rank_shares_gathers)
-
-
-def rank_sets_boundaries_by_hand(rank, world):
+@on_ranks(2)
+def test_boundaries_set_by_hand_equal_eager(rank, world):
     """As accelerate does it: the program says which microbatch is the last, and calls `step` after that one alone."""
     curves = []
     for flag in (None, {"microbatch_cache_bytes": 1 << 20, "bucket_bytes": 500}):
@@ -47,7 +49,3 @@ def rank_sets_boundaries_by_hand(rank, world):
         curves.append(curve)
         engine.destroy()
     assert curves[0] == curves[1]
-
-
-def test_boundaries_set_by_hand_equal_eager(ranks):
-    ranks(2).run(rank_sets_boundaries_by_hand)

@@ -1,7 +1,5 @@
 """With the flag, `"artifact"` takes compiled code from a file, as `zcompile.compile` does."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -27,7 +25,6 @@ class Small(nn.Module):
 
 
 def rank_trains(rank, world, folder, path):
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     counters.clear()
     flag = {"inner": "inductor"} | ({} if path is None else {"artifact": str(path)})
     with cache_in(folder):
@@ -43,8 +40,9 @@ def rank_trains(rank, world, folder, path):
     return losses, compiled, bool(counters["stats"])
 
 
-def test_an_engine_loads_what_an_earlier_one_compiled(ranks, inductor_folder, tmp_path):
-    path, cache = tmp_path / "model.zc", inductor_folder
+@pytest.mark.slow
+def test_an_engine_loads_what_an_earlier_one_compiled(ranks, inductor_cache, tmp_path):
+    path, cache = tmp_path / "model.zc", inductor_cache
     expected = ranks(2).run(rank_trains, cache, None)
     first = ranks(2).run(rank_trains, cache, path)
     second = ranks(2).run(rank_trains, tmp_path / "empty", path)

@@ -7,6 +7,8 @@ import zcompile
 from tests.support.deepspeed import is_taken_over, make_engine, train
 from tests.support.deepspeed_config import MICROBATCHES
 
+pytestmark = pytest.mark.slow
+
 
 def rank_gathers_two_bytes(rank, world):
     engine = make_engine({}, torch_autocast={"enabled": True, "dtype": "bfloat16"})

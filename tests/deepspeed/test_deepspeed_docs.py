@@ -3,12 +3,14 @@
 import json
 import re
 
+import pytest
 import torch
 
 import zcompile
 from tests.support.deepspeed import LanguageModel, is_taken_over, make_engine, train
 from tests.support.deepspeed_config import BF16, config_of
 from tests.support.pages import ROOT, blocks_of, check_config
+from tests.support.ranks import on_ranks
 
 WITHOUT_EFFECT = {
     "stage3_prefetch_bucket_size": 1, "stage3_max_reuse_distance": 1, "stage3_max_live_parameters": 1,
@@ -28,15 +30,13 @@ def trained(rank, **config):
     return curve, counted
 
 
-def rank_sets_what_has_no_effect(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_options_that_have_no_effect_change_nothing(rank, world):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     expected = trained(rank, zero_optimization=zero, **BF16)
     assert expected[1]["reduced_bytes"].keys() == {"bfloat16"}
     assert trained(rank, zero_optimization=zero | WITHOUT_EFFECT, **BF16, **ON_TOP) == expected
-
-
-def test_options_that_have_no_effect_change_nothing(ranks):
-    ranks(2).run(rank_sets_what_has_no_effect)
 
 
 def test_the_guide_names_the_options_that_have_no_effect():
@@ -44,33 +44,29 @@ def test_the_guide_names_the_options_that_have_no_effect():
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == WITHOUT_EFFECT.keys() | ON_TOP.keys()
 
 
-def rank_has_a_threshold_of_granularity(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_threshold_of_granularity_makes_units(rank, world):
     engine = make_engine({}, zero_optimization={"stage": 3, "stage3_module_granularity_threshold": 10**6})
     train(engine, rank, end=1)
     assert is_taken_over(engine) and engine.zcompile.state.units is not None
     engine.destroy()
 
 
-def test_a_threshold_of_granularity_makes_units(ranks):
-    ranks(2).run(rank_has_a_threshold_of_granularity)
-
-
-def rank_saves_in_16_bits(rank, world, folder):
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_model_is_saved_in_16_bits(rank, world, tmp_path):
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
     engine = make_engine({}, zero_optimization=zero, **BF16)
     train(engine, rank, end=2)
-    assert engine.save_16bit_model(folder)
+    assert engine.save_16bit_model(tmp_path)
     torch.distributed.barrier()
-    saved = torch.load(f"{folder}/pytorch_model.bin")
+    saved = torch.load(f"{tmp_path}/pytorch_model.bin")
     assert is_taken_over(engine)
     for name, parameter in engine.module.named_parameters():
         ours = saved[name].flatten()[rank * parameter.ds_tensor.ds_numel :][: parameter.ds_tensor.ds_numel]
         assert ours.dtype == torch.bfloat16 and torch.equal(ours, parameter.ds_tensor[: ours.numel()])
     engine.destroy()
-
-
-def test_a_model_is_saved_in_16_bits(ranks, tmp_path):
-    ranks(2).run(rank_saves_in_16_bits, str(tmp_path))
 
 
 def rank_runs_the_page(rank, world, folder):
@@ -85,6 +81,7 @@ def rank_runs_the_page(rank, world, folder):
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_the_page_runs(ranks, tmp_path):
     for block in blocks_of("docs/deepspeed.md"):
         assert block.language in ("python", "json"), block

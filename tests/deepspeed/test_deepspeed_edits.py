@@ -2,10 +2,14 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 from tests.support.deepspeed import deepspeed, is_taken_over, make_engine, train
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.slow
 
 
 class SecondLayerSometimes(nn.Module):
@@ -25,7 +29,8 @@ def sgd(lr):
     return {"optimizer": {"type": "SGD", "params": {"lr": lr}}, "zero_allow_untested_optimizer": True}
 
 
-def rank_edits_a_parameter(rank, world):
+@on_ranks(2)
+def test_edits_of_parameters_outlive_steps(rank, world):
     """Eager ZeRO-3 goes back to its main parameters instead."""
     engine = make_engine({}, **sgd(lr=0.0))
     weight = engine.module.head.weight
@@ -39,11 +44,8 @@ def rank_edits_a_parameter(rank, world):
     engine.destroy()
 
 
-def test_edits_of_parameters_outlive_steps(ranks):
-    ranks(2).run(rank_edits_a_parameter)
-
-
-def rank_leaves_a_layer_out(rank, world):
+@on_ranks(2)
+def test_unused_parameters_do_not_step(rank, world):
     """Eager ZeRO-3 steps with a stale gradient instead."""
     engine = make_engine({}, model=SecondLayerSometimes(), gradient_accumulation_steps=1, **sgd(lr=0.1))
     weights = []
@@ -56,10 +58,6 @@ def rank_leaves_a_layer_out(rank, world):
     (always, sometimes), (always_later, sometimes_later) = weights
     assert torch.equal(sometimes, sometimes_later) and not torch.equal(always, always_later)
     engine.destroy()
-
-
-def test_unused_parameters_do_not_step(ranks):
-    ranks(2).run(rank_leaves_a_layer_out)
 
 
 class Uneven(nn.Module):
@@ -75,7 +73,8 @@ class Uneven(nn.Module):
         return x.square().sum()
 
 
-def rank_runs_a_region_unequally_often(rank, world):
+@on_ranks(2)
+def test_gradients_that_only_other_ranks_asked_for_are_added(rank, world):
     torch.manual_seed(0)
     model = Uneven()
     reference = copy.deepcopy(model)
@@ -91,7 +90,3 @@ def rank_runs_a_region_unequally_often(rank, world):
         engine.step()
     assert is_taken_over(engine), engine.zcompile.given_back
     engine.destroy()
-
-
-def test_gradients_that_only_other_ranks_asked_for_are_added(ranks):
-    ranks(2).run(rank_runs_a_region_unequally_often)

@@ -7,9 +7,17 @@ from torch import nn
 from tests.support.deepspeed import LanguageModel, deepspeed, is_taken_over, make_engine, train
 from tests.support.deepspeed_config import MICROBATCHES, config_of
 from tests.support.models import batch
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.slow
 
 
-def rank_injects_a_failure(rank, world, stage):
+STAGES = ("take over", "hooks", "compile", "forward", "backward", "norm", "step")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_failure_gives_the_engine_back(rank, world, stage):
     expected_engine = make_engine(None)
     expected = train(expected_engine, rank, end=4)
     expected_engine.destroy()
@@ -19,12 +27,7 @@ def rank_injects_a_failure(rank, world, stage):
     def fail(*args, **kwargs):
         raise RuntimeError("injected")
 
-    patched = {
-        "take over": "add",
-        "compile": "compile_modules",
-        "forward": "compiled_forward",
-        "backward": "accept",
-    }
+    patched = {"take over": "add", "compile": "compile_modules", "forward": "compiled_forward", "backward": "accept"}
     curve = []
     if stage == "hooks":
         takeover.hooks.remove = fail
@@ -41,20 +44,6 @@ def rank_injects_a_failure(rank, world, stage):
     persistent = engine.optimizer.persistent_parameters
     assert persistent and all(parameter.ds_persist for parameter in persistent)
     engine.destroy()
-
-
-OTHER_STAGES = ("take over", "hooks", "compile", "forward", "norm", "step")
-
-
-@pytest.mark.parametrize(
-    "stage",
-    [
-        "backward",
-        *(pytest.param(stage, marks=pytest.mark.matrix) for stage in OTHER_STAGES),
-    ],
-)
-def test_a_failure_gives_the_engine_back(ranks, stage):
-    ranks(2).run(rank_injects_a_failure, stage)
 
 
 def step_coalesced(engine, rank):
@@ -82,7 +71,8 @@ def test_coalesced_reduction_is_refused(ranks):
     ranks(2).run(rank_coalesces)
 
 
-def rank_has_no_optimizer(rank, world):
+@on_ranks(2)
+def test_an_engine_without_optimizer_stays_eager(rank, world):
     losses = []
     for flag in (None, {}):
         config = config_of(flag)
@@ -94,11 +84,8 @@ def rank_has_no_optimizer(rank, world):
     assert losses[0] == losses[1] and "DeepSpeedZeRoOffload" in engine.zcompile.given_back
 
 
-def test_an_engine_without_optimizer_stays_eager(ranks):
-    ranks(2).run(rank_has_no_optimizer)
-
-
-def rank_gives_back_between_microbatches(rank, world):
+@on_ranks(2)
+def test_an_engine_given_back_between_microbatches_equals_eager(rank, world):
     curves = []
     for flag in (None, {}):
         engine = make_engine(flag)
@@ -115,11 +102,9 @@ def rank_gives_back_between_microbatches(rank, world):
     assert curves[0] == curves[1]
 
 
-def test_an_engine_given_back_between_microbatches_equals_eager(ranks):
-    ranks(2).run(rank_gives_back_between_microbatches)
-
-
-def rank_hooks_a_parameter(rank, world, late):
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2)
+def test_a_hook_on_a_parameter_gives_the_engine_back(rank, world, late):
     """What a hook sees, and what training comes to, is as in eager ZeRO-3."""
     seen = []
     for flag in (None, {}):
@@ -138,8 +123,3 @@ def rank_hooks_a_parameter(rank, world, late):
         assert ours == pytest.approx(theirs, rel=1e-5)
     for theirs, ours in zip(seen[0][0], seen[1][0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.matrix), True])
-def test_a_hook_on_a_parameter_gives_the_engine_back(ranks, late):
-    ranks(2).run(rank_hooks_a_parameter, late)

@@ -11,6 +11,10 @@ import zcompile
 from tests.support.deepspeed import is_taken_over
 from tests.support.deepspeed_config import config_of
 from tests.support.models import batch
+from tests.support.ranks import on_ranks
+from tests.support.time_limits import scaled
+
+pytestmark = pytest.mark.slow
 
 
 def tiny_llama():
@@ -33,7 +37,8 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def rank_runs_trainer(rank, world, folder):
+@on_ranks(2)
+def test_hugging_face_trainer_equals_eager(rank, world, tmp_path):
     from transformers import Trainer, TrainingArguments
 
     curves = []
@@ -42,7 +47,7 @@ def rank_runs_trainer(rank, world, folder):
         config.update(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto")
         torch._dynamo.reset()
         arguments = TrainingArguments(
-            f"{folder}/{flag}", deepspeed=config, torch_compile=flag is not None, learning_rate=3e-3, max_steps=6,
+            f"{tmp_path}/{flag}", deepspeed=config, torch_compile=flag is not None, learning_rate=3e-3, max_steps=6,
             logging_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
             save_strategy="no", disable_tqdm=True, seed=1,
         )  # fmt: skip
@@ -57,11 +62,9 @@ def rank_runs_trainer(rank, world, folder):
     assert len(curves[0]) == 6 and curves[0] == curves[1], curves
 
 
-def test_hugging_face_trainer_equals_eager(ranks, tmp_path):
-    ranks(2).run(rank_runs_trainer, str(tmp_path))
-
-
-def rank_runs_accelerate(rank, world, regions):
+@pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
+@on_ranks(2)
+def test_accelerate_is_close_to_eager(rank, world, regions):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, TorchDynamoPlugin
@@ -99,13 +102,6 @@ def rank_runs_accelerate(rank, world, regions):
     assert len(pairs) > 10 and max(abs(eager - ours) / eager for eager, ours in pairs) < 1e-6, curves
 
 
-@pytest.mark.parametrize(
-    "regions", [pytest.param(False, id="whole"), pytest.param(True, id="regions", marks=pytest.mark.matrix)]
-)
-def test_accelerate_is_close_to_eager(ranks, regions):
-    ranks(2).run(rank_runs_accelerate, regions)
-
-
 PROGRAM = """
 import deepspeed, sys, torch
 assert "zcompile" not in sys.modules
@@ -135,7 +131,9 @@ def run_program(config, before="", after=""):
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # an older install of zcompile would be imported by torch
     }
     program = PROGRAM.format(config=config, before=before, after=after)
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=scaled(120)
+    )
 
 
 def test_deepspeed_refuses_a_block_in_zero_optimization_if_nothing_imports_zcompile():
@@ -143,7 +141,7 @@ def test_deepspeed_refuses_a_block_in_zero_optimization_if_nothing_imports_zcomp
     assert done.returncode != 0 and "Extra inputs are not permitted" in done.stderr, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("config", [INNER, pytest.param(TOP, marks=pytest.mark.matrix)], ids=["inner", "top"])
+@pytest.mark.parametrize("config", [INNER, TOP], ids=["inner", "top"])
 def test_an_import_after_that_of_deepspeed_is_early_enough(config):
     done = run_program(config, before="import zcompile")
     assert done.returncode == 0 and "taken over True" in done.stdout, done.stderr[-3000:]
@@ -156,7 +154,8 @@ def test_an_import_after_the_engine_was_made_warns():
     assert done.stderr.count("was made before `import zcompile`") == 1
 
 
-def rank_inits_modules_by_a_config_with_the_block(rank, world):
+@on_ranks(2)
+def test_zero_init_takes_a_config_with_the_block_in_zero_optimization(rank, world):
     import deepspeed
 
     config = config_of(None)
@@ -167,7 +166,3 @@ def rank_inits_modules_by_a_config_with_the_block(rank, world):
     engine.backward(engine(torch.ones(2, 4)).sum())
     assert is_taken_over(engine), engine.zcompile.given_back
     engine.destroy()
-
-
-def test_zero_init_takes_a_config_with_the_block_in_zero_optimization(ranks):
-    ranks(2).run(rank_inits_modules_by_a_config_with_the_block)

@@ -1,7 +1,6 @@
 """DeepSpeed's leaf modules with the flag: they are units, and train as in eager ZeRO-3."""
 
 import contextlib
-import functools
 import logging
 import re
 
@@ -14,14 +13,15 @@ from tests.support.deepspeed import deepspeed, is_taken_over, largest_difference
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.meshes import without_agreement
 from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, StackedExperts
+from tests.support.ranks import on_ranks
 from zcompile.integrations.deepspeed.optimizer_step import LeanStep
 from zcompile.state.sharded_model import state_of
+
+pytestmark = pytest.mark.slow
 
 ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each microbatch; no rank ever chooses expert 4
 CLIPPED = {"gradient_clipping": 0.1}
 NO_ACCUMULATION = CLIPPED | {"gradient_accumulation_steps": 1}
-
-matrix = functools.partial(pytest.param, marks=pytest.mark.matrix)
 
 
 class OutOfPlace(Mixture):
@@ -112,26 +112,27 @@ def rank_trains(rank, world, leaf, flag, config, agree):
     engine.destroy()
 
 
-@pytest.mark.parametrize("agree", [False, matrix(True)])
+@pytest.mark.parametrize("agree", [False, True])
 @pytest.mark.parametrize(
     "leaf, flag, config",
     [
         pytest.param(Experts, {}, CLIPPED, id="modules"),
         pytest.param(StackedExperts, {}, NO_ACCUMULATION, id="stacked"),
         pytest.param(Experts, {"microbatch_cache_bytes": 1 << 20}, CLIPPED, id="cached microbatches"),
-        matrix(Mixture, {}, SUB_GROUPS, id="layers"),
+        pytest.param(Mixture, {}, SUB_GROUPS, id="layers"),
     ],
 )
 def test_leaf_modules_train_as_in_eager(ranks, leaf, flag, config, agree):
     ranks(2).run(rank_trains, leaf, flag, config, agree)
 
 
-@pytest.mark.matrix
 def test_leaf_modules_of_three_ranks_train_as_in_eager(ranks):
     ranks(3).run(rank_trains, Experts, {}, CLIPPED, False)
 
 
-def rank_trains_with_deepspeeds_step(rank, world):
+@on_ranks(2)
+def test_an_unused_expert_has_zeros_in_deepspeeds_buffer(rank, world):
+    """In fp16 and with an offloaded optimizer, that is where gradients go: the last step's must not stay there."""
     expected = eager(rank)
     with pytest.MonkeyPatch.context() as monkeypatch, without_agreement():
         monkeypatch.setattr(LeanStep, "is_possible", staticmethod(lambda optimizer: False))
@@ -142,12 +143,8 @@ def rank_trains_with_deepspeeds_step(rank, world):
     engine.destroy()
 
 
-def test_an_unused_expert_has_zeros_in_deepspeeds_buffer(ranks):
-    """In fp16 and with an offloaded optimizer, that is where gradients go: the last step's must not stay there."""
-    ranks(2).run(rank_trains_with_deepspeeds_step)
-
-
-def rank_counts_transfers(rank, world):
+@on_ranks(2)
+def test_a_leaf_module_is_gathered_twice_and_reduced_once(rank, world):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -175,10 +172,6 @@ def rank_counts_transfers(rank, world):
     engine.destroy()
 
 
-def test_a_leaf_module_is_gathered_twice_and_reduced_once(ranks):
-    ranks(2).run(rank_counts_transfers)
-
-
 def move_partitions(engine):
     """Put the partitions elsewhere, as DeepSpeed does when it offloads and reloads states."""
     optimizer = engine.optimizer
@@ -195,7 +188,8 @@ def move_partitions(engine):
         flat.data = main.data = moved
 
 
-def rank_moves_partitions(rank, world):
+@on_ranks(2)
+def test_leaf_modules_follow_partitions_that_move(rank, world):
     expected = eager(rank)
     with without_agreement():
         engine = make({}, **CLIPPED)
@@ -209,11 +203,9 @@ def rank_moves_partitions(rank, world):
     engine.destroy()
 
 
-def test_leaf_modules_follow_partitions_that_move(ranks):
-    ranks(2).run(rank_moves_partitions)
-
-
-def rank_gives_back(rank, world, when):
+@pytest.mark.parametrize("when", ["the first backward", "between microbatches"])
+@on_ranks(2)
+def test_an_engine_with_leaf_modules_is_given_back(rank, world, when):
     expected = eager(rank)
     with without_agreement():
         engine = make({}, **CLIPPED)
@@ -237,11 +229,6 @@ def rank_gives_back(rank, world, when):
     engine.destroy()
 
 
-@pytest.mark.parametrize("when", ["the first backward", matrix("between microbatches")])
-def test_an_engine_with_leaf_modules_is_given_back(ranks, when):
-    ranks(2).run(rank_gives_back, when)
-
-
 class Tied(LossOfMixture):
     """Its first layer outside of the experts is one of them, too."""
 
@@ -252,16 +239,14 @@ class Tied(LossOfMixture):
         self.layers[0].experts.also.weight = self.enter.weight
 
 
-def rank_has_leaf_modules_that_are_no_units(rank, world):
+@on_ranks(2)
+def test_leaf_modules_that_cannot_be_units_stay_eager(rank, world):
     refused = {
         r"'layers.0.experts.also.weight' is tied to 'enter.weight', .* inside of leaf module 'layers.0.experts'": (
             Tied,
             Experts,
         ),
-        r"leaf module 'layers.0.experts.experts' is a ModuleList, which has no forward": (
-            LossOfMixture,
-            nn.ModuleList,
-        ),
+        r"leaf module 'layers.0.experts.experts' is a ModuleList, which has no forward": (LossOfMixture, nn.ModuleList),
     }
     for reason, (model_class, leaf) in refused.items():
         model = model_class()
@@ -274,21 +259,14 @@ def rank_has_leaf_modules_that_are_no_units(rank, world):
         engine.destroy()
 
 
-def test_leaf_modules_that_cannot_be_units_stay_eager(ranks):
-    ranks(2).run(rank_has_leaf_modules_that_are_no_units)
-
-
-def rank_is_alone(rank, world):
+@on_ranks(1)
+def test_one_rank_has_no_units(rank, world):
     expected = eager(rank)
     engine = make({}, **CLIPPED)
     curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
     assert is_taken_over(engine) and engine.zcompile.state.units is None
     same(engine, curve, expected)
     engine.destroy()
-
-
-def test_one_rank_has_no_units(ranks):
-    ranks(1).run(rank_is_alone)
 
 
 def rank_skips(rank, world, how, config, agree):
@@ -306,9 +284,9 @@ def rank_skips(rank, world, how, config, agree):
         engine.destroy()
 
 
-@pytest.mark.parametrize("agree", [matrix(False), True])
+@pytest.mark.parametrize("agree", [False, True])
 @pytest.mark.parametrize(
-    "how, config", [matrix("engine.backward", CLIPPED), pytest.param("loss.backward", NO_ACCUMULATION)]
+    "how, config", [pytest.param("engine.backward", CLIPPED), pytest.param("loss.backward", NO_ACCUMULATION)]
 )
 def test_a_rank_may_skip_a_leaf_module(ranks, how, config, agree):
     if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):

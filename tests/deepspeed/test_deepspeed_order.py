@@ -6,7 +6,10 @@ from torch import nn
 
 from tests.support.deepspeed import is_taken_over, make_engine
 from tests.support.deepspeed_config import MICROBATCHES
+from tests.support.ranks import on_ranks
 from tests.support.unagreed import patch_agreement
+
+pytestmark = pytest.mark.slow
 
 
 class Experts(nn.Module):
@@ -26,7 +29,8 @@ def train_step(engine, second):
         engine.step()
 
 
-def rank_steps_on_another_expert(rank, world):
+@on_ranks(2)
+def test_no_step_on_what_ranks_mixed_up(rank, world):
     with pytest.MonkeyPatch.context() as monkeypatch:
         patch_agreement(monkeypatch, period_s=1000.0)
         engine = make_engine({}, Experts(), zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
@@ -42,7 +46,3 @@ def rank_steps_on_another_expert(rank, world):
     for partition, value in zip(partitions, before, strict=True):
         assert torch.equal(partition, value)
     engine.destroy()
-
-
-def test_no_step_on_what_ranks_mixed_up(ranks):
-    ranks(2).run(rank_steps_on_another_expert)

@@ -4,15 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.deepspeed import (
-    LanguageModel,
-    deepspeed,
-    is_taken_over,
-    make_engine,
-    rank_trains_beside_eager,
-)
+from tests.support.deepspeed import LanguageModel, deepspeed, is_taken_over, make_engine, rank_trains_beside_eager
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.models import batch
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.slow
 
 OWN_ADAM = {"type": "AdamW", "params": {"lr": 3e-3}}
 
@@ -37,7 +34,8 @@ class Idle(LanguageModel):
         self.idle, self.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(8))
 
 
-def rank_edits_gradients_and_states(rank, world):
+@on_ranks(2)
+def test_gradients_and_states_edited_by_hand_equal_eager(rank, world):
     utils, outcomes = deepspeed.utils, []
     for flag in (None, {}):
         torch.manual_seed(0)
@@ -67,7 +65,3 @@ def rank_edits_gradients_and_states(rank, world):
         engine.destroy()
     for i, (expected, ours) in enumerate(zip(*outcomes, strict=True)):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7, msg=lambda text, i=i: f"{i}: {text}")
-
-
-def test_gradients_and_states_edited_by_hand_equal_eager(ranks):
-    ranks(2).run(rank_edits_gradients_and_states)

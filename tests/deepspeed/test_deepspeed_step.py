@@ -1,7 +1,5 @@
 """Steps of the optimizer with the flag, against those of eager ZeRO-3."""
 
-import functools
-
 import pytest
 import torch
 from packaging.version import parse as version
@@ -16,8 +14,9 @@ from tests.support.deepspeed import (
 )
 from tests.support.deepspeed_config import BF16, SUB_GROUPS
 from tests.support.models import batch
+from tests.support.ranks import on_ranks
 
-matrix = functools.partial(pytest.param, marks=pytest.mark.matrix)
+pytestmark = pytest.mark.slow
 
 MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
 FUSED = {
@@ -30,8 +29,8 @@ FUSED = {
     "config",
     [
         pytest.param({}, id="clipped"),
-        matrix(SUB_GROUPS, id="sub-groups"),
-        matrix({"gradient_clipping": 0.0}, id="not clipped"),
+        pytest.param(SUB_GROUPS, id="sub-groups"),
+        pytest.param({"gradient_clipping": 0.0}, id="not clipped"),
     ],
 )
 def test_fused_adam_divides_by_the_scale(ranks, config):
@@ -76,8 +75,8 @@ def rank_overflows(rank, world, config):
     "config",
     [
         pytest.param({}, id="adam"),
-        matrix(FUSED, id="fused"),
-        matrix(FUSED | SUB_GROUPS, id="fused sub-groups"),
+        pytest.param(FUSED, id="fused"),
+        pytest.param(FUSED | SUB_GROUPS, id="fused sub-groups"),
     ],
 )
 def test_a_step_that_overflows_changes_nothing(ranks, config):
@@ -99,7 +98,20 @@ def set_states(optimizers):
                 main_state["step"] = first_state["step"]
 
 
-def rank_steps_as_eager(rank, world, config, by_parameter, cast_bytes):
+@pytest.mark.parametrize(
+    "config, by_parameter, cast_bytes",
+    [
+        pytest.param({}, True, 1 << 20, id="fp32"),
+        pytest.param(SUB_GROUPS, True, 1 << 20, id="sub-groups"),
+        pytest.param(BF16, True, 300, id="bf16"),
+        pytest.param(BF16 | SUB_GROUPS, True, 1 << 20, id="bf16 sub-groups"),
+        pytest.param(BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, True, 300, id="bf16 fp32 sums"),
+        pytest.param(MOMENTUM, False, 1 << 20, id="SGD"),
+        pytest.param(MOMENTUM | BF16 | SUB_GROUPS, False, 1 << 20, id="SGD bf16 sub-groups"),
+    ],
+)
+@on_ranks(2)
+def test_steps_equal_eager_bitwise(rank, world, config, by_parameter, cast_bytes):
     """Both engines get the same gradients, because each casts to bf16 in its own way."""
     eager, engine = make_engine(None, **config), make_engine({}, **config)
     train(engine, rank, end=1)  # takes the engine over
@@ -139,22 +151,6 @@ def rank_steps_as_eager(rank, world, config, by_parameter, cast_bytes):
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    "config, by_parameter, cast_bytes",
-    [
-        matrix({}, True, 1 << 20, id="fp32"),
-        matrix(SUB_GROUPS, True, 1 << 20, id="sub-groups"),
-        matrix(BF16, True, 300, id="bf16"),
-        pytest.param(BF16 | SUB_GROUPS, True, 1 << 20, id="bf16 sub-groups"),
-        matrix(BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, True, 300, id="bf16 fp32 sums"),
-        matrix(MOMENTUM, False, 1 << 20, id="SGD"),
-        matrix(MOMENTUM | BF16 | SUB_GROUPS, False, 1 << 20, id="SGD bf16 sub-groups"),
-    ],
-)
-def test_steps_equal_eager_bitwise(ranks, config, by_parameter, cast_bytes):
-    ranks(2).run(rank_steps_as_eager, config, by_parameter, cast_bytes)
-
-
 def record_squares(reduced_squares):
     """A list that gets a pair at each call of `reduced_squares.of`: the parameter, and what the call returned."""
     recorded, of = [], reduced_squares.of
@@ -167,7 +163,9 @@ def record_squares(reduced_squares):
     return recorded
 
 
-def rank_takes_norms_from_reduces(rank, world, config):
+@pytest.mark.parametrize("config", [pytest.param({}, id="one group"), pytest.param(SUB_GROUPS, id="sub-groups")])
+@on_ranks(2)
+def test_norms_come_from_reduces(rank, world, config):
     """Squares come from reduces where nobody edited the gradient after its reduce.
 
     Norms are those of eager ZeRO-3, which sums in another order, in fp64.
@@ -198,18 +196,14 @@ def rank_takes_norms_from_reduces(rank, world, config):
     assert largest_differences(*curves)[1] < 1e-15, curves
 
 
-@pytest.mark.parametrize("config", [matrix({}, id="one group"), pytest.param(SUB_GROUPS, id="sub-groups")])
-def test_norms_come_from_reduces(ranks, config):
-    ranks(2).run(rank_takes_norms_from_reduces, config)
-
-
 OFFLOAD = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 20},
     "zero_force_ds_cpu_optimizer": False,
 }
 
 
-def rank_offloads_the_optimizer(rank, world):
+@on_ranks(2)
+def test_an_offloaded_optimizer_equals_eager(rank, world):
     curves = []
     for flag in (None, {}):
         engine = make_engine(flag, **OFFLOAD)
@@ -217,7 +211,3 @@ def rank_offloads_the_optimizer(rank, world):
         assert flag is None or (is_taken_over(engine) and engine.zcompile.lean_step is None), engine.zcompile.given_back
         engine.destroy()
     assert curves[0] == curves[1], curves
-
-
-def test_an_offloaded_optimizer_equals_eager(ranks):
-    ranks(2).run(rank_offloads_the_optimizer)

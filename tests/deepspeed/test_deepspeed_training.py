@@ -15,13 +15,14 @@ from tests.support.deepspeed import (
 )
 from tests.support.deepspeed_config import BF16, MICROBATCHES, config_of
 from tests.support.models import VOCABULARY, batch
+from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
     "flag, tolerance",
     [
         pytest.param({}, 0, id="aot_eager"),
-        pytest.param({"inner": "inductor"}, 1e-6, id="inductor", marks=pytest.mark.matrix),
+        pytest.param({"inner": "inductor"}, 1e-6, id="inductor", marks=pytest.mark.slow),
     ],
 )
 def test_fp32_equals_eager(ranks, flag, tolerance):
@@ -42,7 +43,10 @@ def reduce_scatter_in_rank_order(tensors, group=None):
     return parts
 
 
-def rank_trains_beside_eager_in_rank_order(rank, world):
+@pytest.mark.slow
+@on_ranks(4)
+def test_four_ranks_equal_eager_bitwise_in_one_order(rank, world):
+    """On four ranks, the order of a sum is the only difference."""
     theirs, stage3.reduce_scatter_coalesced = stage3.reduce_scatter_coalesced, reduce_scatter_in_rank_order
     try:
         rank_trains_beside_eager(rank, world, {}, (0, 0), {})
@@ -50,12 +54,8 @@ def rank_trains_beside_eager_in_rank_order(rank, world):
         stage3.reduce_scatter_coalesced = theirs
 
 
-def test_four_ranks_equal_eager_bitwise_in_one_order(ranks):
-    """On four ranks, the order of a sum is the only difference."""
-    ranks(4).run(rank_trains_beside_eager_in_rank_order)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_bf16_is_close_to_eager(ranks, world):
     ranks(world).run(rank_trains_beside_eager, {}, (2e-3, 1e-2), BF16, 200)
 
@@ -103,15 +103,8 @@ def rank_makes_engines(rank, world, how):
         assert curves[0] == curves[1], curves
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "zero.Init",
-        "loss.backward",
-        pytest.param("checkpointed", marks=pytest.mark.matrix),
-        pytest.param("fp16", marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["zero.Init", "loss.backward", "checkpointed", "fp16"])
 def test_engines_made_and_used_otherwise_equal_eager(ranks, how):
     if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
         pytest.skip("this DeepSpeed wants engine.backward()")
@@ -147,7 +140,10 @@ class WithCodes(LanguageModel):
         return super().forward(self.codes[tokens])
 
 
-def rank_trains_with_frozen_parameters(rank, world, make):
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Lora, WithCodes])
+@on_ranks(2)
+def test_frozen_parameters_equal_eager(rank, world, make):
     curves = []
     for flag in (None, {}):
         torch.manual_seed(0)
@@ -158,12 +154,9 @@ def rank_trains_with_frozen_parameters(rank, world, make):
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("make", [Lora, pytest.param(WithCodes, marks=pytest.mark.matrix)])
-def test_frozen_parameters_equal_eager(ranks, make):
-    ranks(2).run(rank_trains_with_frozen_parameters, make)
-
-
-def rank_evaluates_and_edits_between_steps(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_several_engines_that_evaluate_and_edit_equal_eager(rank, world):
     """Two engines with the flag and one without take turns. Between steps they evaluate, and parameters are edited."""
     flags = [None, {}, {}]
     engines = [make_engine(flag) for flag in flags]
@@ -187,7 +180,3 @@ def rank_evaluates_and_edits_between_steps(rank, world):
     assert curves[0] == curves[1] == curves[2]
     for engine in engines:
         engine.destroy()
-
-
-def test_several_engines_that_evaluate_and_edit_equal_eager(ranks):
-    ranks(2).run(rank_evaluates_and_edits_between_steps)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
+from tests.support.ranks import on_ranks
 from zcompile.integrations.huggingface import Accelerator, CompilePlugin
 from zcompile.state.sharded_model import state_of
 
@@ -57,17 +58,14 @@ def prepared(sharded_by_zcompile, compiled=False):
     return accelerator, model, *accelerator.prepare(optimizer, *loaders)
 
 
-def rank_trains_as_fsdp2(rank, world, compiled):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_a_program_of_accelerate_trains_as_fsdp2(rank, world, compiled):
     theirs = train(*prepared(False))
     ours = train(*prepared(True, compiled))
     for mine, reference in zip(ours, theirs):
         assert mine == pytest.approx(reference, abs=LOSSES), (ours, theirs)
     assert len(ours[0]) == 12 and len(ours[1]) == 6 and ours[0][0] > ours[0][-1]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_program_of_accelerate_trains_as_fsdp2(ranks, compiled):
-    ranks(2).run(rank_trains_as_fsdp2, compiled)
 
 
 def steps(accelerator, model, optimizer, loader, count):
@@ -118,14 +116,10 @@ def rank_loads(rank, world, folder, kind):
     return steps(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 3), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, kind",
-    [
-        (1, "SHARDED_STATE_DICT"),
-        pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.matrix),
-        pytest.param(4, "SHARDED_STATE_DICT", marks=pytest.mark.matrix),
-        pytest.param(4, "FULL_STATE_DICT", marks=pytest.mark.matrix),
-    ],
+    [(1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT"), (4, "SHARDED_STATE_DICT"), (4, "FULL_STATE_DICT")],
 )
 def test_a_state_goes_on_at_another_number_of_ranks(ranks, tmp_path, world, kind):
     (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path), kind)
@@ -133,6 +127,7 @@ def test_a_state_goes_on_at_another_number_of_ranks(ranks, tmp_path, world, kind
     assert ranks(world).run(rank_loads, str(tmp_path), kind)[0] == pytest.approx(losses, abs=LOSSES)
 
 
+@pytest.mark.slow
 def test_saved_models_load_without_zcompile(ranks, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -166,6 +161,7 @@ def rank_counts_gathers(rank, world):
     return [counts[i]["gathered_bytes"]["float32"] for i in counts], [counts[i]["reduces"] for i in counts]
 
 
+@pytest.mark.slow
 def test_micro_steps_of_accumulate_gather_once(ranks):
     (gathered, reduces), _ = ranks(2).run(rank_counts_gathers)
     assert gathered[1] < gathered[0], gathered  # three inside of a step, against one alone
@@ -178,7 +174,8 @@ def raised(error, text, program, *args, **kwargs):
         program(*args, **kwargs)
 
 
-def rank_is_refused(rank, world):
+@on_ranks(2)
+def test_what_cannot_train_is_refused_by_name(rank, world):
     for name, value in (("fsdp_plugin", object()), ("parallelism_config", accelerate.ParallelismConfig())):
         forget_accelerate()
         raised(ValueError, name, Accelerator, cpu=True, **{name: value})
@@ -220,11 +217,9 @@ def rank_is_refused(rank, world):
     )
 
 
-def test_what_cannot_train_is_refused_by_name(ranks):
-    ranks(2).run(rank_is_refused)
-
-
-def rank_prepares_unlike_accelerate(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_sharded_model_is_prepared_as_it_is(rank, world):
     """accelerate's own wraps a sharded model in DDP, which cannot broadcast DTensors."""
     forget_accelerate()
     accelerator = accelerate.Accelerator(cpu=True)
@@ -232,10 +227,6 @@ def rank_prepares_unlike_accelerate(rank, world):
     raised(Exception, "Sharding propagation failed|sharding strategy", accelerator.prepare, model)
     forget_accelerate()
     assert Accelerator(cpu=True).prepare(model) is model
-
-
-def test_a_sharded_model_is_prepared_as_it_is(ranks):
-    ranks(2).run(rank_prepares_unlike_accelerate)
 
 
 def rank_trains_in(rank, world, precision, compiled):
@@ -251,7 +242,8 @@ def rank_trains_in(rank, world, precision, compiled):
     return losses, list(zcompile.stats(model)["gathered_bytes"])
 
 
-@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [True, False])
 def test_bf16_trains_as_fp32_and_compiled_code_gathers_it(ranks, compiled):
     (losses, widths), _ = ranks(2).run(rank_trains_in, "bf16", compiled)
     (reference, _), _ = ranks(2).run(rank_trains_in, "no", False)

@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader
 from tests.support.huggingface import Sentences, forget_accelerate, tiny_llama
 from tests.support.pages import python_blocks
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = python_blocks("docs/accelerate.md")
 
 

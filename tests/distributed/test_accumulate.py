@@ -19,15 +19,18 @@ from tests.support.microbatches import (
     train_microbatches,
 )
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, same_grads, train_beside
 from tests.support.sharded_ops import ops
 from zcompile.state.sharded_model import state_of
 
-matrix = pytest.mark.matrix
-inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=matrix)])
+slow = pytest.mark.slow
+inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
 
 
-def rank_gathers_once(rank, world, inner):
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
+@on_ranks(2)
+def test_microbatches_gather_once(rank, world, inner):
     expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
     run = train_microbatches(rank, accumulate_checked, inner=inner, options=UNBUCKETED)
     assert_same_run(run, expected)
@@ -38,12 +41,9 @@ def rank_gathers_once(rank, world, inner):
     assert zcompile.stats(run.model)["reduces"] == MICROBATCHES * len(parameters)
 
 
-@pytest.mark.parametrize("inner", [pytest.param("aot_eager", marks=matrix), "inductor"])
-def test_microbatches_gather_once(ranks, inner):
-    ranks(2).run(rank_gathers_once, inner)
-
-
-def rank_caches_one_parameter(rank, world, inner):
+@inners
+@on_ranks(2)
+def test_a_cache_of_a_parameters_bytes_holds_that_parameter(rank, world, inner):
     expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
     embedding = expected.model.embed.weight  # forward's first read, which backward reads too
     embedding_bytes = 4 * embedding.numel()
@@ -57,21 +57,13 @@ def rank_caches_one_parameter(rank, world, inner):
 
 
 @inners
-def test_a_cache_of_a_parameters_bytes_holds_that_parameter(ranks, inner):
-    ranks(2).run(rank_caches_one_parameter, inner)
-
-
-def rank_caches_nothing(rank, world, inner):
+@on_ranks(2)
+def test_a_cache_of_no_bytes_holds_nothing(rank, world, inner):
     expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
     options = UNBUCKETED | {"microbatch_cache_bytes": 0}
     run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=options)
     assert_same_run(run, expected)
     assert run.gathered_bytes == expected.gathered_bytes
-
-
-@inners
-def test_a_cache_of_no_bytes_holds_nothing(ranks, inner):
-    ranks(2).run(rank_caches_nothing, inner)
 
 
 def rank_accumulates_beside(rank, world, how):
@@ -82,17 +74,17 @@ def rank_accumulates_beside(rank, world, how):
     assert all(fewer < more for fewer, more in zip(run.gathered_bytes, expected.gathered_bytes, strict=True))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_buckets_travel_as_ever_and_the_rest_is_shared(ranks, world):
     ranks(world).run(rank_accumulates_beside, {})
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_an_edit_between_microbatches_is_seen(ranks, world):
     ranks(world).run(rank_accumulates_beside, {"edit": True})
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 def test_a_param_dtype_is_shared_too(ranks, world):
     ranks(world).run(rank_accumulates_beside, {"param_dtype": torch.bfloat16})
 
@@ -137,7 +129,10 @@ def microbatches_with_edits(rank, around, edit):
     return [parameter.grad.to_local() for parameter in model.parameters()], places
 
 
-def rank_edits_gradients(rank, world, edit):
+@pytest.mark.parametrize("edit", [scale_in_place, replace, drop, collect])
+@on_ranks(2)
+def test_gradients_edited_between_microbatches_stay_edited(rank, world, edit):
+    """Although a reduce adds to what it finds."""
     expected, places = microbatches_with_edits(rank, separately, edit)
     assert not any(second != first for first, second in zip(places[0], places[1], strict=True))
     grads, places = microbatches_with_edits(rank, zcompile.accumulate, edit)
@@ -145,12 +140,6 @@ def rank_edits_gradients(rank, world, edit):
     assert all(second != first for first, second in zip(places[0], places[1], strict=True))
     for ours, theirs in zip(grads, expected, strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("edit", [scale_in_place, replace, drop, collect])
-def test_gradients_edited_between_microbatches_stay_edited(ranks, edit):
-    """Although a reduce adds to what it finds."""
-    ranks(2).run(rank_edits_gradients, edit)
 
 
 class Overwriting(torch.nn.Module):
@@ -167,7 +156,9 @@ class Overwriting(torch.nn.Module):
         return (x @ weight @ other).square().sum()
 
 
-def rank_overwrites_copies(rank, world):
+@slow
+@on_ranks(2)
+def test_a_weight_of_which_a_copy_is_overwritten_stays_as_it_was(rank, world):
     losses = []
     for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
@@ -178,11 +169,6 @@ def rank_overwrites_copies(rank, world):
                 loss.backward()
                 losses.append(loss.item())
     assert losses == 6 * losses[:1], losses
-
-
-@matrix
-def test_a_weight_of_which_a_copy_is_overwritten_stays_as_it_was(ranks):
-    ranks(2).run(rank_overwrites_copies)
 
 
 class Gated(torch.nn.Module):
@@ -196,7 +182,10 @@ class Gated(torch.nn.Module):
         return 2 * ((x @ self.weight) * self.gate).sum()
 
 
-def rank_saves_what_is_cached(rank, world):
+@slow
+@on_ranks(2)
+def test_what_is_saved_for_backward_is_not_written_over(rank, world):
+    """Inductor may reuse memory that was saved for backward, but not what the cache holds for the next microbatch."""
     torch.manual_seed(0)
     model = compiled(Gated(), inner="inductor", options={"bucket_bytes": 0, "save_for_backward_bytes": 1 << 20})
     losses = []
@@ -207,12 +196,6 @@ def rank_saves_what_is_cached(rank, world):
             losses.append(loss.item())
     assert losses == 3 * losses[:1]
     assert zcompile.stats(model)["gathers"] == 2
-
-
-@matrix
-def test_what_is_saved_for_backward_is_not_written_over(ranks):
-    """Inductor may reuse memory that was saved for backward, but not what the cache holds for the next microbatch."""
-    ranks(2).run(rank_saves_what_is_cached)
 
 
 def rank_cache_bytes(rank, world):
@@ -228,7 +211,8 @@ def test_ranks_cache_alike(ranks):
     assert len(set(limits)) == 1 and limits[0] > 0 and len(set(own_bytes)) > 1
 
 
-def rank_loads_weights(rank, world):
+@on_ranks(2)
+def test_weights_loaded_between_microbatches_are_seen(rank, world):
     losses = []
     for around in (separately, zcompile.accumulate):
         torch.manual_seed(0)
@@ -243,11 +227,8 @@ def rank_loads_weights(rank, world):
     assert losses[:3] == losses[3:], losses
 
 
-def test_weights_loaded_between_microbatches_are_seen(ranks):
-    ranks(2).run(rank_loads_weights)
-
-
-def rank_steps_inside(rank, world):
+@on_ranks(2)
+def test_a_step_inside_of_accumulate_is_refused(rank, world):
     model = compiled(Transformer(), options=UNBUCKETED)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with zcompile.accumulate(model), pytest.raises(RuntimeError, match="behind the block"):
@@ -258,10 +239,6 @@ def rank_steps_inside(rank, world):
         assert zcompile.stats(model)["gathers"] == 0
         optimizer.step()
     optimizer.step()
-
-
-def test_a_step_inside_of_accumulate_is_refused(ranks):
-    ranks(2).run(rank_steps_inside)
 
 
 class InsideAndOutside(torch.nn.Module):
@@ -280,7 +257,8 @@ class InsideAndOutside(torch.nn.Module):
         return (x @ self.weight).square().sum()
 
 
-def rank_nests_backwards(rank, world):
+@on_ranks(2)
+def test_a_backward_inside_of_a_backward_adds_to_gradients_once(rank, world):
     torch.manual_seed(0)
     reference = InsideAndOutside()
     model = zcompile.shard(copy.deepcopy(reference))
@@ -293,11 +271,8 @@ def rank_nests_backwards(rank, world):
             same_grads(model, reference)
 
 
-def test_a_backward_inside_of_a_backward_adds_to_gradients_once(ranks):
-    ranks(2).run(rank_nests_backwards)
-
-
-def rank_ends_the_cache(rank, world):
+@on_ranks(2)
+def test_what_is_gathered_stays_until_accumulate_ends(rank, world):
     model = compiled(Transformer(), options=UNBUCKETED)
     runtime = state_of(model).runtime
     leaf, shape = model.__dict__["_modules"]["embed"].__dict__["_zcompile_leaf_weight"].detach(), [61, 18]
@@ -320,18 +295,11 @@ def rank_ends_the_cache(rank, world):
     runtime.end_caching()  # nothing to stop
 
 
-def test_what_is_gathered_stays_until_accumulate_ends(ranks):
-    ranks(2).run(rank_ends_the_cache)
-
-
-def rank_closes_before_backward(rank, world):
+@on_ranks(2)
+def test_accumulate_may_end_before_the_backward(rank, world):
     def loss(model, step, of_rank):
         sharded = model._compiled_call_impl is not None
         with zcompile.accumulate(model) if sharded else contextlib.nullcontext():
             return loss_of(model, batch(step, of_rank))
 
     train_beside(rank, world, loss=loss, microbatches=3)
-
-
-def test_accumulate_may_end_before_the_backward(ranks):
-    ranks(2).run(rank_closes_before_backward)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
 @pytest.fixture(scope="module")
-def file(inductor_cache, tmp_path_factory):
+def file(tmp_path_factory):
     """For two ranks, made by a process that is one of them and sees no other."""
     path = tmp_path_factory.mktemp("artifact") / "model.zc"
     make_file(path, 2)
@@ -40,16 +40,15 @@ def nothing_started():
 
 def rank_loads(rank, world, path, folder, autocast, how):
     """From the file, in an empty cache folder."""
-    os.environ.pop("TORCHINDUCTOR_VEC_ISA_OK", None)
     counters.clear()
-    with cache_in(folder), nothing_started():
+    probes = torch._inductor.config.patch({"cpp.vec_isa_ok": None})  # as without the variable of these tests
+    with cache_in(folder), probes, nothing_started():
         model = zcompile.compile(sharded(**how), artifact=path, require=True)
         seen = train(model, rank, autocast)
     return seen, compiler_counts(), zcompile.stats(model)["compiled"]
 
 
 def rank_compiles(rank, world, folder, autocast, how):
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     with cache_in(folder):
         model = sharded(**how)
         model.compile(backend="zcompile", fullgraph=True)
@@ -69,7 +68,6 @@ def check(pool, path, inductor_cache, tmp_path, autocast=False, **how):
 
 def rank_compiles_once(rank, world, folder, path):
     """Twice with an artifact: what was made of it, what trained, what the first rank counted."""
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     results = []
     with cache_in(folder):
         for _ in range(2):
@@ -106,7 +104,6 @@ def test_a_rank_without_the_file_gets_it_from_another(ranks, inductor_cache, fil
 
 
 def rank_has_damaged_file(rank, world, folder, paths, require):
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     with cache_in(folder), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = zcompile.compile(sharded(), artifact=paths[rank], require=require)
@@ -170,7 +167,7 @@ def rank_breaks(rank, world, path, folder, make_model, require=False):
     return seen, {name: counts.get(name, 0) for name in COUNTED}, zcompile.stats(model)["compiled"]
 
 
-@pytest.mark.parametrize("make_model", [BrokenEven, pytest.param(Broken, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("make_model", [BrokenEven, pytest.param(Broken, marks=pytest.mark.slow)])
 def test_a_model_with_graph_breaks_is_traced_and_finds_what_was_compiled(ranks, tmp_path, make_model):
     path = tmp_path / "model.zc"
     first = ranks(2).run(rank_breaks, path, tmp_path / "first", make_model)
@@ -192,20 +189,20 @@ def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(
     check(ranks(2), file, inductor_cache, tmp_path)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_file_for_another_number_of_ranks(ranks, inductor_cache, tmp_path, world):
     make_file(tmp_path / "model.zc", world)
     check(ranks(world), tmp_path / "model.zc", inductor_cache, tmp_path)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_file_for_autocast(ranks, inductor_cache, tmp_path):
     make_file(tmp_path / "model.zc", 2, autocast=True)
     check(ranks(2), tmp_path / "model.zc", inductor_cache, tmp_path, autocast=True)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_file_for_another_param_dtype(ranks, inductor_cache, tmp_path):
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
     make_file(tmp_path / "model.zc", 2, **dtypes)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
 @pytest.fixture(scope="module")
-def file(inductor_cache, tmp_path_factory):
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("artifact") / "model.zc"
     make_file(path, 1)
     return path
@@ -142,7 +142,7 @@ def rank_changes(rank, world, path, name):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_after_loading_is_noticed(ranks, inductor_cache, file, change):
+def test_a_change_after_loading_is_noticed(ranks, file, change):
     (error,) = ranks(1).run(rank_changes, file, change.__name__)
     assert "does not serve a call on rank 0" in error and CHANGES[change] in error
 
@@ -182,7 +182,7 @@ def rank_loads_beside_an_edited_source(rank, world, path):
         (rank_loads_beside_an_edited_source, r"lines \d+ to \d+ of module tests.support.artifacts have changed since"),
     ],
 )
-def test_a_file_is_not_loaded_beside_other_code(ranks, inductor_cache, file, load, expected):
+def test_a_file_is_not_loaded_beside_other_code(ranks, file, load, expected):
     (error,) = ranks(1).run(load, file)
     assert re.search(f"is required and cannot be used.*{expected}", error), error
 
@@ -216,7 +216,7 @@ def rank_wraps(rank, world, folder, path):
             wrapper(tokens_of(0, rank))
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_wrapper_around_a_sharded_model_is_loaded_and_sees_what_is_frozen(ranks, inductor_cache, tmp_path):
     ranks(1).run(rank_wraps, inductor_cache, tmp_path / "model.zc")
 
@@ -253,5 +253,5 @@ def rank_frees(rank, world, path):
         gc.enable()
 
 
-def test_the_last_reference_to_a_model_frees_what_it_loaded(ranks, inductor_cache, file):
+def test_the_last_reference_to_a_model_frees_what_it_loaded(ranks, file):
     ranks(1).run(rank_frees, file)

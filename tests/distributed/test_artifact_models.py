@@ -1,7 +1,5 @@
 """Models of Hugging Face, dense and mixtures, train from a file as from a compile, bit by bit."""
 
-import os
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -31,7 +29,6 @@ def call_of(step, rank):
 
 def rank_trains(rank, world, name, folder, path):
     """Losses and gradients, from the file at `path`, or without one if it is None."""
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     counters.clear()
     with cache_in(folder):
         model = sharded(name)
@@ -50,14 +47,12 @@ def rank_trains(rank, world, name, folder, path):
     return seen, bool(counters["stats"])
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_a_model_of_hugging_face_trains_from_a_file(ranks, tmp_path, name):
     path, cache = tmp_path / "model.zc", tmp_path / "cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-        with cache_in(cache), as_rank(0, 2):
-            path.write_bytes(make(sharded(name), parse_options(None), None, (), call_of(0, 0)))
+    with cache_in(cache), as_rank(0, 2):
+        path.write_bytes(make(sharded(name), parse_options(None), None, (), call_of(0, 0)))
     loaded = ranks(2).run(rank_trains, name, tmp_path / "empty", path)
     compiled = ranks(2).run(rank_trains, name, cache, None)
     for (seen, traced), (expected, traced_otherwise) in zip(loaded, compiled, strict=True):

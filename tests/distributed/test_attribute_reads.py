@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
 from tests.support.models import Transformer, batch, hugging_face
+from tests.support.ranks import on_ranks
 from tests.support.reference import full, lm_loss, train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def in_place(model):
@@ -24,11 +25,13 @@ def in_place(model):
 
 
 ways = pytest.mark.parametrize(
-    "prepare", [eager, pytest.param(in_place, marks=matrix), wrapped, pytest.param(by_blocks, marks=matrix)]
+    "prepare", [eager, pytest.param(in_place, marks=slow), wrapped, pytest.param(by_blocks, marks=slow)]
 )
 
 
-def rank_looks_alone(rank, world, prepare):
+@ways
+@on_ranks(2)
+def test_a_read_outside_of_forward_is_local(rank, world, prepare):
     model = prepare(Transformer())
     lm_loss(model, 0, rank)
     head = getattr(model, "_orig_mod", model).head
@@ -38,11 +41,6 @@ def rank_looks_alone(rank, world, prepare):
         assert dict(inspect.getmembers(head))["weight"] is head.weight
     assert isinstance(head.weight, DTensor) and head.weight is head._parameters["weight"]
     assert zcompile.stats(head)["gathers"] == 0
-
-
-@ways
-def test_a_read_outside_of_forward_is_local(ranks, prepare):
-    ranks(2).run(rank_looks_alone, prepare)
 
 
 class Reader(Transformer):
@@ -75,25 +73,21 @@ class ReentrantReader(Reader):
     reentrant = True
 
 
-def rank_reads_inside(rank, world, prepare, make):
+@ways
+@pytest.mark.parametrize("make", [Reader, pytest.param(ReentrantReader, marks=slow)])
+@on_ranks(2)
+def test_reads_of_other_modules_parameters_in_forward_train_as_unsharded(rank, world, prepare, make):
     train_beside(rank, world, prepare, make=make, steps=2)
 
 
-@ways
-@pytest.mark.parametrize("make", [Reader, pytest.param(ReentrantReader, marks=matrix)])
-def test_reads_of_other_modules_parameters_in_forward_train_as_unsharded(ranks, prepare, make):
-    ranks(2).run(rank_reads_inside, prepare, make)
-
-
-def rank_recomputes_reentrantly(rank, world):
+@on_ranks(2)
+def test_a_reentrant_recomputation_reads_unsharded_parameters(rank, world):
     train_beside(rank, world, eager, make=ReentrantReader, steps=2)
 
 
-def test_a_reentrant_recomputation_reads_unsharded_parameters(ranks):
-    ranks(2).run(rank_recomputes_reentrantly)
-
-
-def rank_calls_a_part(rank, world, compile_it):
+@pytest.mark.parametrize("compile_it", [False, True])
+@on_ranks(2)
+def test_a_module_called_alone_gathers(rank, world, compile_it):
     torch.manual_seed(0)
     reference = Transformer()
     model = zcompile.shard(copy.deepcopy(reference))
@@ -102,11 +96,6 @@ def rank_calls_a_part(rank, world, compile_it):
     x = torch.randn(2, 18, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model.head(x), reference.head(x))
     torch.testing.assert_close(torch.compile(model.blocks[0], **OPTIONS)(x[None]), reference.blocks[0](x[None]))
-
-
-@pytest.mark.parametrize("compile_it", [False, True])
-def test_a_module_called_alone_gathers(ranks, compile_it):
-    ranks(2).run(rank_calls_a_part, compile_it)
 
 
 class Raises(nn.Module):
@@ -119,7 +108,8 @@ class Raises(nn.Module):
         raise ValueError("broken on purpose")
 
 
-def rank_raises_in_forward(rank, world):
+@on_ranks(2)
+def test_a_forward_that_raises_is_over(rank, world):
     model = zcompile.shard(Raises())
     for _ in range(2):
         with pytest.raises(ValueError, match="on purpose"):
@@ -127,11 +117,8 @@ def rank_raises_in_forward(rank, world):
         assert isinstance(model.linear.weight, DTensor)
 
 
-def test_a_forward_that_raises_is_over(ranks):
-    ranks(2).run(rank_raises_in_forward)
-
-
-def rank_reads_from_a_thread(rank, world):
+@on_ranks(2)
+def test_a_thread_outside_of_forward_reads_the_dtensor(rank, world):
     model = zcompile.shard(nn.Sequential(nn.Linear(4, 4)))
     seen = []
 
@@ -146,20 +133,13 @@ def rank_reads_from_a_thread(rank, world):
     assert seen == [DTensor, torch.Tensor], seen
 
 
-def test_a_thread_outside_of_forward_reads_the_dtensor(ranks):
-    ranks(2).run(rank_reads_from_a_thread)
-
-
-def rank_reads_in_a_backward_hook(rank, world):
+@on_ranks(2)
+def test_a_hook_in_backward_reads_the_dtensor(rank, world):
     model = zcompile.shard(nn.Sequential(nn.Linear(4, 4)))
     seen = []
     model[0].register_full_backward_hook(lambda *_: seen.append(type(model[0].weight)))
     model(torch.ones(1, 4, requires_grad=True)).sum().backward()
     assert seen == [DTensor]
-
-
-def test_a_hook_in_backward_reads_the_dtensor(ranks):
-    ranks(2).run(rank_reads_in_a_backward_hook)
 
 
 class Encoder(nn.Module):
@@ -185,7 +165,9 @@ class Around(nn.Module):
         return x @ self.encoder.linear.weight.T
 
 
-def rank_registers(rank, world, compile_it):
+@pytest.mark.parametrize("compile_it", [False, True])
+@on_ranks(2)
+def test_a_registered_method_reads_as_a_forward_does(rank, world, compile_it):
     torch.manual_seed(0)
     reference = Encoder()
     model = zcompile.shard(copy.deepcopy(reference))
@@ -211,12 +193,9 @@ def rank_registers(rank, world, compile_it):
     assert "encode" not in vars(reference)
 
 
-@pytest.mark.parametrize("compile_it", [False, True])
-def test_a_registered_method_reads_as_a_forward_does(ranks, compile_it):
-    ranks(2).run(rank_registers, compile_it)
-
-
-def rank_writes_outside(rank, world, prepare):
+@ways
+@on_ranks(2)
+def test_writes_outside_of_forward_reach_the_parameter(rank, world, prepare):
     torch.manual_seed(0)
     reference = Transformer()
     model = prepare(copy.deepcopy(reference))
@@ -232,11 +211,6 @@ def rank_writes_outside(rank, world, prepare):
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(full(ours), theirs)
     torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
-
-
-@ways
-def test_writes_outside_of_forward_reach_the_parameter(ranks, prepare):
-    ranks(2).run(rank_writes_outside, prepare)
 
 
 def rank_generates(rank, world):

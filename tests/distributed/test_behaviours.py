@@ -12,13 +12,14 @@ from torch.func import functional_call
 import zcompile
 from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
 from tests.support.models import Transformer
+from tests.support.ranks import on_ranks
 from tests.support.reference import close, compiled, lm_loss, train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 ways = pytest.mark.parametrize(
-    "prepare", [pytest.param(eager, marks=matrix), compiled, wrapped, pytest.param(by_blocks, marks=matrix)]
+    "prepare", [pytest.param(eager, marks=slow), compiled, wrapped, pytest.param(by_blocks, marks=slow)]
 )
 
 
@@ -32,7 +33,9 @@ def alternate(model, reference, step):
         set_by_attribute(each, frozen=step % 2 == 0)
 
 
-def rank_sets_requires_grad(rank, world, prepare):
+@ways
+@on_ranks(2)
+def test_requires_grad_set_as_an_attribute_is_followed(rank, world, prepare):
     def make():
         model = Transformer()
         set_by_attribute(model, frozen=True)
@@ -41,12 +44,8 @@ def rank_sets_requires_grad(rank, world, prepare):
     train_beside(rank, world, prepare, make=make, steps=4, after_step=alternate)
 
 
-@ways
-def test_requires_grad_set_as_an_attribute_is_followed(ranks, prepare):
-    ranks(2).run(rank_sets_requires_grad, prepare)
-
-
-def rank_thaws_before_compiling(rank, world):
+@on_ranks(2)
+def test_a_parameter_thawed_before_the_first_compile_trains(rank, world):
     frozen = Transformer().requires_grad_(False)
     model = compiled(frozen)
     model.head.weight.requires_grad = True
@@ -54,11 +53,8 @@ def rank_thaws_before_compiling(rank, world):
     assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["embed.weight"]
 
 
-def test_a_parameter_thawed_before_the_first_compile_trains(ranks):
-    ranks(2).run(rank_thaws_before_compiling)
-
-
-def rank_compiles_a_function(rank, world):
+@on_ranks(2)
+def test_a_compiled_function_that_misses_an_attribute_says_so(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     function = torch.compile(lambda x: model(x).sum(), **OPTIONS)
     function(torch.ones(1, 3)).backward()
@@ -72,10 +68,6 @@ def rank_compiles_a_function(rank, world):
     model.weight.requires_grad_(False)
     function(torch.ones(1, 3)).backward()
     assert model.weight.grad is None and model.bias.grad is not None
-
-
-def test_a_compiled_function_that_misses_an_attribute_says_so(ranks):
-    ranks(2).run(rank_compiles_a_function)
 
 
 class Extended(nn.Module):
@@ -96,7 +88,9 @@ def messages_of_backward(model):
     return [str(warning.message) for warning in caught if "not reduced" in str(warning.message)]
 
 
-def rank_has_unreduced_parameters(rank, world, late):
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2)
+def test_parameters_that_are_not_reduced_are_warned_of_once(rank, world, late):
     model = Extended()
     model.b.bias.requires_grad = False
     zcompile.shard(model, ignored_params=list(model.b.parameters()))
@@ -112,20 +106,14 @@ def rank_has_unreduced_parameters(rank, world, late):
     assert len(texts) == 1 and f"gradients of {expected} (rank {rank})" in texts[0], texts
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_parameters_that_are_not_reduced_are_warned_of_once(ranks, late):
-    ranks(2).run(rank_has_unreduced_parameters, late)
-
-
-def rank_reduces_all(rank, world):
+@on_ranks(2)
+def test_a_model_that_is_reduced_wholly_is_not_warned_of(rank, world):
     assert messages_of_backward(zcompile.shard(Extended())) == []
 
 
-def test_a_model_that_is_reduced_wholly_is_not_warned_of(ranks):
-    ranks(2).run(rank_reduces_all)
-
-
-def rank_calls_functionally(rank, world, prepare):
+@ways
+@on_ranks(2)
+def test_functional_call_takes_dtensors_and_gives_them_gradients(rank, world, prepare):
     torch.manual_seed(0)
     reference = Transformer()
     other = Transformer()
@@ -154,20 +142,13 @@ def rank_calls_functionally(rank, world, prepare):
     torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
 
 
-@ways
-def test_functional_call_takes_dtensors_and_gives_them_gradients(ranks, prepare):
-    ranks(2).run(rank_calls_functionally, prepare)
-
-
-def rank_gives_others(rank, world):
+@on_ranks(2)
+def test_functional_call_refuses_other_tensors_by_name(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     x = torch.ones(1, 3)
     plain = {"weight": torch.zeros(4, 3)}
     other = {"weight": zcompile.shard(nn.Linear(3, 6)).weight}
-    for given, what in (
-        (plain, "a plain tensor of shape .4, 3."),
-        (other, "a DTensor of shape .6, 3."),
-    ):
+    for given, what in ((plain, "a plain tensor of shape .4, 3."), (other, "a DTensor of shape .6, 3.")):
         with pytest.raises(RuntimeError, match=f"parameter 'weight' was replaced .* .rank {rank}. by {what}"):
             functional_call(model, given, (x,))
     with zcompile.unshard(model):
@@ -175,18 +156,11 @@ def rank_gives_others(rank, world):
     model(x).sum().backward()
 
 
-def test_functional_call_refuses_other_tensors_by_name(ranks):
-    ranks(2).run(rank_gives_others)
-
-
-def rank_differentiates_by_dtensors(rank, world):
+@on_ranks(2)
+def test_a_derivative_by_the_dtensors_is_an_error(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
         torch.autograd.grad(model(torch.ones(1, 3)).sum(), list(model.parameters()))
-
-
-def test_a_derivative_by_the_dtensors_is_an_error(ranks):
-    ranks(2).run(rank_differentiates_by_dtensors)
 
 
 class AddsBiasItself(nn.Linear):
@@ -201,13 +175,10 @@ class AddsBiasItself(nn.Linear):
         return product + self.bias
 
 
-def rank_takes_a_bias_away(rank, world):
+@on_ranks(2)
+def test_a_parameter_that_is_none_for_a_while_reads_as_none(rank, world):
     torch.manual_seed(0)
     reference = AddsBiasItself(3, 5)
     x = torch.randn(2, 3)
     expected = reference(x)
     torch.testing.assert_close(zcompile.shard(copy.deepcopy(reference))(x), expected)
-
-
-def test_a_parameter_that_is_none_for_a_while_reads_as_none(ranks):
-    ranks(2).run(rank_takes_a_bias_away)

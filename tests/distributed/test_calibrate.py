@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.support.time_limits import scaled
 from zcompile.calibration import machine, measure_compute, measure_machine
 from zcompile.calibration.results import Calibration, calibration_file, device_name, read_calibration
 from zcompile.cli import main
@@ -131,9 +132,10 @@ def test_calibrating_needs_a_process_group():
 
 def run_calibrate(*arguments):
     command = [sys.executable, "-m", "zcompile", "calibrate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400)  # 30 s, and several times that if busy
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(400))
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_explain_takes_its_file(tmp_path, capsys):
     file = tmp_path / "machine.json"
     made = run_calibrate("--output", file)
@@ -144,7 +146,7 @@ def test_the_command_measures_and_explain_takes_its_file(tmp_path, capsys):
     assert "over gloo" in told and "measured by zcompile calibrate" in told
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_command_says_in_one_line_why_it_cannot_keep_what_it_measured(tmp_path):
     (tmp_path / "file").write_text("")
     refused = run_calibrate("--ranks", "1", "--output", tmp_path / "file" / "below")

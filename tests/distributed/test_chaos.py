@@ -8,8 +8,9 @@ import os
 import pytest
 
 from tests.support import chaos
+from tests.support.time_limits import scaled
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = scaled(6.0)
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("ZCOMPILE_CHAOS_SEEDS", "5"))))

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support.parallel import (
     EXPERTS,
-    TENSOR_PLAN,
     WIDTH,
     Dense,
     Experts,
@@ -29,10 +27,11 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
+from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, same_grads, train_beside
 from zcompile.state.sharded_model import models_of, state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 INNER = ["eager", "aot_eager", "inductor"]
 
 
@@ -40,7 +39,7 @@ def each_inner(first, second):
     """Both with each way to run, of which CI has `first` in eager and `second` under aot_eager."""
     in_ci = {(first, "eager"), (second, "aot_eager")}
     return [
-        pytest.param(how, inner, marks=() if (how, inner) in in_ci else matrix, id=f"{how}-{inner}")
+        pytest.param(how, inner, marks=() if (how, inner) in in_ci else slow, id=f"{how}-{inner}")
         for how in (first, second)
         for inner in INNER
     ]
@@ -110,7 +109,8 @@ def rank_compares_mixtures(rank, world):
     rank_compares_bits(rank, world, Mixture, functools.partial(expert_parallel, "cpu", shard=Shard(0)))
 
 
-@pytest.mark.parametrize("compare", [pytest.param(rank_compares_dense, marks=matrix), rank_compares_mixtures])
+@slow
+@pytest.mark.parametrize("compare", [rank_compares_dense, rank_compares_mixtures])
 def test_aot_eager_equals_eager_bit_by_bit(ranks, compare):
     ranks(4).run(compare)
 
@@ -124,18 +124,16 @@ def unequal_loss(model, step, rank):
     return model(x, mask).square().mean()
 
 
-def rank_routes_unequally(rank, world, inner):
-    prepare = functools.partial(expert_parallel, "cpu", inner, shard=Shard(0), fullgraph=False)
-    train_beside(rank, world, prepare, make=sorting, loss=unequal_loss, steps=5)
-
-
-@pytest.mark.parametrize("inner", [pytest.param("eager", marks=matrix), "aot_eager"])
-def test_ranks_may_have_other_lengths_and_experts_without_tokens(ranks, inner):
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@on_ranks(4)
+def test_ranks_may_have_other_lengths_and_experts_without_tokens(rank, world, inner):
     """Compiled code ends where counts of tokens become sizes. Ranks compile for lengths of their own."""
-    ranks(4).run(rank_routes_unequally, inner)
+    prepare = functools.partial(expert_parallel, "cpu", inner, shard=Shard(0), fullgraph=False)
+    train_beside(rank, world, prepare, make=sorting, loss=unequal_loss, steps=4)
 
 
-def rank_sums(rank, world):
+@on_ranks(4)
+def test_gradients_may_be_sums(rank, world):
     """The default is a mean over all ranks, 1.0 a sum."""
     mesh, gradients = mesh_of("cpu", efsdp=2, ep=2), []
     for factor in (None, 1.0):
@@ -152,10 +150,6 @@ def rank_sums(rank, world):
         close(total, 4 * mean, FP32, "sum")
 
 
-def test_gradients_may_be_sums(ranks):
-    ranks(4).run(rank_sums)
-
-
 def frozen(model):
     for experts in (each for each in model.modules() if isinstance(each, Experts)):
         experts.requires_grad_(False)
@@ -168,7 +162,18 @@ def checkpointed(model):
     return model
 
 
-def rank_trains_variant(rank, world, variant, inner):
+@slow
+@pytest.mark.parametrize(
+    "variant, inner",
+    [
+        ("frozen", "eager"),
+        ("checkpointed", "aot_eager"),
+        ("frozen", "aot_eager"),
+        ("checkpointed", "eager"),
+    ],
+)
+@on_ranks(4)
+def test_variants_of_expert_parallel_models_train_as_unsharded(rank, world, variant, inner):
     make = {"frozen": lambda: frozen(Mixture()), "checkpointed": lambda: checkpointed(Mixture())}[variant]
     train_beside(
         rank,
@@ -179,20 +184,9 @@ def rank_trains_variant(rank, world, variant, inner):
     )
 
 
-@pytest.mark.parametrize(
-    "variant, inner",
-    [
-        pytest.param("frozen", "eager", marks=matrix),
-        ("checkpointed", "aot_eager"),
-        pytest.param("frozen", "aot_eager", marks=matrix),
-        pytest.param("checkpointed", "eager", marks=matrix),
-    ],
-)
-def test_variants_of_expert_parallel_models_train_as_unsharded(ranks, variant, inner):
-    ranks(4).run(rank_trains_variant, variant, inner)
-
-
-def rank_accumulates(rank, world, inner):
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("eager", marks=slow)])
+@on_ranks(4)
+def test_gradients_of_several_domains_accumulate(rank, world, inner):
     """Three microbatches give the sum of their gradients."""
     torch.manual_seed(0)
     reference = Mixture()
@@ -206,60 +200,13 @@ def rank_accumulates(rank, world, inner):
     same_grads(model, reference)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("eager", marks=matrix)])
-def test_gradients_of_several_domains_accumulate(ranks, inner):
-    ranks(4).run(rank_accumulates, inner)
-
-
-def rank_trains_over_replicas(rank, world, inner):
-    """Dense layers over 2 x 4 ranks, experts over 2 replicas x 2 ranks x 2 of expert parallelism."""
-    mesh = mesh_of("cpu", dp_replicate=2, efsdp=2, ep=2)
-
-    def prepare(model):
-        spread_experts(model, mesh["ep"])
-        mesh["efsdp", "ep"]._flatten("fsdp")
-        placement = expert_placement(model, mesh["dp_replicate", "efsdp"], Shard(0))
-        return maybe_compiled(zcompile.shard(model, mesh["dp_replicate", "fsdp"], shard_placement_fn=placement), inner)
-
-    train_beside(rank, world, prepare, make=Mixture, loss=token_loss)
-
-
-@matrix
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-def test_expert_parallel_models_train_over_replicas(ranks, inner):
-    ranks(8).run(rank_trains_over_replicas, inner)
-
-
-def rank_trains_tensor_and_expert_parallel(rank, world, inner):
-    """Dense layers over 4 ranks x 2 of tensor parallelism. Experts over 2 x 2 of expert parallelism, of tokens that
-    both ranks of tensor parallelism have."""
-    mesh = mesh_of("cpu", efsdp=2, ep=2, tp=2)
-
-    def prepare(model):
-        spread_experts(model, mesh["ep"])
-        for block in model.blocks:
-            plan = {name: style for name, style in TENSOR_PLAN.items() if name.startswith("attention")}
-            parallelize_module(block, mesh["tp"], plan)
-        placement = expert_placement(model, mesh["efsdp"], Shard(0))
-        return maybe_compiled(
-            zcompile.shard(model, mesh["efsdp", "ep"]._flatten("dp"), shard_placement_fn=placement), inner
-        )
-
-    train_beside(rank // 2, 4, prepare, make=Mixture, loss=token_loss)
-
-
-@matrix
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-def test_expert_and_tensor_parallel_models_train_as_unsharded(ranks, inner):
-    ranks(8).run(rank_trains_tensor_and_expert_parallel, inner)
-
-
 def refuses(text, model, *args, error=Exception, **how):
     with pytest.raises(error, match=text):
         zcompile.shard(model, *args, **how)
 
 
-def rank_is_refused(rank, world):
+@on_ranks(4)
+def test_what_cannot_be_sharded_is_refused_by_name(rank, world):
     mesh = mesh_of("cpu", dp=2, tp=2)
     spread = spread_dense(Dense(), mesh["tp"], sequence=False)
     refuses("'blocks.0.attention.q.weight' .* is a DTensor over .*'tp'.*Pass zcompile.shard a mesh", spread)
@@ -284,22 +231,15 @@ def rank_is_refused(rank, world):
         pass
 
 
-def test_what_cannot_be_sharded_is_refused_by_name(ranks):
-    ranks(4).run(rank_is_refused)
-
-
-def rank_differs(rank, world):
+@on_ranks(2)
+def test_ranks_that_place_parameters_otherwise_are_told(rank, world):
     def placement(parameter):
         return Shard(rank) if parameter.ndim == 2 else None
 
     refuses("rank 0 has .*, rank 1 has number 0", nn.Linear(4, 4), shard_placement_fn=placement)
 
 
-def test_ranks_that_place_parameters_otherwise_are_told(ranks):
-    ranks(2).run(rank_differs)
-
-
-ORDERS = int(os.environ.get("ZCOMPILE_COMPOSE_ORDERS", "20"))
+ORDERS = int(os.environ.get("ZCOMPILE_COMPOSE_ORDERS", "5"))
 
 
 def rank_is_delayed(rank, world, inner):
@@ -330,7 +270,7 @@ def rank_is_delayed(rank, world, inner):
         assert all(map(torch.equal, *gradients)), step
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=matrix)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
 def test_delays_of_ranks_change_nothing(ranks, inner):
     """ZCOMPILE_COMPOSE_ORDERS: how many steps."""
     ranks(4).run(rank_is_delayed, inner, timeout=60 + 3 * ORDERS)

@@ -11,6 +11,7 @@ import zcompile
 from tests.support.artifacts import as_bytes, cache_in, compiler_counts
 from tests.support.fake_ranks import as_rank
 from tests.support.parallel import WIDTH, Dense, Mixture, expert_parallel, mesh_of, spread_dense, token_loss
+from tests.support.ranks import on_ranks
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.file_format import ArtifactError
 from zcompile.artifact.program import make
@@ -78,7 +79,7 @@ def rank_compiles(rank, world):
     return train(mixture("inductor"), rank)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_mixture_trains_from_a_file_as_from_a_compile(ranks, inductor_cache, tmp_path):
     """Of four ranks, no other has the groups of the process that made the file."""
     path = tmp_path / "model.zc"
@@ -87,7 +88,9 @@ def test_a_mixture_trains_from_a_file_as_from_a_compile(ranks, inductor_cache, t
     assert ranks(4).run(rank_loads, path, tmp_path / "empty") == ranks(4).run(rank_compiles)
 
 
-def rank_makes_no_file(rank, world, inductor_cache):
+@pytest.mark.slow
+@on_ranks(4)
+def test_what_depends_on_the_rank_is_in_no_file(rank, world, inductor_cache):
     numbered = mixture(made=Numbered)
     mesh = mesh_of("cpu", dp=2, tp=2)
     dense = zcompile.shard(spread_dense(Dense(1), mesh["tp"], sequence=False), mesh["dp"])
@@ -98,8 +101,3 @@ def rank_makes_no_file(rank, world, inductor_cache):
     told = r"line \d+ of module .*`return self.mixture\(x . dist.get_rank\(\)\)`"
     with cache_in(inductor_cache), pytest.raises(ArtifactError, match=told):
         make(numbered, parse_options({}), None, INPUTS, {})
-
-
-@pytest.mark.matrix
-def test_what_depends_on_the_rank_is_in_no_file(ranks, inductor_cache):
-    ranks(4).run(rank_makes_no_file, inductor_cache)

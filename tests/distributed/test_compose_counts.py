@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support.parallel import Experts, Mixture, expert_parallel, token_loss
+from tests.support.ranks import on_ranks
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 BLOCKS = 2
 
 
@@ -33,7 +34,19 @@ def plain():
     return Mixture(BLOCKS)
 
 
-def rank_counts(rank, world, inner, make, recomputed):
+@slow
+@pytest.mark.parametrize(
+    "inner, make, recomputed",
+    [
+        ("aot_eager", plain, 0),
+        ("aot_eager", checkpointed, 2),
+        ("inductor", plain, 0),
+        ("inductor", checkpointed, 2),
+    ],
+)
+@on_ranks(4)
+def test_a_block_has_two_all_to_alls_each_way(rank, world, inner, make, recomputed):
+    """To the experts and back; a checkpoint repeats them."""
     model = expert_parallel("cpu", inner, make(), shard=Shard(0))
     losses = [token_loss(model, 0, rank)]
     losses.pop().backward()
@@ -43,20 +56,11 @@ def rank_counts(rank, world, inner, make, recomputed):
 
 
 @pytest.mark.parametrize(
-    "inner, make, recomputed",
-    [
-        ("aot_eager", plain, 0),
-        pytest.param("aot_eager", checkpointed, 2, marks=matrix),
-        pytest.param("inductor", plain, 0, marks=matrix),
-        pytest.param("inductor", checkpointed, 2, marks=matrix),
-    ],
+    "inner", ["aot_eager", pytest.param("eager", marks=slow), pytest.param("inductor", marks=slow)]
 )
-def test_a_block_has_two_all_to_alls_each_way(ranks, inner, make, recomputed):
-    """To the experts and back; a checkpoint repeats them."""
-    ranks(4).run(rank_counts, inner, make, recomputed)
-
-
-def rank_counts_bytes(rank, world, inner):
+@on_ranks(4)
+def test_bytes_of_each_domain_are_counted(rank, world, inner):
+    """In eager, autograd keeps weights from forward to backward."""
     torch.manual_seed(0)
     whole = plain()
     experts = {id(p) for module in whole.modules() if isinstance(module, Experts) for p in module.parameters()}
@@ -76,11 +80,3 @@ def rank_counts_bytes(rank, world, inner):
         stats = zcompile.stats(model)
         assert stats["domain_bytes"] == expected, (stats, expected)
         assert sum(expected) == stats["gathered_bytes"]["float32"] + stats["reduced_bytes"]["float32"]
-
-
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("eager", marks=matrix), pytest.param("inductor", marks=matrix)]
-)
-def test_bytes_of_each_domain_are_counted(ranks, inner):
-    """In eager, autograd keeps weights from forward to backward."""
-    ranks(4).run(rank_counts_bytes, inner)

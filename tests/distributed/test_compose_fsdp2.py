@@ -18,6 +18,7 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
+from tests.support.ranks import on_ranks
 from tests.support.reference import close
 
 FP32 = MixedPrecisionPolicy()
@@ -86,22 +87,19 @@ def rank_is_beside_fsdp2(rank, world, tolerance, make, *sizes, policy=FP32):
     [
         (dense, (2, 2)),
         (mixture, (2, 2)),
-        pytest.param(mixture, (2, 2, Shard(1)), marks=pytest.mark.matrix),
-        pytest.param(mixture, (1, 4), marks=pytest.mark.matrix),
-        pytest.param(mixture, (4, 1), marks=pytest.mark.matrix),
+        pytest.param(mixture, (2, 2, Shard(1)), marks=pytest.mark.slow),
+        pytest.param(mixture, (1, 4), marks=pytest.mark.slow),
+        pytest.param(mixture, (4, 1), marks=pytest.mark.slow),
     ],
 )
 def test_placements_shards_and_steps_are_those_of_fsdp2(ranks, make, sizes):
     ranks(4).run(rank_is_beside_fsdp2, 1e-6, make, *sizes)
 
 
-def rank_is_beside_fsdp2_in_bf16(rank, world, make):
+@pytest.mark.parametrize("make", [pytest.param(dense, marks=pytest.mark.slow), mixture])
+@on_ranks(4)
+def test_steps_in_bf16_are_those_of_fsdp2(rank, world, make):
     rank_is_beside_fsdp2(rank, world, 1e-2, make, 2, 2, policy=BF16)
-
-
-@pytest.mark.parametrize("make", [pytest.param(dense, marks=pytest.mark.matrix), mixture])
-def test_steps_in_bf16_are_those_of_fsdp2(ranks, make):
-    ranks(4).run(rank_is_beside_fsdp2_in_bf16, make)
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -129,8 +127,8 @@ def rank_moves_checkpoints(rank, world, folder, make, source, target):
     [
         (dense, ("zcompile", 2, 2), ("fsdp2", 4, 1)),
         (mixture, ("fsdp2", 2, 2), ("zcompile", 1, 4)),
-        pytest.param(dense, ("fsdp2", 4, 1), ("zcompile", 2, 2), marks=pytest.mark.matrix),
-        pytest.param(mixture, ("zcompile", 2, 2), ("fsdp2", 4, 1), marks=pytest.mark.matrix),
+        pytest.param(dense, ("fsdp2", 4, 1), ("zcompile", 2, 2), marks=pytest.mark.slow),
+        pytest.param(mixture, ("zcompile", 2, 2), ("fsdp2", 4, 1), marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_load_into_other_sizes(ranks, tmp_path, make, source, target):

@@ -93,7 +93,7 @@ def rank_trains(rank, world, kind, inner, shard, divisor):
         close(mine, other, 1e-5, name)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, inner, shard, divisor", CASES, ids=lambda value: str(value).replace(" ", "-"))
 def test_models_train_as_unsharded(ranks, mesh, inner, shard, divisor):
     ranks(8 if "and" in mesh else 4).run(rank_trains, mesh, inner, shard, divisor)

@@ -23,9 +23,11 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
+from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
+from tests.support.time_limits import scaled
 
-SECONDS = 30  # a fraction of the groups' timeout
+SECONDS = scaled(30)  # a fraction of the groups' timeout
 
 
 def dense():
@@ -40,7 +42,17 @@ def mixture():
     return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement)
 
 
-def rank_differs(rank, world, make, how):
+@pytest.mark.parametrize(
+    "make, how",
+    [
+        (dense, "prefetch"),
+        pytest.param(mixture, "order", marks=pytest.mark.slow),
+        pytest.param(dense, "order", marks=pytest.mark.slow),
+        pytest.param(mixture, "prefetch", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(4, timeout=60)
+def test_a_rank_that_would_run_another_program_is_an_error_on_all(rank, world, make, how):
     """Rank 3 alone; under tensor parallelism it shares shards with rank 1, and sums with rank 2."""
     with without_agreement():
         model = make()
@@ -61,19 +73,6 @@ def rank_differs(rank, world, make, how):
     assert time.monotonic() - begin < SECONDS
 
 
-@pytest.mark.parametrize(
-    "make, how",
-    [
-        (dense, "prefetch"),
-        pytest.param(mixture, "order", marks=pytest.mark.matrix),
-        pytest.param(dense, "order", marks=pytest.mark.matrix),
-        pytest.param(mixture, "prefetch", marks=pytest.mark.matrix),
-    ],
-)
-def test_a_rank_that_would_run_another_program_is_an_error_on_all(ranks, make, how):
-    ranks(4).run(rank_differs, make, how, timeout=60)
-
-
 class Sums(nn.Module):
     """A sum of the model's own, before or behind a layer."""
 
@@ -88,7 +87,8 @@ class Sums(nn.Module):
         return self.sum(self.layer(self.sum(x, self.before)), not self.before)
 
 
-def rank_sums_before(rank, world):
+@on_ranks(4, timeout=60)
+def test_collectives_of_the_model_are_compared_with_its_reads(rank, world):
     mesh = mesh_of("cpu", dp=2, tp=2)
     with without_agreement():
         model = zcompile.shard(Sums(mesh["dp"].get_group(), before=rank >= 2), mesh["dp"])
@@ -97,17 +97,15 @@ def rank_sums_before(rank, world):
         model(torch.ones(2, WIDTH))
 
 
-def test_collectives_of_the_model_are_compared_with_its_reads(ranks):
-    ranks(4).run(rank_sums_before, timeout=60)
-
-
 def long_loss(model, step, rank):
     """Of lengths that only some data ranks come to, at some steps."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return model(torch.randn(2, 4 + step * (rank + 1), WIDTH, generator=generator)).square().mean()
 
 
-def rank_compiles_alone(rank, world):
+@pytest.mark.slow
+@on_ranks(4, timeout=120)
+def test_ranks_that_compile_alone_wait_for_no_other_mesh(rank, world):
     mesh = mesh_of("cpu", dp=2, tp=2)
 
     def prepare(model):
@@ -117,8 +115,3 @@ def rank_compiles_alone(rank, world):
         return model
 
     train_beside(mesh["dp"].get_local_rank(), 2, prepare, make=lambda: Dense(1), loss=long_loss)
-
-
-@pytest.mark.matrix
-def test_ranks_that_compile_alone_wait_for_no_other_mesh(ranks):
-    ranks(4).run(rank_compiles_alone, timeout=120)

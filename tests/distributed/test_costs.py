@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.support.ranks import on_ranks
 from zcompile.costs.formulas.registry import unregister_cost
 from zcompile.state.sharded_model import state_of
 
@@ -30,7 +31,8 @@ class Doubling(nn.Module):
         return doubled(self.layer(x)).sum()
 
 
-def rank_registers_another_version(rank, world):
+@on_ranks(2)
+def test_ranks_that_register_different_costs_are_told_by_shard(rank, world):
     zcompile.register_cost(OP, lambda x, *, out: zcompile.Work(flops=out.numel), version=rank)
     try:
         message = f"rank 0 has the cost of {OP} in version 0, rank 1 has the cost of {OP} in version 1"
@@ -40,11 +42,8 @@ def rank_registers_another_version(rank, world):
         unregister_cost(OP)
 
 
-def test_ranks_that_register_different_costs_are_told_by_shard(ranks):
-    ranks(2).run(rank_registers_another_version)
-
-
-def rank_registers_late(rank, world):
+@on_ranks(2)
+def test_ranks_that_register_different_costs_later_are_told_before_a_graph_runs(rank, world):
     model = zcompile.shard(Doubling())
     state_of(model).agreement = state_of(model).new_agreement()
     if rank == 1:
@@ -56,10 +55,6 @@ def rank_registers_late(rank, world):
             model(torch.ones(2, 8))
     finally:
         unregister_cost(OP)
-
-
-def test_ranks_that_register_different_costs_later_are_told_before_a_graph_runs(ranks):
-    ranks(2).run(rank_registers_late)
 
 
 def rank_explains(rank, world):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled
 
 MICROBATCHES = 4
@@ -73,7 +74,7 @@ def rank_defers_replicas(rank, world, inner):
     return [grad.sum().item() for grad in deferred[1]]
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
     of_ranks = ranks(4).run(rank_defers_replicas, inner)
     assert all(each == of_ranks[0] for each in of_ranks)
@@ -98,9 +99,9 @@ def rank_defers_reduces(rank, world, inner, shape, how):
     [
         ("aot_eager", (2,), {}),
         ("eager", (2,), {"param_dtype": torch.bfloat16}),
-        pytest.param("eager", (2,), {}, marks=pytest.mark.matrix),
-        pytest.param("inductor", (2,), {}, marks=pytest.mark.matrix),
-        pytest.param("aot_eager", (2, 2), {}, marks=pytest.mark.matrix),
+        pytest.param("eager", (2,), {}, marks=pytest.mark.slow),
+        pytest.param("inductor", (2,), {}, marks=pytest.mark.slow),
+        pytest.param("aot_eager", (2, 2), {}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_may_be_reduced_once_behind_the_last_microbatch(ranks, inner, shape, how):
@@ -163,7 +164,8 @@ def test_a_block_that_raises_leaves_the_gradients_before_it(ranks, reduce, shape
     ranks(2 * len(shape)).run(rank_raises_in_a_block, reduce, shape)
 
 
-def rank_counts_hooks(rank, world):
+@on_ranks(2)
+def test_hooks_see_the_gradient_that_was_reduced_last_once(rank, world):
     model = zcompile.shard(Branching())
     calls, seen = [], []
     model.first.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.to_local()))
@@ -175,11 +177,8 @@ def rank_counts_hooks(rank, world):
     assert len(calls) == len(seen) == 1 and torch.equal(seen[0], torch.full((3, 4), 6.0))
 
 
-def test_hooks_see_the_gradient_that_was_reduced_last_once(ranks):
-    ranks(2).run(rank_counts_hooks)
-
-
-def rank_asks_for_what_is_not_there(rank, world):
+@on_ranks(2)
+def test_other_values_and_other_inner_blocks_are_refused(rank, world):
     model = zcompile.shard(Branching())
     with pytest.raises(ValueError, match="it is one of 'each', 'shards', 'last'"), zcompile.accumulate(model, "never"):
         pass
@@ -190,10 +189,6 @@ def rank_asks_for_what_is_not_there(rank, world):
             pass
 
 
-def test_other_values_and_other_inner_blocks_are_refused(ranks):
-    ranks(2).run(rank_asks_for_what_is_not_there)
-
-
 def rank_defers_with_units(rank, world, reduce, shape):
     mesh = dist.init_device_mesh("cpu", shape)
     run_with = functools.partial(run, rank, "eager", mesh=mesh, units=[torch.nn.LayerNorm])
@@ -202,7 +197,7 @@ def rank_defers_with_units(rank, world, reduce, shape):
     close(deferred[1], grads)
 
 
-@pytest.mark.parametrize("reduce, shape", [("last", (2,)), pytest.param("shards", (2, 2), marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("reduce, shape", [("last", (2,)), pytest.param("shards", (2, 2), marks=pytest.mark.slow)])
 def test_models_with_units_may_defer(ranks, reduce, shape):
     ranks(2 * len(shape)).run(rank_defers_with_units, reduce, shape)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import zcompile
 from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss, same_grads
 from tests.support.sharded_ops import ops, shards
 from zcompile.compiler.backend import compile_aot_eager
@@ -17,16 +18,17 @@ from zcompile.costs.hardware import H200
 from zcompile.graph.ops import GATHER, GATHER_ROWS, calls
 from zcompile.options import Settings
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=matrix), "late c10d"])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=slow), "late c10d"])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 def test_rows_are_those_of_the_whole_matrix(ranks, world, transport):
     ranks(world).run(rank_rows_like_whole, transport)
 
 
-def rank_asks_for_bad_rows(rank, world):
+@on_ranks(2)
+def test_rows_that_a_matrix_does_not_have_are_refused(rank, world):
     _, leaves = shards(world, (5, 3), (8,))
     table, vector = (leaf.detach() for leaf in leaves)
     with pytest.raises(IndexError):
@@ -35,10 +37,6 @@ def rank_asks_for_bad_rows(rank, world):
         ops.gather_rows(vector, [8], torch.float32, torch.tensor([0]))
     with pytest.raises(RuntimeError, match=r"reduce_rows: 'p0' has shape \[5, 3\], asked for \[6, 3\]"):
         ops.reduce_rows(torch.ones(1, 3), table, [6, 3], torch.float32, torch.tensor([0]))
-
-
-def test_rows_that_a_matrix_does_not_have_are_refused(ranks):
-    ranks(2).run(rank_asks_for_bad_rows)
 
 
 @contextlib.contextmanager
@@ -57,7 +55,10 @@ def messages_of_the_pass():
         log.setLevel(level)
 
 
-def rank_trains_with_and_without_rows(rank, world, dtype, microbatches):
+@slow
+@pytest.mark.parametrize("dtype, microbatches", [(torch.float32, 2), (torch.bfloat16, 1)])
+@on_ranks(2)
+def test_leaving_them_out_changes_nothing(rank, world, dtype, microbatches):
     how = {"param_dtype": dtype, "microbatches": microbatches}
     with torch._inductor.config.patch(force_disable_caches=True):  # passes do not run where a cache has what they made
         with messages_of_the_pass() as with_rows:
@@ -68,11 +69,6 @@ def rank_trains_with_and_without_rows(rank, world, dtype, microbatches):
     assert len(with_rows) == 1 and "+2 zcompile.reduce_rows.default" in with_rows[0] and not without_rows
 
 
-@pytest.mark.parametrize("dtype, microbatches", [(torch.float32, 2), pytest.param(torch.bfloat16, 1, marks=matrix)])
-def test_leaving_them_out_changes_nothing(ranks, dtype, microbatches):
-    ranks(2).run(rank_trains_with_and_without_rows, dtype, microbatches)
-
-
 class ReadTwice(Tables):
     """Reads one of its tables with two sets of indices."""
 
@@ -80,7 +76,9 @@ class ReadTwice(Tables):
         return super().forward(tokens) + self.head(self.kinds(tokens % 5))
 
 
-def rank_plans_for_peers(rank, world, make, rows, gathers):
+@pytest.mark.parametrize("make, rows, gathers", [pytest.param(Tables, 2, 4, marks=slow), (ReadTwice, 1, 5)])
+@on_ranks(2)
+def test_over_p2p_a_table_read_once_is_gathered_as_rows(rank, world, make, rows, gathers):
     """With the plan of GPUs that read each other's memory, over gloo; however little may be saved for backward."""
     torch.manual_seed(0)
     reference = make()
@@ -103,11 +101,6 @@ def rank_plans_for_peers(rank, world, make, rows, gathers):
     assert forward == [rows, gathers] and backward[0] == 0, "rows are read in forward alone"
 
 
-@pytest.mark.parametrize("make, rows, gathers", [pytest.param(Tables, 2, 4, marks=matrix), (ReadTwice, 1, 5)])
-def test_over_p2p_a_table_read_once_is_gathered_as_rows(ranks, make, rows, gathers):
-    ranks(2).run(rank_plans_for_peers, make, rows, gathers)
-
-
 class FromTheEnd(nn.Module):
     """Rows by indexing, which may count from the end. Some are masked. In graphs this has an embedding's gradient."""
 
@@ -122,7 +115,9 @@ class FromTheEnd(nn.Module):
         return self.mix(masked + self.other[i])
 
 
-def rank_counts_from_the_end(rank, world):
+@slow
+@on_ranks(2)
+def test_indices_may_count_from_the_end(rank, world):
     torch.manual_seed(0)
     reference = FromTheEnd()
     model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
@@ -135,18 +130,15 @@ def rank_counts_from_the_end(rank, world):
     same_grads(model, reference)
 
 
-@matrix
-def test_indices_may_count_from_the_end(ranks):
-    ranks(2).run(rank_counts_from_the_end)
-
-
 def length_loss(model, rank, step, length):
     """Mean next-token loss on the tokens that `rank` sees at `step`."""
     tokens = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def rank_sees_other_lengths(rank, world):
+@slow
+@on_ranks(2)
+def test_lengths_of_batches_may_differ_between_ranks(rank, world):
     """Ranks compile other graphs or dynamic ones."""
     torch.manual_seed(0)
     reference = Tables()
@@ -156,8 +148,3 @@ def rank_sees_other_lengths(rank, world):
         for other in range(world):
             (length_loss(reference, other, step, lengths[other]) / world).backward()
     same_grads(model, reference)
-
-
-@matrix
-def test_lengths_of_batches_may_differ_between_ranks(ranks):
-    ranks(2).run(rank_sees_other_lengths)

@@ -1,62 +1,94 @@
 """The programs in examples/ as a user starts them."""
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
 import math
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.support.time_limits import scaled
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT = ["--steps", "3", "--log-every", "1", "--tokens", "32", "--dim", "32", "--layers", "1", "--heads", "2"]
 
-
 ZCOMPILE = ["--engine", "zcompile", "--inner", "aot_eager", "--batch", "4", "--checkpoint-every", "3"]
-FSDP2 = ["--engine", "fsdp2", "--batch", "4", "--corpus-mb", "0.2"]
-MOE = ["--batch", "4", "--corpus-mb", "0.2", "--layers", "2", "--hidden", "16", "--routed", "8", "--inner", "aot_eager"]
+CORPUS = ["--corpus-mb", "0.2"]
+MOE = ["--batch", "4", "--layers", "2", "--hidden", "16", "--routed", "8", "--inner", "aot_eager", *CORPUS]
+
+
+def rank_runs(rank, world, program, arguments):
+    """The program on the session's ranks, which have their process group already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program, *arguments])
+        patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(dist, "init_process_group", lambda backend: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        runpy.run_path(str(EXAMPLES / program), run_name="__main__")
+
+
+def check_results(folder, program, arguments, written):
+    records = json.loads((folder / f"{written}.json").read_text())["records"]
+    losses = [record["loss"] for record in records]
+    assert len(losses) == 3 and all(4.5 < loss < 7.0 for loss in losses)  # log(256) and a little
+    assert (folder / "loss.png").stat().st_size > 0
+    if program == "moe.py":
+        assert (folder / "load.png").stat().st_size > 0
+        for record in records:
+            (load,) = record["load"]  # of the one layer with experts, as multiples of an even load
+            assert len(load) == 8 and sum(load) == pytest.approx(8, abs=0.01)
+    assert ("--checkpoint-every" in arguments) == (folder / "zcompile-step-3").is_dir()
 
 
 @pytest.mark.parametrize(
     "program, arguments, written",
     [
-        ("train.py", ZCOMPILE, "zcompile"),
-        pytest.param("train.py", FSDP2, "fsdp2", marks=pytest.mark.matrix),
-        pytest.param("train.py", [*ZCOMPILE, "--tp", "2"], "zcompile", marks=pytest.mark.matrix),
-        pytest.param("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2", marks=pytest.mark.matrix),
-        ("deepspeed_train.py", ["--engine", "eager"], "deepspeed-eager"),
+        ("train.py", [*ZCOMPILE, *CORPUS], "zcompile"),
         ("moe.py", MOE, "moe-zcompile-grouped"),
-        pytest.param("moe.py", [*MOE, "--experts", "looped"], "moe-zcompile-looped", marks=pytest.mark.matrix),
-        pytest.param("moe.py", [*MOE, "--engine", "eager"], "moe-eager-grouped", marks=pytest.mark.matrix),
-        pytest.param("moe.py", [*MOE, "--engine", "fsdp2"], "moe-fsdp2-grouped", marks=pytest.mark.matrix),
+        slow("train.py", ["--engine", "fsdp2", "--batch", "4", *CORPUS], "fsdp2"),
+        slow("train.py", [*ZCOMPILE, *CORPUS, "--tp", "2"], "zcompile"),
+        slow("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2"),
+        slow("moe.py", [*MOE, "--experts", "looped"], "moe-zcompile-looped"),
+        slow("moe.py", [*MOE, "--engine", "eager"], "moe-eager-grouped"),
+        slow("moe.py", [*MOE, "--engine", "fsdp2"], "moe-fsdp2-grouped"),
     ],
 )
-def test_an_example_trains_and_writes_its_results(tmp_path, monkeypatch, program, arguments, written):
-    if program.startswith("deepspeed"):
-        if not importlib.util.find_spec("deepspeed"):
-            pytest.skip("needs deepspeed")
-        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_an_example_trains_and_writes_its_results(ranks, tmp_path, program, arguments, written):
+    ranks(2).run(rank_runs, program, [*SHORT, *arguments, "--out", str(tmp_path)])
+    check_results(tmp_path, program, arguments, written)
+
+
+def run_example(program, *arguments):
+    """The program as users start it; returns what it printed."""
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*ranks, EXAMPLES / program, *SHORT, *arguments, "--out", tmp_path], capture_output=True, text=True, timeout=150
-    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    command = [*ranks, EXAMPLES / program, *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(300))
     assert run.returncode == 0, run.stderr[-4000:]
-    records = json.loads((tmp_path / f"{written}.json").read_text())["records"]
-    losses = [record["loss"] for record in records]
-    assert len(losses) == 3 and all(4.5 < loss < 7.0 for loss in losses)  # log(256) and a little
-    assert (tmp_path / "loss.png").stat().st_size > 0
-    if program == "moe.py":
-        assert (tmp_path / "load.png").stat().st_size > 0
-        for record in records:
-            (load,) = record["load"]  # of the one layer with experts, as multiples of an even load
-            assert len(load) == 8 and sum(load) == pytest.approx(8, abs=0.01)
-    assert ("--checkpoint-every" in arguments) == (tmp_path / "zcompile-step-3").is_dir()
+    return run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program, arguments, written",
+    [("train.py", ZCOMPILE, "zcompile"), ("deepspeed_train.py", ["--engine", "eager"], "deepspeed-eager")],
+)
+def test_an_example_runs_under_torchrun(tmp_path, program, arguments, written):
+    if program.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    run_example(program, *SHORT, *arguments, "--out", tmp_path)
+    check_results(tmp_path, program, arguments, written)
 
 
 def test_the_minimal_example_trains(monkeypatch, inductor_cache):
@@ -72,21 +104,14 @@ def test_the_minimal_example_trains(monkeypatch, inductor_cache):
 TINY = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "64"]
 
 
-@pytest.mark.parametrize(
-    "program, written",
-    [("trainer.py", "held-out text"), pytest.param("sft.py", "never seen", marks=pytest.mark.matrix)],
-)
-def test_an_example_of_hugging_face_trains_and_saves(tmp_path, monkeypatch, program, written):
+@pytest.mark.slow
+@pytest.mark.parametrize("program, written", [("trainer.py", "held-out text"), ("sft.py", "never seen")])
+def test_an_example_of_hugging_face_trains_and_saves(tmp_path, program, written):
     for name in ("datasets", "trl") if program == "sft.py" else ("accelerate",):
         if not importlib.util.find_spec(name):
             pytest.skip(f"needs {name}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = [*TINY, "--use_cpu", "True", "--bf16", "False", "--report_to", "none", "--output_dir", tmp_path]
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run([*ranks, EXAMPLES / program, *arguments], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert written in run.stdout
+    assert written in run_example(program, *arguments)
     for name in ("model.safetensors", "checkpoint-2/optimizer_0", "checkpoint-2/model.safetensors"):
         assert (tmp_path / name).exists(), name
 

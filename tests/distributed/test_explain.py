@@ -13,10 +13,12 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import on_ranks
+from tests.support.time_limits import scaled
 from zcompile.cli import main
 from zcompile.explanation.workloads import load
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 class WithLoss(nn.Module):
@@ -80,9 +82,7 @@ def rank_explain_and_run_microbatches(rank, world, microbatch_cache_bytes):
     return plan, gathered_bytes
 
 
-@pytest.mark.parametrize(
-    "microbatch_cache_bytes", [pytest.param(None, marks=matrix), 3000, pytest.param(0, marks=matrix)]
-)
+@pytest.mark.parametrize("microbatch_cache_bytes", [pytest.param(None, marks=slow), 3000, pytest.param(0, marks=slow)])
 def test_explain_says_what_microbatches_share(ranks, microbatch_cache_bytes):
     plan, gathered_bytes = ranks(2).run(rank_explain_and_run_microbatches, microbatch_cache_bytes)[0]
     first, (forward, backward) = plan.graphs, plan.cached_graphs or plan.graphs
@@ -104,7 +104,7 @@ def rank_explain_and_run(rank, world, save_for_backward_bytes):
     return plan, gathers, forward, zcompile.stats(model), {name: p.numel() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("save_for_backward_bytes", [None, pytest.param(0, marks=matrix)])
+@pytest.mark.parametrize("save_for_backward_bytes", [None, pytest.param(0, marks=slow)])
 def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
     results = ranks(2).run(rank_explain_and_run, save_for_backward_bytes)
     mine, others = (
@@ -143,7 +143,7 @@ class Broken(nn.Linear):
 def rank_explain_often(rank, world):
     torch._dynamo.reset()
     model = zcompile.shard(Broken(4, 4))
-    plans = [zcompile.explain(model, torch.ones(2, 4)) for _ in range(10)]
+    plans = [zcompile.explain(model, torch.ones(2, 4)) for _ in range(3)]
     assert all(plan == plans[0] for plan in plans)
     return [graph.kind for graph in plans[0].graphs]
 
@@ -152,31 +152,25 @@ def test_explain_says_the_same_again_and_again(ranks):
     assert ranks(2).run(rank_explain_often) == 2 * [["forward", "backward"] * 2]
 
 
-def rank_explain_without_a_graph(rank, world):
+@on_ranks(2)
+def test_explain_says_when_no_graph_was_captured(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     model.forward = torch._dynamo.disable(model.forward)
     with pytest.raises(RuntimeError, match="no graph was captured"):
         zcompile.explain(model, torch.ones(2, 4))
 
 
-def test_explain_says_when_no_graph_was_captured(ranks):
-    ranks(2).run(rank_explain_without_a_graph)
-
-
-def rank_explain_p2p(rank, world):
+@on_ranks(2)
+def test_explain_refuses_a_transport_that_is_not_possible(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="'p2p' is not possible here"):
         zcompile.explain(model, torch.ones(2, 4), options={"transport": "p2p"})
 
 
-def test_explain_refuses_a_transport_that_is_not_possible(ranks):
-    ranks(2).run(rank_explain_p2p)
-
-
 def test_what_passes_change_is_logged_and_traced(tmp_path):
     command = [sys.executable, "-m", "zcompile", "explain", "--model", "tiny", "--tokens", "16", "--ranks", "2"]
     environment = os.environ | {"TORCH_LOGS": "+zcompile", "TORCH_TRACE": str(tmp_path)}
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(120))
     assert told.returncode == 0 and "a step of" in told.stdout
     counts = r"-(\d+) zcompile.gather.default, \+\1 zcompile.gather_start.default, \+\1 zcompile.gather_wait.default"
     assert re.search(f"zcompile: split_collectives: {counts}", told.stderr)

@@ -13,7 +13,9 @@ import zcompile
 import zcompile.state.transport_choice
 from tests.support.models import Transformer
 from tests.support.raising import RAISES, MayRaise
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss
+from tests.support.time_limits import scaled
 from zcompile.ranks.program_check import Line
 from zcompile.state.sharded_model import state_of
 
@@ -23,16 +25,14 @@ def raises(error, pattern, call):
         call()
 
 
-def rank_shards_twice(rank, world):
+@on_ranks(2)
+def test_a_sharded_model_is_not_sharded_again(rank, world):
     model = zcompile.shard(Transformer())
     raises(RuntimeError, f"sharded already .rank {rank}", lambda: zcompile.shard(model))
 
 
-def test_a_sharded_model_is_not_sharded_again(ranks):
-    ranks(2).run(rank_shards_twice)
-
-
-def rank_optimizer_built_before(rank, world):
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_is_refused(rank, world):
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters())
     raises(RuntimeError, "an optimizer .AdamW. built before holds parameter 'scale'", lambda: zcompile.shard(model))
@@ -40,11 +40,8 @@ def rank_optimizer_built_before(rank, world):
     zcompile.shard(model)
 
 
-def test_an_optimizer_built_before_sharding_is_refused(ranks):
-    ranks(2).run(rank_optimizer_built_before)
-
-
-def rank_unsupported_parameters(rank, world):
+@on_ranks(2)
+def test_parameters_that_cannot_be_sharded_are_named(rank, world):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     raises(ValueError, "'0.*' on cpu and '1.*' on meta", lambda: zcompile.shard(model))
 
@@ -53,30 +50,21 @@ def rank_unsupported_parameters(rank, world):
     raises(RuntimeError, "second reference to parameter 'weight' in 'mine'", lambda: zcompile.shard(model))
 
 
-def test_parameters_that_cannot_be_sharded_are_named(ranks):
-    ranks(2).run(rank_unsupported_parameters)
-
-
-def rank_bad_arguments(rank, world):
+@on_ranks(2)
+def test_bad_arguments_of_shard_are_refused(rank, world):
     mesh = dist.init_device_mesh("cpu", (world, 1, 1), mesh_dim_names=("a", "b", "c"))
     raises(ValueError, "3 dimensions", lambda: zcompile.shard(nn.Linear(2, 2), mesh))
     raises(TypeError, "must be a torch DeviceMesh", lambda: zcompile.shard(nn.Linear(2, 2), "cpu"))
     raises(TypeError, "must be floating-point", lambda: zcompile.shard(nn.Linear(2, 2), param_dtype=torch.int8))
 
 
-def test_bad_arguments_of_shard_are_refused(ranks):
-    ranks(2).run(rank_bad_arguments)
-
-
-def rank_stats_of_unsharded(rank, world):
+@on_ranks(2)
+def test_an_unsharded_model_has_no_stats(rank, world):
     raises(RuntimeError, "no sharded parameter", lambda: zcompile.stats(nn.Linear(2, 2)))
 
 
-def test_an_unsharded_model_has_no_stats(ranks):
-    ranks(2).run(rank_stats_of_unsharded)
-
-
-def rank_has_another_model(rank, world):
+@on_ranks(2)
+def test_ranks_with_different_models_are_told(rank, world):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))
     raises(RuntimeError, "rank 0 has '1.weight' .5, 4. .*, rank 1 has '1.weight' .6, 4.", lambda: zcompile.shard(model))
     model = nn.Linear(3, 4)
@@ -85,20 +73,13 @@ def rank_has_another_model(rank, world):
     raises(RuntimeError, message, lambda: zcompile.shard(model))
 
 
-def test_ranks_with_different_models_are_told(ranks):
-    ranks(2).run(rank_has_another_model)
-
-
-def rank_has_other_arguments(rank, world):
+@on_ranks(2)
+def test_ranks_with_different_arguments_are_told(rank, world):
     raises(
         RuntimeError,
         "rank 0 has .*native_reduce=False, rank 1 has .*native_reduce=True",
         lambda: zcompile.shard(nn.Linear(2, 2), native_reduce=rank == 1),
     )
-
-
-def test_ranks_with_different_arguments_are_told(ranks):
-    ranks(2).run(rank_has_other_arguments)
 
 
 class TwoOrders(nn.Module):
@@ -124,7 +105,8 @@ def with_agreement(model):
     return model
 
 
-def rank_runs_programs(rank, world):
+@on_ranks(2)
+def test_ranks_that_run_different_programs_are_told(rank, world):
     model = with_agreement(TwoOrders(False))
     for length in (2, 3 + rank, 5):  # lengths may differ, and one rank may compile where another does not
         model(torch.ones(length, 4)).backward()
@@ -133,14 +115,11 @@ def rank_runs_programs(rank, world):
     begin = time.monotonic()
     message = "First difference: on rank [01] reads 'layers.[01].weight'"
     raises(RuntimeError, message, lambda: model(torch.ones(2, 4)))
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < scaled(30)
 
 
-def test_ranks_that_run_different_programs_are_told(ranks):
-    ranks(2).run(rank_runs_programs)
-
-
-def rank_waits_for_another(rank, world):
+@on_ranks(2)
+def test_a_rank_whose_graph_no_other_runs_is_told(rank, world):
     model = zcompile.shard(TwoOrders(False))
     agreement = type(state_of(model).new_agreement())("alone", rank, world, timeout_s=0.5)
     if rank == 0:
@@ -148,11 +127,8 @@ def rank_waits_for_another(rank, world):
         raises(RuntimeError, message, lambda: agreement.check([Line("first")]))
 
 
-def test_a_rank_whose_graph_no_other_runs_is_told(ranks):
-    ranks(2).run(rank_waits_for_another)
-
-
-def rank_assigns_a_parameter(rank, world):
+@on_ranks(2)
+def test_a_replaced_parameter_is_refused(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
 
     def assign():
@@ -165,16 +141,9 @@ def rank_assigns_a_parameter(rank, world):
     raises(RuntimeError, "'weight' was replaced", lambda: model(torch.ones(1, 3)).sum().backward())
 
 
-def test_a_replaced_parameter_is_refused(ranks):
-    ranks(2).run(rank_assigns_a_parameter)
-
-
-def rank_copies_a_model(rank, world):
+@on_ranks(2)
+def test_a_copy_of_a_sharded_model_is_refused(rank, world):
     raises(RuntimeError, "cannot be copied", lambda: copy.deepcopy(zcompile.shard(nn.Linear(3, 4))))
-
-
-def test_a_copy_of_a_sharded_model_is_refused(ranks):
-    ranks(2).run(rank_copies_a_model)
 
 
 class Renormalised(nn.Linear):
@@ -199,18 +168,16 @@ def test_writes_that_would_be_lost_are_refused(ranks, write):
     ranks(2).run(write)
 
 
-def rank_compiles_unsharded(rank, world):
+@on_ranks(2)
+def test_an_unsharded_model_is_warned_about(rank, world):
     model = torch.compile(nn.Linear(3, 4), backend="zcompile")
     with pytest.warns(UserWarning, match="Call zcompile.shard"):
         out = model(torch.ones(1, 3))
     torch.testing.assert_close(out, model._orig_mod(torch.ones(1, 3)))
 
 
-def test_an_unsharded_model_is_warned_about(ranks):
-    ranks(2).run(rank_compiles_unsharded)
-
-
-def rank_converts(rank, world):
+@on_ranks(2)
+def test_conversions_and_assigned_state_are_followed(rank, world):
     """The shard follows what replaces a parameter's storage in ways that users may."""
     model = zcompile.shard(nn.Linear(5, 3).double())
     before = model.weight.detach().clone()
@@ -224,11 +191,8 @@ def rank_converts(rank, world):
     assert model._parameters["weight"].grad is not None
 
 
-def test_conversions_and_assigned_state_are_followed(ranks):
-    ranks(2).run(rank_converts)
-
-
-def rank_shards_on_meta(rank, world):
+@on_ranks(2)
+def test_a_model_on_meta_gets_the_values_of_one_that_was_not(rank, world):
     torch.manual_seed(3)
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 9, bias=False))
@@ -243,10 +207,6 @@ def rank_shards_on_meta(rank, world):
     assert model[3]._parameters["weight"] is model[0]._parameters["weight"]
 
 
-def test_a_model_on_meta_gets_the_values_of_one_that_was_not(ranks):
-    ranks(2).run(rank_shards_on_meta)
-
-
 class WithoutReset(nn.Module):
     """A module that cannot say what its parameter begins with."""
 
@@ -255,13 +215,10 @@ class WithoutReset(nn.Module):
         self.w = nn.Parameter(torch.empty(3, device="meta"))
 
 
-def rank_shards_meta_without_reset(rank, world):
+@on_ranks(2)
+def test_a_module_on_meta_needs_reset_parameters(rank, world):
     message = "'0' has meta tensor 'w' but no reset_parameters"
     raises(RuntimeError, message, lambda: zcompile.shard(nn.Sequential(WithoutReset())))
-
-
-def test_a_module_on_meta_needs_reset_parameters(ranks):
-    ranks(2).run(rank_shards_meta_without_reset)
 
 
 def rank_closes_the_group(rank, world):
@@ -290,7 +247,9 @@ def test_a_rank_that_dies_is_named_as_the_cause(ranks):
     assert "died" in dead
 
 
-def rank_goes_on(rank, world, inner):
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_a_backward_that_raised_leaves_nothing_behind(rank, world, inner):
     """Steps after a backward that raised in the middle, with gathers in flight, beside the same steps without it."""
     curves, peaks = [], []
     for raising in (False, True):
@@ -317,8 +276,3 @@ def rank_goes_on(rank, world, inner):
             curves[-1].append(loss.item())
         peaks.append(zcompile.stats(model)["peak_unsharded_bytes"])
     assert curves[0] == curves[1] and peaks[0] == peaks[1], (curves, peaks)
-
-
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])
-def test_a_backward_that_raised_leaves_nothing_behind(ranks, inner):
-    ranks(2).run(rank_goes_on, inner)

@@ -5,6 +5,7 @@ import torch
 
 import zcompile
 from tests.support.models import Chain
+from tests.support.ranks import on_ranks
 
 STEPS, OVERFLOWS, SCALE = 6, 3, 2.0**12
 
@@ -33,7 +34,9 @@ def unsharded(world):
     return model
 
 
-def rank_scales_losses(rank, world, compiled):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_ranks(2)
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(rank, world, compiled):
     model = zcompile.shard(make(), param_dtype=torch.float16)
     if compiled:
         model.compile(backend="zcompile", options={"inner": "aot_eager"})
@@ -49,8 +52,3 @@ def rank_scales_losses(rank, world, compiled):
         assert scaler.get_scale() == (SCALE / 2 if step >= OVERFLOWS else SCALE), step
     for parameter, expected in zip(model.parameters(), unsharded(world).parameters(), strict=True):
         torch.testing.assert_close(parameter.full_tensor(), expected.detach(), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(ranks, compiled):
-    ranks(2).run(rank_scales_losses, compiled)

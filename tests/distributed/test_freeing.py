@@ -13,7 +13,7 @@ from torch import nn
 import zcompile
 from tests.support.models import Chain
 from tests.support.process import rss_bytes, threads
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.reference import close, compiled
 from zcompile.state.sharded_model import state_of
 
@@ -53,7 +53,10 @@ def alive(weak):
     return [name for name, reference in weak.items() if reference() is not None]
 
 
-def rank_frees(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [eager, compiled])
+@on_ranks(2)
+def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
+    """In eager without the garbage collector."""
     model = prepare(make_model())
     train_step(model, rank)
     weak = references(model)
@@ -69,13 +72,8 @@ def rank_frees(rank, world, prepare):
         gc.enable()
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_a_model_is_freed_with_its_last_reference(ranks, prepare):
-    """In eager without the garbage collector."""
-    ranks(2).run(rank_frees, prepare)
-
-
-def rank_frees_models_with_circles(rank, world):
+@on_ranks(2)
+def test_a_model_with_circles_is_freed_by_the_garbage_collector(rank, world):
     """What users hang on modules and parameters makes circles, which only the garbage collector frees."""
     model = eager(make_model())
     for module in model.modules():
@@ -89,11 +87,9 @@ def rank_frees_models_with_circles(rank, world):
     assert not alive(weak)
 
 
-def test_a_model_with_circles_is_freed_by_the_garbage_collector(ranks):
-    ranks(2).run(rank_frees_models_with_circles)
-
-
-def rank_backward_after(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [eager, compiled])
+@on_ranks(2)
+def test_a_loss_that_outlives_its_model_gives_gradients(rank, world, prepare):
     torch.manual_seed(0)
     reference = make_model()
     model = prepare(copy.deepcopy(reference))
@@ -113,12 +109,8 @@ def rank_backward_after(rank, world, prepare):
     assert not alive(weak)
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_a_loss_that_outlives_its_model_gives_gradients(ranks, prepare):
-    ranks(2).run(rank_backward_after, prepare)
-
-
-def rank_backward_skips_a_layer_after(rank, world):
+@on_ranks(2)
+def test_a_gradient_that_only_others_asked_for_is_named_when_its_module_is_freed(rank, world):
     """The other rank asks for gradients of a layer that this rank's graph does not have."""
     model = eager(make_model())
     parameters = list(model.parameters())
@@ -138,11 +130,9 @@ def rank_backward_skips_a_layer_after(rank, world):
         assert (parameter.grad is not None) == (rank == 0 or i > 1), i
 
 
-def test_a_gradient_that_only_others_asked_for_is_named_when_its_module_is_freed(ranks):
-    ranks(2).run(rank_backward_skips_a_layer_after)
-
-
-def rank_steps_after(rank, world, fused):
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_an_optimizer_outlives_its_model_and_does_not_hold_it(rank, world, fused):
     model = eager(make_model())
     how = {"lr": 0.1, "fused": fused}
     optimizer = (torch.optim.AdamW if fused else torch.optim.Adam)(model.parameters(), **how)
@@ -162,12 +152,8 @@ def rank_steps_after(rank, world, fused):
     assert all(not torch.equal(a, b.to_local()) for a, b in zip(before, parameters, strict=True) if a.numel())
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_outlives_its_model_and_does_not_hold_it(ranks, fused):
-    ranks(2).run(rank_steps_after, fused)
-
-
-def rank_uses_a_shard_of_a_freed_model(rank, world):
+@on_ranks(2)
+def test_a_shard_of_a_freed_model_is_refused(rank, world):
     model = eager(nn.Linear(8, 8))
     leaf = model.__dict__["_zcompile_leaf_weight"].detach()
     started = ops.gather_start(leaf, [8, 8], torch.float32)
@@ -181,11 +167,8 @@ def rank_uses_a_shard_of_a_freed_model(rank, world):
         ops.gather(leaf, [8, 8], torch.float32)
 
 
-def test_a_shard_of_a_freed_model_is_refused(ranks):
-    ranks(2).run(rank_uses_a_shard_of_a_freed_model)
-
-
-def rank_frees_in_another_thread(rank, world):
+@on_ranks(2)
+def test_a_model_is_freed_in_another_thread(rank, world):
     """The last reference goes in a thread while this one runs another model's step."""
     other = eager(make_model())
     for _ in range(5):
@@ -199,10 +182,6 @@ def rank_frees_in_another_thread(rank, world):
         thread.join()
         gc.collect()
         assert not alive(weak)
-
-
-def test_a_model_is_freed_in_another_thread(ranks):
-    ranks(2).run(rank_frees_in_another_thread)
 
 
 def rank_makes_many(rank, world, few, many, prepare):
@@ -230,7 +209,7 @@ def growth(ranks, few, many, prepare):
     return max(grown)
 
 
-@pytest.mark.parametrize("few, many", [(10, 30), pytest.param(50, 200, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("few, many", [(10, 30), pytest.param(50, 200, marks=pytest.mark.slow)])
 def test_models_that_come_and_go_take_no_memory_and_no_threads(ranks, few, many):
     """Each model has 68 kB of parameters and as much again in optimizer states, and has 40 kB of Python objects."""
     assert growth(ranks, few, many, eager) < (many - few) * 10_000 + 4_000_000
@@ -241,7 +220,7 @@ def unsharded(model):
     return model
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_compiled_models_that_come_and_go_take_what_dynamo_keeps(monkeypatch):
     """Dynamo keeps guards and a log of each compile, unsharded too, and sharded models have more guards.
 
@@ -268,7 +247,7 @@ def rank_records_collectives(rank, world, many):
     return sum(isinstance(thing, torch.fx.GraphModule) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("recorded", [0, pytest.param(2000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("recorded", [0, pytest.param(2000, marks=pytest.mark.slow)])
 def test_only_the_flight_recorder_holds_graphs_of_models_that_are_gone(monkeypatch, recorded):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(recorded))
     own = Ranks(2)

@@ -11,16 +11,23 @@ from torch import nn
 
 import zcompile
 from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized_loss
+from tests.support.ranks import on_ranks
 from tests.support.reference import BF16, FP32, close, compiled, full, train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def eager(model, **how):
     return zcompile.shard(model, **how)
 
 
-def rank_trains(rank, world, prepare, param_dtype):
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize(
+    "prepare", [eager, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=slow)]
+)
+@pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=slow)])
+@on_ranks()
+def test_training_beside_frozen_parameters_of_any_dtype(rank, world, prepare, param_dtype):
     tolerance = BF16 if param_dtype else FP32
     train_beside(
         rank,
@@ -30,16 +37,6 @@ def rank_trains(rank, world, prepare, param_dtype):
         loss=quantized_loss,
         tolerance=tolerance,
     )
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize(
-    "prepare",
-    [eager, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=matrix)],
-)
-@pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=matrix)])
-def test_training_beside_frozen_parameters_of_any_dtype(ranks, world, prepare, param_dtype):
-    ranks(world).run(rank_trains, prepare, param_dtype)
 
 
 def bytes_of(model, chosen=lambda parameter: True):
@@ -52,7 +49,9 @@ def bytes_of(model, chosen=lambda parameter: True):
     return count
 
 
-def rank_counts(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [eager, compiled])
+@on_ranks(2)
+def test_each_dtype_travels_at_its_own_width_and_nothing_frozen_is_reduced(rank, world, prepare):
     torch.manual_seed(0)
     reference = Quantized()
     model = prepare(copy.deepcopy(reference), param_dtype=torch.bfloat16)
@@ -72,11 +71,6 @@ def rank_counts(rank, world, prepare):
     assert zcompile.stats(model)["reduced_bytes"] == {"bfloat16": trained["float32"] // 2}
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_each_dtype_travels_at_its_own_width_and_nothing_frozen_is_reduced(ranks, prepare):
-    ranks(2).run(rank_counts, prepare)
-
-
 class Stack(nn.Module):
     """A trained layer below packed ones, so that backward reads the dequantized weights."""
 
@@ -94,7 +88,8 @@ class Stack(nn.Module):
         return nn.functional.linear(x, self.table[self.looked_up.int()])
 
 
-def rank_saves_for_backward(rank, world):
+@on_ranks(2)
+def test_compiled_code_saves_no_dequantized_weight(rank, world):
     torch.manual_seed(0)
     reference = Stack()
     model = compiled(copy.deepcopy(reference))
@@ -108,20 +103,18 @@ def rank_saves_for_backward(rank, world):
     close(model.below.weight.grad, reference.below.weight.grad, FP32, "below")
 
 
-def test_compiled_code_saves_no_dequantized_weight(ranks):
-    ranks(2).run(rank_saves_for_backward)
-
-
-def rank_saves(rank, world, folder):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@on_ranks()
+def test_any_dtype_is_saved_and_loaded(rank, world, tmp_path):
     torch.manual_seed(0)
     reference = Quantized()
     model = zcompile.shard(copy.deepcopy(reference))
     for (name, ours), theirs in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(full(ours), theirs), name
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     torch.manual_seed(1)
     other = zcompile.shard(Quantized())
-    dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
+    dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path)
     for (name, ours), theirs in zip(other.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(full(ours), theirs), name
     with zcompile.unshard(other):
@@ -129,12 +122,9 @@ def rank_saves(rank, world, folder):
             assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
-def test_any_dtype_is_saved_and_loaded(ranks, tmp_path, world):
-    ranks(world).run(rank_saves, str(tmp_path))
-
-
-def rank_replicates(rank, world):
+@slow
+@on_ranks(4)
+def test_replicas_have_the_same_values_of_any_dtype(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     train_beside(rank, world, functools.partial(eager, mesh=mesh), make=Quantized, loss=quantized_loss)
     torch.manual_seed(rank)
@@ -143,11 +133,6 @@ def rank_replicates(rank, world):
     model.eighth = frozen(torch.tensor(float(rank)).to(FP8))
     zcompile.shard(model, mesh)
     assert full(model.flag.data).item() is True and full(model.eighth.data).float().item() == 0
-
-
-@matrix
-def test_replicas_have_the_same_values_of_any_dtype(ranks):
-    ranks(4).run(rank_replicates)
 
 
 def refuses(message, model):
@@ -159,7 +144,8 @@ class Params4bit(nn.Parameter):
     """A parameter with state of its own, as bitsandbytes has it."""
 
 
-def rank_refuses(rank, world):
+@on_ranks(2)
+def test_what_cannot_be_sharded_is_refused_by_name(rank, world):
     model = nn.Sequential(nn.Linear(6, 4), PackedLinear(6, 4))
     model[1].eighths = nn.Parameter(torch.zeros(3, dtype=FP8))
     refuses(r"'1.eighths' has dtype torch.float8_e4m3fn .rank \d.* Freeze it", model)
@@ -167,10 +153,6 @@ def rank_refuses(rank, world):
     message = r"'1.eighths' is a tests.*Params4bit \(rank \d\).*an nn.Parameter over a plain tensor.*ignored_params"
     refuses(message, model)
     zcompile.shard(model, ignored_params=[model[1].eighths])
-
-
-def test_what_cannot_be_sharded_is_refused_by_name(ranks):
-    ranks(2).run(rank_refuses)
 
 
 def rank_refuses_torchao(rank, world):

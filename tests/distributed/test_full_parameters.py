@@ -12,11 +12,13 @@ import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.models import Transformer
 from tests.support.packed import Quantized
+from tests.support.ranks import on_ranks
 from tests.support.reference import lm_loss
+from tests.support.time_limits import scaled
 from tests.support.unagreed import shard_without_agreement
 
-matrix = pytest.mark.matrix
-SECONDS = 60.0  # the timeout of what would hang
+slow = pytest.mark.slow
+SECONDS = scaled(60.0)  # the timeout of what would hang
 
 
 def agreed(model):
@@ -52,31 +54,28 @@ def rank_iterates(rank, world, shard, dtype, bucket_bytes):
     lm_loss(model["text"], 0, rank).backward()  # training goes on
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("shard", [agreed, unagreed])
 @pytest.mark.parametrize(
-    ("dtype", "bucket_bytes"),
-    [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=matrix)],
+    ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)]
 )
 def test_tensors_are_those_of_the_unsharded_state(ranks, world, shard, dtype, bucket_bytes):
     ranks(world).run(rank_iterates, shard, dtype, bucket_bytes)
 
 
-def rank_iterates_over_replicas(rank, world):
+@slow
+@on_ranks(4)
+def test_replicas_iterate(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     rank_iterates(rank, world, lambda model: zcompile.shard(model, mesh), torch.bfloat16, 3000)
-
-
-@matrix
-def test_replicas_iterate(ranks):
-    ranks(4).run(rank_iterates_over_replicas)
 
 
 def layers_and_a_large_one():
     return zcompile.shard(nn.Sequential(*(nn.Linear(64, 63, bias=False) for _ in range(20)), nn.Linear(64, 640)))
 
 
-def rank_counts(rank, world):
+@on_ranks(2)
+def test_memory_is_that_of_one_bucket(rank, world):
     model = layers_and_a_large_one()
     layer, largest, whole = 64 * 63 * 2, 64 * 640 * 2, sum(each.numel() for each in model.parameters()) * 2
     bucket = 3 * layer
@@ -97,11 +96,9 @@ def rank_counts(rank, world):
     assert zcompile.stats(model)["peak_unsharded_bytes"] <= 2 * bucket + layer
 
 
-def test_memory_is_that_of_one_bucket(ranks):
-    ranks(2).run(rank_counts)
-
-
-def rank_leaves_early(rank, world, shard):
+@pytest.mark.parametrize("shard", [agreed, unagreed])
+@on_ranks(2)
+def test_a_rank_that_leaves_early_is_an_error_of_the_others(rank, world, shard):
     torch.manual_seed(0)
     model = shard(Transformer())
 
@@ -133,12 +130,8 @@ def rank_leaves_early(rank, world, shard):
     lm_loss(model, 0, rank).backward()
 
 
-@pytest.mark.parametrize("shard", [agreed, unagreed])
-def test_a_rank_that_leaves_early_is_an_error_of_the_others(ranks, shard):
-    ranks(2).run(rank_leaves_early, shard)
-
-
-def rank_misuses(rank, world):
+@on_ranks(2)
+def test_misuse_is_refused(rank, world):
     model = zcompile.shard(Transformer())
     with pytest.raises(ValueError, match=r"dtype must be floating-point, not torch.int8"):
         zcompile.full_parameters(model, torch.int8)
@@ -156,7 +149,3 @@ def rank_misuses(rank, world):
         zcompile.reset_stats(model)
         whole = dict(zcompile.full_parameters(model))
         assert zcompile.stats(model)["gathers"] == 0 and whole["head.weight"].shape == model.head.weight.shape
-
-
-def test_misuse_is_refused(ranks):
-    ranks(2).run(rank_misuses)

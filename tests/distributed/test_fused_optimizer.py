@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zcompile
 import zcompile.training.fused_optimizer
 from tests.support.models import Transformer
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss
 from zcompile.state.sharded_model import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def curve(rank, fuse, make, closures):
@@ -58,16 +59,13 @@ def curve(rank, fuse, make, closures):
     return [*losses, other.detach(), *(parameter.to_local().detach() for parameter in model.parameters())]
 
 
-def rank_steps_fused_and_plain(rank, world, make, closures):
+@pytest.mark.parametrize("closures", [pytest.param(False, marks=slow), True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=slow)])
+@on_ranks(2)
+def test_steps_are_torchs(rank, world, make, closures):
     fused, plain = curve(rank, True, make, closures), curve(rank, False, make, closures)
     for ours, theirs in zip(fused, plain, strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("closures", [pytest.param(False, marks=matrix), True])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=matrix)])
-def test_steps_are_torchs(ranks, make, closures):
-    ranks(2).run(rank_steps_fused_and_plain, make, closures)
 
 
 class Recorded(TorchDispatchMode):
@@ -83,7 +81,10 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def rank_steps_locally(rank, world, fuse):
+@pytest.mark.parametrize("fuse", [True, False])
+@on_ranks(2)
+def test_steps_are_on_shards_and_those_of_others_as_ever(rank, world, fuse):
+    """What DTensor does for each parameter takes the host longer than the rest of a step."""
     model = zcompile.shard(nn.Linear(6, 5))
     theirs = nn.Parameter(zcompile.shard(nn.Linear(6, 5)).weight.detach().clone())
     optimizer = torch.optim.AdamW([*model.parameters(), theirs], fused=True)
@@ -96,13 +97,9 @@ def rank_steps_locally(rank, world, fuse):
     assert sorted(recorded.on_dtensors) == ([False, True] if fuse else [True])
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_steps_are_on_shards_and_those_of_others_as_ever(ranks, fuse):
-    """What DTensor does for each parameter takes the host longer than the rest of a step."""
-    ranks(2).run(rank_steps_locally, fuse)
-
-
-def rank_steps_beside_plain(rank, world, odd):
+@pytest.mark.parametrize("odd", ["replicated", "moments"])
+@on_ranks(2)
+def test_what_is_not_sharded_as_its_parameter_is_left_to_dtensor(rank, world, odd):
     """A fused and a plain optimizer end with the same weight, or refuse the same step."""
     weights = []
     for fuse in (True, False):
@@ -128,22 +125,15 @@ def rank_steps_beside_plain(rank, world, odd):
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize("odd", ["replicated", "moments"])
-def test_what_is_not_sharded_as_its_parameter_is_left_to_dtensor(ranks, odd):
-    ranks(2).run(rank_steps_beside_plain, odd)
-
-
-def rank_fuses_unsharded(rank, world):
+@on_ranks(2)
+def test_an_optimizer_of_an_unsharded_model_is_refused(rank, world):
     plain = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="no sharded parameter"):
         zcompile.fuse_optimizer(plain, torch.optim.AdamW(plain.parameters(), fused=True))
 
 
-def test_an_optimizer_of_an_unsharded_model_is_refused(ranks):
-    ranks(2).run(rank_fuses_unsharded)
-
-
-def rank_fuses_wrong_optimizers(rank, world):
+@on_ranks(2)
+def test_an_optimizer_that_cannot_be_fused_is_refused(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="not SGD"):
         zcompile.fuse_optimizer(model, torch.optim.SGD(model.parameters()))
@@ -156,10 +146,6 @@ def rank_fuses_wrong_optimizers(rank, world):
         with pytest.raises(ValueError, match="needs fused=True"):
             zcompile.fuse_optimizer(model, torch.optim.AdamW(model.parameters(), **wrong))
     assert dist.get_world_size() == world
-
-
-def test_an_optimizer_that_cannot_be_fused_is_refused(ranks):
-    ranks(2).run(rank_fuses_wrong_optimizers)
 
 
 class Writing:
@@ -213,7 +199,9 @@ def parameters_of(models):
     return [parameter for model in models for parameter in model.parameters()]
 
 
-def rank_drops_gradients(rank, world):
+@on_ranks(2)
+def test_gradients_are_gone_when_hooks_run(rank, world):
+    """Of two models with one optimizer, each on a transport of its own."""
     models = pair()
     optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
     transports = writes(state_of, models, optimizer)
@@ -228,11 +216,6 @@ def rank_drops_gradients(rank, world):
         assert torch.equal(ours, theirs)
 
 
-def test_gradients_are_gone_when_hooks_run(ranks):
-    """Of two models with one optimizer, each on a transport of its own."""
-    ranks(2).run(rank_drops_gradients)
-
-
 def change(optimizer, changed):
     optimizer.param_groups[0] |= changed
     if changed.get("amsgrad"):
@@ -240,7 +223,10 @@ def change(optimizer, changed):
             state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
 
 
-def rank_changes_a_group(rank, world, changed):
+@pytest.mark.parametrize("changed", [{"maximize": True}, {"weight_decay": 0.5, "amsgrad": True}])
+@on_ranks(2)
+def test_groups_that_change_are_stepped_by_torch(rank, world, changed):
+    """As a checkpoint's groups do. That main parameters moved is told too, since torch's kernel does not tell."""
     models = pair()
     optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
     transports = writes(state_of, models[:1], optimizer)
@@ -259,13 +245,8 @@ def rank_changes_a_group(rank, world, changed):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("changed", [{"maximize": True}, {"weight_decay": 0.5, "amsgrad": True}])
-def test_groups_that_change_are_stepped_by_torch(ranks, changed):
-    """As a checkpoint's groups do. That main parameters moved is told too, since torch's kernel does not tell."""
-    ranks(2).run(rank_changes_a_group, changed)
-
-
-def rank_deletes_the_optimizer(rank, world):
+@on_ranks(2)
+def test_an_optimizer_is_freed_at_once(rank, world):
     (model, _) = pair()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     torch.optim.lr_scheduler.LinearLR(zcompile.fuse_optimizer(model, optimizer))
@@ -276,7 +257,3 @@ def rank_deletes_the_optimizer(rank, world):
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_an_optimizer_is_freed_at_once(ranks):
-    ranks(2).run(rank_deletes_the_optimizer)

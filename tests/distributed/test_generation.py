@@ -12,12 +12,14 @@ from torch import nn
 import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.models import VOCABULARY, Transformer, batch, hugging_face, hugging_face_loss
+from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, same_grads
+from tests.support.time_limits import scaled
 from tests.support.unagreed import shard_without_agreement
 
 pytest.importorskip("transformers")
-matrix = pytest.mark.matrix
-SECONDS = 60.0  # the timeout of what would hang
+slow = pytest.mark.slow
+SECONDS = scaled(60.0)  # the timeout of what would hang
 
 
 def eager(model):
@@ -76,21 +78,21 @@ STATIC = {"cache_implementation": "static"}
     [
         (eager, {}),
         (unagreed, STATIC),
-        (compiled_loosely, {}),
-        pytest.param(eager, STATIC, marks=matrix),
-        pytest.param(unagreed, {}, marks=matrix),
-        pytest.param(compiled_loosely, STATIC, marks=matrix),
-        pytest.param(compiled_unagreed, {}, marks=matrix),
-        pytest.param(unagreed, {"prefill_chunk_size": 2}, marks=matrix),
-        pytest.param(compiled_unagreed, STATIC, marks=matrix),
-        pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=matrix),
+        pytest.param(compiled_loosely, {}, marks=slow),
+        pytest.param(eager, STATIC, marks=slow),
+        pytest.param(unagreed, {}, marks=slow),
+        pytest.param(compiled_loosely, STATIC, marks=slow),
+        pytest.param(compiled_unagreed, {}, marks=slow),
+        pytest.param(unagreed, {"prefill_chunk_size": 2}, marks=slow),
+        pytest.param(compiled_unagreed, STATIC, marks=slow),
+        pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=slow),
     ],
 )
-def test_tokens_are_those_of_the_unsharded_model(ranks, inductor_cache, prepare, how):
+def test_tokens_are_those_of_the_unsharded_model(ranks, prepare, how):
     ranks(2).run(rank_generates, "llama", prepare, how)
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("prepare", [eager, unagreed, compiled_loosely])
 @pytest.mark.parametrize("world", [2, 4])
@@ -98,18 +100,18 @@ def test_tokens_of_other_models_and_worlds(ranks, name, prepare, world):
     ranks(world).run(rank_generates, name, prepare, {})
 
 
-def rank_generates_in_replicas(rank, world):
+@slow
+@on_ranks(4)
+def test_replicas_stop_when_they_like(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for shard in (zcompile.shard, functools.partial(shard_without_agreement, period_s=0.2)):
         rank_generates(rank, world, "llama", lambda model, shard=shard: shard(model, mesh), {})
 
 
-@matrix
-def test_replicas_stop_when_they_like(ranks):
-    ranks(4).run(rank_generates_in_replicas)
-
-
-def rank_lets_transformers_compile(rank, world, prepare):
+@slow
+@pytest.mark.parametrize("prepare", [eager, unagreed])
+@on_ranks(2)
+def test_transformers_may_compile_with_zcompile(rank, world, prepare):
     from transformers import CompileConfig
 
     config = CompileConfig(backend="zcompile", mode=None, options={"inner": "aot_eager"})
@@ -117,12 +119,10 @@ def rank_lets_transformers_compile(rank, world, prepare):
     rank_generates(rank, world, "llama", prepare, {**STATIC, "compile_config": config})
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), unagreed])
-def test_transformers_may_compile_with_zcompile(ranks, prepare):
-    ranks(2).run(rank_lets_transformers_compile, prepare)
-
-
-def rank_stops_at_random(rank, world, prepare, seeds):
+@pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=slow), unagreed])
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(100), marks=slow)])
+@on_ranks(2, timeout=600)
+def test_ranks_stop_early_at_random(rank, world, prepare, seeds):
     reference = make()
     model = prepare(copy.deepcopy(reference))
     for seed in seeds:
@@ -141,13 +141,11 @@ def rank_stops_at_random(rank, world, prepare, seeds):
         assert torch.equal(*results), seed
 
 
-@pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=matrix), unagreed])
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(100), marks=matrix)])
-def test_ranks_stop_early_at_random(ranks, prepare, seeds):
-    ranks(2).run(rank_stops_at_random, prepare, seeds, timeout=600)
-
-
-def rank_trains_on(rank, world, prepare):
+@pytest.mark.parametrize(
+    "prepare", [eager, *(pytest.param(each, marks=slow) for each in (compiled_loosely, unagreed, compiled_unagreed))]
+)
+@on_ranks(2)
+def test_training_goes_on_after_a_generation(rank, world, prepare):
     reference = make().train()
     model = prepare(copy.deepcopy(reference))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
@@ -165,14 +163,6 @@ def rank_trains_on(rank, world, prepare):
         assert torch.equal(*(each.generate(prompt_of(rank), **how) for each in (model, reference)))
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [pytest.param(eager, marks=matrix), compiled_loosely, unagreed, pytest.param(compiled_unagreed, marks=matrix)],
-)
-def test_training_goes_on_after_a_generation(ranks, prepare):
-    ranks(2).run(rank_trains_on, prepare)
-
-
 class Raises:
     """A streamer that raises at the third token."""
 
@@ -188,7 +178,9 @@ class Raises:
         pass
 
 
-def rank_raises(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [eager, unagreed])
+@on_ranks(2)
+def test_an_error_of_one_rank_ends_generation_on_all(rank, world, prepare):
     reference = make()
     model = prepare(copy.deepcopy(reference))
     prompt = prompt_of(rank)[:1]
@@ -203,12 +195,8 @@ def rank_raises(rank, world, prepare):
     assert torch.equal(*(each.generate(prompt, **how) for each in (model, reference)))
 
 
-@pytest.mark.parametrize("prepare", [eager, unagreed])
-def test_an_error_of_one_rank_ends_generation_on_all(ranks, prepare):
-    ranks(2).run(rank_raises, prepare)
-
-
-def rank_does_not_come(rank, world):
+@on_ranks(2)
+def test_a_rank_that_trains_instead_is_told(rank, world):
     model = zcompile.shard(make().train())
     with pytest.raises(RuntimeError, match=r"go on with a generation.*finish a backward pass|finish.*go on with"):
         if rank == 0:
@@ -217,11 +205,9 @@ def rank_does_not_come(rank, world):
             hugging_face_loss("llama", model, 0, rank).backward()
 
 
-def test_a_rank_that_trains_instead_is_told(ranks):
-    ranks(2).run(rank_does_not_come)
-
-
-def rank_generates_alone(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [pytest.param(compiled_loosely, marks=slow), unagreed])
+@on_ranks(2)
+def test_a_rank_generates_alone_inside_of_unshard(rank, world, prepare):
     reference = make()
     model = prepare(copy.deepcopy(reference))
     with zcompile.unshard(model):
@@ -230,11 +216,6 @@ def rank_generates_alone(rank, world, prepare):
             assert torch.equal(*(each.generate(prompt_of(0), **greedy(length)) for each in (model, reference)))
         assert zcompile.stats(model)["gathers"] == 0
     assert torch.equal(*(each.generate(prompt_of(rank), **greedy(2 + rank)) for each in (model, reference)))
-
-
-@pytest.mark.parametrize("prepare", [compiled_loosely, unagreed])
-def test_a_rank_generates_alone_inside_of_unshard(ranks, prepare):
-    ranks(2).run(rank_generates_alone, prepare)
 
 
 class Generates(Transformer):
@@ -247,7 +228,9 @@ class Generates(Transformer):
         return tokens
 
 
-def rank_has_its_own(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [eager, unagreed])
+@on_ranks(2)
+def test_a_generate_of_the_users_own(rank, world, prepare):
     torch.manual_seed(0)
     reference = Generates()
     model = prepare(copy.deepcopy(reference))
@@ -255,12 +238,8 @@ def rank_has_its_own(rank, world, prepare):
         assert torch.equal(*(each.generate(batch(0, rank), length) for each in (model, reference)))
 
 
-@pytest.mark.parametrize("prepare", [eager, unagreed])
-def test_a_generate_of_the_users_own(ranks, prepare):
-    ranks(2).run(rank_has_its_own, prepare)
-
-
-def rank_has_units(rank, world):
+@on_ranks(2)
+def test_units_where_ranks_do_not_agree_need_forwards_on_all_ranks(rank, world):
     torch.manual_seed(0)
     model = hugging_face("mixtral", experts="eager").eval()
     model.generation_config.eos_token_id = None
@@ -271,10 +250,6 @@ def rank_has_units(rank, world):
     how = greedy(3 + 5 * rank, synced_gpus=True)
     ours, how["synced_gpus"] = model.generate(prompt_of(rank), **how), False
     assert torch.equal(ours, reference.generate(prompt_of(rank), **how))
-
-
-def test_units_where_ranks_do_not_agree_need_forwards_on_all_ranks(ranks):
-    ranks(2).run(rank_has_units)
 
 
 def rank_generates_with_lora(rank, world):

@@ -20,7 +20,7 @@ from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.state.sharded_model import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 WIDTH = 33  # odd, so that shards are padded; Inductor on CPU makes smaller products pointwise
 MATRIX_BYTES = 4 * WIDTH**2
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -127,10 +127,16 @@ def rank_late_step(rank, world, sabotage=None, gather_budget_bytes=MATRIX_BYTES,
     return max(relative_error(*pair) for pair in pairs), planned, [code_order(code) for code in codes], codes
 
 
-def test_prefetch_of_one_survives_inductor(ranks):
+@pytest.fixture(scope="module")
+def late_steps(ranks):
+    """Of all ranks, under a plan that has one gather ahead."""
+    return ranks(2).run(rank_late_step)
+
+
+def test_prefetch_of_one_survives_inductor(late_steps):
     """Generated code has our ops and the products in the planned order, and is right however late data comes."""
     forward = "gather_start 0, gather_start 1, gather_wait 0, mm, gather_start 2, gather_wait 1, mm, gather_wait 2, mm"
-    for worst, planned, generated, _ in ranks(2).run(rank_late_step):
+    for worst, planned, generated, _ in late_steps:
         assert worst < RIGHT
         assert len(generated) == 2 and generated == planned
         assert generated[0] == forward.split(", ")
@@ -156,9 +162,9 @@ def names_of_unsharded(code):
     return list(names.values())
 
 
-def test_unsharded_parameters_are_freed_at_once_and_not_reused(ranks):
+def test_unsharded_parameters_are_freed_at_once_and_not_reused(late_steps):
     """All names for one are deleted before the next call after its last reader. No other result gets its memory."""
-    for _, _, _, codes in ranks(2).run(rank_late_step):
+    for _, _, _, codes in late_steps:
         for code, count in zip(codes, (3, 2), strict=True):
             assert len(names_of_unsharded(code)) == count
             for names in names_of_unsharded(code):
@@ -176,7 +182,7 @@ def test_unsharded_parameters_are_freed_at_once_and_not_reused(ranks):
                 )
 
 
-@pytest.mark.parametrize("sabotage", [reads_before_waiting, pytest.param(forgets_the_gradient, marks=matrix)])
+@pytest.mark.parametrize("sabotage", [reads_before_waiting, pytest.param(forgets_the_gradient, marks=slow)])
 def test_what_is_in_flight_is_read_or_reused_unless_waits_forbid_it(ranks, sabotage):
     """Why the numbers above are right. In the second, Inductor writes another result over a gradient in flight."""
     assert max(worst for worst, *_ in ranks(2).run(rank_late_step, sabotage)) > WRONG
@@ -209,9 +215,7 @@ def rank_infers_again(rank, world):
         inferred.append([str(node) for node, fake in before.items() if node.meta.get("val") is not fake])
         return answer
 
-    layers = [
-        layer for _ in range(3) for layer in (nn.RMSNorm(33), nn.Linear(33, 33, bias=False), nn.GELU())
-    ]  # of biases Inductor makes nodes of its own
+    layers = nn.RMSNorm(33), nn.Linear(33, 33, bias=False), nn.GELU()  # of biases Inductor makes nodes of its own
     model = compiled(Chain(*layers), inner="inductor", options={"inductor": {"force_disable_caches": True}})
     with mock.patch.object(FakeTensorUpdater, "incremental_update", watched):
         model(torch.randn(5, 33)).square().mean().backward()

@@ -6,6 +6,7 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Chain
+from tests.support.ranks import on_ranks
 
 
 class Writes(nn.Linear):
@@ -20,7 +21,9 @@ class Writes(nn.Linear):
         return super().forward(x)
 
 
-def rank_goes_on(rank, world, inner):
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@on_ranks(2)
+def test_a_lost_write_raises_once_and_changes_nothing(rank, world, inner):
     model = zcompile.shard(Chain(Writes(3, 4), nn.Linear(4, 2)))
     call = model if inner == "eager" else torch.compile(model, backend="zcompile", options={"inner": inner})
     x = torch.ones(1, 3)
@@ -36,8 +39,3 @@ def rank_goes_on(rank, world, inner):
     model[0].writes = True
     with pytest.raises(RuntimeError, match=r"'0[.]weight' was modified in place"):  # again, and again once
         model(x)
-
-
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_a_lost_write_raises_once_and_changes_nothing(ranks, inner):
-    ranks(2).run(rank_goes_on, inner)

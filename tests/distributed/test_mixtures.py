@@ -12,6 +12,7 @@ import zcompile
 from tests.support.meshes import without_agreement
 from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.models import hugging_face, hugging_face_loss
+from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
 from zcompile.state.sharded_model import state_of
 
@@ -27,7 +28,16 @@ def sharded(model, inner=None):
     return model
 
 
-def rank_trains(rank, world, name, experts, inner):
+CASES = [(name, experts, inner) for name in UNITS for experts in ("eager", "batched_mm") for inner in INNERS]
+SHORT = [("deepseek_v3", "eager", None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "inner"),
+    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES],
+)
+@on_ranks(2)
+def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
     torch.manual_seed(0)
     model = train_beside(
         rank,
@@ -44,19 +54,10 @@ def rank_trains(rank, world, name, experts, inner):
         assert all(unit.name.endswith("experts") for unit in order.units) and len(order.units) >= 1
 
 
-CASES = [(name, experts, inner) for name in UNITS for experts in ("eager", "batched_mm") for inner in INNERS]
-SHORT = [("deepseek_v3", "eager", None), ("mixtral", "eager", "aot_eager")]
-
-
-@pytest.mark.parametrize(
-    ("name", "experts", "inner"),
-    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.matrix) for case in CASES],
-)
-def test_a_mixture_trains_as_unsharded(ranks, name, experts, inner):
-    ranks(2).run(rank_trains, name, experts, inner)
-
-
-def rank_counts_compilations(rank, world, name):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama4", "deepseek_v3"])
+@on_ranks(2)
+def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name):
     """Hooks, checkpoints, and experts that Dynamo does not trace."""
     torch.manual_seed(0)
     model = hugging_face(name, experts="eager")
@@ -68,19 +69,15 @@ def rank_counts_compilations(rank, world, name):
             mixture.experts.forward = torch._dynamo.disable(mixture.experts.forward)
     sharded(model, inner="aot_eager")
     compilations = []
-    for step in range(6):
+    for step in range(4):
         counters.clear()
         hugging_face_loss(name, model, step, rank).backward()
         compilations.append(counters["stats"]["unique_graphs"])
     assert compilations[0] > 0 and not any(compilations[2:]), compilations
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama4", marks=pytest.mark.matrix), "deepseek_v3"])
-def test_compilations_end_after_two_steps_whatever_the_routing(ranks, name):
-    ranks(2).run(rank_counts_compilations, name)
-
-
-def rank_reads_in_a_loop(rank, world):
+@on_ranks(2)
+def test_a_loop_that_is_no_unit_is_warned_of(rank, world):
     model = zcompile.shard(MixtureModel(StackedExperts), units=[])
     x = torch.randn(40, WIDTH)
     with pytest.warns(UserWarning, match=r"gathered parameter 'layers.0.experts.\w+' .*units=\[StackedExperts\]"):
@@ -93,17 +90,10 @@ def rank_reads_in_a_loop(rank, world):
             quiet(x, list(range(EXPERTS))).sum().backward()
 
 
-def test_a_loop_that_is_no_unit_is_warned_of(ranks):
-    ranks(2).run(rank_reads_in_a_loop)
-
-
-def rank_changes_the_implementation(rank, world):
+@on_ranks(2)
+def test_experts_that_loop_only_after_sharding_are_refused(rank, world):
     model = hugging_face("mixtral", "grouped_mm")
     zcompile.shard(model)
     model.config._experts_implementation = "eager"
     with pytest.raises(RuntimeError, match=r"computes its experts by 'eager' .* set it before zcompile.shard"):
         hugging_face_loss("mixtral", model, 0, rank)
-
-
-def test_experts_that_loop_only_after_sharding_are_refused(ranks):
-    ranks(2).run(rank_changes_the_implementation)

@@ -9,30 +9,29 @@ import torch.distributed as dist
 import zcompile
 from tests.support.microbatches import assert_same_run, separately, train_microbatches
 from tests.support.models import Sometimes, sometimes_loss
+from tests.support.ranks import on_ranks
 from tests.support.reduce_checks import rank_native_sums
 from tests.support.reference import BF16, autocast_loss, compiled, train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), pytest.param(2, marks=matrix), 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 4])
 def test_native_sums_are_within_rounding(ranks, world):
     ranks(world).run(rank_native_sums)
 
 
-def rank_trains_like_the_exact_sum(rank, world, transport, around):
+@pytest.mark.parametrize("around", [pytest.param(separately, marks=slow), zcompile.accumulate])
+@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=slow), "late c10d"])
+@on_ranks(2)
+def test_two_ranks_train_as_with_the_exact_sum(rank, world, transport, around):
+    """Two numbers have one sum, so with an fp32 wire nothing may differ, added to what had accumulated or not."""
     exact = train_microbatches(rank, separately)
     assert_same_run(train_microbatches(rank, around, transport=transport, native_reduce=True), exact)
 
 
-@pytest.mark.parametrize("around", [pytest.param(separately, marks=matrix), zcompile.accumulate])
-@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=matrix), "late c10d"])
-def test_two_ranks_train_as_with_the_exact_sum(ranks, transport, around):
-    """Two numbers have one sum, so with an fp32 wire nothing may differ, added to what had accumulated or not."""
-    ranks(2).run(rank_trains_like_the_exact_sum, transport, around)
-
-
-def rank_trains_replicated(rank, world):
+@on_ranks(4)
+def test_replicas_stay_bitwise_equal(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = train_beside(rank, world, functools.partial(compiled, mesh=mesh, native_reduce=True))
     for name, parameter in model.named_parameters():
@@ -42,26 +41,16 @@ def rank_trains_replicated(rank, world):
         assert torch.equal(*both), name
 
 
-def test_replicas_stay_bitwise_equal(ranks):
-    ranks(4).run(rank_trains_replicated)
-
-
-def rank_skips_a_parameter(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=slow), compiled])
+@on_ranks(4)
+def test_a_parameter_may_be_unused_on_some_ranks(rank, world, prepare):
     prepare = functools.partial(prepare, native_reduce=True)
     train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=matrix), compiled])
-def test_a_parameter_may_be_unused_on_some_ranks(ranks, prepare):
-    ranks(4).run(rank_skips_a_parameter, prepare)
-
-
-def rank_trains_under_autocast(rank, world, reduce_dtype):
+@pytest.mark.parametrize("reduce_dtype", [None, pytest.param(torch.float32, marks=slow)])
+@on_ranks(4)
+def test_autocast_reduces_bf16_gradients_in_reduce_dtype(rank, world, reduce_dtype):
     prepare = functools.partial(compiled, native_reduce=True, reduce_dtype=reduce_dtype)
     model = train_beside(rank, world, prepare, loss=autocast_loss, tolerance=BF16)
     assert ("bfloat16" in zcompile.stats(model)["reduced_bytes"]) == (reduce_dtype is None)
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, pytest.param(torch.float32, marks=matrix)])
-def test_autocast_reduces_bf16_gradients_in_reduce_dtype(ranks, reduce_dtype):
-    ranks(4).run(rank_trains_under_autocast, reduce_dtype)

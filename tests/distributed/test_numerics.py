@@ -9,14 +9,18 @@ import torch
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import on_ranks
 from tests.support.reference import autocast_loss, compiled, full, lm_loss
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.state.sharded_model import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
-def rank_trains_bitwise(rank, world, loss):
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=slow), autocast_loss])
+@on_ranks()
+def test_aot_eager_equals_eager_bitwise(rank, world, loss):
     """An eager sharded model beside two compiled ones."""
     torch.manual_seed(0)
     model = Transformer()
@@ -37,46 +41,37 @@ def rank_trains_bitwise(rank, world, loss):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=matrix), autocast_loss])
-def test_aot_eager_equals_eager_bitwise(ranks, world, loss):
-    ranks(world).run(rank_trains_bitwise, loss)
-
-
 def many_tokens_loss(model, step, rank, narrow):
     """Over 512 tokens, so that bf16 rounding averages out as it does in real batches."""
     with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
         return loss_of(model, batch(step, rank, length=257))
 
 
-def rank_trains_beside_unsharded(rank, world, narrow, late):
+@slow
+@pytest.mark.parametrize("narrow, tolerance", [(False, 1e-5), (True, 2e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("late", [False, True], ids=["prompt", "late"])
+@on_ranks(2)
+def test_inductor_stays_close_to_the_unsharded_model(rank, world, narrow, tolerance, late):
+    """`late` poisons what is in flight: whatever reads or reuses it too soon yields NaN.
+
+    test_lifetimes.py has one step of a smaller model.
+    """
     loss = functools.partial(many_tokens_loss, narrow=narrow)
     torch.manual_seed(0)
-    reference = Transformer()
+    reference = Transformer(blocks=1)
     model = compiled(copy.deepcopy(reference), inner="inductor")
     if late:
         state_of(model).runtime.use_transport("late c10d")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
-    worst = 0.0
     for step in range(20):
         ours = loss(model, step, rank)
         ours.backward()
         theirs = [loss(reference, step, other) for other in range(world)]
         (sum(theirs) / world).backward()
-        worst = max(worst, ((ours - theirs[rank]).abs() / theirs[rank]).item())
+        assert (ours - theirs[rank]).abs() / theirs[rank] <= tolerance, step
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return worst
-
-
-@pytest.mark.parametrize(
-    "narrow, tolerance", [pytest.param(False, 1e-5, id="fp32"), pytest.param(True, 2e-3, marks=matrix, id="bf16")]
-)
-@pytest.mark.parametrize("late", [pytest.param(False, marks=matrix, id="prompt"), pytest.param(True, id="late")])
-def test_inductor_stays_close_to_the_unsharded_model(ranks, narrow, tolerance, late):
-    """`late` poisons what is in flight: whatever reads or reuses it too soon yields NaN."""
-    assert max(ranks(2).run(rank_trains_beside_unsharded, narrow, late)) <= tolerance
 
 
 def rank_counts_gathers(rank, world, inner="aot_eager", **options):
@@ -94,7 +89,7 @@ def rank_counts_gathers_within(rank, world, gather_budget_bytes):
     return rank_counts_gathers(rank, world, gather_budget_bytes=gather_budget_bytes)
 
 
-@pytest.mark.parametrize("gather_budget_bytes", [0, pytest.param(20_000, marks=matrix)])
+@pytest.mark.parametrize("gather_budget_bytes", [0, pytest.param(20_000, marks=slow)])
 def test_backward_gathers_what_it_reads(ranks, gather_budget_bytes):
     """No unsharded parameter crosses from forward to backward."""
     forward, backward, _, parameters = ranks(2).run(rank_counts_gathers_within, gather_budget_bytes)[0]
@@ -107,7 +102,7 @@ def test_backward_gathers_what_it_reads(ranks, gather_budget_bytes):
     assert backward["gathers"] == 2 * (4 + 2 * 2) + 2 + 1 + 1
 
 
-@pytest.mark.parametrize("gather_budget_bytes", [pytest.param(0, marks=matrix), 20_000])
+@pytest.mark.parametrize("gather_budget_bytes", [pytest.param(0, marks=slow), 20_000])
 def test_unsharded_bytes_keep_to_the_budget(ranks, gather_budget_bytes):
     forward, backward, largest_bytes, _ = ranks(2).run(rank_counts_gathers_within, gather_budget_bytes)[0]
     beside = 2 * largest_bytes  # one beside the budget, one that a thread of gloo has not let go
@@ -115,17 +110,14 @@ def test_unsharded_bytes_keep_to_the_budget(ranks, gather_budget_bytes):
         assert peak_bytes <= gather_budget_bytes + beside
 
 
-def rank_peaks_under_inductor(rank, world):
+@slow
+@on_ranks(2)
+def test_code_of_inductor_frees_what_it_gathered(rank, world):
     forward, backward, largest_bytes, _ = rank_counts_gathers(
         rank, world, "inductor", gather_budget_bytes=0, bucket_bytes=0
     )
     for peak_bytes in (forward["peak_unsharded_bytes"], backward["peak_unsharded_bytes"]):
         assert peak_bytes <= 2 * largest_bytes, (forward, backward, largest_bytes)
-
-
-@matrix
-def test_code_of_inductor_frees_what_it_gathered(ranks):
-    ranks(2).run(rank_peaks_under_inductor)
 
 
 def rank_bytes_between(rank, world):
@@ -174,16 +166,21 @@ def losses_without(rank, inner, skipped):
     return losses, zcompile.stats(model)["gathered_bytes"].keys()
 
 
-def rank_skips_passes(rank, world, inner):
+@pytest.mark.parametrize(
+    "inner, each",
+    [
+        ("aot_eager", ()),
+        pytest.param("aot_eager", OPTIONAL_PASSES, marks=slow),
+        pytest.param("inductor", ("narrow_gathers",), marks=slow),
+    ],
+    ids=["all", "each", "inductor"],
+)
+@on_ranks(2)
+def test_passes_change_no_number(rank, world, inner, each):
     expected, _ = losses_without(rank, inner, ())
-    for name in OPTIONAL_PASSES if inner == "aot_eager" else ("narrow_gathers",):  # Inductor takes its time
+    for name in each:
         losses, dtypes = losses_without(rank, inner, (name,))
         assert losses == expected, (name, losses, expected)
         assert name != "narrow_gathers" or dtypes == {"float32"}
-    losses, _ = losses_without(rank, inner, OPTIONAL_PASSES)
-    assert losses == expected, (losses, expected)
-
-
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=matrix)])
-def test_passes_change_no_number(ranks, inner):
-    ranks(2).run(rank_skips_passes, inner)
+    losses, dtypes = losses_without(rank, inner, OPTIONAL_PASSES)
+    assert losses == expected and dtypes == {"float32"}, (losses, expected)

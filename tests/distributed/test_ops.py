@@ -11,13 +11,12 @@ from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
 import zcompile
+from tests.support.ranks import on_ranks
 from tests.support.reduce_checks import mean_in_order, rank_squares_of_reduces
 from tests.support.sharded_ops import ops, shards
 
-matrix = pytest.mark.matrix
-one_world_and_others = pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)]
-)
+slow = pytest.mark.slow
+one_world_and_others = pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 
 
 def check(op, make_args, *, values=True, gradients=False, alias=False):
@@ -44,7 +43,10 @@ def arriving(start, values):
     return start.copy_(values)
 
 
-def rank_gather_schemas(rank, world, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
+@on_ranks()
+def test_schemas_of_gathers_are_true(rank, world, dtype):
     _, (leaf,) = shards(world, (5, 3))
     shard = leaf.detach()  # the same storage; starts and waits only ever run after autograd
     check(ops.gather.default, lambda: (leaf, [5, 3], dtype), gradients=True)
@@ -53,24 +55,15 @@ def rank_gather_schemas(rank, world, dtype):
     check(ops.gather_wait.default, lambda: (arriving(ops.gather_start(shard, [5, 3], dtype), unsharded),), alias=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=matrix)])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
-def test_schemas_of_gathers_are_true(ranks, world, dtype):
-    ranks(world).run(rank_gather_schemas, dtype)
-
-
-def rank_reduce_schemas(rank, world):
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
+@on_ranks()
+def test_schemas_of_reduces_are_true(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     grad, shard = torch.randn(5, 3), leaf.detach()
     check(ops.reduce_start.default, lambda: (grad, shard), values=False)
     mean = ops.reduce(grad, shard)
     check(ops.reduce_wait.default, lambda: (arriving(ops.reduce_start(grad, shard), mean), grad), alias=True)
     check(ops.reduce.default, lambda: (grad, shard))
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
-def test_schemas_of_reduces_are_true(ranks, world):
-    ranks(world).run(rank_reduce_schemas)
 
 
 INDICES = {
@@ -90,13 +83,15 @@ def rank_row_schemas(rank, world, name):
     check(ops.reduce_rows_start.default, lambda: (rows, shard, [5, 3], torch.float32, indices), values=False)
 
 
-@pytest.mark.parametrize("indices", ["matrix", *(pytest.param(name, marks=matrix) for name in list(INDICES)[1:])])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
+@pytest.mark.parametrize("indices", ["matrix", *(pytest.param(name, marks=slow) for name in list(INDICES)[1:])])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
 def test_schemas_of_rows_are_true(ranks, world, indices):
     ranks(world).run(rank_row_schemas, indices)
 
 
-def rank_group_schemas(rank, world):
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
+@on_ranks()
+def test_schemas_of_groups_are_true(rank, world):
     _, leaves = shards(world, (5, 3), (), (7,))
     some = [leaf.detach() for leaf in leaves]
     grads = [torch.randn(5, 3), torch.randn(()), torch.randn(7)]
@@ -104,23 +99,15 @@ def rank_group_schemas(rank, world):
     check(ops.reduce_group_start.default, lambda: (grads, some), values=False)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2])
-def test_schemas_of_groups_are_true(ranks, world):
-    ranks(world).run(rank_group_schemas)
-
-
-def rank_lying_wait(rank, world):
+@on_ranks(1)
+def test_the_checks_find_a_schema_that_lies(rank, world):
+    """They were given the tensors themselves instead of copies: they must not have gone blind by that."""
     library = torch.library.Library("zcompile_test_ops", "DEF")
     library.define("lying_wait(Tensor x) -> Tensor")
     library.impl("lying_wait", lambda x: x, "CPU")
     library.impl("lying_wait", torch.empty_like, "Meta")
     with pytest.raises(Exception, match="not defined to alias output"):
         check(torch.ops.zcompile_test_ops.lying_wait.default, lambda: (torch.randn(3),), alias=True)
-
-
-def test_the_checks_find_a_schema_that_lies(ranks):
-    """They were given the tensors themselves instead of copies: they must not have gone blind by that."""
-    ranks(1).run(rank_lying_wait)
 
 
 GROUP = [(13, 7), (), (1, 5), (0, 4), (8,)]
@@ -139,7 +126,9 @@ def assert_reduced(starts, grads, shards):
         assert torch.equal(ops.reduce_wait(start, grad), ops.reduce(grad, shard))
 
 
-def rank_groups(rank, world):
+@one_world_and_others
+@on_ranks()
+def test_groups_equal_singles(rank, world):
     _, leaves = shards(world, *GROUP)
     some = [leaf.detach() for leaf in leaves]
     grads = [torch.randn(shape).to(torch.bfloat16 if i % 2 else torch.float32) for i, shape in enumerate(GROUP)]
@@ -149,11 +138,8 @@ def rank_groups(rank, world):
 
 
 @one_world_and_others
-def test_groups_equal_singles(ranks, world):
-    ranks(world).run(rank_groups)
-
-
-def rank_groups_cut_differently(rank, world):
+@on_ranks()
+def test_ranks_may_cut_groups_differently(rank, world):
     _, leaves = shards(world, *GROUP)
     some = [leaf.detach() for leaf in leaves]
     if rank == 0:
@@ -165,12 +151,8 @@ def rank_groups_cut_differently(rank, world):
         assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), torch.float32))
 
 
-@one_world_and_others
-def test_ranks_may_cut_groups_differently(ranks, world):
-    ranks(world).run(rank_groups_cut_differently)
-
-
-def rank_empty_groups(rank, world):
+@on_ranks(2)
+def test_groups_of_which_a_rank_has_nothing_equal_singles(rank, world):
     shapes = [(1, 16), (1,)]
     _, leaves = shards(world, *shapes)
     some = [leaf.detach() for leaf in leaves]
@@ -182,11 +164,8 @@ def rank_empty_groups(rank, world):
         assert torch.equal(ops.reduce_wait(start, grad), ops.reduce(grad, shard))
 
 
-def test_groups_of_which_a_rank_has_nothing_equal_singles(ranks):
-    ranks(2).run(rank_empty_groups)
-
-
-def rank_waits_wrongly(rank, world):
+@on_ranks(2)
+def test_a_wait_for_what_is_not_in_flight_is_an_error(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="not in flight"):
         ops.gather_wait(torch.zeros(3))
@@ -198,22 +177,16 @@ def rank_waits_wrongly(rank, world):
         ops.gather_wait(start)
 
 
-def test_a_wait_for_what_is_not_in_flight_is_an_error(ranks):
-    ranks(2).run(rank_waits_wrongly)
-
-
-def rank_moves_what_is_no_shard(rank, world):
+@on_ranks(2)
+def test_what_is_no_shard_is_refused(rank, world):
     with pytest.raises(RuntimeError, match="no shard of a model of this process"):
         ops.gather(torch.zeros(3, 3), [5, 3], torch.float32)
     with pytest.raises(RuntimeError, match="no shard of a model of this process"):
         ops.reduce(torch.zeros(5, 3), torch.zeros(3, 3))
 
 
-def test_what_is_no_shard_is_refused(ranks):
-    ranks(2).run(rank_moves_what_is_no_shard)
-
-
-def rank_asks_for_wrong_shapes(rank, world):
+@on_ranks(2)
+def test_a_wrong_shape_is_named(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match=r"'p0' has shape \[5, 3\], asked for \[3, 5\]"):
         ops.gather(leaf, [3, 5], torch.float32)
@@ -221,33 +194,25 @@ def rank_asks_for_wrong_shapes(rank, world):
         ops.reduce(torch.zeros(4, 3), leaf)
 
 
-def test_a_wrong_shape_is_named(ranks):
-    ranks(2).run(rank_asks_for_wrong_shapes)
-
-
-def rank_mixes_models(rank, world):
+@on_ranks(2)
+def test_shards_of_two_models_do_not_travel_in_one_group(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     _, (foreign,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="several sharded models are moved together"):
         ops.gather_group_start([leaf.detach(), foreign.detach()], [5, 3, 5, 3], [2, 2], torch.float32)
 
 
-def test_shards_of_two_models_do_not_travel_in_one_group(ranks):
-    ranks(2).run(rank_mixes_models)
-
-
-def rank_differentiates_twice(rank, world):
+@on_ranks(2)
+def test_a_second_derivative_is_refused(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     unsharded = ops.gather(leaf, [5, 3], torch.float32)
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(unsharded.square().sum(), leaf, create_graph=True)
 
 
-def test_a_second_derivative_is_refused(ranks):
-    ranks(2).run(rank_differentiates_twice)
-
-
-def rank_reduces_in_order(rank, world):
+@pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 4])
+@on_ranks()
+def test_reduce_is_the_fp32_sum_in_rank_order(rank, world):
     shapes = [(13, 7), (8,), (1, 5), (2, 2, 2), (), (0, 4)]  # odd, even, fewer rows than ranks, scalar, empty
     for dtype in (torch.float32, torch.bfloat16):
         _, leaves = shards(world, *shapes)
@@ -268,17 +233,14 @@ def rank_reduces_in_order(rank, world):
                 assert torch.equal(ops.reduce(grad, leaf), expected), (shape, dtype)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=matrix), 4])
-def test_reduce_is_the_fp32_sum_in_rank_order(ranks, world):
-    ranks(world).run(rank_reduces_in_order)
-
-
 @one_world_and_others
 def test_squares_are_those_of_what_was_reduced(ranks, world):
     ranks(world).run(rank_squares_of_reduces)
 
 
-def rank_gathers(rank, world):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@on_ranks()
+def test_gather_is_the_whole_parameter(rank, world):
     torch.manual_seed(0)
     shapes = [(7, 3), (8,), (1, 5), (), (0, 4)]
     values = [torch.randn(shape) for shape in shapes]
@@ -295,8 +257,3 @@ def rank_gathers(rank, world):
     starts = [ops.gather_start(leaf, list(value.shape), torch.float32) for leaf, value in zip(leaves, values)]
     for start, value in reversed(list(zip(starts, values))):
         assert torch.equal(ops.gather_wait(start), value)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
-def test_gather_is_the_whole_parameter(ranks, world):
-    ranks(world).run(rank_gathers)

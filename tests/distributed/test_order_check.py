@@ -10,11 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests.support.meshes import short_mesh
+from tests.support.ranks import on_ranks
+from tests.support.time_limits import scaled
 from tests.support.unagreed import shard_without_agreement
 from zcompile.ranks.order_check import first_difference
 from zcompile.state.sharded_model import state_of
 
 NEVER_S = 1000.0  # the thread compares so seldom
+LONG_S = scaled(60)
+LATE_S = scaled(2)  # how late a rank is
 DIFFERENT = "ranks started different gathers and reduces"
 
 
@@ -29,7 +33,7 @@ class Experts(nn.Module):
         return (self.b if second else self.a)(x)
 
 
-def experts(seconds=60.0, mesh=None, period_s=NEVER_S):
+def experts(seconds=LONG_S, mesh=None, period_s=NEVER_S):
     """Sharded as over NCCL."""
     return shard_without_agreement(Experts(), mesh or short_mesh(seconds), period_s)
 
@@ -122,7 +126,8 @@ def test_a_step_costs_one_small_collective_for_each_mesh(ranks):
     ranks(2).run(rank_compares_once_a_group)
 
 
-def rank_has_two_optimizers(rank, world):
+@on_ranks(2)
+def test_neither_of_two_optimizers_steps(rank, world):
     model = experts()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.a, model.b)]
     for _ in range(3):
@@ -134,11 +139,8 @@ def rank_has_two_optimizers(rank, world):
         assert DIFFERENT in difference_at_step(optimizer, model)
 
 
-def test_neither_of_two_optimizers_steps(ranks):
-    ranks(2).run(rank_has_two_optimizers)
-
-
-def rank_skips_a_step(rank, world):
+@on_ranks(2)
+def test_all_ranks_may_skip_a_step(rank, world):
     """A GradScaler skips the second step, because gradients are not finite, without a call of the optimizer."""
     model, scaler = experts(), torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -154,16 +156,13 @@ def rank_skips_a_step(rank, world):
     assert DIFFERENT in difference_at_step(optimizer, model)
 
 
-def test_all_ranks_may_skip_a_step(ranks):
-    ranks(2).run(rank_skips_a_step)
-
-
 def rank_does_not_step(rank, world):
-    model = experts(seconds=3)
+    seconds = scaled(3)
+    model = experts(seconds)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model)
     if rank == 1:
-        time.sleep(4)
+        time.sleep(1.4 * seconds)
         return ""
     return difference_at_step(optimizer, model)
 
@@ -176,14 +175,15 @@ def test_a_rank_that_does_not_step_is_an_error_of_the_others(ranks):
 
 def rank_hangs_in_a_gather(rank, world):
     """Rank 1 waits for a parameter, rank 0 at its step. The thread finds that they differ."""
-    model = experts(seconds=6, period_s=0.2)
+    seconds = scaled(6)
+    model = experts(seconds, period_s=0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, rank == 1)
     if rank == 0:
         begin = time.monotonic()
         message = difference_at_step(optimizer, model)
-        assert time.monotonic() - begin < 5
-        time.sleep(6)
+        assert time.monotonic() - begin < 0.8 * seconds
+        time.sleep(seconds)
         return message
     with pytest.raises(RuntimeError) as raised:
         for _ in range(100):
@@ -205,7 +205,7 @@ def rank_starts_none(rank, world):
     times = []
     for _ in range(2):
         if rank == 1:
-            time.sleep(2)
+            time.sleep(LATE_S)
         begin = time.monotonic()
         optimizer.step()
         times.append(time.monotonic() - begin)
@@ -215,7 +215,7 @@ def rank_starts_none(rank, world):
 def test_a_rank_that_starts_none_is_a_step_ahead_at_most(ranks):
     """The first step of rank 0 waits for no rank, and the second for the first one of rank 1."""
     (first, second), _ = ranks(2).run(rank_starts_none)
-    assert first < 1 < second < 3
+    assert first < LATE_S / 2 < second < 1.5 * LATE_S
 
 
 def make_late_difference(rank):
@@ -246,9 +246,9 @@ def rank_comes_late_to_its_next_step(rank, world):
     model, optimizer = make_late_difference(rank)
     begin = time.monotonic()
     if rank == 0:
-        time.sleep(8)
+        time.sleep(4 * LATE_S)
     message = difference_at_step(optimizer, model)
-    assert rank == 0 or time.monotonic() - begin < 7
+    assert rank == 0 or time.monotonic() - begin < 3.5 * LATE_S
     return message
 
 
@@ -260,7 +260,7 @@ def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(ranks):
 
 def rank_waits_for_another_model(rank, world):
     """Rank 1 left at its step of the first model. Rank 0 did not wait there, and waits at the second model's step."""
-    models = [experts(mesh=short_mesh(seconds)) for seconds in (60, 61)]
+    models = [experts(mesh=short_mesh(seconds)) for seconds in (LONG_S, LONG_S + 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         backward(model)
@@ -278,7 +278,7 @@ def rank_waits_for_another_model(rank, world):
 def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(ranks):
     begin = time.monotonic()
     first, second = ranks(2).run(rank_waits_for_another_model)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < scaled(30)
     assert first == second and "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in first
 
 
@@ -306,7 +306,8 @@ def test_models_over_other_meshes_of_the_same_ranks_are_compared_apart(ranks):
         assert groups == 1 and all(DIFFERENT in message for message in messages)
 
 
-def rank_computes_gradients_in_a_closure(rank, world):
+@on_ranks(2)
+def test_gradients_of_a_closure_are_compared(rank, world):
     model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -319,11 +320,8 @@ def rank_computes_gradients_in_a_closure(rank, world):
     assert DIFFERENT in difference_at_step(optimizer, model, closure=lambda: closure(rank == 1))
 
 
-def test_gradients_of_a_closure_are_compared(ranks):
-    ranks(2).run(rank_computes_gradients_in_a_closure)
-
-
-def rank_steps_in_other_ways(rank, world):
+@on_ranks(2)
+def test_steps_that_are_compiled_or_inside_of_a_backward_go_on_unchecked(rank, world):
     model = experts()
     expected = values_of(model)
     expected[0] -= 0.1 * 2 + 0.1 * (2 + 2)  # two rows of ones in each backward
@@ -339,10 +337,6 @@ def rank_steps_in_other_ways(rank, world):
         torch.testing.assert_close(value, expectation)
 
 
-def test_steps_that_are_compiled_or_inside_of_a_backward_go_on_unchecked(ranks):
-    ranks(2).run(rank_steps_in_other_ways)
-
-
 def rank_replicates(rank, world, shape):
     """Each replica reads another expert. Within one, all ranks read the same."""
     mesh = init_device_mesh("cpu", shape)
@@ -355,7 +349,7 @@ def rank_replicates(rank, world, shape):
     return difference_at_step(optimizer, model)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_replicas_are_compared(ranks, shape):
     pool = ranks(shape[0] * shape[1])
     messages = pool.run(rank_replicates, shape)
@@ -378,17 +372,14 @@ def test_a_difference_of_long_ago_is_bounded(ranks):
         assert "between number 1 and number 37, further back than the 64" in message
 
 
-def rank_agrees(rank, world):
+@on_ranks(2)
+def test_ranks_that_agree_before_each_collective_compare_nothing(rank, world):
     model = zcompile.shard(Experts(), short_mesh(60))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, rank == 1)
     with Checks() as checks:
         optimizer.step()
     assert checks.count == 0 and state_of(model).order_check is None
-
-
-def test_ranks_that_agree_before_each_collective_compare_nothing(ranks):
-    ranks(2).run(rank_agrees)
 
 
 def marks(*texts, begin=1, value=0):

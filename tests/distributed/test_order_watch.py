@@ -13,6 +13,8 @@ from torch import nn
 
 import zcompile
 from tests.support.meshes import short_mesh, without_agreement
+from tests.support.ranks import on_ranks
+from tests.support.time_limits import scaled
 from zcompile.ranks import order_watch
 from zcompile.ranks.order_watch import difference
 
@@ -31,9 +33,10 @@ class Two(nn.Module):
 MESSAGE = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weight' on rank [01]"
 
 
-def rank_reads_another(rank, world):
+@on_ranks(2)
+def test_ranks_that_read_different_parameters_of_one_size_are_told(rank, world):
     with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(5))
+        model = zcompile.shard(Two(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
     with pytest.raises(RuntimeError, match=MESSAGE):
         for _ in range(100):
@@ -41,37 +44,27 @@ def rank_reads_another(rank, world):
             time.sleep(0.1)
 
 
-def rank_waits_for_one_that_was_told(rank, world):
+@on_ranks(2)
+def test_a_rank_in_a_wait_is_told_why_it_ends(rank, world):
     """Rank 1 is in a wait that times out when the watch finds the difference."""
     with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(5))
+        model = zcompile.shard(Two(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
     model(torch.ones(1, 6), rank == 1)
     with pytest.raises(RuntimeError, match=MESSAGE):
         for _ in range(100):
-            time.sleep(6 if rank == 0 else 0)
+            time.sleep(scaled(6) if rank == 0 else 0)
             model(torch.ones(1, 6), rank == 1)
 
 
-def test_ranks_that_read_different_parameters_of_one_size_are_told(ranks):
-    ranks(2).run(rank_reads_another)
-
-
-def test_a_rank_in_a_wait_is_told_why_it_ends(ranks):
-    ranks(2).run(rank_waits_for_one_that_was_told)
-
-
-def rank_trains_alike(rank, world):
+@on_ranks(2)
+def test_ranks_that_do_the_same_are_not_told(rank, world):
     with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(5))
+        model = zcompile.shard(Two(), short_mesh(scaled(5)))
     for _ in range(50):
         time.sleep(0.04 * rank)
         for second in (False, True):
             model(torch.ones(1, 6), second).sum().backward()
-
-
-def test_ranks_that_do_the_same_are_not_told(ranks):
-    ranks(2).run(rank_trains_alike)
 
 
 EXIT = """
@@ -104,7 +97,7 @@ begun.wait()
 
 def test_the_thread_ends_before_the_interpreter():
     """A thread in a call of C++ when the interpreter ends would end the process by an abort."""
-    assert subprocess.run([sys.executable, "-c", EXIT], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", EXIT], timeout=scaled(120)).returncode == 0
 
 
 class FailedRuntime:
@@ -134,7 +127,7 @@ def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait
     monkeypatch.setattr(order_watch, "_base_store", lambda: store)
     runtime, groups = FailedRuntime(), {"rank": 0, "world": 2, "gather": "gather", "reduce": "reduce"}
     watch = order_watch.OrderWatch(runtime, groups, 1.0)
-    assert runtime.aborted.wait(10)
+    assert runtime.aborted.wait(scaled(10))
     watch.close()
     assert re.search(r"rank 0 can no longer .* lost another rank.* is number 3, gather 'a'; rank 1", runtime.said)
     assert watch.store.get("failed").decode() == runtime.said

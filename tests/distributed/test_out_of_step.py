@@ -14,7 +14,9 @@ import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.models import Chain
 from tests.support.raising import RAISES, MayRaise
+from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, same_grads
+from tests.support.time_limits import scaled
 from zcompile.ranks.program_check import Line
 from zcompile.state.sharded_model import state_of
 
@@ -54,7 +56,8 @@ def raises_in_backward(loss):
     RAISES.clear()
 
 
-def rank_one_raises_in_backward(rank, world):
+@on_ranks(2)
+def test_a_backward_that_raised_on_one_rank_is_an_error_on_all(rank, world):
     model, reference = sharded_beside(*linears(2), MayRaise(), *linears(2))
     same_step(model, reference, world, rank, 0)
     loss = loss_of(model, 1, rank)
@@ -67,10 +70,6 @@ def rank_one_raises_in_backward(rank, world):
     with pytest.raises(RuntimeError, match=message):
         loss_of(model, 2, rank) if rank == 0 else loss.backward()
     same_step(model, reference, world, rank, 3)
-
-
-def test_a_backward_that_raised_on_one_rank_is_an_error_on_all(ranks):
-    ranks(2).run(rank_one_raises_in_backward)
 
 
 class Branch(nn.Module):
@@ -86,7 +85,8 @@ class Branch(nn.Module):
         return self.back(self.first(x) if branches else x)
 
 
-def rank_all_raise_in_backward(rank, world):
+@on_ranks(2)
+def test_gradients_of_a_backward_that_raised_do_not_count_later(rank, world):
     reference = Branch()
     model = zcompile.shard(copy.deepcopy(reference))
     loss = model(inputs(0, rank).requires_grad_(), rank == 0).square().mean()
@@ -95,11 +95,8 @@ def rank_all_raise_in_backward(rank, world):
         same_step(model, reference, world, rank, step, False)
 
 
-def test_gradients_of_a_backward_that_raised_do_not_count_later(ranks):
-    ranks(2).run(rank_all_raise_in_backward)
-
-
-def rank_skips_a_step(rank, world):
+@on_ranks(2)
+def test_a_step_that_one_rank_skips_is_an_error_on_all(rank, world):
     model, _ = sharded_beside(*linears(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, 0, rank).backward()
@@ -109,11 +106,8 @@ def rank_skips_a_step(rank, world):
         loss_of(model, 1, rank)
 
 
-def test_a_step_that_one_rank_skips_is_an_error_on_all(ranks):
-    ranks(2).run(rank_skips_a_step)
-
-
-def rank_skips_a_microbatch(rank, world):
+@on_ranks(2)
+def test_a_microbatch_that_one_rank_skips_is_an_error_on_all(rank, world):
     model, _ = sharded_beside(*linears(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match=r"Rank 0 .* and 1 optimizer step. Rank 1 .* and 2 optimizer steps"):
@@ -123,11 +117,8 @@ def rank_skips_a_microbatch(rank, world):
             optimizer.step()
 
 
-def test_a_microbatch_that_one_rank_skips_is_an_error_on_all(ranks):
-    ranks(2).run(rank_skips_a_microbatch)
-
-
-def rank_evaluates_more(rank, world):
+@on_ranks(2)
+def test_a_rank_may_read_more_before_its_backward(rank, world):
     """One rank reads more in forward, while the other is in its backward already."""
     model, reference = sharded_beside(*linears(2))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
@@ -144,11 +135,8 @@ def rank_evaluates_more(rank, world):
             optimizer.zero_grad()
 
 
-def test_a_rank_may_read_more_before_its_backward(ranks):
-    ranks(2).run(rank_evaluates_more)
-
-
-def rank_reads_other_models(rank, world):
+@on_ranks(2, timeout=60)
+def test_ranks_may_read_different_models(rank, world):
     references = [Chain(*linears(2)), Chain(*linears(3))]
     models = [zcompile.shard(copy.deepcopy(reference)) for reference in references]
 
@@ -163,22 +151,15 @@ def rank_reads_other_models(rank, world):
             same_grads(model, reference)
 
 
-def test_ranks_may_read_different_models(ranks):
-    ranks(2).run(rank_reads_other_models, timeout=60)
-
-
-def rank_deletes_a_model(rank, world):
-    mesh = short_mesh(10)
+@on_ranks(2)
+def test_a_model_that_one_rank_deleted_is_an_error_on_all(rank, world):
+    mesh = short_mesh(scaled(10))
     deleted, kept = (zcompile.shard(Chain(*linears(2)), mesh) for _ in range(2))
     if rank == 0:
         state_of(deleted).runtime.use_transport("loopback")  # as a deleted model: it serves nobody
     what = "a parameter of model 0" if rank == 0 else "'0.weight' of model 0"
     with pytest.raises(RuntimeError, match=f"rank 1 wants to gather {what}, a sharded model that rank 0 has deleted"):
         loss_of(deleted if rank == 1 else kept, 0, rank)
-
-
-def test_a_model_that_one_rank_deleted_is_an_error_on_all(ranks):
-    ranks(2).run(rank_deletes_a_model)
 
 
 def rank_runs_two_threads(rank, world):
@@ -215,7 +196,8 @@ def test_two_threads_are_told_to_take_turns(ranks):
     assert any("must run from one thread at a time" in error for each in errors for error in each)
 
 
-def rank_inherits_the_timeout(rank, world):
+@on_ranks(2)
+def test_groups_and_agreement_have_the_timeout_of_the_mesh(rank, world):
     state = state_of(zcompile.shard(nn.Linear(3, 4), short_mesh(7)))
     for use in ("gather", "reduce", "control"):
         group = dist.distributed_c10d._resolve_process_group(getattr(state.groups, use))
@@ -223,34 +205,25 @@ def rank_inherits_the_timeout(rank, world):
     assert state.new_agreement().timeout_s == 7
 
 
-def test_groups_and_agreement_have_the_timeout_of_the_mesh(ranks):
-    ranks(2).run(rank_inherits_the_timeout)
-
-
-def rank_waits_in_vain(rank, world):
-    model = zcompile.shard(nn.Linear(3, 4), short_mesh(2))
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(rank, world):
+    seconds = scaled(2)
+    model = zcompile.shard(nn.Linear(3, 4), short_mesh(seconds))
     model(torch.ones(1, 3)).sum().backward()
     if rank == 0:
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 0 wanted to gather 'weight', but other ranks did not answer"):
             model(torch.ones(1, 3))
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 1.5 * seconds
     dist.barrier()
 
 
-def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks):
-    ranks(2).run(rank_waits_in_vain)
-
-
-def rank_shares_groups(rank, world):
+@on_ranks(2)
+def test_models_over_the_same_ranks_share_groups(rank, world):
     states = [state_of(zcompile.shard(nn.Linear(3, 4))) for _ in range(3)]
     assert len({state.groups.control for state in states}) == 1
     assert len({state.groups.reduce for state in states}) == 1
     assert len({state.groups.number for state in states}) == 3
-
-
-def test_models_over_the_same_ranks_share_groups(ranks):
-    ranks(2).run(rank_shares_groups)
 
 
 class RaisesInShard(nn.Module):
@@ -275,35 +248,26 @@ class Scalar(nn.Module):
         nn.init.ones_(self.scalar)
 
 
-def rank_raises_in_shard(rank, world):
+@on_ranks(2)
+def test_a_rank_that_raises_in_shard_is_an_error_on_all(rank, world):
     message = "rank 1 could not shard the model, at RaisesInShard '1': ValueError: broken on purpose"
     with pytest.raises(RuntimeError, match=message):
-        zcompile.shard(nn.Sequential(Scalar(), RaisesInShard(), Scalar()), short_mesh(20))
+        zcompile.shard(nn.Sequential(Scalar(), RaisesInShard(), Scalar()), short_mesh(scaled(20)))
 
 
-def test_a_rank_that_raises_in_shard_is_an_error_on_all(ranks):
-    ranks(2).run(rank_raises_in_shard)
-
-
-def rank_shares_scalars(rank, world):
+@on_ranks(2)
+def test_scalars_are_those_of_the_first_rank(rank, world):
     model = Scalar()
     model.scalar = nn.Parameter(torch.tensor(float(rank + 1)))
     zcompile.shard(model)
     close(model.scalar, torch.tensor(1.0), FP32, "scalar")
 
 
-def test_scalars_are_those_of_the_first_rank(ranks):
-    ranks(2).run(rank_shares_scalars)
-
-
-def rank_differs_twice(rank, world):
-    agreement = state_of(zcompile.shard(nn.Linear(2, 2), short_mesh(10))).new_agreement()
+@on_ranks(2)
+def test_an_agreement_holds_after_differences(rank, world):
+    agreement = state_of(zcompile.shard(nn.Linear(2, 2), short_mesh(scaled(10)))).new_agreement()
     for lines in (["same"], [f"of rank {rank}"], ["one" if rank else "two"]):
         with contextlib.nullcontext() if lines == ["same"] else pytest.raises(RuntimeError, match="First difference"):
             agreement.check(list(map(Line, lines)))
     agreement.check([Line("of rank 0")])  # with which one rank came alone before
     agreement.check([Line("two")])
-
-
-def test_an_agreement_holds_after_differences(ranks):
-    ranks(2).run(rank_differs_twice)

@@ -9,9 +9,10 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.support.models import Chain, Transformer
+from tests.support.ranks import on_ranks
 from tests.support.reference import close, compiled, full, lm_loss, same_grads, same_parameters
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 FP32 = 2e-5
 
 
@@ -33,7 +34,10 @@ def mean_loss(model, step, world):
     return sum(lm_loss(model, step, other) for other in range(world)) / world
 
 
-def rank_hooks(rank, world, prepare, before):
+@pytest.mark.parametrize("before", [False, True])
+@eager_and_compiled
+@on_ranks(2)
+def test_hooks_fire_once_with_the_gradient(rank, world, prepare, before):
     """Each hook fires once per backward, with what the unsharded model's sees; removed ones do not."""
     torch.manual_seed(0)
     reference, model = Transformer(), Transformer()
@@ -77,13 +81,9 @@ def rank_hooks(rank, world, prepare, before):
     assert not calls["ours"]
 
 
-@pytest.mark.parametrize("before", [False, True])
-@eager_and_compiled
-def test_hooks_fire_once_with_the_gradient(ranks, prepare, before):
-    ranks(2).run(rank_hooks, prepare, before)
-
-
-def rank_steps_in_backward(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [eager, compiled, pytest.param(by_blocks, marks=slow)])
+@on_ranks(2)
+def test_an_optimizer_in_backward_trains_as_unsharded(rank, world, prepare):
     """torch's tutorial: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"""
     torch.manual_seed(0)
     reference = Transformer()
@@ -106,18 +106,16 @@ def rank_steps_in_backward(rank, world, prepare):
     assert not torch.equal(full(models[0].embed.weight), start)
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled, pytest.param(by_blocks, marks=matrix)])
-def test_an_optimizer_in_backward_trains_as_unsharded(ranks, prepare):
-    ranks(2).run(rank_steps_in_backward, prepare)
-
-
 def clip_each(model):
     """A hook that is not linear: what it makes of a sum is not the sum of what it makes of the parts."""
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
 
-def rank_clips(rank, world, prepare, accumulate, late):
+@pytest.mark.parametrize(("accumulate", "late"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
+@on_ranks(2)
+def test_a_hook_replaces_the_gradient_of_each_microbatch(rank, world, prepare, accumulate, late):
     torch.manual_seed(0)
     reference = Transformer()
     model = prepare(copy.deepcopy(reference))
@@ -134,13 +132,8 @@ def rank_clips(rank, world, prepare, accumulate, late):
     same_grads(model, reference)
 
 
-@pytest.mark.parametrize(("accumulate", "late"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), compiled])
-def test_a_hook_replaces_the_gradient_of_each_microbatch(ranks, prepare, accumulate, late):
-    ranks(2).run(rank_clips, prepare, accumulate, late)
-
-
-def rank_returns_something_else(rank, world):
+@on_ranks(2)
+def test_a_hook_that_returns_something_else_is_refused(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     for hook, message in (
         (lambda grad: grad.full_tensor(), "a hook on parameter 'weight' returned a plain tensor of shape .4, 3."),
@@ -155,11 +148,8 @@ def rank_returns_something_else(rank, world):
         model(torch.ones(1, 3)).sum().backward()
 
 
-def test_a_hook_that_returns_something_else_is_refused(ranks):
-    ranks(2).run(rank_returns_something_else)
-
-
-def rank_reads_more_often(rank, world):
+@on_ranks(2)
+def test_a_gradient_in_two_parts_is_not_shown_to_hooks(rank, world):
     layer = compiled(Chain(nn.Linear(4, 4)))
     layer[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     layer(layer(torch.ones(2, 4))).sum().backward()
@@ -172,18 +162,11 @@ def rank_reads_more_often(rank, world):
         loss.backward()
 
 
-def test_a_gradient_in_two_parts_is_not_shown_to_hooks(ranks):
-    ranks(2).run(rank_reads_more_often)
-
-
-def rank_trains_frozen(rank, world):
+@on_ranks(2)
+def test_hooks_of_a_frozen_parameter_do_not_fire(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     calls = []
     model.weight.register_hook(calls.append)
     model.weight.requires_grad = False
     model(torch.ones(1, 3)).sum().backward()
     assert not calls and model.weight.grad is None
-
-
-def test_hooks_of_a_frozen_parameter_do_not_fire(ranks):
-    ranks(2).run(rank_trains_frozen)

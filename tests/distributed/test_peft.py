@@ -12,10 +12,11 @@ from torch.distributed.fsdp import fully_shard
 import zcompile
 from tests.support.models import hugging_face, hugging_face_loss
 from tests.support.packed import Quantized, quantized_loss
+from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, compiled, full, train_beside
 
 peft = pytest.importorskip("peft")
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 loss = functools.partial(hugging_face_loss, "llama")
 
@@ -38,21 +39,16 @@ def eager(model):
 
 PREPARE = [
     eager,
-    functools.partial(compiled, fullgraph=False),
-    pytest.param(
-        functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=pytest.mark.matrix
-    ),
+    pytest.param(functools.partial(compiled, fullgraph=False), id="compiled", marks=slow),
+    pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=slow),
 ]
 
 
-def rank_trains(rank, world, prepare):
+@pytest.mark.parametrize("prepare", PREPARE)
+@on_ranks(2)
+def test_lora_trains_as_one_process_does(rank, world, prepare):
     model = train_beside(rank, world, prepare, make=with_lora, loss=loss, steps=3)
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
-
-
-@pytest.mark.parametrize("prepare", PREPARE)
-def test_lora_trains_as_one_process_does(ranks, inductor_cache, prepare):
-    ranks(2).run(rank_trains, prepare)
 
 
 def under_fsdp2() -> nn.Module:
@@ -73,18 +69,18 @@ def losses_of(model, rank):
     return torch.stack(losses).detach()
 
 
-def rank_beside_fsdp2(rank, world):
+@slow
+@on_ranks(2)
+def test_lora_trains_as_under_fsdp2(rank, world):
     ours, theirs = zcompile.shard(with_lora()), under_fsdp2()
     torch.testing.assert_close(losses_of(ours, rank), losses_of(theirs, rank), rtol=0, atol=1e-5)
     for (name, our), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         close(our, full(their), 10 * FP32, name)
 
 
-def test_lora_trains_as_under_fsdp2(ranks):
-    ranks(2).run(rank_beside_fsdp2)
-
-
-def rank_counts(rank, world, prepare):
+@pytest.mark.parametrize("prepare", PREPARE[:2])
+@on_ranks(2)
+def test_the_base_is_gathered_and_never_reduced(rank, world, prepare):
     reference = with_lora()
     model = prepare(with_lora())
     trained = sum(each.nbytes for each in reference.parameters() if each.requires_grad)
@@ -95,11 +91,6 @@ def rank_counts(rank, world, prepare):
     assert zcompile.stats(model)["gathered_bytes"]["float32"] >= base  # nothing of it stays
     result.backward()
     assert zcompile.stats(model)["reduced_bytes"] == {"float32": trained}
-
-
-@pytest.mark.parametrize("prepare", PREPARE[:2])
-def test_the_base_is_gathered_and_never_reduced(ranks, prepare):
-    ranks(2).run(rank_counts, prepare)
 
 
 def same_values(model, reference):
@@ -129,30 +120,29 @@ def rank_merges(rank, world, prepare, config):
     torch.testing.assert_close(*(loss(each, 1, rank) for each in merged))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=matrix), PREPARE[1]])
+@slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("prepare", PREPARE[:2])
 def test_merged_and_unmerged_weights_are_those_of_one_process(ranks, world, prepare):
     ranks(world).run(rank_merges, prepare, {})
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("config", [{"use_dora": True}, {"target_modules": ["embed_tokens", "v_proj"]}])
 def test_other_adapters_merge(ranks, config):
     ranks(2).run(rank_merges, eager, config)
 
 
-def rank_merges_in_forward(rank, world):
+@on_ranks(2)
+def test_an_unmerge_inside_of_a_forward_is_refused(rank, world):
     model = zcompile.shard(with_lora())
     model.merge_adapter()
     with model.disable_adapter(), pytest.raises(RuntimeError, match=r"q_proj.*inside of a forward or backward"):
         loss(model, 0, rank)  # which would unmerge
 
 
-def test_an_unmerge_inside_of_a_forward_is_refused(ranks):
-    ranks(2).run(rank_merges_in_forward)
-
-
-def rank_assigns(rank, world):
+@on_ranks(2)
+def test_an_assignment_to_data_that_would_be_lost_raises(rank, world):
     torch.manual_seed(0)
     model = zcompile.shard(hugging_face("llama"))
     expected = loss(model, 0, rank)
@@ -169,31 +159,26 @@ def rank_assigns(rank, world):
     assert loss(model, 0, rank).isfinite() and model.lm_head.weight.dtype == torch.float64
 
 
-def test_an_assignment_to_data_that_would_be_lost_raises(ranks):
-    ranks(2).run(rank_assigns)
-
-
-def rank_saves(rank, world, folder):
+@slow
+@on_ranks(2)
+def test_adapters_alone_are_saved_and_loaded_in_one_process(rank, world, tmp_path):
     model = zcompile.shard(with_lora())
     losses_of(model, rank)
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     zcompile.reset_stats(model)
     with zcompile.unshard(adapters):
         gathered = zcompile.stats(model)["gathered_bytes"]["float32"]
-        model.save_pretrained(folder, is_main_process=rank == 0)
+        model.save_pretrained(tmp_path, is_main_process=rank == 0)
     assert gathered == sum(each.numel() * each.itemsize for each in adapters)
     dist.barrier()
     torch.manual_seed(0)
-    loaded = peft.PeftModel.from_pretrained(hugging_face("llama"), folder)
+    loaded = peft.PeftModel.from_pretrained(hugging_face("llama"), tmp_path)
     same_values(model, loaded)
     torch.testing.assert_close(loss(model, 5, rank), loss(loaded, 5, rank))
 
 
-def test_adapters_alone_are_saved_and_loaded_in_one_process(ranks, tmp_path):
-    ranks(2).run(rank_saves, str(tmp_path))
-
-
-def rank_wraps_afterwards(rank, world):
+@on_ranks(2)
+def test_adapters_that_are_added_after_shard_are_warned_of(rank, world):
     torch.manual_seed(0)
     base = zcompile.shard(hugging_face("llama"))
     model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=TARGETS))
@@ -201,11 +186,10 @@ def rank_wraps_afterwards(rank, world):
         loss(model, 0, rank).backward()
 
 
-def test_adapters_that_are_added_after_shard_are_warned_of(ranks):
-    ranks(2).run(rank_wraps_afterwards)
-
-
-def rank_packs(rank, world, prepare):
+@slow
+@pytest.mark.parametrize("prepare", PREPARE[:2])
+@on_ranks(2)
+def test_lora_trains_beside_a_packed_base(rank, world, prepare):
     """LoRA beside a quantized base, as QLoRA has it."""
 
     def make():
@@ -221,8 +205,3 @@ def rank_packs(rank, world, prepare):
     model = train_beside(rank, world, prepare, make=make, loss=quantized_loss)
     assert zcompile.stats(model)["gathered_bytes"]["uint8"] > 0
     assert set(zcompile.stats(model)["reduced_bytes"]) == {"float32"}
-
-
-@pytest.mark.parametrize("prepare", [pytest.param(PREPARE[0], marks=matrix), PREPARE[1]])
-def test_lora_trains_beside_a_packed_base(ranks, prepare):
-    ranks(2).run(rank_packs, prepare)

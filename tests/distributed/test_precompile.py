@@ -1,21 +1,23 @@
 """`zcompile precompile` makes, in one process, the file that the ranks of a training program load."""
 
+import contextlib
 import hashlib
-import os
-import subprocess
+import io
+import runpy
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
 import zcompile
 from tests.support.artifacts import cache_in
 from tests.support.fake_ranks import as_rank
-from zcompile.artifact import precompile
 from zcompile.artifact.file_format import ArtifactError
 from zcompile.artifact.program import make
+from zcompile.cli import main
 from zcompile.compiler.backend import parse_options
 
 PROGRAM = """
@@ -75,24 +77,29 @@ def program(tmp_path_factory):
 
 
 def run(capsys, program, function, out, *more):
-    code = precompile.main(["--module", f"{program}:{function}", "--ranks", "2", "--out", str(out), *more])
+    code = main(["precompile", "--module", f"{program}:{function}", "--ranks", "2", "--out", str(out), *more])
     return code, capsys.readouterr()
 
 
-def test_ranks_of_the_program_load_what_one_process_made(program, inductor_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+def rank_runs(rank, world, program, file, folder):
+    """The program as torchrun starts it, in a process that has its group already; returns the text that it prints."""
+    torch._dynamo.utils.counters.clear()
+    with pytest.MonkeyPatch.context() as patch, cache_in(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", [str(program), str(file)])
+        patch.setattr(dist, "init_process_group", lambda backend: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        runpy.run_path(str(program), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_ranks_of_the_program_load_what_one_process_made(ranks, program, inductor_cache, tmp_path, capsys):
     file = tmp_path / "model.zc"
-    with cache_in(inductor_folder):
+    with cache_in(inductor_cache):
         code, printed = run(capsys, program, "build", file)
     assert code == 0, printed.err
     assert f"SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()}" in printed.out
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, str(program), str(file)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"loaded from {file}") == done.stdout.count("loss ") == 2
+    for printed in ranks(2).run(rank_runs, program, file, tmp_path / "empty"):
+        assert f"loaded from {file}" in printed and "loss " in printed
 
 
 @pytest.mark.parametrize(
@@ -131,8 +138,8 @@ class Reducing(nn.Module):
         return all_reduce(self.a(x), "sum", self.group)
 
 
-def test_a_model_with_collectives_over_other_groups_is_refused(inductor_folder):
-    with cache_in(inductor_folder), as_rank(0, 2):
+def test_a_model_with_collectives_over_other_groups_is_refused(inductor_cache):
+    with cache_in(inductor_cache), as_rank(0, 2):
         model = zcompile.shard(Reducing())
         with pytest.raises(ArtifactError, match="it has a collective over process group"):
             make(model, parse_options(None), None, (torch.ones(2, 4),), {})

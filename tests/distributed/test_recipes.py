@@ -74,8 +74,8 @@ def rank_trains_in_8_bits(rank, world):
     assert any(type(value).__name__ == "OptimState8bit" for value in local)
 
 
-@pytest.mark.matrix
-def test_torchao_keeps_states_of_shards_in_8_bits(ranks, inductor_cache):
+@pytest.mark.slow
+def test_torchao_keeps_states_of_shards_in_8_bits(ranks):
     if not importlib.util.find_spec("torchao"):
         pytest.skip("needs torchao")
     ranks(2).run(rank_trains_in_8_bits, timeout=600)

@@ -10,7 +10,7 @@ from tests.support.reference import FP32, close
 
 LENGTHS = [(2, 12), (2, 9), (2, 15)]
 BATCHES = [*LENGTHS, (3, 11), (4, 13)]
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def padded(shape, step, rank):
@@ -57,7 +57,7 @@ def rank_counts(rank, world, shapes, how):
     return ours, theirs
 
 
-@matrix
+@slow
 @pytest.mark.parametrize("how", ["plain", "marked", "dynamic"])
 @pytest.mark.parametrize("shapes", [LENGTHS, BATCHES])
 def test_batches_of_many_lengths_compile_as_many_graphs_as_under_torch_compile(ranks, shapes, how):

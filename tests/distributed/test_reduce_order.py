@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.support.ranks import on_ranks
 
 
 def reduces_by_layer(model, x):
@@ -18,7 +19,10 @@ def reduces_by_layer(model, x):
     return x.square().mean(), started
 
 
-def rank_holds_a_loss(rank, world, runs_backward):
+@pytest.mark.parametrize("runs_backward", [True, False])
+@on_ranks(2)
+def test_reduces_start_early_while_an_earlier_loss_is_held(rank, world, runs_backward):
+    """Of a step, or one whose backward never runs, such as that of a validation batch."""
     model = zcompile.shard(nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))))
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
     loss, first = reduces_by_layer(model, x)
@@ -32,12 +36,6 @@ def rank_holds_a_loss(rank, world, runs_backward):
     loss, last = reduces_by_layer(model, x)
     loss.backward()
     assert first == last and first[0] == 2 and first[-1] == 8, (first, last)
-
-
-@pytest.mark.parametrize("runs_backward", [True, False])
-def test_reduces_start_early_while_an_earlier_loss_is_held(ranks, runs_backward):
-    """Of a step, or one whose backward never runs, such as that of a validation batch."""
-    ranks(2).run(rank_holds_a_loss, runs_backward)
 
 
 class Twice(nn.Module):

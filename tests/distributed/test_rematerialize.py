@@ -28,7 +28,7 @@ def saved_bytes_and_gradients(size, options):
     return sum(storages.values()), [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_rematerialized_is_what_products_read_of_pointwise_kernels(inner):
     """The results of norms and of the gated activation are not saved, and gradients stay the same."""
     size = replace(SIZE, layers=2)

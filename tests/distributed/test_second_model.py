@@ -6,6 +6,7 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Chain
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled
 from zcompile.compiler import backend
 from zcompile.state.sharded_model import state_of
@@ -15,17 +16,14 @@ def layers():
     return Chain(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
-def rank_compiles_alike(rank, world):
+@on_ranks(2)
+def test_a_second_model_of_a_class_gets_its_options(rank, world):
     """Options of a model whose class was compiled before with the same options."""
     for _ in range(2):
         model = compiled(layers(), options={"microbatch_cache_bytes": 12345, "transport": "gloo"})
         model(torch.ones(2, 6)).sum().backward()
         assert state_of(model).microbatches.cache_bytes == 12345
         assert state_of(model).wanted_transport == "gloo"
-
-
-def test_a_second_model_of_a_class_gets_its_options(ranks):
-    ranks(2).run(rank_compiles_alike)
 
 
 def rank_compiles_otherwise(rank, world):
@@ -45,7 +43,8 @@ def test_other_options_of_a_second_model_of_a_class_act(ranks):
         assert alone != together, alone
 
 
-def rank_compares_second(rank, world):
+@on_ranks(2)
+def test_the_program_of_a_second_model_of_a_class_is_compared(rank, world):
     first, second = (zcompile.shard(layers()) for _ in range(2))
     checked = []
 
@@ -60,10 +59,6 @@ def rank_compares_second(rank, world):
             model(torch.ones(2, 6))
     assert len(checked) == 2 and checked[0] == checked[1]
     assert "reads '0.weight' [6, 6] torch.float32" in checked[0][0].text
-
-
-def test_the_program_of_a_second_model_of_a_class_is_compared(ranks):
-    ranks(2).run(rank_compares_second)
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

@@ -8,10 +8,14 @@ import time
 import pytest
 import torch.distributed as dist
 
+from tests.support.ranks import on_ranks
+from tests.support.time_limits import scaled
 from zcompile import _C
 
+TIMEOUT_MS = int(scaled(20_000))
 
-def connect(rank, world, timeout_ms=20_000):
+
+def connect(rank, world, timeout_ms=TIMEOUT_MS):
     return _C.DescriptorSockets.connect_all(dist.group.WORLD.group_name, rank, world, timeout_ms)
 
 
@@ -27,18 +31,15 @@ def sends_to_all(sockets, rank, world):
     assert texts == {peer: b"%d" % peer for peer in range(world) if peer != rank}
 
 
-def rank_exchanges(rank, world):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_descriptors_reach_all_ranks_and_none_is_left_open(rank, world):
     before = len(os.listdir("/proc/self/fd"))
     sockets = connect(rank, world)
     for _ in range(3):
         sends_to_all(sockets, rank, world)
     del sockets
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
-def test_descriptors_reach_all_ranks_and_none_is_left_open(ranks, world):
-    ranks(world).run(rank_exchanges)
 
 
 def test_names_cannot_be_guessed():
@@ -69,9 +70,10 @@ def connect_first(name):
     return 0
 
 
-def rank_is_called_by_a_stranger(rank, world):
+@on_ranks(2)
+def test_another_process_that_connects_gets_nothing(rank, world):
     """A process that knows the name connects before the other rank does."""
-    sockets = _C.DescriptorSockets(rank, world, 20_000)
+    sockets = _C.DescriptorSockets(rank, world, TIMEOUT_MS)
     peers = told(sockets, world)
     child = in_another_process(lambda: connect_first(sockets.name))
     time.sleep(0.5)
@@ -82,21 +84,14 @@ def rank_is_called_by_a_stranger(rank, world):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_another_process_that_connects_gets_nothing(ranks):
-    ranks(2).run(rank_is_called_by_a_stranger)
-
-
-def rank_calls_a_stranger(rank, world):
+@on_ranks(2)
+def test_a_socket_of_another_process_is_refused(rank, world):
     """A process that is not of the group listens where a rank should."""
-    sockets = _C.DescriptorSockets(rank, world, 20_000)
+    sockets = _C.DescriptorSockets(rank, world, TIMEOUT_MS)
     peers = [(name, process + 1 if peer != rank else process) for peer, (name, process) in enumerate(told(sockets, 2))]
     with pytest.raises(RuntimeError, match=rf"rank {1 - rank} is process \d+, but its socket belongs to process"):
         sockets.connect(peers)
     dist.barrier()  # until then both listen
-
-
-def test_a_socket_of_another_process_is_refused(ranks):
-    ranks(2).run(rank_calls_a_stranger)
 
 
 def imitate_rank(name, tell, user):
@@ -128,7 +123,8 @@ def test_a_process_of_another_user_gets_nothing(user):
     os.close(tell)
 
 
-def rank_has_no_descriptors_left(rank, world):
+@on_ranks(2)
+def test_a_rank_that_cannot_share_raises_on_all_ranks(rank, world):
     if rank == 1:
         open_now = max(map(int, os.listdir("/proc/self/fd")))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -137,7 +133,7 @@ def rank_has_no_descriptors_left(rank, world):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="Too many open files" if rank == 1 else "rank 1 .* Too many open files"):
         connect(rank, world)
-    assert time.monotonic() - begin < 15  # of the 20 s that a rank would wait
+    assert time.monotonic() - begin < 0.75e-3 * TIMEOUT_MS  # for which a rank would wait
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in spare:
@@ -145,11 +141,9 @@ def rank_has_no_descriptors_left(rank, world):
     sends_to_all(connect(rank, world), rank, world)
 
 
-def test_a_rank_that_cannot_share_raises_on_all_ranks(ranks):
-    ranks(2).run(rank_has_no_descriptors_left)
-
-
-def rank_fails_in_the_middle(rank, world, late):
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2)
+def test_ranks_do_not_wait_for_one_that_failed(rank, world, late):
     """One rank fails, when others wait for what it sends or (rank 0 is `late`) before they send."""
     sockets = connect(rank, world)
     box = [sockets]
@@ -168,15 +162,11 @@ def rank_fails_in_the_middle(rank, world, late):
     expected = "out of memory" if rank == 1 else "a rank ended, or failed, while"
     with pytest.raises(RuntimeError, match=expected):
         _C.fail_together(dist.group.WORLD.group_name, attempt)
-    assert time.monotonic() - begin < 15  # of the 20 s that a rank would wait
+    assert time.monotonic() - begin < 0.75e-3 * TIMEOUT_MS  # for which a rank would wait
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_ranks_do_not_wait_for_one_that_failed(ranks, late):
-    ranks(2).run(rank_fails_in_the_middle, late)
-
-
-def rank_fails_alone(rank, world):
+@on_ranks(2)
+def test_what_fails_on_one_rank_raises_on_all(rank, world):
     def attempt():
         if rank == 1:
             raise ValueError("broken on purpose")
@@ -185,7 +175,3 @@ def rank_fails_alone(rank, world):
     with pytest.raises(expected[0], match=expected[1]):
         _C.fail_together(dist.group.WORLD.group_name, attempt)
     _C.fail_together(dist.group.WORLD.group_name, lambda: None)
-
-
-def test_what_fails_on_one_rank_raises_on_all(ranks):
-    ranks(2).run(rank_fails_alone)

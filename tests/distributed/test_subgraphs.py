@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from tests.support.ranks import on_ranks
 from tests.support.reference import close, compiled, train_beside
 
 WIDTH, HEADS, TOKENS, WINDOW = 32, 2, 128, 16
@@ -75,27 +76,24 @@ def loss_of(model, step, rank):
     return model(x.to(next(model.parameters()).device)).square().mean()
 
 
-def rank_attends(rank, world, inner):
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, world, inner):
+    """torch trains it on GPUs alone: tests/gpu/test_subgraphs.py."""
     reference = nn.Sequential(*(Attention() for _ in range(2)))
     model = compiled(copy.deepcopy(reference), inner=inner)
     with torch.no_grad():
-        close(loss_of(model, 0, rank), torch.compile(loss_of)(reference, 0, rank), 1e-6, "loss")
+        close(loss_of(model, 0, rank), loss_of(reference, 0, rank), 1e-6, "loss")
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(ranks, inner):
-    """torch trains it on GPUs alone: tests/gpu/test_subgraphs.py."""
-    ranks(2).run(rank_attends, inner)
-
-
-def rank_trains(rank, world, make, inner):
-    train_beside(rank, world, lambda model: compiled(model, inner=inner), make=make, loss=loss_of, tolerance=1e-5)
-
-
-@pytest.mark.parametrize("make, inner", [(Branches, "aot_eager"), (Branches, "inductor"), (repeated, "aot_eager")])
-def test_models_with_subgraphs_train_as_unsharded(ranks, make, inner):
+@pytest.mark.parametrize(
+    "make, inner",
+    [(Branches, "aot_eager"), pytest.param(Branches, "inductor", marks=pytest.mark.slow), (repeated, "aot_eager")],
+)
+@on_ranks(2)
+def test_models_with_subgraphs_train_as_unsharded(rank, world, make, inner):
     """Not `repeated` under Inductor: torch 2.13 and 2.14 get its gradients wrong, unsharded too."""
-    ranks(2).run(rank_trains, make, inner)
+    train_beside(rank, world, lambda model: compiled(model, inner=inner), make=make, loss=loss_of, tolerance=1e-5)
 
 
 class ReadingScores(Attention):
@@ -107,13 +105,10 @@ class ReadingScores(Attention):
         return flex_attention(q, k, v, score_mod=score).transpose(1, 2).flatten(-2)
 
 
-def rank_reads_inside(rank, world, make, op):
+@pytest.mark.parametrize("make, op", [(ReadingBranches, "cond"), (ReadingScores, "flex_attention")])
+@on_ranks(2)
+def test_a_parameter_that_is_read_inside_of_a_branch_is_refused(rank, world, make, op):
     model = compiled(make())
     with torch.no_grad(), pytest.raises(RuntimeError, match=f"that torch's {op} calls reads a parameter") as raised:
         loss_of(model, 0, rank)
     assert "test_subgraphs.py" in str(raised.value)
-
-
-@pytest.mark.parametrize("make, op", [(ReadingBranches, "cond"), (ReadingScores, "flex_attention")])
-def test_a_parameter_that_is_read_inside_of_a_branch_is_refused(ranks, make, op):
-    ranks(2).run(rank_reads_inside, make, op)

@@ -9,10 +9,11 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import zcompile
 from tests.support.models import Chain
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, train_beside
 from zcompile.state.sharded_model import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 class Last(nn.Module):
@@ -114,13 +115,13 @@ def rank_trains(rank, world, kind, inner):
     prepare = zcompile.shard
     if inner != "eager":
         prepare = functools.partial(compiled, inner=inner, fullgraph=kind not in BREAK_GRAPHS)
-    train_beside(rank, world, prepare, make=make, loss=functools.partial(loss_of, run=run), steps=3)
+    train_beside(rank, world, prepare, make=make, loss=functools.partial(loss_of, run=run), steps=2)
 
 
-def rank_trains_all(rank, world, inner):
+def rank_trains_all(rank, world, kinds, inner):
     """One after the other: a test of its own for each would cost more than what it tests."""
     failures = {}
-    for kind in MODULES:
+    for kind in kinds:
         try:
             rank_trains(rank, world, kind, inner)
         except AssertionError as error:
@@ -129,18 +130,20 @@ def rank_trains_all(rank, world, inner):
     return failures
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_modules_of_torch_train_as_unsharded(ranks, inner):
-    for failures in ranks(2).run(rank_trains_all, inner):
-        assert not failures
-
-
-INDUCTOR_IN_CI = ("conv2d", "lstm-bidirectional")
+SOME = ["conv2d", "embedding-bag", "lstm", "weight-norm"]
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in INDUCTOR_IN_CI else pytest.param(kind, marks=matrix) for kind in MODULES]
+    "kinds, inner",
+    [(list(MODULES), "eager"), (SOME, "aot_eager"), pytest.param(list(MODULES), "aot_eager", marks=slow)],
+    ids=["eager", "some compiled", "compiled"],
 )
+def test_modules_of_torch_train_as_unsharded(ranks, kinds, inner):
+    for failures in ranks(2).run(rank_trains_all, kinds, inner):
+        assert not failures
+
+
+@pytest.mark.parametrize("kind", ["conv2d", *(pytest.param(kind, marks=slow) for kind in MODULES if kind != "conv2d")])
 def test_modules_of_torch_train_under_inductor(ranks, kind):
     """Of convolutions: a layout that Inductor prefers never reaches a shard that forward saves for backward."""
     ranks(2).run(rank_trains, kind, "inductor")
@@ -164,7 +167,8 @@ def test_a_recurrent_layer_gathers_each_weight_once_a_forward(ranks):
     assert peak <= whole
 
 
-def rank_moves(rank, world):
+@on_ranks(2)
+def test_a_recurrent_layer_may_be_moved_and_saved(rank, world):
     """`.to()`, `flatten_parameters()` and a state dict leave a sharded recurrent layer right."""
     torch.manual_seed(0)
     reference = nn.GRU(4, 3)
@@ -183,11 +187,8 @@ def rank_moves(rank, world):
     }
 
 
-def test_a_recurrent_layer_may_be_moved_and_saved(ranks):
-    ranks(2).run(rank_moves)
-
-
-def rank_thaws_a_layer(rank, world):
+@on_ranks(2)
+def test_weights_of_a_recurrent_layer_may_be_frozen_and_thawed(rank, world):
     model = Last(nn.LSTM(6, 5, batch_first=True))
     model.layer.weight_ih_l0.requires_grad_(False)
     zcompile.shard(model)
@@ -197,7 +198,3 @@ def rank_thaws_a_layer(rank, world):
     frozen.requires_grad_(True)
     model(torch.ones(2, 3, 6)).sum().backward()
     assert frozen.grad is not None
-
-
-def test_weights_of_a_recurrent_layer_may_be_frozen_and_thawed(ranks):
-    ranks(2).run(rank_thaws_a_layer)

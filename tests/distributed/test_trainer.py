@@ -13,6 +13,7 @@ from tests.support.huggingface import (
     sharded_by_fsdp2,
     tiny_llama,
 )
+from tests.support.ranks import on_ranks
 
 
 def arguments(folder, **others):
@@ -48,20 +49,17 @@ def under_fsdp2(folder, **others):
     return Trainer(model, args, train_dataset=Sentences(), eval_dataset=Sentences(12))
 
 
-def rank_trains_as_fsdp2(rank, world, folder, others):
-    theirs = under_fsdp2(f"{folder}/theirs", **others)
+@pytest.mark.parametrize("others", [{}, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_trainer_trains_as_fsdp2(rank, world, tmp_path, others):
+    theirs = under_fsdp2(f"{tmp_path}/theirs", **others)
     theirs.train()
-    ours = begin(f"{folder}/ours", **others)
+    ours = begin(f"{tmp_path}/ours", **others)
     ours.train()
     reference = history(theirs)
     assert len(reference["loss"]) == 6 and len(reference["eval_loss"]) == 2, reference
     for name, values in history(ours).items():
         assert values == pytest.approx(reference[name], abs=LOSSES, rel=LOSSES), (name, values, reference[name])
-
-
-@pytest.mark.parametrize("others", [{}, {"gradient_checkpointing": True}])
-def test_trainer_trains_as_fsdp2(ranks, tmp_path, others):
-    ranks(2).run(rank_trains_as_fsdp2, str(tmp_path), others)
 
 
 def rank_saves(rank, world, folder):
@@ -84,13 +82,15 @@ def of_four_sequences(world):
     return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 4])
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(ranks, tmp_path, world):
     (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path))
     assert len(losses) == 3
     assert ranks(world).run(rank_resumes, str(tmp_path))[0] == pytest.approx(losses, abs=LOSSES)
 
 
+@pytest.mark.slow
 def test_saved_models_load_without_zcompile(ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -115,8 +115,9 @@ def rank_compiles(rank, world, folder, steps):
         assert values == pytest.approx(curves["eager"][name], abs=LOSSES, rel=LOSSES), name
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.matrix)])
-def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, inductor_cache, steps):
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, steps):
     from transformers import AutoModelForCausalLM
 
     ranks(2).run(rank_compiles, str(tmp_path), steps)
@@ -133,6 +134,7 @@ def rank_evaluates_first(rank, world, folder):
     return untrained, losses, trainer.evaluate()["eval_loss"], trainer.predict(Sentences(12)).metrics["test_loss"]
 
 
+@pytest.mark.slow
 def test_evaluation_comes_first_and_the_best_model_last(ranks, tmp_path):
     untrained, losses, best, predicted = ranks(2).run(rank_evaluates_first, str(tmp_path))[0]
     inputs = [Sentences()[i] for i in range(12)]
@@ -158,20 +160,17 @@ REFUSED = {
 }  # fmt: skip
 
 
-def rank_is_refused(rank, world, folder):
+@on_ranks(2)
+def test_what_a_sharded_model_cannot_do_is_refused_by_name(rank, world, tmp_path):
     for text, others in REFUSED.items():
         with pytest.raises(ValueError, match=rf"{text}.*rank {rank}"):
-            begin(folder, **others)
-    trainer = begin(folder)
-    tiny_llama().save_pretrained(f"{folder}/checkpoint-{rank}")  # such as another Trainer writes
+            begin(tmp_path, **others)
+    trainer = begin(tmp_path)
+    tiny_llama().save_pretrained(f"{tmp_path}/checkpoint-{rank}")  # such as another Trainer writes
     with pytest.raises(ValueError, match=r"has no pytorch_model_fsdp_0.*from_pretrained"):
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{rank}")
+        trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{rank}")
     given = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     forget_accelerate()
     with pytest.raises(RuntimeError, match="optimizers"):
-        type(trainer)(tiny_llama(), arguments(folder), train_dataset=Sentences(), eval_dataset=Sentences(12),
+        type(trainer)(tiny_llama(), arguments(tmp_path), train_dataset=Sentences(), eval_dataset=Sentences(12),
                       optimizers=(given, None))  # fmt: skip
-
-
-def test_what_a_sharded_model_cannot_do_is_refused_by_name(ranks, tmp_path):
-    ranks(2).run(rank_is_refused, str(tmp_path))

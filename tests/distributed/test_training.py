@@ -21,6 +21,7 @@ from tests.support.models import (
     loss_of,
     sometimes_loss,
 )
+from tests.support.ranks import on_ranks
 from tests.support.reference import (
     BF16,
     autocast_loss,
@@ -33,27 +34,31 @@ from tests.support.reference import (
     train_beside,
 )
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def eager(model):
     return zcompile.shard(model)
 
 
-eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), compiled])
+eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
 
 
-def rank_trains_fp32(rank, world, prepare):
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("prepare", [eager, compiled])
+@on_ranks()
+def test_fp32_trains_as_unsharded(rank, world, prepare):
     train_beside(rank, world, prepare)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_fp32_trains_as_unsharded(ranks, world, prepare):
-    ranks(world).run(rank_trains_fp32, prepare)
+class Sizes:
+    def __init__(self, linear):
+        parameters = linear._parameters
+        self.weight_numel, self.bias_numel = parameters["weight"].numel(), parameters["bias"].numel()
 
 
-def rank_trains_under_autocast(rank, world):
+@on_ranks(2)
+def test_autocast_gathers_two_bytes_per_element_and_use(rank, world):
     model = train_beside(rank, world, loss=autocast_loss, tolerance=BF16)
     gathered_bytes = zcompile.stats(model)["gathered_bytes"]
     # Linear weights and biases are read in bf16: once in forward and, weights alone, once in backward. Autocast runs
@@ -65,21 +70,12 @@ def rank_trains_under_autocast(rank, world):
     assert gathered_bytes["bfloat16"] == 4 * narrow, (gathered_bytes, narrow)
 
 
-class Sizes:
-    def __init__(self, linear):
-        parameters = linear._parameters
-        self.weight_numel, self.bias_numel = parameters["weight"].numel(), parameters["bias"].numel()
-
-
-def test_autocast_gathers_two_bytes_per_element_and_use(ranks):
-    ranks(2).run(rank_trains_under_autocast)
-
-
 def to_bf16(model):
     return compiled(model, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def rank_trains_with_param_dtype(rank, world):
+@on_ranks(2)
+def test_a_param_dtype_travels_and_gradients_are_fp32(rank, world):
     torch.manual_seed(0)
     reference = Transformer()
     model = to_bf16(copy.deepcopy(reference))
@@ -94,10 +90,6 @@ def rank_trains_with_param_dtype(rank, world):
             close(narrow.grad, full(exact.grad), 0.05, name)
     counted = zcompile.stats(model)
     assert set(counted["gathered_bytes"]) == set(counted["reduced_bytes"]) == {"bfloat16"}
-
-
-def test_a_param_dtype_travels_and_gradients_are_fp32(ranks):
-    ranks(2).run(rank_trains_with_param_dtype)
 
 
 class Checkpointed(Transformer):
@@ -122,23 +114,17 @@ class SelectivelyCheckpointed(Checkpointed):
     context_fn = staticmethod(functools.partial(create_selective_checkpoint_contexts, save_products))
 
 
-def rank_trains_checkpointed(rank, world, make, prepare):
+@pytest.mark.parametrize("make", [pytest.param(Checkpointed, marks=slow), SelectivelyCheckpointed])
+@eager_and_compiled
+@on_ranks(2)
+def test_activation_checkpointing_trains_as_unsharded(rank, world, make, prepare):
     train_beside(rank, world, prepare, make=make)
 
 
-@pytest.mark.parametrize("make", [pytest.param(Checkpointed, marks=matrix), SelectivelyCheckpointed])
 @eager_and_compiled
-def test_activation_checkpointing_trains_as_unsharded(ranks, make, prepare):
-    ranks(2).run(rank_trains_checkpointed, make, prepare)
-
-
-def rank_accumulates(rank, world, prepare):
+@on_ranks(2)
+def test_gradient_accumulation_trains_as_unsharded(rank, world, prepare):
     train_beside(rank, world, prepare, microbatches=3, steps=3)
-
-
-@eager_and_compiled
-def test_gradient_accumulation_trains_as_unsharded(ranks, prepare):
-    ranks(2).run(rank_accumulates, prepare)
 
 
 def evaluate_between(model, reference, step):
@@ -150,13 +136,10 @@ def evaluate_between(model, reference, step):
     model.train(), reference.train()
 
 
-def rank_evaluates_between(rank, world, prepare):
-    train_beside(rank, world, prepare, after_step=evaluate_between)
-
-
 @eager_and_compiled
-def test_evaluation_between_steps_changes_nothing(ranks, prepare):
-    ranks(2).run(rank_evaluates_between, prepare)
+@on_ranks(2)
+def test_evaluation_between_steps_changes_nothing(rank, world, prepare):
+    train_beside(rank, world, prepare, after_step=evaluate_between)
 
 
 class LowRank(nn.Module):
@@ -180,15 +163,12 @@ def low_rank_model():
     return model
 
 
-def rank_trains_low_rank(rank, world, prepare):
+@eager_and_compiled
+@on_ranks(2)
+def test_frozen_weights_with_low_rank_changes_train_as_unsharded(rank, world, prepare):
     model = train_beside(rank, world, prepare, make=low_rank_model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 8 and all(name.endswith((".a", ".b")) for name in trained)
-
-
-@eager_and_compiled
-def test_frozen_weights_with_low_rank_changes_train_as_unsharded(ranks, prepare):
-    ranks(2).run(rank_trains_low_rank, prepare)
 
 
 def thaw_after_first(model, reference, step):
@@ -196,41 +176,32 @@ def thaw_after_first(model, reference, step):
         each.blocks.requires_grad_(step % 2 == 1)
 
 
-def rank_thaws(rank, world, prepare):
+@eager_and_compiled
+@on_ranks(2)
+def test_requires_grad_may_change_between_steps(rank, world, prepare):
     train_beside(rank, world, prepare, after_step=thaw_after_first)
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 @eager_and_compiled
-def test_requires_grad_may_change_between_steps(ranks, prepare):
-    ranks(2).run(rank_thaws, prepare)
-
-
-def rank_skips_a_parameter(rank, world, prepare):
+@on_ranks()
+def test_a_parameter_may_be_unused_on_some_ranks(rank, world, prepare):
     train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=matrix), 4])
-@eager_and_compiled
-def test_a_parameter_may_be_unused_on_some_ranks(ranks, world, prepare):
-    ranks(world).run(rank_skips_a_parameter, prepare)
 
 
 def lengths_loss(model, step, rank):
     return loss_of(model, batch(step, rank, length=6 + (5 * step + 3 * rank) % 11))
 
 
-def rank_sees_other_lengths(rank, world, dynamic):
+@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=slow), None])
+@on_ranks(2)
+def test_ranks_may_see_different_lengths(rank, world, dynamic):
     def prepare(model):
         zcompile.shard(model)
         model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True, dynamic=dynamic)
         return model
 
     train_beside(rank, world, prepare, loss=lengths_loss, steps=5)
-
-
-@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=matrix), None])
-def test_ranks_may_see_different_lengths(ranks, dynamic):
-    ranks(2).run(rank_sees_other_lengths, dynamic)
 
 
 class Broken(Transformer):
@@ -244,12 +215,9 @@ class Broken(Transformer):
         return self.head(self.norm(x)) * self.scale * self.mix.sum()
 
 
-def rank_breaks_graphs(rank, world):
+@on_ranks(2)
+def test_graphs_may_break_and_frames_be_skipped(rank, world):
     train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Broken)
-
-
-def test_graphs_may_break_and_frames_be_skipped(ranks):
-    ranks(2).run(rank_breaks_graphs)
 
 
 class Rambling(nn.Module):
@@ -271,12 +239,9 @@ def rambling_loss(model, step, rank):
     return model(x, torch.tensor(1 + (step + rank) % 3)).square().mean()
 
 
-def rank_rambles(rank, world):
+@on_ranks(2)
+def test_a_fragment_may_run_a_different_number_of_times(rank, world):
     train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Rambling, loss=rambling_loss, steps=3)
-
-
-def test_a_fragment_may_run_a_different_number_of_times(ranks):
-    ranks(2).run(rank_rambles)
 
 
 def per_block(model):
@@ -286,14 +251,11 @@ def per_block(model):
     return model
 
 
-def rank_compiles_blocks(rank, world):
+@on_ranks(2)
+def test_blocks_compiled_one_by_one_share_a_compilation(rank, world):
     torch._dynamo.utils.counters.clear()
     train_beside(rank, world, per_block, make=functools.partial(Transformer, blocks=4))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "equal blocks must share one compilation"
-
-
-def test_blocks_compiled_one_by_one_share_a_compilation(ranks):
-    ranks(2).run(rank_compiles_blocks)
 
 
 def recompiled_loss(model, step, rank):
@@ -301,15 +263,13 @@ def recompiled_loss(model, step, rank):
     return loss_of(model, batch(step, rank, length=8 + step % 3)[: 1 + step % 2])
 
 
-def rank_recompiles(rank, world):
-    train_beside(rank, world, loss=recompiled_loss, steps=6)
+@on_ranks(2)
+def test_recompiled_graphs_train_as_unsharded(rank, world):
+    train_beside(rank, world, loss=recompiled_loss, steps=3)
 
 
-def test_recompiled_graphs_train_as_unsharded(ranks):
-    ranks(2).run(rank_recompiles)
-
-
-def rank_trains_two_models(rank, world):
+@on_ranks(2)
+def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
     torch.manual_seed(0)
     references = [Transformer(), Transformer()]
     models = [compiled(copy.deepcopy(reference)) for reference in references]
@@ -327,11 +287,9 @@ def rank_trains_two_models(rank, world):
     assert counts[0] == counts[1]
 
 
-def test_two_models_in_one_process_do_not_disturb_each_other(ranks):
-    ranks(2).run(rank_trains_two_models)
-
-
-def rank_clips(rank, world):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@on_ranks()
+def test_clipping_and_fused_adamw_step_as_unsharded(rank, world):
     torch.manual_seed(0)
     reference = Transformer()
     model = compiled(copy.deepcopy(reference))
@@ -347,12 +305,8 @@ def rank_clips(rank, world):
     same_parameters(model, reference, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
-def test_clipping_and_fused_adamw_step_as_unsharded(ranks, world):
-    ranks(world).run(rank_clips)
-
-
-def rank_trains_replicated(rank, world):
+@on_ranks(4)
+def test_replicas_stay_bitwise_equal(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = train_beside(rank, world, functools.partial(compiled, mesh=mesh))
     shard = model.embed._parameters["weight"].to_local()
@@ -361,16 +315,12 @@ def rank_trains_replicated(rank, world):
     assert torch.equal(rows[0], rows[1]), "replicas must stay bitwise equal"
 
 
-def test_replicas_stay_bitwise_equal(ranks):
-    ranks(4).run(rank_trains_replicated)
-
-
 def rank_trains_hugging_face(rank, world, name):
     make = functools.partial(hugging_face, name)
     train_beside(rank, world, make=make, loss=functools.partial(hugging_face_loss, name), steps=2, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=matrix) for name in HUGGING_FACE[1:])])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in HUGGING_FACE[1:])])
 def test_hugging_face_models_train_in_one_graph(ranks, name):
     pytest.importorskip("transformers")
     ranks(2).run(rank_trains_hugging_face, name)

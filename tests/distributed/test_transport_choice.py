@@ -15,12 +15,14 @@ from torch import nn
 import zcompile
 import zcompile.state.transport_choice
 from tests.support.models import Transformer
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss
 from zcompile.state.sharded_model import state_of
 from zcompile.state.transport_choice import Choice
 
 
-def rank_gloo_is_asked_for(rank, world):
+@on_ranks(2)
+def test_stats_say_which_transport_was_taken_and_why(rank, world):
     model = compiled(Transformer(), options={"transport": "gloo"})
     assert "the model is on cpu" in zcompile.stats(model)["transport_reason"]
     lm_loss(model, 0, rank).backward()
@@ -28,20 +30,13 @@ def rank_gloo_is_asked_for(rank, world):
     assert (stats["transport"], stats["transport_reason"], stats["transport_bytes"]) == ("gloo", "asked for", 0)
 
 
-def test_stats_say_which_transport_was_taken_and_why(ranks):
-    ranks(2).run(rank_gloo_is_asked_for)
-
-
-def rank_gpu_transport_is_asked_for(rank, world, transport):
+@pytest.mark.parametrize("transport", ["p2p", "nccl"])
+@on_ranks(2)
+def test_a_transport_of_gpus_is_refused_on_the_cpu(rank, world, transport):
     model = compiled(Transformer(), options={"transport": transport})
     message = f"'{transport}' is not possible here: the model is on cpu. Use 'auto' or 'gloo'"
     with pytest.raises(ValueError, match=message):
         lm_loss(model, 0, rank)
-
-
-@pytest.mark.parametrize("transport", ["p2p", "nccl"])
-def test_a_transport_of_gpus_is_refused_on_the_cpu(ranks, transport):
-    ranks(2).run(rank_gpu_transport_is_asked_for, transport)
 
 
 class HostEvent:
@@ -76,13 +71,14 @@ def without_peers(state, failing):
     return WithoutPeers(state.groups.make_runtime_to_measure(), failing)
 
 
-def rank_auto_falls_back(rank, world, folder):
+@on_ranks(2)
+def test_auto_takes_nccl_where_ranks_cannot_share_memory_and_does_not_remember_it(rank, world, tmp_path):
     select_transport = zcompile.state.transport_choice
     state = state_of(zcompile.shard(nn.Linear(4, 4)))
     on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
     small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
     no_products = mock.patch.object(torch, "mm", lambda a, b: None)
-    with on_gpu, small, no_products, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
+    with on_gpu, small, no_products, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{tmp_path}"):
         choose = functools.partial(select_transport._faster, state.mesh)
         for failing in ({1}, {0, 1}):
             expected = f"peer to peer failed on rank {min(failing)}: rank 0 does not share its memory"
@@ -92,10 +88,6 @@ def rank_auto_falls_back(rank, world, folder):
         for when in ("now", "earlier"):
             assert f"measured {when}" in choose(functools.partial(without_peers, state, ())).reason
             dist.barrier()
-
-
-def test_auto_takes_nccl_where_ranks_cannot_share_memory_and_does_not_remember_it(ranks, tmp_path):
-    ranks(2).run(rank_auto_falls_back, str(tmp_path))
 
 
 @contextlib.contextmanager
@@ -110,14 +102,26 @@ def no_home():
         yield
 
 
-def rank_measures_with_damaged_files(rank, world, folder, text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "[]",
+        pytest.param('{"KEY": []}', marks=pytest.mark.slow),
+        pytest.param('{"KEY": {"nccl": 1.0}}', marks=pytest.mark.slow),
+        pytest.param('{"KEY": {"nccl": 1.0, "p2p": "2"}}', marks=pytest.mark.slow),
+        pytest.param('{"KEY": {"nccl": 1.0, "p2p": NaN}}', marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2, timeout=60)
+def test_a_damaged_cache_or_none_is_measured_again(rank, world, tmp_path, text):
     """Ranks have caches of their own. That of rank 0 holds `text`; with None, no rank has a place for one."""
     select_transport = zcompile.state.transport_choice
     state = state_of(zcompile.shard(nn.Linear(4, 4)))
     on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
     small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
     no_products = mock.patch.object(torch, "mm", lambda a, b: None)
-    place = no_home() if text is None else mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}")
+    place = no_home() if text is None else mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{tmp_path}/{rank}")
     with on_gpu, small, no_products, place:
         if rank == 0 and text is not None:
             file = select_transport._cache_file()
@@ -126,21 +130,6 @@ def rank_measures_with_damaged_files(rank, world, folder, text):
             file.write_text(text.replace("KEY", key))
         make_runtime = functools.partial(without_peers, state, ())
         assert "measured now" in select_transport._faster(state.mesh, make_runtime).reason
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "[]",
-        pytest.param('{"KEY": []}', marks=pytest.mark.matrix),
-        pytest.param('{"KEY": {"nccl": 1.0}}', marks=pytest.mark.matrix),
-        pytest.param('{"KEY": {"nccl": 1.0, "p2p": "2"}}', marks=pytest.mark.matrix),
-        pytest.param('{"KEY": {"nccl": 1.0, "p2p": NaN}}', marks=pytest.mark.matrix),
-    ],
-)
-def test_a_damaged_cache_or_none_is_measured_again(ranks, tmp_path, text):
-    ranks(2).run(rank_measures_with_damaged_files, str(tmp_path), text, timeout=60)
 
 
 class OnGpu:
@@ -155,7 +144,8 @@ class OnGpu:
         return getattr(self.mesh, name)
 
 
-def rank_obstacles_to_p2p(rank, world):
+@on_ranks(2)
+def test_obstacles_to_peer_to_peer_are_named(rank, world):
     select_transport = zcompile.state.transport_choice
     mesh = OnGpu(state_of(zcompile.shard(nn.Linear(4, 4))).mesh)
 
@@ -179,7 +169,3 @@ def rank_obstacles_to_p2p(rank, world):
     assert obstacle(reachable=rank == 0) == "the GPU of rank 1 cannot access GPU 0"
     assert "containers that do not share a network" in obstacle(namespaces=f"net:[{rank}]")
     assert [namespace.partition(":")[0] for namespace in select_transport._namespaces()] == ["net", "pid"]
-
-
-def test_obstacles_to_peer_to_peer_are_named(ranks):
-    ranks(2).run(rank_obstacles_to_p2p)

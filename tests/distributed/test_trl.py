@@ -72,7 +72,7 @@ def rank_trains_as_fsdp2(rank, world, folder, kind):
     return {name: value.clone() for name, value in whole.items()}
 
 
-@pytest.mark.parametrize("kind", ["eager", pytest.param("compiled", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("kind", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_sft_trainer_trains_as_fsdp2(ranks, tmp_path, kind):
     """It also resumes, and what it saves loads without zcompile."""
     from transformers import AutoModelForCausalLM
@@ -90,7 +90,8 @@ def rank_trains_four_sequences(rank, world, folder, kind, checkpoint):
     return losses_behind_the_checkpoint(trainer)
 
 
-@pytest.mark.parametrize("world, kind", [(1, "eager"), pytest.param(4, "compiled", marks=pytest.mark.matrix)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world, kind", [(1, "eager"), (4, "compiled")])
 def test_a_checkpoint_of_sft_goes_on_at_another_number_of_ranks(ranks, tmp_path, world, kind):
     losses, _ = ranks(2).run(rank_trains_four_sequences, str(tmp_path), kind, None)
     resumed = ranks(world).run(rank_trains_four_sequences, str(tmp_path), kind, f"{tmp_path}/checkpoint-3")

@@ -6,7 +6,7 @@ import torch
 from tests.support.huggingface import LOSSES, VOCABULARY, forget_accelerate, history, tiny_llama, tokenizer
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 CONFIG = {
     "learning_rate": 1e-2, "max_steps": 3, "logging_steps": 1, "max_grad_norm": 0.5, "report_to": [], "seed": 1,
     "save_strategy": "steps", "save_steps": 2, "disable_tqdm": True, "use_cpu": True, "bf16": False, "max_length": 24,

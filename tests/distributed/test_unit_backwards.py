@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import zcompile
 from tests.support.mixtures import Expert, MixtureModel
+from tests.support.ranks import on_ranks
 from tests.support.reference import close, same_grads, same_parameters, train_beside
 from tests.support.unit_chains import (
     Chain,
@@ -24,7 +25,7 @@ from tests.support.unit_chains import (
 )
 from tests.support.units import checkpointed_inside, routed_loss, sharded
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 class Fault(Exception):
@@ -42,7 +43,10 @@ def mixtures():
 # --- hooks of parameters ---------------------------------------------------------------------------------------------
 
 
-def rank_counts_hooks(rank, world, forwards):
+@pytest.mark.parametrize("forwards", [pytest.param(1, marks=slow), 2])
+@on_ranks(2)
+def test_hooks_are_called_once_with_the_whole_gradient(rank, world, forwards):
+    """Also for what only another rank used; not for what no rank used."""
     reference, model = mixtures()
     grads, accumulated = {}, {}
     for name, parameter in model.named_parameters():
@@ -61,13 +65,14 @@ def rank_counts_hooks(rank, world, forwards):
             close(grads[name][0], parameter.grad, 2e-5, name)
 
 
-@pytest.mark.parametrize("forwards", [pytest.param(1, marks=matrix), 2])
-def test_hooks_are_called_once_with_the_whole_gradient(ranks, forwards):
-    """Also for what only another rank used; not for what no rank used."""
-    ranks(2).run(rank_counts_hooks, forwards)
+def _step(optimizer, parameter):
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def rank_steps_in_backward(rank, world):
+@slow
+@on_ranks(2)
+def test_an_optimizer_may_step_in_backward(rank, world):
     reference, model = mixtures()
     for each in (model, reference):
         for parameter in each.parameters():
@@ -79,17 +84,9 @@ def rank_steps_in_backward(rank, world):
     same_parameters(model, reference)
 
 
-def _step(optimizer, parameter):
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@matrix
-def test_an_optimizer_may_step_in_backward(ranks):
-    ranks(2).run(rank_steps_in_backward)
-
-
-def rank_divides_by_norms(rank, world):
+@slow
+@on_ranks(2)
+def test_a_gradient_hook_may_have_a_collective(rank, world):
     """The norm of a DTensor is a collective. Ranks use different experts."""
     reference, model = mixtures()
     for parameter in model.parameters():
@@ -100,11 +97,6 @@ def rank_divides_by_norms(rank, world):
         if parameter.grad is not None:
             parameter.grad /= parameter.grad.norm()
     same_grads(model, reference)
-
-
-@matrix
-def test_a_gradient_hook_may_have_a_collective(ranks):
-    ranks(2).run(rank_divides_by_norms)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -140,22 +132,22 @@ def rank_checkpoints(rank, world, places, how):
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=3)
 
 
-def rank_checkpoints_selectively(rank, world, places):
+@pytest.mark.parametrize("places", [("around",), pytest.param(("inside",), marks=slow)], ids=" and ".join)
+@on_ranks(2)
+def test_a_selective_checkpoint_may_be_around_or_inside_of_units(rank, world, places):
     rank_checkpoints(rank, world, places, SELECTIVE)
 
 
-@pytest.mark.parametrize("places", [("around",), pytest.param(("inside",), marks=matrix)], ids=" and ".join)
-def test_a_selective_checkpoint_may_be_around_or_inside_of_units(ranks, places):
-    ranks(2).run(rank_checkpoints_selectively, places)
-
-
-@matrix
+@slow
 @pytest.mark.parametrize("places", [("units",), ("inside", "around")], ids=" and ".join)
 def test_a_unit_may_be_a_checkpoint_and_checkpoints_may_be_nested(ranks, places):
     ranks(2).run(rank_checkpoints, places, {})
 
 
-def rank_checkpoints_frozen_units(rank, world, places):
+@slow
+@pytest.mark.parametrize("places", [("around",), ("inside",), ("inside", "around")], ids=" and ".join)
+@on_ranks(2)
+def test_frozen_units_may_have_checkpoints(rank, world, places):
     def freeze(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("experts" not in name)
@@ -168,13 +160,10 @@ def rank_checkpoints_frozen_units(rank, world, places):
     train_beside(rank, world, prepare, make=lambda: freeze(MixtureModel()), loss=routed_loss, steps=3)
 
 
-@matrix
-@pytest.mark.parametrize("places", [("around",), ("inside",), ("inside", "around")], ids=" and ".join)
-def test_frozen_units_may_have_checkpoints(ranks, places):
-    ranks(2).run(rank_checkpoints_frozen_units, places)
-
-
-def rank_saves_on_cpu(rank, world, prepare):
+@slow
+@pytest.mark.parametrize("prepare", [sharded, checkpointed_inside])
+@on_ranks(2)
+def test_hooks_around_a_model_may_save_on_cpu(rank, world, prepare):
     def loss(model, step, rank):
         with save_on_cpu():
             return routed_loss(model, step, rank)
@@ -182,18 +171,14 @@ def rank_saves_on_cpu(rank, world, prepare):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2)
 
 
-@matrix
-@pytest.mark.parametrize("prepare", [sharded, checkpointed_inside])
-def test_hooks_around_a_model_may_save_on_cpu(ranks, prepare):
-    ranks(2).run(rank_saves_on_cpu, prepare)
-
-
 class Drops(Part):
     def forward(self, x):
         return nn.functional.dropout(super().forward(x), 0.5)
 
 
-def rank_drops(rank, world):
+@slow
+@on_ranks(2)
+def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(rank, world):
     def make():
         model = make_chain(2, Drops)
         _checkpoint(model.parts)
@@ -207,11 +192,6 @@ def rank_drops(rank, world):
     chain_beside(rank, world, make=make, loss=loss, steps=2)
 
 
-@matrix
-def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(ranks):
-    ranks(2).run(rank_drops)
-
-
 # --- backwards of several kinds --------------------------------------------------------------------------------------
 
 
@@ -219,7 +199,8 @@ def _raise(grad):
     raise Fault
 
 
-def rank_raises_in_backward(rank, world):
+@on_ranks(2)
+def test_a_backward_after_one_that_raised_gives_all_gradients(rank, world):
     reference, model = unsharded_and_sharded()
     loss = chain_loss(model, 1, rank)
     x = inputs(2, rank).requires_grad_() * 1
@@ -232,15 +213,13 @@ def rank_raises_in_backward(rank, world):
     same_grads(model, reference)
 
 
-def test_a_backward_after_one_that_raised_gives_all_gradients(ranks):
-    ranks(2).run(rank_raises_in_backward)
-
-
 def _raise_before(module, args):
     raise Fault
 
 
-def rank_raises_in_forward(rank, world):
+@slow
+@on_ranks(2)
+def test_steps_after_forwards_that_raised_give_all_gradients(rank, world):
     """Also behind units, where the one that is gathered ahead is another each time; then a rank skips a unit."""
     reference, model = unsharded_and_sharded()
     for place, dense in enumerate(model.denses):
@@ -255,12 +234,9 @@ def rank_raises_in_forward(rank, world):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
-def test_steps_after_forwards_that_raised_give_all_gradients(ranks):
-    ranks(2).run(rank_raises_in_forward)
-
-
-def rank_penalizes_gradients(rank, world):
+@slow
+@on_ranks(2)
+def test_a_loss_may_have_a_gradient_of_the_input(rank, world):
     reference, model = unsharded_and_sharded()
 
     def loss(model, rank):
@@ -269,11 +245,6 @@ def rank_penalizes_gradients(rank, world):
         return grad.square().sum()
 
     same_backward(rank, world, reference, model, loss)
-
-
-@matrix
-def test_a_loss_may_have_a_gradient_of_the_input(ranks):
-    ranks(2).run(rank_penalizes_gradients)
 
 
 class Forces(Chain):
@@ -286,18 +257,18 @@ class Forces(Chain):
         return forces
 
 
-def rank_computes_forces(rank, world):
+@slow
+@on_ranks(2)
+def test_a_forward_may_contain_a_backward(rank, world):
     reference, model = unsharded_and_sharded(lambda: Forces(Part(), Part(), Part()))
     for step in range(2):
         close(model(inputs(step, rank)), reference(inputs(step, rank)), 1e-5, "forces")
 
 
-@matrix
-def test_a_forward_may_contain_a_backward(ranks):
-    ranks(2).run(rank_computes_forces)
-
-
-def rank_asks_for_gradients_of_inputs(rank, world, how):
+@slow
+@pytest.mark.parametrize("how", ["grad", "backward"])
+@on_ranks(2)
+def test_gradients_of_inputs_alone_give_none_to_parameters(rank, world, how):
     reference, model = unsharded_and_sharded()
     grads = []
     for each in (model, reference):
@@ -313,13 +284,9 @@ def rank_asks_for_gradients_of_inputs(rank, world, how):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 1, rank))
 
 
-@matrix
-@pytest.mark.parametrize("how", ["grad", "backward"])
-def test_gradients_of_inputs_alone_give_none_to_parameters(ranks, how):
-    ranks(2).run(rank_asks_for_gradients_of_inputs, how)
-
-
-def rank_has_two_losses(rank, world):
+@slow
+@on_ranks(2)
+def test_a_rank_may_skip_a_unit_where_a_graph_has_two_backwards(rank, world):
     reference, model = unsharded_and_sharded()
 
     def losses(model, rank):
@@ -333,12 +300,9 @@ def rank_has_two_losses(rank, world):
     same_grads(model, reference)
 
 
-@matrix
-def test_a_rank_may_skip_a_unit_where_a_graph_has_two_backwards(ranks):
-    ranks(2).run(rank_has_two_losses)
-
-
-def rank_runs_backward_in_a_thread(rank, world):
+@slow
+@on_ranks(2)
+def test_backward_may_run_in_another_thread(rank, world):
     reference, model = unsharded_and_sharded()
 
     def loss(model, rank):
@@ -351,12 +315,9 @@ def rank_runs_backward_in_a_thread(rank, world):
     same_grads(model, reference)
 
 
-@matrix
-def test_backward_may_run_in_another_thread(ranks):
-    ranks(2).run(rank_runs_backward_in_a_thread)
-
-
-def rank_drops_the_second_forward(rank, world):
+@slow
+@on_ranks(2)
+def test_the_first_of_two_forwards_may_alone_have_a_backward(rank, world):
     reference, model = unsharded_and_sharded()
 
     def loss(model, rank, step):
@@ -370,12 +331,10 @@ def rank_drops_the_second_forward(rank, world):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 2, rank))
 
 
-@matrix
-def test_the_first_of_two_forwards_may_alone_have_a_backward(ranks):
-    ranks(2).run(rank_drops_the_second_forward)
-
-
-def rank_accumulates_sums(rank, world, skipped):
+@slow
+@pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
+@on_ranks(2)
+def test_backwards_of_two_forwards_accumulate_inside_of_accumulate(rank, world, skipped):
     reference, model = mixtures()
 
     def loss(model, rank, step):
@@ -392,9 +351,3 @@ def rank_accumulates_sums(rank, world, skipped):
         same_grads(model, reference)
         model.zero_grad()
         reference.zero_grad()
-
-
-@matrix
-@pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
-def test_backwards_of_two_forwards_accumulate_inside_of_accumulate(ranks, skipped):
-    ranks(2).run(rank_accumulates_sums, skipped)

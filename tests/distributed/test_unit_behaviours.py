@@ -12,6 +12,7 @@ from torch import nn
 
 import zcompile
 from tests.support.mixtures import MixtureModel, StackedExperts
+from tests.support.ranks import on_ranks
 from tests.support.reference import close, train_beside
 from tests.support.unit_chains import (
     KINDS,
@@ -28,7 +29,7 @@ from tests.support.unit_chains import (
 )
 from tests.support.units import routed_loss, sharded
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 class PartsOnly(nn.Module):
@@ -42,14 +43,11 @@ class PartsOnly(nn.Module):
 # --- what a unit contains and returns --------------------------------------------------------------------------------
 
 
-def rank_trains_a_kind(rank, world, kind):
-    chain_beside(rank, world, make=functools.partial(make_chain, 2, kind), steps=2)
-
-
-@matrix
+@slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_unit_may_contain(ranks, kind):
-    ranks(2).run(rank_trains_a_kind, kind)
+@on_ranks(2)
+def test_a_unit_may_contain(rank, world, kind):
+    chain_beside(rank, world, make=functools.partial(make_chain, 2, kind), steps=2)
 
 
 class ReturnsLoad(Part):
@@ -70,15 +68,12 @@ class CountsLoad(PartsOnly):
         return out
 
 
-def rank_counts_load(rank, world):
+@on_ranks(2)
+def test_a_result_that_needs_no_gradient_stays_so(rank, world):
     model = with_units(CountsLoad())
     for step in range(3):
         chain_loss(model, step, rank).backward()
         assert not model.load.requires_grad
-
-
-def test_a_result_that_needs_no_gradient_stays_so(ranks):
-    ranks(2).run(rank_counts_load)
 
 
 class ReturnsInput(Part):
@@ -99,13 +94,10 @@ class EditsResult(PartsOnly):
         return x.sin() + y.reshape(x.shape)
 
 
-def rank_edits_the_result(rank, world, kind):
+@pytest.mark.parametrize("kind", [ReturnsInput, pytest.param(ReturnsView, marks=slow)])
+@on_ranks(2)
+def test_a_unit_may_return_its_input_which_is_then_edited_in_place(rank, world, kind):
     chain_beside(rank, world, make=lambda: EditsResult(kind()), steps=1)
-
-
-@pytest.mark.parametrize("kind", [ReturnsInput, pytest.param(ReturnsView, marks=matrix)])
-def test_a_unit_may_return_its_input_which_is_then_edited_in_place(ranks, kind):
-    ranks(2).run(rank_edits_the_result, kind)
 
 
 class Opaque:
@@ -139,13 +131,10 @@ class ReadsStructure(PartsOnly):
         return x
 
 
-def rank_returns_a_structure(rank, world):
+@slow
+@on_ranks(2)
+def test_a_unit_may_return_structures_with_parameters_of_it(rank, world):
     chain_beside(rank, world, make=lambda: ReadsStructure(ReturnsStructure(), ReturnsStructure()))
-
-
-@matrix
-def test_a_unit_may_return_structures_with_parameters_of_it(ranks):
-    ranks(2).run(rank_returns_a_structure)
 
 
 class SavesItsResult(Part):
@@ -153,17 +142,14 @@ class SavesItsResult(Part):
         return torch.exp(x @ self.a)
 
 
-def rank_edits_what_was_saved(rank, world):
+@slow
+@on_ranks(2)
+def test_an_edit_of_what_a_unit_saved_for_backward_is_an_error(rank, world):
     model = with_units(Chain(SavesItsResult()))
     out = model.parts[0](inputs(0, rank))
     out.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@matrix
-def test_an_edit_of_what_a_unit_saved_for_backward_is_an_error(ranks):
-    ranks(2).run(rank_edits_what_was_saved)
 
 
 class Writes(Part):
@@ -173,20 +159,18 @@ class Writes(Part):
         return super().forward(x)
 
 
-def rank_writes_without_grad(rank, world):
+@on_ranks(2)
+def test_a_write_in_a_forward_without_grad_mode_is_refused(rank, world):
     model = with_units(Chain(Writes()))
     with torch.no_grad(), pytest.raises(RuntimeError, match=rf"'parts.0.a' was modified in place .* rank {rank}"):
         model(inputs(0, rank))
 
 
-def test_a_write_in_a_forward_without_grad_mode_is_refused(ranks):
-    ranks(2).run(rank_writes_without_grad)
-
-
 # --- how units are called --------------------------------------------------------------------------------------------
 
 
-def rank_changes_parameters_between_parts(rank, world):
+@on_ranks(2)
+def test_a_gather_ahead_is_not_used_after_parameters_changed(rank, world):
     reference, model = unsharded_and_sharded()
     x = inputs(0, 0)
     with torch.no_grad():
@@ -197,10 +181,6 @@ def rank_changes_parameters_between_parts(rank, world):
         close(model.parts[1](x), reference.parts[1](x), 1e-5, "result")
 
 
-def test_a_gather_ahead_is_not_used_after_parameters_changed(ranks):
-    ranks(2).run(rank_changes_parameters_between_parts)
-
-
 class CallsTwice(Chain):
     def forward(self, x):
         x = self.first(x)
@@ -209,13 +189,10 @@ class CallsTwice(Chain):
         return x
 
 
-def rank_calls_each_twice(rank, world):
+@slow
+@on_ranks(2)
+def test_a_forward_may_call_a_unit_twice(rank, world):
     chain_beside(rank, world, make=lambda: CallsTwice(Part(), Part()))
-
-
-@matrix
-def test_a_forward_may_call_a_unit_twice(ranks):
-    ranks(2).run(rank_calls_each_twice)
 
 
 class ReadsParts(Chain):
@@ -223,16 +200,15 @@ class ReadsParts(Chain):
         return super().forward(x) @ self.parts[0].a + self.parts[1].b.sum()
 
 
-def rank_reads_parts(rank, world):
+@slow
+@on_ranks(2)
+def test_a_parent_may_read_a_parameter_of_a_unit(rank, world):
     chain_beside(rank, world, make=lambda: ReadsParts(Part(), Part()))
 
 
-@matrix
-def test_a_parent_may_read_a_parameter_of_a_unit(ranks):
-    ranks(2).run(rank_reads_parts)
-
-
-def rank_reads_in_a_hook(rank, world):
+@slow
+@on_ranks(2)
+def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(rank, world):
     model = sharded(MixtureModel())
     wholes = [[each.up.weight.full_tensor() for each in layer.experts.experts] for layer in model.layers]
     seen = []
@@ -245,12 +221,9 @@ def rank_reads_in_a_hook(rank, world):
         close(ours, whole[rank], 1e-6, "weight")
 
 
-@matrix
-def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(ranks):
-    ranks(2).run(rank_reads_in_a_hook)
-
-
-def rank_applies_the_model_to_its_result(rank, world):
+@slow
+@on_ranks(2)
+def test_a_model_may_be_applied_to_its_own_result(rank, world):
     reference, model = unsharded_and_sharded()
 
     def loss(model, rank):
@@ -262,12 +235,13 @@ def rank_applies_the_model_to_its_result(rank, world):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
-def test_a_model_may_be_applied_to_its_own_result(ranks):
-    ranks(2).run(rank_applies_the_model_to_its_result)
+def _part_loss(model, rank, step):
+    return model.parts[step](inputs(step, rank)).square().mean()
 
 
-def rank_trains_parts_in_turn(rank, world):
+@slow
+@on_ranks(2)
+def test_units_may_be_trained_in_turn_without_the_model(rank, world):
     reference, model = unsharded_and_sharded()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for step in range(3):
@@ -276,16 +250,10 @@ def rank_trains_parts_in_turn(rank, world):
             optimizer.step()
 
 
-def _part_loss(model, rank, step):
-    return model.parts[step](inputs(step, rank)).square().mean()
-
-
-@matrix
-def test_units_may_be_trained_in_turn_without_the_model(ranks):
-    ranks(2).run(rank_trains_parts_in_turn)
-
-
-def rank_evaluates_first(rank, world, mode):
+@slow
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@on_ranks(2)
+def test_a_rank_may_skip_a_unit_in_an_evaluation_before_the_first_step(rank, world, mode):
     reference, model = unsharded_and_sharded()
     skip = (1,) if rank == 1 else ()
     with mode():
@@ -293,13 +261,9 @@ def rank_evaluates_first(rank, world, mode):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
 
 
-@matrix
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_rank_may_skip_a_unit_in_an_evaluation_before_the_first_step(ranks, mode):
-    ranks(2).run(rank_evaluates_first, mode)
-
-
-def rank_gives_a_parameter(rank, world):
+@slow
+@on_ranks(2)
+def test_functional_call_may_give_a_parameter_of_a_unit(rank, world):
     reference, model = unsharded_and_sharded()
     name = "parts.1.a"
     ours, theirs = ({name: nn.Parameter(each.parts[1].a.detach() * 2)} for each in (model, reference))
@@ -312,12 +276,10 @@ def rank_gives_a_parameter(rank, world):
     close(ours[name].grad, theirs[name].grad, 1e-5, "gradient of what was given")
 
 
-@matrix
-def test_functional_call_may_give_a_parameter_of_a_unit(ranks):
-    ranks(2).run(rank_gives_a_parameter)
-
-
-def rank_compiles_around(rank, world, skipped):
+@slow
+@pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
+@on_ranks(2)
+def test_a_compiled_function_may_call_a_model_with_units(rank, world, skipped):
     reference, model = unsharded_and_sharded()
     compiled_loss = torch.compile(chain_loss, backend="zcompile", options={"inner": "aot_eager"})
     for step in range(3):
@@ -329,13 +291,10 @@ def rank_compiles_around(rank, world, skipped):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
-@pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
-def test_a_compiled_function_may_call_a_model_with_units(ranks, skipped):
-    ranks(2).run(rank_compiles_around, skipped)
-
-
-def rank_compiles_units(rank, world, before):
+@slow
+@pytest.mark.parametrize("before", [True, False])
+@on_ranks(2)
+def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(rank, world, before):
     def prepare(model):
         if before:
             for layer in model.layers:
@@ -349,16 +308,11 @@ def rank_compiles_units(rank, world, before):
     train_beside(rank, world, prepare, make=lambda: MixtureModel(StackedExperts), loss=routed_loss, steps=3)
 
 
-@matrix
-@pytest.mark.parametrize("before", [True, False])
-def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(ranks, before):
-    ranks(2).run(rank_compiles_units, before)
-
-
 # --- unshard, values, dtypes, freezing -------------------------------------------------------------------------------
 
 
-def rank_calls_a_whole_model(rank, world):
+@on_ranks(2)
+def test_one_rank_alone_may_call_a_model_that_is_whole(rank, world):
     reference, model = unsharded_and_sharded()
     with zcompile.unshard(model), torch.no_grad():
         zcompile.reset_stats(model)
@@ -368,22 +322,17 @@ def rank_calls_a_whole_model(rank, world):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
 
 
-def test_one_rank_alone_may_call_a_model_that_is_whole(ranks):
-    ranks(2).run(rank_calls_a_whole_model)
-
-
-def rank_calls_a_whole_unit(rank, world):
+@slow
+@on_ranks(2)
+def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(rank, world):
     reference, model = unsharded_and_sharded()
     with zcompile.unshard(model.parts[1]), torch.no_grad():
         close(model(inputs(0, 0)), reference(inputs(0, 0)), 1e-5, "result")
 
 
-@matrix
-def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(ranks):
-    ranks(2).run(rank_calls_a_whole_unit)
-
-
-def rank_writes_back(rank, world):
+@slow
+@on_ranks(2)
+def test_what_unshard_writes_back_to_a_unit_is_gathered(rank, world):
     reference, model = unsharded_and_sharded()
     with zcompile.unshard(model.parts[1], writeback=True), torch.no_grad():
         for parameter in model.parts[1].parameters():
@@ -394,12 +343,9 @@ def rank_writes_back(rank, world):
     same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
 
 
-@matrix
-def test_what_unshard_writes_back_to_a_unit_is_gathered(ranks):
-    ranks(2).run(rank_writes_back)
-
-
-def rank_loads_by_assigning(rank, world):
+@slow
+@on_ranks(2)
+def test_load_state_dict_may_assign_to_units(rank, world):
     reference, model = unsharded_and_sharded()
     twice = {name: parameter.detach().clone() * 2 for name, parameter in model.state_dict().items()}
     model.load_state_dict(twice, assign=True)
@@ -410,12 +356,9 @@ def rank_loads_by_assigning(rank, world):
         same_backward(rank, world, reference, model, lambda model, rank, step=step: chain_loss(model, step, rank))
 
 
-@matrix
-def test_load_state_dict_may_assign_to_units(ranks):
-    ranks(2).run(rank_loads_by_assigning)
-
-
-def rank_changes_dtype(rank, world):
+@slow
+@on_ranks(2)
+def test_a_model_with_units_may_change_its_dtype(rank, world):
     reference, model = unsharded_and_sharded()
     reference.double(), model.double()
     x = inputs(0, rank).double()
@@ -423,19 +366,11 @@ def rank_changes_dtype(rank, world):
         close(model(x), reference(x), 1e-12, "result")
 
 
-@matrix
-def test_a_model_with_units_may_change_its_dtype(ranks):
-    ranks(2).run(rank_changes_dtype)
-
-
-def rank_names_a_list(rank, world):
+@slow
+@on_ranks(2)
+def test_a_unit_without_a_forward_is_refused(rank, world):
     with pytest.raises((ValueError, TypeError)):
         zcompile.shard(make_chain(), units=[nn.ModuleList])
-
-
-@matrix
-def test_a_unit_without_a_forward_is_refused(ranks):
-    ranks(2).run(rank_names_a_list)
 
 
 def _freeze(module, frozen, how):
@@ -446,7 +381,12 @@ def _freeze(module, frozen, how):
             parameter.requires_grad = not frozen
 
 
-def rank_freezes_in_turns(rank, world, how, skips):
+@slow
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("how", ["method", "attribute"])
+@on_ranks(2)
+def test_a_unit_may_be_frozen_and_trained_in_turns(rank, world, how, skips):
+    """Also where a rank skips it."""
     reference, model = unsharded_and_sharded()
     for step in range(4):
         for each in (reference, model):
@@ -458,15 +398,9 @@ def rank_freezes_in_turns(rank, world, how, skips):
         same_backward(rank, world, reference, model, loss)
 
 
-@matrix
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("how", ["method", "attribute"])
-def test_a_unit_may_be_frozen_and_trained_in_turns(ranks, how, skips):
-    """Also where a rank skips it."""
-    ranks(2).run(rank_freezes_in_turns, how, skips)
-
-
-def rank_trains_what_was_frozen(rank, world):
+@slow
+@on_ranks(2)
+def test_a_rank_may_skip_a_unit_that_was_frozen_in_the_first_steps(rank, world):
     """The order of units is taken from steps in which one is frozen."""
     reference, model = unsharded_and_sharded()
     for step in range(4):
@@ -477,8 +411,3 @@ def rank_trains_what_was_frozen(rank, world):
             return chain_loss(model, step, rank, skip=(1,) if step == 3 and rank == 1 else ())
 
         same_backward(rank, world, reference, model, loss)
-
-
-@matrix
-def test_a_rank_may_skip_a_unit_that_was_frozen_in_the_first_steps(ranks):
-    ranks(2).run(rank_trains_what_was_frozen)

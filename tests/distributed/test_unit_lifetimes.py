@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcompile
 from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
+from tests.support.ranks import on_ranks
 from tests.support.unit_chains import Chain, Part, chain_loss, inputs, make_chain, with_units
 from zcompile.state.sharded_model import state_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 SAVES = {"its input": torch.sin, "its result": torch.exp}  # what the op saves for backward
 
 
@@ -48,7 +49,9 @@ def nothing_is_left(model):
     assert leaves and all(each() is None for each in leaves)
 
 
-def rank_drops_a_forward(rank, world, saves):
+@pytest.mark.parametrize("saves", [pytest.param("its input", marks=slow), "its result"])
+@on_ranks(2)
+def test_a_dropped_forward_leaves_no_memory(rank, world, saves):
     model = [with_units(Chain(Watched(SAVES[saves], raises=False)))]
     loss = chain_loss(model[0], 0, rank)
     assert loss.requires_grad
@@ -56,12 +59,9 @@ def rank_drops_a_forward(rank, world, saves):
     nothing_is_left(model)
 
 
-@pytest.mark.parametrize("saves", [pytest.param("its input", marks=matrix), "its result"])
-def test_a_dropped_forward_leaves_no_memory(ranks, saves):
-    ranks(2).run(rank_drops_a_forward, saves)
-
-
-def rank_raises_in_a_unit(rank, world, saves):
+@pytest.mark.parametrize("saves", [pytest.param("its input", marks=slow), "its result"])
+@on_ranks(2)
+def test_an_exception_in_a_unit_leaves_no_memory(rank, world, saves):
     model = [with_units(Chain(Watched(SAVES[saves], raises=True)))]
     for _ in range(2):
         with pytest.raises(Fault):
@@ -69,12 +69,12 @@ def rank_raises_in_a_unit(rank, world, saves):
     nothing_is_left(model)
 
 
-@pytest.mark.parametrize("saves", [pytest.param("its input", marks=matrix), "its result"])
-def test_an_exception_in_a_unit_leaves_no_memory(ranks, saves):
-    ranks(2).run(rank_raises_in_a_unit, saves)
-
-
-def rank_frees_the_model(rank, world, after):
+@pytest.mark.parametrize(
+    "after", [pytest.param("nothing", marks=slow), "a forward", pytest.param("a backward", marks=slow)]
+)
+@on_ranks(2)
+def test_a_model_with_units_is_freed_with_its_last_reference(rank, world, after):
+    """Without the garbage collector."""
     model = with_units(make_chain(2))
     if after != "nothing":
         loss = chain_loss(model, 0, rank)
@@ -91,15 +91,8 @@ def rank_frees_the_model(rank, world, after):
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    "after", [pytest.param("nothing", marks=matrix), "a forward", pytest.param("a backward", marks=matrix)]
-)
-def test_a_model_with_units_is_freed_with_its_last_reference(ranks, after):
-    """Without the garbage collector."""
-    ranks(2).run(rank_frees_the_model, after)
-
-
-def rank_freezes_units(rank, world):
+@on_ranks(2)
+def test_frozen_units_are_freed_during_backward(rank, world):
     model = with_units(make_chain(8))
     for part in model.parts:
         part.requires_grad_(False)
@@ -113,20 +106,13 @@ def rank_freezes_units(rank, world):
     assert peak <= 3 * unit + dense, (peak, unit, dense)
 
 
-def test_frozen_units_are_freed_during_backward(ranks):
-    ranks(2).run(rank_freezes_units)
-
-
-def rank_calls_a_part_alone(rank, world):
+@slow
+@on_ranks(2)
+def test_no_gather_is_ahead_after_a_part_was_called_alone(rank, world):
     model = with_units(make_chain())
     with torch.no_grad():
         model.parts[0](inputs(0, rank))
     assert not state_of(model).unit_order.forward.ahead
-
-
-@matrix
-def test_no_gather_is_ahead_after_a_part_was_called_alone(ranks):
-    ranks(2).run(rank_calls_a_part_alone)
 
 
 class ReturnsItsInput(Chain):
@@ -134,17 +120,14 @@ class ReturnsItsInput(Chain):
         return super().forward(x), x
 
 
-def rank_returns_a_leaf(rank, world):
+@slow
+@on_ranks(2)
+def test_forwards_without_backward_leave_no_hooks_on_a_leaf_that_the_model_returns(rank, world):
     model = with_units(ReturnsItsInput(Part(), Part()))
     x = inputs(0, rank).requires_grad_()
     for _ in range(4):
         model(x)
     assert not x._backward_hooks
-
-
-@matrix
-def test_forwards_without_backward_leave_no_hooks_on_a_leaf_that_the_model_returns(ranks):
-    ranks(2).run(rank_returns_a_leaf)
 
 
 class NotesCasts(TorchDispatchMode):
@@ -161,7 +144,8 @@ class NotesCasts(TorchDispatchMode):
         return made
 
 
-def rank_alone_casts_experts(rank, world):
+@on_ranks(1)
+def test_one_rank_keeps_no_copy_of_a_unit_for_each_expert(rank, world):
     """One rank has whole parameters, which it casts."""
     model = zcompile.shard(MixtureModel(StackedExperts), param_dtype=torch.bfloat16, units=[StackedExperts])
     with NotesCasts() as casts:
@@ -171,7 +155,3 @@ def rank_alone_casts_experts(rank, world):
     assert alive <= dense + 1, (alive, dense)  # and the input
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_one_rank_keeps_no_copy_of_a_unit_for_each_expert(ranks):
-    ranks(1).run(rank_alone_casts_experts)

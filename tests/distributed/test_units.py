@@ -9,6 +9,7 @@ from torch import nn
 
 import zcompile
 from tests.support.mixtures import TOP, WIDTH, Experts, MixtureModel, StackedExperts
+from tests.support.ranks import on_ranks
 from tests.support.reference import BF16, close, same_grads, train_beside
 from tests.support.units import ROUTES, agreed, checkpointed, checkpointed_inside, compiled, routed_loss, sharded
 from zcompile.state.sharded_model import state_of
@@ -40,52 +41,43 @@ SHORT = [("eager", Experts), ("compiled", StackedExperts), ("checkpointed", Expe
 
 
 @pytest.mark.parametrize(
-    ("prepared", "experts"),
-    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.matrix) for case in CASES],
+    ("prepared", "experts"), [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES]
 )
 def test_ranks_may_hit_different_experts(ranks, prepared, experts):
     ranks(2).run(rank_trains, prepared, experts)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", ["eager", "compiled"])
 def test_three_ranks_may_hit_different_experts(ranks, prepared):
     ranks(3).run(rank_trains, prepared, Experts)
 
 
-def rank_trains_under_inductor(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_experts_compiled_by_inductor_train_as_unsharded(rank, world):
     prepare = functools.partial(compiled, inner="inductor")
     train_beside(rank, world, prepare, make=lambda: MixtureModel(Experts, 2), loss=routed_loss, steps=3)
 
 
-@pytest.mark.matrix
-def test_experts_compiled_by_inductor_train_as_unsharded(ranks):
-    ranks(2).run(rank_trains_under_inductor)
-
-
-def rank_checkpoints_inside(rank, world, reentrant):
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_a_unit_may_contain_checkpoints(rank, world, reentrant):
     prepare = functools.partial(checkpointed_inside, reentrant=reentrant)
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=4)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_unit_may_contain_checkpoints(ranks, reentrant):
-    ranks(2).run(rank_checkpoints_inside, reentrant)
-
-
-def rank_accumulates(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_gradients_of_units_accumulate(rank, world):
     def prepare(model):
         return sharded(model)
 
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=3, microbatches=3)
 
 
-@pytest.mark.matrix
-def test_gradients_of_units_accumulate(ranks):
-    ranks(2).run(rank_accumulates)
-
-
-def rank_accumulates_in_a_block(rank, world):
+@on_ranks(2)
+def test_gradients_of_units_accumulate_inside_of_accumulate(rank, world):
     torch.manual_seed(0)
     reference = MixtureModel()
     torch.manual_seed(0)
@@ -103,11 +95,9 @@ def rank_accumulates_in_a_block(rank, world):
             ours.grad = theirs.grad = None
 
 
-def test_gradients_of_units_accumulate_inside_of_accumulate(ranks):
-    ranks(2).run(rank_accumulates_in_a_block)
-
-
-def rank_trains_in_bf16(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_param_dtype_travels(rank, world):
     prepare = functools.partial(sharded, param_dtype=torch.bfloat16)
 
     def loss(model, step, rank):
@@ -117,22 +107,15 @@ def rank_trains_in_bf16(rank, world):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2, tolerance=2 * BF16)
 
 
-@pytest.mark.matrix
-def test_a_param_dtype_travels(ranks):
-    ranks(2).run(rank_trains_in_bf16)
-
-
-def rank_has_replicas(rank, world):
+@on_ranks(4)
+def test_units_of_replicas_train_as_unsharded(rank, world):
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
     prepare = functools.partial(sharded, mesh=mesh)
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=3)
 
 
-def test_units_of_replicas_train_as_unsharded(ranks):
-    ranks(4).run(rank_has_replicas)
-
-
-def rank_fails_alone(rank, world):
+@on_ranks(2)
+def test_a_rank_may_go_on_with_another_batch_where_its_expert_failed(rank, world):
     """An expert raises on one rank, which goes on with the next batch. Ranks agree: else gloo aborts the process."""
     torch.manual_seed(0)
     reference = MixtureModel()
@@ -153,11 +136,8 @@ def rank_fails_alone(rank, world):
     same_grads(model, reference)
 
 
-def test_a_rank_may_go_on_with_another_batch_where_its_expert_failed(ranks):
-    ranks(2).run(rank_fails_alone)
-
-
-def rank_holds_memory(rank, world):
+@on_ranks(2)
+def test_a_unit_is_not_unsharded_between_forward_and_backward(rank, world):
     """What is unsharded between forward and backward."""
     model = sharded(MixtureModel(StackedExperts, 4), units=[StackedExperts])
     for step in range(2):
@@ -168,10 +148,6 @@ def rank_holds_memory(rank, world):
     one = sum(p.numel() for p in StackedExperts().parameters()) * 4
     peak = zcompile.stats(model)["peak_unsharded_bytes"]
     assert peak <= 2 * one + 4 * sum(p.numel() for n, p in model.named_parameters() if "experts" not in n), (peak, one)
-
-
-def test_a_unit_is_not_unsharded_between_forward_and_backward(ranks):
-    ranks(2).run(rank_holds_memory)
 
 
 class Escaping(nn.Module):
@@ -194,50 +170,15 @@ class Escaping(nn.Module):
         return out + sum(logits.softmax(-1).square().mean() for logits in self.taken)
 
 
-def rank_takes_logits_out(rank, world):
+@on_ranks(2)
+def test_what_a_hook_takes_out_of_a_unit_has_a_gradient(rank, world):
     prepare = functools.partial(lambda model: sharded(model, units=list(model.layers)))
     train_beside(rank, world, prepare, make=Escaping, loss=routed_loss, steps=3)
 
 
-def test_what_a_hook_takes_out_of_a_unit_has_a_gradient(ranks):
-    ranks(2).run(rank_takes_logits_out)
-
-
-def rank_keeps_the_graph(rank, world):
-    torch.manual_seed(0)
-    reference = MixtureModel()
-    torch.manual_seed(0)
-    model = sharded(MixtureModel())
-    for step in range(2):
-        loss = routed_loss(model, step, rank)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        (2 * sum(routed_loss(reference, step, other) for other in range(world)) / world).backward()
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        if theirs.grad is not None:
-            close(ours.grad, theirs.grad, 2e-5, name)
-
-
-@pytest.mark.matrix
-def test_a_graph_may_have_two_backwards(ranks):
-    ranks(2).run(rank_keeps_the_graph)
-
-
-def rank_sums_two_forwards(rank, world):
-    def loss(model, step, rank):
-        skip = (1,) if rank == 1 and step == 2 else ()
-        return routed_loss(model, 2 * step, rank) + routed_loss(model, 2 * step + 1, rank, skip_experts=skip)
-
-    train_beside(rank, world, sharded, make=MixtureModel, loss=loss, steps=4)
-
-
-@pytest.mark.matrix
-def test_two_forwards_may_have_one_backward(ranks):
-    ranks(2).run(rank_sums_two_forwards)
-
-
-def rank_evaluates_between(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_evaluation_between_steps_changes_nothing(rank, world):
     def evaluate(model, reference, step):
         for evaluated in (model.eval(), reference.eval()):
             evaluated.requires_grad_(True)
@@ -249,12 +190,8 @@ def rank_evaluates_between(rank, world):
     train_beside(rank, world, sharded, make=MixtureModel, loss=routed_loss, steps=3, after_step=evaluate)
 
 
-@pytest.mark.matrix
-def test_evaluation_between_steps_changes_nothing(ranks):
-    ranks(2).run(rank_evaluates_between)
-
-
-def rank_freezes(rank, world):
+@on_ranks(2)
+def test_a_part_of_a_unit_may_be_frozen(rank, world):
     def prepare(model):
         model = sharded(model)
         freeze(model)
@@ -272,32 +209,8 @@ def rank_freezes(rank, world):
     train_beside(rank, world, prepare, make=make, loss=routed_loss, steps=3)
 
 
-def test_a_part_of_a_unit_may_be_frozen(ranks):
-    ranks(2).run(rank_freezes)
-
-
-def rank_freezes_all_experts(rank, world):
-    def freeze(model):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("experts" not in name)
-        return model
-
-    train_beside(
-        rank,
-        world,
-        lambda model: freeze(sharded(model)),
-        make=lambda: freeze(MixtureModel()),
-        loss=routed_loss,
-        steps=4,
-    )
-
-
-@pytest.mark.matrix
-def test_a_unit_may_be_frozen(ranks):
-    ranks(2).run(rank_freezes_all_experts)
-
-
-def rank_raises_inside(rank, world):
+@on_ranks(2)
+def test_a_forward_that_raised_in_a_unit_leaves_nothing_behind(rank, world):
     """All ranks raise in an expert, drop the batch and go on."""
     failing = []
 
@@ -324,10 +237,6 @@ def rank_raises_inside(rank, world):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=3)
 
 
-def test_a_forward_that_raised_in_a_unit_leaves_nothing_behind(ranks):
-    ranks(2).run(rank_raises_inside)
-
-
 class WithMethod(Experts):
     """Its entry is not forward."""
 
@@ -335,7 +244,14 @@ class WithMethod(Experts):
         return Experts.forward(self, x, chosen, weights)
 
 
-def rank_calls_another_method(rank, world):
+def _forward_through_method(layer, x, routes, skips_experts):
+    normed = layer.norm(x)
+    weights, chosen = layer.router(normed).softmax(-1)[:, routes].topk(min(TOP, len(routes)), -1)
+    return x + layer.experts.compute(normed, torch.tensor(routes)[chosen], weights)
+
+
+@on_ranks(2)
+def test_another_entry_of_a_unit_gathers_it(rank, world):
     def make():
         model = MixtureModel(WithMethod)
         for layer in model.layers:
@@ -352,17 +268,9 @@ def rank_calls_another_method(rank, world):
     assert state_of(model).units.runtime.order()[-1][0] == 3 * 9
 
 
-def _forward_through_method(layer, x, routes, skips_experts):
-    normed = layer.norm(x)
-    weights, chosen = layer.router(normed).softmax(-1)[:, routes].topk(min(TOP, len(routes)), -1)
-    return x + layer.experts.compute(normed, torch.tensor(routes)[chosen], weights)
-
-
-def test_another_entry_of_a_unit_gathers_it(ranks):
-    ranks(2).run(rank_calls_another_method)
-
-
-def rank_saves_and_loads(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_state_dict_of_units_is_that_of_any_sharded_model(rank, world):
     model = sharded(MixtureModel())
     routed_loss(model, 0, rank).backward()
     saved = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
@@ -377,12 +285,8 @@ def rank_saves_and_loads(rank, world):
         close(routed_loss(model, 1, 0), routed_loss(other, 1, 0), 1e-6, "loss")
 
 
-@pytest.mark.matrix
-def test_a_state_dict_of_units_is_that_of_any_sharded_model(ranks):
-    ranks(2).run(rank_saves_and_loads)
-
-
-def rank_writes_to_a_unit(rank, world):
+@on_ranks(2)
+def test_a_write_to_a_unit_is_refused(rank, world):
     model = sharded(MixtureModel(StackedExperts))
 
     def write(module, args):
@@ -409,11 +313,8 @@ def rank_writes_to_a_unit(rank, world):
     routed_loss(model, 0, rank).backward()
 
 
-def test_a_write_to_a_unit_is_refused(ranks):
-    ranks(2).run(rank_writes_to_a_unit)
-
-
-def rank_asks_for_what_cannot_be(rank, world):
+@on_ranks(2)
+def test_units_that_cannot_be_are_refused(rank, world):
     with pytest.raises(ValueError, match="no such module of class LSTM"):
         zcompile.shard(MixtureModel(), units=[nn.LSTM])
     with pytest.raises(ValueError, match="no such Linear of `units`"):
@@ -424,10 +325,6 @@ def rank_asks_for_what_cannot_be(rank, world):
     tied.enter.weight = tied.layers[0].experts.experts[0].tied = nn.Parameter(torch.ones(WIDTH, WIDTH))
     with pytest.raises(ValueError, match=r"'layers.0.experts.experts.0.tied' is tied to 'enter.weight'"):
         zcompile.shard(tied, units=[Experts])
-
-
-def test_units_that_cannot_be_are_refused(ranks):
-    ranks(2).run(rank_asks_for_what_cannot_be)
 
 
 def test_the_mixture_has_an_expert_that_no_rank_hits():

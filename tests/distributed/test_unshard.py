@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.support.models import Transformer, batch, hugging_face
+from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, full, lm_loss, train_beside
 from zcompile.unsharding.unshard import hash_of
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def raises_inside(message, model, change, **how):
@@ -24,7 +25,10 @@ def raises_inside(message, model, change, **how):
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def rank_is_whole(rank, world, param_dtype):
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("param_dtype", [pytest.param(None, marks=slow), torch.bfloat16])
+@on_ranks()
+def test_parameters_and_state_are_whole_inside(rank, world, param_dtype):
     torch.manual_seed(0)
     reference = Transformer()
     model = zcompile.shard(copy.deepcopy(reference), param_dtype=param_dtype)
@@ -38,17 +42,13 @@ def rank_is_whole(rank, world, param_dtype):
     assert all(ours is theirs for ours, theirs in zip(sharded, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=matrix), 2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("param_dtype", [pytest.param(None, marks=matrix), torch.bfloat16])
-def test_parameters_and_state_are_whole_inside(ranks, world, param_dtype):
-    ranks(world).run(rank_is_whole, param_dtype)
-
-
 def eager(model):
     return zcompile.shard(model)
 
 
-def rank_runs_inside(rank, world, prepare):
+@pytest.mark.parametrize("prepare", [eager, compiled])
+@on_ranks(2)
+def test_a_forward_inside_gathers_nothing(rank, world, prepare):
     torch.manual_seed(0)
     reference = Transformer()
     model = prepare(copy.deepcopy(reference))
@@ -61,11 +61,6 @@ def rank_runs_inside(rank, world, prepare):
     torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
-def test_a_forward_inside_gathers_nothing(ranks, prepare):
-    ranks(2).run(rank_runs_inside, prepare)
-
-
 def rank_generates(rank, world, prepare):
     torch.manual_seed(0)
     reference = hugging_face("llama").eval()
@@ -76,7 +71,7 @@ def rank_generates(rank, world, prepare):
         assert torch.equal(model.generate(prompt, **how), reference.generate(prompt, **how))
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), functools.partial(compiled, fullgraph=False)])
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), functools.partial(compiled, fullgraph=False)])
 def test_hugging_face_generates_inside(ranks, prepare):
     pytest.importorskip("transformers")
     ranks(2).run(rank_generates, prepare)
@@ -92,27 +87,27 @@ def double_between(model, reference, step):
             parameter.add_(0.5)
 
 
-def rank_writes_back(rank, world, prepare):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
+@on_ranks()
+def test_training_goes_on_with_what_was_written_back(rank, world, prepare):
     train_beside(rank, world, prepare, steps=2, after_step=double_between)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=matrix)])
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=matrix), compiled])
-def test_training_goes_on_with_what_was_written_back(ranks, world, prepare):
-    ranks(world).run(rank_writes_back, prepare)
-
-
-def rank_writes_back_to_replicas(rank, world):
+@slow
+@on_ranks(4)
+def test_replicas_write_back(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     train_beside(rank, world, functools.partial(compiled, mesh=mesh), steps=2, after_step=double_between)
 
 
-@matrix
-def test_replicas_write_back(ranks):
-    ranks(4).run(rank_writes_back_to_replicas)
+def resize(module, rank):
+    if rank == 0:
+        module.bias.data = torch.zeros(9)
 
 
-def rank_loses_changes(rank, world):
+@on_ranks(2)
+def test_a_change_that_would_be_lost_raises_on_all_ranks(rank, world):
     model = zcompile.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
     before = [full(parameter).clone() for parameter in model.parameters()]
 
@@ -129,16 +124,8 @@ def rank_loses_changes(rank, world):
         assert torch.equal(full(parameter), value)
 
 
-def resize(module, rank):
-    if rank == 0:
-        module.bias.data = torch.zeros(9)
-
-
-def test_a_change_that_would_be_lost_raises_on_all_ranks(ranks):
-    ranks(2).run(rank_loses_changes)
-
-
-def rank_raises_inside(rank, world):
+@on_ranks(2)
+def test_a_block_that_raises_on_one_rank_raises_on_all(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
 
     def break_rank_1():
@@ -151,11 +138,8 @@ def rank_raises_inside(rank, world):
         assert weight.shape == (4, 3)
 
 
-def test_a_block_that_raises_on_one_rank_raises_on_all(ranks):
-    ranks(2).run(rank_raises_inside)
-
-
-def rank_misuses(rank, world):
+@on_ranks(2)
+def test_misuse_is_refused_by_name(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     x = torch.ones(1, 3)
     raises_inside(
@@ -177,10 +161,6 @@ def rank_misuses(rank, world):
         zcompile.unshard([model.weight, nn.Parameter(x)]).__enter__()
     function(x).sum().backward()
     assert model.weight.grad is not None
-
-
-def test_misuse_is_refused_by_name(ranks):
-    ranks(2).run(rank_misuses)
 
 
 def test_a_hash_tells_values_orders_and_dtypes_apart():

@@ -8,6 +8,7 @@ from torch import nn
 
 import zcompile
 from tests.support.gpu import Wide, compiled_over
+from tests.support.ranks import on_gpus
 from zcompile.state.sharded_model import state_of
 
 ops = torch.ops.zcompile
@@ -81,7 +82,8 @@ def test_aliased_params_saved_for_backward_train_as_copies(gpus, transport, micr
     gpus(2).run(rank_aliased_params_train_as_copies, transport, microbatches, save_for_backward_bytes)
 
 
-def rank_saves_aliased_params(rank, world):
+@on_gpus(2)
+def test_what_is_saved_for_backward_is_aliased(rank, world):
     """Also where two forwards come before their backwards, and one forward has no backward. Compared with c10d."""
     parameters_by_transport = []
     for transport in ("p2p", "c10d"):
@@ -113,15 +115,12 @@ def rank_saves_aliased_params(rank, world):
         assert torch.equal(over_p2p, over_c10d)
 
 
-def test_what_is_saved_for_backward_is_aliased(gpus):
-    gpus(2).run(rank_saves_aliased_params)
-
-
 def gather_cached(shard, shape):
     return ops.gather_wait(ops.gather_cached_start(shard, shape, torch.bfloat16))
 
 
-def rank_maps_aliased_params_once(rank, world):
+@on_gpus(2)
+def test_aliased_params_are_mapped_once(rank, world):
     """A mapping is a second address of one memory: a gather moves no shard of this rank, and the next sees edits."""
     module = nn.Linear(2048, 4101, bias=False).cuda()
     expected = module.weight.detach().clone()
@@ -146,7 +145,3 @@ def rank_maps_aliased_params_once(rank, world):
     for _ in range(3):
         gather_cached(leaf, shape), gather_cached(leaf, shape)
     assert zcompile.stats(module)["transport_bytes"] == held
-
-
-def test_aliased_params_are_mapped_once(gpus):
-    gpus(2).run(rank_maps_aliased_params_once)

@@ -9,28 +9,18 @@ import torch
 from torch.distributed.tensor import Shard
 
 import zcompile
-from tests.support.parallel import (
-    Dense,
-    Mixture,
-    expert_parallel,
-    maybe_compiled,
-    mesh_of,
-    spread_dense,
-    token_loss,
-)
+from tests.support.parallel import Dense, Mixture, expert_parallel, maybe_compiled, mesh_of, spread_dense, token_loss
+from tests.support.ranks import on_gpus
 from tests.support.reference import train_beside
 
 STEPS = 200
 
 
-def rank_trains_mixture(rank, world, inner):
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@on_gpus(4)
+def test_expert_parallel_models_train_as_unsharded(rank, world, inner):
     prepare = functools.partial(expert_parallel, "cuda", inner, shard=Shard(0))
     train_beside(rank, world, prepare, make=lambda: Mixture().cuda(), loss=token_loss, tolerance=1e-4)
-
-
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-def test_expert_parallel_models_train_as_unsharded(gpus, inner):
-    gpus(4).run(rank_trains_mixture, inner)
 
 
 def rank_trains_dense(rank, world, inner, sequence):
@@ -48,7 +38,8 @@ def test_tensor_parallel_models_train_as_unsharded(gpus, inner):
     gpus(4).run(rank_trains_dense, inner, True)
 
 
-def rank_is_delayed(rank, world):
+@on_gpus(4, timeout=300)
+def test_steps_under_random_delays_end(rank, world):
     """As without delays, bit by bit."""
     shards = []
     for delays in (False, True):
@@ -74,7 +65,3 @@ def rank_is_delayed(rank, world):
         torch.cuda.synchronize()
     for mine, other in zip(*shards, strict=True):
         assert torch.equal(mine, other)
-
-
-def test_steps_under_random_delays_end(gpus):
-    gpus(4).run(rank_is_delayed, timeout=300)

@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed.test_compose_plans import config_of, data_rank_of, maybe_compiled
 from tests.support.plans import VOCABULARY, deepseek, filled
+from tests.support.ranks import on_gpus
 from tests.support.reference import close
 from zcompile.integrations.huggingface import distribute
 
@@ -42,14 +43,17 @@ def share_gpus():
     os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
 
 
-def rank_is_beside_fsdp2(rank, world, folder, sizes, inner):
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@on_gpus(4)
+def test_deepseek_v3_trains_as_with_fsdp2(rank, world, tmp_path, sizes, inner):
     share_gpus()
     whole, data_rank = filled(deepseek), data_rank_of(rank, sizes)
     if rank == 0:
-        whole.save_pretrained(folder)
+        whole.save_pretrained(tmp_path)
     torch.distributed.barrier()
     fsdp2 = config_of({**sizes, "fsdp_mixed_precision": True})
-    theirs = type(whole).from_pretrained(folder, distributed_config=fsdp2, dtype=torch.float32)
+    theirs = type(whole).from_pretrained(tmp_path, distributed_config=fsdp2, dtype=torch.float32)
     ours = maybe_compiled(distribute(whole.cuda(), config_of(sizes), param_dtype=torch.bfloat16), inner)
     pairs = zip(losses_of(ours, data_rank, STEPS), losses_of(theirs, data_rank, STEPS), strict=True)
     for mine, other in pairs:
@@ -57,13 +61,9 @@ def rank_is_beside_fsdp2(rank, world, folder, sizes, inner):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_deepseek_v3_trains_as_with_fsdp2(gpus, tmp_path, sizes, inner):
-    gpus(4).run(rank_is_beside_fsdp2, str(tmp_path), sizes, inner)
-
-
-def rank_is_delayed(rank, world, sizes):
+@on_gpus(4, timeout=300)
+def test_steps_under_random_delays_end(rank, world, sizes):
     """As without delays, bit by bit."""
     share_gpus()
     chance, shards = random.Random(rank), []
@@ -82,8 +82,3 @@ def rank_is_delayed(rank, world, sizes):
         torch.cuda.synchronize()
     for mine, other in zip(*shards, strict=True):
         assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_steps_under_random_delays_end(gpus, sizes):
-    gpus(4).run(rank_is_delayed, sizes, timeout=300)

@@ -10,7 +10,7 @@ from tests.support.models import batch, loss_of
 
 MICROBATCHES = 3
 STEPS = 3
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
 def loss_on_gpu(model, step, rank):
@@ -55,7 +55,7 @@ def rank_defers(rank, world, transport, inner, reduce, shape):
 
 
 @pytest.mark.parametrize("reduce, world", [("last", 2), ("shards", 4), ("last", 4)])
-@pytest.mark.parametrize("inner", [None, pytest.param("inductor", marks=matrix)])
-@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=matrix)])
+@pytest.mark.parametrize("inner", [None, pytest.param("inductor", marks=slow)])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
 def test_deferred_gradients_are_those_of_the_unsharded_model(gpus, transport, inner, reduce, world):
     gpus(world).run(rank_defers, transport, inner, reduce, (2, 2) if world == 4 else (2,))

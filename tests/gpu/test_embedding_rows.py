@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.embedding_rows import rank_rows_like_whole, tables_curve
+from tests.support.ranks import on_gpus
 
 
 @pytest.mark.parametrize("transport", ["p2p", "c10d", "late p2p", "delayed p2p"])
@@ -11,7 +12,9 @@ def test_rows_equal_whole_matrices(gpus, transport):
     gpus(2).run(rank_rows_like_whole, transport, "cuda")
 
 
-def rank_rows_agree_over_transports(rank, world, microbatches):
+@pytest.mark.parametrize("world, microbatches", [(2, 1), (2, 3), (4, 3), (8, 3)])
+@on_gpus()
+def test_rows_over_transports_agree_bitwise(rank, world, microbatches):
     options = {"device": "cuda", "steps": 5, "microbatches": microbatches}
     over_p2p, *others = (
         tables_curve(rank, {"inner": "inductor"}, transport=transport, **options)
@@ -19,8 +22,3 @@ def rank_rows_agree_over_transports(rank, world, microbatches):
     )
     for other in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, over_p2p, strict=True))
-
-
-@pytest.mark.parametrize("world, microbatches", [(2, 1), (2, 3), (4, 3), (8, 3)])
-def test_rows_over_transports_agree_bitwise(gpus, world, microbatches):
-    gpus(world).run(rank_rows_agree_over_transports, microbatches)

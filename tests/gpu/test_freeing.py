@@ -13,6 +13,7 @@ from torch import nn
 import zcompile
 from tests.support.gpu import Wide, make_transformer
 from tests.support.process import threads
+from tests.support.ranks import on_gpus
 from tests.support.reference import compiled, lm_loss
 from zcompile.state.sharded_model import state_of
 
@@ -59,9 +60,7 @@ def rank_makes_many(rank, world, transport, few, many, sizes):
 
 
 @pytest.mark.parametrize("transport", ["c10d", "p2p"])
-@pytest.mark.parametrize(
-    "few, many, sizes", [(5, 15, ()), pytest.param(50, 200, (512, 1029), marks=pytest.mark.matrix)]
-)
+@pytest.mark.parametrize("few, many, sizes", [(5, 15, ()), pytest.param(50, 200, (512, 1029), marks=pytest.mark.slow)])
 def test_models_that_come_and_go_take_no_memory_and_no_threads(gpus, transport, few, many, sizes):
     """Fifteen have 64 MiB of shards on each of two ranks, and as much again in caches, staging and mapped memory."""
     for before, after in gpus(2).run(rank_makes_many, transport, few, many, sizes, timeout=540):
@@ -105,7 +104,8 @@ def test_other_threads_run_while_a_model_that_waits_is_freed(gpus):
     assert seconds > 1 and ticks > 20 * seconds, (seconds, ticks)
 
 
-def rank_uses_gradients_after(rank, world):
+@on_gpus(2)
+def test_gradients_outlive_their_model(rank, world):
     """Gradients lie in memory of the transport. They stay as they are when the model goes and others come."""
     model = make_wide("p2p")
     train(model, steps=2)
@@ -121,11 +121,8 @@ def rank_uses_gradients_after(rank, world):
         assert torch.equal(gradient.to_local(), value)
 
 
-def test_gradients_outlive_their_model(gpus):
-    gpus(2).run(rank_uses_gradients_after)
-
-
-def rank_backward_after(rank, world):
+@on_gpus(2)
+def test_a_loss_that_outlives_its_model_gives_its_gradients(rank, world):
     expected = []
     for frees in (False, True):
         model = make_wide("p2p")
@@ -141,7 +138,3 @@ def rank_backward_after(rank, world):
         for value, other in zip(values, expected, strict=True):
             assert torch.equal(value, other)
         del loss, parameters
-
-
-def test_a_loss_that_outlives_its_model_gives_its_gradients(gpus):
-    gpus(2).run(rank_backward_after)

@@ -9,12 +9,17 @@ import zcompile
 from tests.support.gpu import sharded_over
 from tests.support.models import VOCABULARY, batch, hugging_face
 from tests.support.packed import Quantized
+from tests.support.ranks import on_gpus
 from tests.support.reference import train_beside
 
-matrix = pytest.mark.matrix
+slow = pytest.mark.slow
 
 
-def rank_generates(rank, world, transport, inner, how):
+@pytest.mark.parametrize("inner", [None, pytest.param("aot_eager", marks=slow)])
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
+@on_gpus(2)
+def test_ranks_stop_when_they_like(rank, world, transport, inner, how):
     torch.manual_seed(0)
     reference = hugging_face("llama").cuda()
     reference.generation_config.eos_token_id = None
@@ -39,19 +44,15 @@ def rank_generates(rank, world, transport, inner, how):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("inner", [None, pytest.param("aot_eager", marks=matrix)])
-@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}])
-@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=matrix)])
-def test_ranks_stop_when_they_like(gpus, transport, inner, how):
-    gpus(2).run(rank_generates, transport, inner, how)
-
-
 def packed_loss(model, step, rank):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
     return model(x.cuda()).square().mean()
 
 
-def rank_trains_beside_packed_weights(rank, world, transport, inner):
+@pytest.mark.parametrize("inner", [None, "inductor"])
+@pytest.mark.parametrize("transport", ["c10d", "p2p"])
+@on_gpus(2)
+def test_frozen_parameters_of_any_dtype_travel(rank, world, transport, inner):
     train_beside(
         rank,
         world,
@@ -60,9 +61,3 @@ def rank_trains_beside_packed_weights(rank, world, transport, inner):
         loss=packed_loss,
         tolerance=1e-4,
     )
-
-
-@pytest.mark.parametrize("inner", [None, "inductor"])
-@pytest.mark.parametrize("transport", ["c10d", "p2p"])
-def test_frozen_parameters_of_any_dtype_travel(gpus, transport, inner):
-    gpus(2).run(rank_trains_beside_packed_weights, transport, inner)

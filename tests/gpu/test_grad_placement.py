@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.support.gpu import compiled_over
 from tests.support.models import Chain
+from tests.support.ranks import on_gpus
 from zcompile.state.sharded_model import state_of
 
 
@@ -15,7 +16,8 @@ def make_chain():
     return compiled_over("p2p", Chain(*layers).cuda(), options={"reduce_budget_bytes": 0})
 
 
-def rank_gradients_outlive_their_transport(rank, world):
+@on_gpus(2)
+def test_gradients_outlive_their_transport(rank, world):
     model = make_chain()
     x = torch.randn(64, 512, device="cuda")
     for _ in range(3):
@@ -32,11 +34,9 @@ def rank_gradients_outlive_their_transport(rank, world):
     del filler
 
 
-def test_gradients_outlive_their_transport(gpus):
-    gpus(2).run(rank_gradients_outlive_their_transport)
-
-
-def rank_gradients_outlive_refreshes(rank, world):
+@pytest.mark.parametrize("world", [2, 4, 8])
+@on_gpus()
+def test_gradients_take_the_place_of_shards_unless_held(rank, world):
     """A gradient that is held over the next forwards keeps its values, although a shard needs its place again.
 
     Where nobody holds gradients, they take the place of shards.
@@ -63,8 +63,3 @@ def rank_gradients_outlive_refreshes(rank, world):
     torch.cuda.synchronize()
     grad_bytes = sum(parameter.grad.to_local().nbytes for parameter in model.parameters())
     assert torch.cuda.memory_allocated() - before < 0.75 * grad_bytes, "no gradient took the place of a shard"
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_gradients_take_the_place_of_shards_unless_held(gpus, world):
-    gpus(world).run(rank_gradients_outlive_refreshes)

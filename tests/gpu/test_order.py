@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zcompile
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_gpus
 from zcompile.state.sharded_model import state_of
 
 TIMEOUT_S = 15
@@ -30,15 +30,12 @@ def sharded(rows):
     return model
 
 
-def rank_has_the_timeout(rank, world):
+@on_gpus(2)
+def test_groups_have_the_timeout_of_the_mesh(rank, world):
     state = state_of(sharded(64))
     for use in ("gather", "reduce"):
         group = dist.distributed_c10d._resolve_process_group(getattr(state.groups, use))
         assert group._get_backend(torch.device("cuda")).options._timeout.total_seconds() == TIMEOUT_S, use
-
-
-def test_groups_have_the_timeout_of_the_mesh(gpus):
-    gpus(2).run(rank_has_the_timeout)
 
 
 def rank_reads_another(rank, world, rows):

@@ -10,12 +10,15 @@ import torch.distributed as dist
 
 import zcompile
 from tests.support.gpu import DTYPES, SHAPES, Parameters
+from tests.support.ranks import on_gpus
 from zcompile.state.sharded_model import state_of
 
 ops = torch.ops.zcompile
 
 
-def rank_gathers_see_every_edit(rank, world):
+@pytest.mark.parametrize("world", [2, 4, 8])
+@on_gpus()
+def test_gathers_see_every_edit(rank, world):
     module = Parameters()
     expected = [parameter.detach().clone() for parameter in module.parameters()]
     zcompile.shard(module)
@@ -30,12 +33,8 @@ def rank_gathers_see_every_edit(rank, world):
     assert zcompile.stats(module)["transport_bytes"] > 2 * sum(leaf.numel() for leaf in module.leaves())
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_gathers_see_every_edit(gpus, world):
-    gpus(world).run(rank_gathers_see_every_edit)
-
-
-def rank_groups_equal_singles(rank, world):
+@on_gpus(2)
+def test_groups_equal_singles(rank, world):
     module = Parameters()
     expected = [parameter.detach().clone() for parameter in module.parameters()]
     zcompile.shard(module)
@@ -52,10 +51,6 @@ def rank_groups_equal_singles(rank, world):
             outs = ops.reduce_group_start(grads, leaves)
             for out, grad, single in reversed(list(zip(outs, grads, singly, strict=True))):
                 assert torch.equal(ops.reduce_wait(out, grad), single), (transport, dtype)
-
-
-def test_groups_equal_singles(gpus):
-    gpus(2).run(rank_groups_equal_singles)
 
 
 def gather_in_step():
@@ -75,7 +70,9 @@ def gather_in_step():
     return gather
 
 
-def rank_gathers_alone(rank, world):
+@pytest.mark.parametrize("world", [2, 4, 8])
+@on_gpus()
+def test_a_gather_of_one_rank_does_not_wait_for_the_others(rank, world):
     """Ranks start a gather together, but none waits for a rank that does not make it."""
     gather = gather_in_step()
     begin = time.monotonic()
@@ -88,12 +85,8 @@ def rank_gathers_alone(rank, world):
         gather(dtype)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_a_gather_of_one_rank_does_not_wait_for_the_others(gpus, world):
-    gpus(world).run(rank_gathers_alone)
-
-
-def rank_host_is_far_ahead(rank, world):
+@on_gpus(2)
+def test_a_gather_waits_for_ranks_however_far_ahead_the_host_is(rank, world):
     """A peer is not missing because this rank's host issued a gather long before its stream got there."""
     gather = gather_in_step()
     with tempfile.TemporaryFile() as file:
@@ -109,7 +102,3 @@ def rank_host_is_far_ahead(rank, world):
             os.close(stderr)
         file.seek(0)
         assert b"goes on without" not in file.read()
-
-
-def test_a_gather_waits_for_ranks_however_far_ahead_the_host_is(gpus):
-    gpus(2).run(rank_host_is_far_ahead)

@@ -7,6 +7,7 @@ from torch import nn
 
 import zcompile
 from tests.support.gpu import DTYPES, SHAPES, Parameters
+from tests.support.ranks import on_gpus
 from tests.support.reduce_checks import check_means, rank_squares_of_reduces
 from tests.support.sharded_ops import shards
 from zcompile.state.sharded_model import state_of
@@ -14,7 +15,9 @@ from zcompile.state.sharded_model import state_of
 ops = torch.ops.zcompile
 
 
-def rank_reduces_are_sums_in_rank_order(rank, world):
+@pytest.mark.parametrize("world", [2, 4, 8])
+@on_gpus()
+def test_reduces_are_sums_in_rank_order(rank, world):
     module = zcompile.shard(Parameters())
     for transport in ("p2p", "p2p in step", "c10d"):
         state_of(module).runtime.use_transport(transport)
@@ -34,12 +37,9 @@ def rank_reduces_are_sums_in_rank_order(rank, world):
                     assert torch.equal(ops.reduce(grad, leaf), expected), (transport, shape, dtype)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_reduces_are_sums_in_rank_order(gpus, world):
-    gpus(world).run(rank_reduces_are_sums_in_rank_order)
-
-
-def rank_groups_equal_singles(rank, world):
+@pytest.mark.parametrize("world", [2, 4])
+@on_gpus()
+def test_groups_of_reduces_equal_single_ones(rank, world):
     """More gradients than one launch adds up, of several dtypes. One travels in pieces, the last is a scalar."""
     torch.manual_seed(rank)
     shapes = [*((17 + i, 5 + i % 7) for i in range(69)), (4096, 20_003), ()]
@@ -56,11 +56,6 @@ def rank_groups_equal_singles(rank, world):
     for index, (single, group) in enumerate(zip(singly, grouped, strict=True)):
         assert torch.equal(single, group), shapes[index]
         assert torch.equal(squares[index], runtime.squares_of(index, group)), shapes[index]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_groups_of_reduces_equal_single_ones(gpus, world):
-    gpus(world).run(rank_groups_equal_singles)
 
 
 def test_mean_kernel_equals_ops():
@@ -89,24 +84,18 @@ def reduce_and_overwrite(rank, module):
     return results
 
 
-def rank_overwrites_a_row(rank, world):
+@on_gpus(2)
+def test_a_gradient_is_free_after_its_wait(rank, world):
     """The weight has one row, so rank 1 has nothing to sum: it is done while rank 0 receives what rank 1 pushes."""
     module = nn.Linear(64 << 20, 1, bias=False, device="cuda", dtype=torch.bfloat16)
     for step, reduced in reduce_and_overwrite(rank, module):
         assert bool((reduced == step + 0.5).all())
 
 
-def test_a_gradient_is_free_after_its_wait(gpus):
-    gpus(2).run(rank_overwrites_a_row)
-
-
-def rank_overwrites_a_matrix(rank, world):
+@pytest.mark.parametrize("world", [4, 8])
+@on_gpus()
+def test_a_gradient_in_pieces_is_free_after_its_wait(rank, world):
     """A matrix that travels in pieces."""
     module = nn.Linear(16384, 16384, bias=False, device="cuda", dtype=torch.bfloat16)
     for step, reduced in reduce_and_overwrite(rank, module):
         assert bool((reduced == step + (world - 1) / 2).all())
-
-
-@pytest.mark.parametrize("world", [4, 8])
-def test_a_gradient_in_pieces_is_free_after_its_wait(gpus, world):
-    gpus(world).run(rank_overwrites_a_matrix)

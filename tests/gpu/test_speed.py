@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.gpu import compiled_over, make_transformer, needs_two_gpus
 from tests.support.models import Chain, batch, loss_of
+from tests.support.ranks import on_gpus
 from tests.support.reference import lm_loss
 from zcompile.profile.timeline import busiest_stream
 
@@ -98,7 +99,9 @@ def matmul_us(issue_next=None):
     return median(times)
 
 
-def rank_computes_before_a_pending_step(rank, world):
+@needs_two_gpus
+@on_gpus(2)
+def test_a_pending_step_does_not_delay_compute(rank, world):
     """However many streams the process has used before: each round uses one more, which then has a hardware queue."""
     for _ in range(3):
         model = compiled_over("p2p", make_transformer())
@@ -108,8 +111,3 @@ def rank_computes_before_a_pending_step(rank, world):
         assert with_pending_step < matmul_us() + 0.8  # else it is 1.2 us longer and more
         with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
             torch.zeros(1, device="cuda")
-
-
-@needs_two_gpus
-def test_a_pending_step_does_not_delay_compute(gpus):
-    gpus(2).run(rank_computes_before_a_pending_step)

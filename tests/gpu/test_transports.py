@@ -17,6 +17,7 @@ from tests.support.microbatches import (
     separately,
     train_microbatches,
 )
+from tests.support.ranks import on_gpus
 from tests.support.reference import compiled, lm_loss, train_beside
 
 
@@ -38,27 +39,21 @@ def test_nothing_depends_on_when_data_arrives(gpus, transport):
     gpus(2).run(rank_trains_beside_unsharded, transport, lm_loss, 1e-4, "inductor")
 
 
-def rank_trains_over_p2p(rank, world):
+@pytest.mark.parametrize("world", [4, 8])
+@on_gpus()
+def test_training_of_more_ranks_is_close_to_unsharded(rank, world):
     prepare = functools.partial(compiled_over, "p2p", inner="inductor")
     train_beside(rank, world, prepare, make=make_transformer, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("world", [4, 8])
-def test_training_of_more_ranks_is_close_to_unsharded(gpus, world):
-    gpus(world).run(rank_trains_over_p2p)
-
-
-def rank_trains_replicated(rank, world):
+@on_gpus()
+def test_training_of_replicated_shards_is_close_to_unsharded(rank, world):
     mesh = dist.init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     over_p2p = functools.partial(compiled_over, "p2p", mesh=mesh)
     train_beside(rank, world, over_p2p, make=make_transformer, tolerance=1e-4)
     native = functools.partial(compiled_over, "c10d", mesh=mesh, native_reduce=True)
     train_beside(rank, world, native, make=make_transformer, tolerance=1e-4)
-
-
-@pytest.mark.parametrize("world", [4, 8])
-def test_training_of_replicated_shards_is_close_to_unsharded(gpus, world):
-    gpus(world).run(rank_trains_replicated)
 
 
 def loss_and_grads(model, rank, loss):
@@ -68,7 +63,9 @@ def loss_and_grads(model, rank, loss):
     return value, grads
 
 
-def rank_aot_eager_equals_eager(rank, world, loss):
+@pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
+@on_gpus(2)
+def test_aot_eager_equals_eager_bitwise(rank, world, loss):
     """Gradients that torch's own aot_eager does not reproduce on this GPU may differ: atomics, other layouts."""
     torch.manual_seed(0)
     model = make_transformer()
@@ -86,11 +83,6 @@ def rank_aot_eager_equals_eager(rank, world, loss):
     assert differ <= unstable, (differ, unstable)
 
 
-@pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
-def test_aot_eager_equals_eager_bitwise(gpus, loss):
-    gpus(2).run(rank_aot_eager_equals_eager, loss)
-
-
 @pytest.mark.parametrize("transport", ["p2p", "p2p in step"])
 @pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
 def test_transports_agree_bitwise(gpus, loss, transport):
@@ -102,7 +94,9 @@ def test_transports_of_more_ranks_agree_bitwise(gpus, world):
     gpus(world).run(rank_trains_as_over_nccl, autocast_loss, "p2p", {})
 
 
-def rank_microbatches_share_gathers(rank, world, transport):
+@pytest.mark.parametrize("transport", ["p2p", "c10d", "delayed p2p", "delayed c10d"])
+@on_gpus(2)
+def test_microbatches_gather_once(rank, world, transport):
     """Compared with microbatches over NCCL that do not share."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -114,12 +108,9 @@ def rank_microbatches_share_gathers(rank, world, transport):
     assert together.gathered_bytes == STEPS * [4 * sum(parameter.numel() for parameter in together.model.parameters())]
 
 
-@pytest.mark.parametrize("transport", ["p2p", "c10d", "delayed p2p", "delayed c10d"])
-def test_microbatches_gather_once(gpus, transport):
-    gpus(2).run(rank_microbatches_share_gathers, transport)
-
-
-def rank_obeys_transport_option(rank, world):
+@needs_two_gpus
+@on_gpus(2)
+def test_transport_option_is_obeyed(rank, world):
     model = zcompile.shard(make_transformer())
     assert zcompile.stats(model)["transport"] in ("p2p", "nccl") and "us" in zcompile.stats(model)["transport_reason"]
     for transport in ("nccl", "p2p"):
@@ -133,8 +124,3 @@ def rank_obeys_transport_option(rank, world):
         torch.compile(model, backend="zcompile", options={"transport": "gloo"})(
             torch.zeros(1, 4, dtype=torch.int64, device="cuda")
         )
-
-
-@needs_two_gpus
-def test_transport_option_is_obeyed(gpus):
-    gpus(2).run(rank_obeys_transport_option)

@@ -1,6 +1,7 @@
 """`zcompile` and `python -m zcompile`."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 import zcompile
 from tests.support.pages import check_commands, parser_of
+from tests.support.time_limits import scaled
 from zcompile import cli
 from zcompile.cli import WIDTH
 
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=scaled(120))
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
@@ -84,18 +86,24 @@ def test_a_command_is_imported_only_when_it_is_asked_for():
         assert f"'{name}'" not in modules
 
 
-def test_version():
+def module(monkeypatch, capsys, *arguments):
+    """The output of `python -m` with these arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", list(arguments))
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    assert not stopped.value.code
+    return capsys.readouterr().out
+
+
+def test_version(monkeypatch, capsys):
     (written,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE) or [
         zcompile.__version__  # setuptools reads it from the package
     ]
-    printed = python("-m", "zcompile", "--version").stdout.strip()
-    assert printed == zcompile.__version__ == written
+    assert module(monkeypatch, capsys, "zcompile", "--version").strip() == zcompile.__version__ == written
 
 
 def test_explain_is_the_function_after_its_module_is_imported():
-    code = (
-        "import zcompile.explanation.explain, zcompile; assert zcompile.explain is zcompile.explanation.explain.explain"
-    )
+    code = "import zcompile; from zcompile.explanation.explain import explain; assert zcompile.explain is explain"
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
 

@@ -20,7 +20,12 @@ def compile_with(command):
     assert finished.returncode == 0, finished.stderr[-4000:]
 
 
-@pytest.mark.parametrize("source", sorted(SOURCES.rglob("*.cu")), ids=lambda path: path.name)
+def kernels():
+    for source in sorted(SOURCES.rglob("*.cu")):
+        yield pytest.param(source, id=source.name, marks=[] if source.name == "cast.cu" else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("source", kernels())
 def test_kernels_compile_without_warnings(source, tmp_path):
     compile_with(
         [
@@ -38,14 +43,8 @@ def test_kernels_compile_without_warnings(source, tmp_path):
     )
 
 
-def sources_of_a_cuda_build():
-    """Each takes some 20 s. CI takes the one that includes most of the others' headers."""
-    for source in sorted(SOURCES.rglob("*.cpp")):
-        name = source.relative_to(SOURCES).as_posix()
-        yield pytest.param(source, id=name, marks=[] if name == "p2p/transport.cpp" else pytest.mark.matrix)
-
-
-@pytest.mark.parametrize("source", sources_of_a_cuda_build())
+@pytest.mark.slow
+@pytest.mark.parametrize("source", sorted(SOURCES.rglob("*.cpp")), ids=lambda path: str(path.relative_to(SOURCES)))
 def test_sources_have_no_errors_in_a_build_with_cuda(source, tmp_path):
     """Syntax and types. A CPU build of torch has the CUDA headers but for one that says how libraries are linked."""
     includes = [

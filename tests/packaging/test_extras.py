@@ -20,15 +20,15 @@ CASES = [
     pytest.param("rich", RUN_MODULE.format("zcompile"), "zcompile profile", "profile", id="command"),
     pytest.param("tqdm", RUN_FILE.format("examples/train.py"), "examples/train.py", "train", id="train"),
     pytest.param(
-        "matplotlib", RUN_FILE.format("examples/moe.py"), "examples/moe.py", "train", id="moe", marks=pytest.mark.matrix
+        "matplotlib", RUN_FILE.format("examples/moe.py"), "examples/moe.py", "train", id="moe", marks=pytest.mark.slow
     ),
     pytest.param(
         "deepspeed", RUN_FILE.format("examples/deepspeed_train.py"), "examples/deepspeed_train.py", "deepspeed,train",
-        id="deepspeed", marks=pytest.mark.matrix,
+        id="deepspeed", marks=pytest.mark.slow,
     ),
     pytest.param(
         "jinja2", RUN_FILE.format("examples/profile_own_model.py"), "zcompile profile", "profile", id="profile",
-        marks=pytest.mark.matrix,
+        marks=pytest.mark.slow,
     ),
 ]  # fmt: skip
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.time_limits import scaled
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = Path(torch.__file__).parents[1]
 PROGRAM = """
@@ -28,7 +30,7 @@ def metadata(folder: Path) -> Path:
 def import_torch(*folders: Path) -> str:
     """The modules of ours that `import torch` brings, with nothing on the path but `folders` and torch's own."""
     program = PROGRAM.format(folders=[*map(str, folders), str(PACKAGES)])
-    done = subprocess.run([sys.executable, "-ISc", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-ISc", program], capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()[-1]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.time_limits import scaled
 from zcompile import _C
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ def train_from(folder: Path, elsewhere: Path) -> None:
     run = [sys.executable, "-ISc", code]
     pipes = {"cwd": elsewhere, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     for rank in [subprocess.Popen([*run, str(i)], **pipes) for i in range(2)]:
-        out, err = rank.communicate(timeout=300)
+        out, err = rank.communicate(timeout=scaled(300))
         assert rank.returncode == 0 and out.endswith("trained\n"), err[-3000:]
 
 
@@ -82,6 +83,7 @@ def test_a_wheel_has_every_module_where_its_import_says(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_what_a_wheel_contains_trains_without_the_source(tmp_path):
     setup(tmp_path, "build_py", "--build-lib", str(tmp_path / "lib"))
     shutil.copy(_C.__file__, tmp_path / "lib" / "zcompile")
@@ -89,7 +91,7 @@ def test_what_a_wheel_contains_trains_without_the_source(tmp_path):
     train_from(tmp_path / "lib", tmp_path / "elsewhere")
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_wheel_made_of_the_sdist_trains_in_another_folder(tmp_path):
     """Compiles everything: two minutes on two cores."""
     setup(tmp_path, "sdist", "--dist-dir", str(tmp_path))

@@ -51,9 +51,9 @@ def rank_losses(rank, world, engine, stance="force_eager"):
     [
         "simplefsdp",
         "eager+units",
-        pytest.param("fsdp2+tuned", marks=pytest.mark.matrix),
-        pytest.param("ddp", marks=pytest.mark.matrix),
-        pytest.param("eager", marks=pytest.mark.matrix),
+        pytest.param("fsdp2+tuned", marks=pytest.mark.slow),
+        pytest.param("ddp", marks=pytest.mark.slow),
+        pytest.param("eager", marks=pytest.mark.slow),
     ],
 )
 def test_engines_train_as_one_rank_does(ranks, engine):
@@ -61,13 +61,8 @@ def test_engines_train_as_one_rank_does(ranks, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "engine, setting",
-    [
-        ("fsdp2+tuned", "2 b"),
-        pytest.param("simplefsdp+tuned", "enable_overlap_scheduling", marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine, setting", [("fsdp2+tuned", "2 b"), ("simplefsdp+tuned", "enable_overlap_scheduling")])
 def test_compiled_engines_have_their_settings_and_train_as_one_rank_does(ranks, engine, setting):
     for losses, expected, settings in ranks(2).run(rank_losses, engine, "default"):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -84,6 +79,7 @@ def test_one_rank_is_all_that_the_compiled_engine_takes(ranks):
         ranks(2).run(rank_losses, "compiled")
 
 
+@pytest.mark.slow
 def test_the_example_profiles_a_model_of_ones_own(tmp_path):
     example = Path(__file__).resolve().parents[2] / "examples/profile_own_model.py"
     run = subprocess.run(

@@ -1,9 +1,8 @@
-"""One run of the profiler over all kinds of engines: its results, its traces, and its report."""
+"""One run of the profiler over several kinds of engines: its results, its traces, and its report."""
 
 import gzip
 import html
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -22,22 +21,25 @@ from zcompile.profile import figures, report
 from zcompile.profile.engines import file_name
 from zcompile.profile.wire import wire_bytes
 
-ZERO3 = ["zero3"] if importlib.util.find_spec("deepspeed") else []
 OURS = "zcompile:inner=aot_eager"  # Inductor would take most of this module's time
 
 
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory):
-    """A folder with the report on all engines of these tests."""
-    folder = tmp_path_factory.mktemp("profile")
-    if ZERO3:  # it compiles an op for most of a minute: once, while other tests may want it too
-        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-        accelerator.create_op_builder("ShareMemCommBuilder").load()
-        built = Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm")
-        shutil.copytree(built, folder / "runs/extensions" / built.name, ignore=shutil.ignore_patterns("lock"))
-    engines = ",".join([OURS, "limit", "fsdp2", "deepcompile", *ZERO3])
+def profile(folder, *engines):
     batches = ["--tokens", "32", "--batch", "2", "--accumulation", "2"]
-    assert main(["profile", *SHORT, "--engines", engines, *batches, "--trace", "--output", str(folder)]) == 0
+    assert main(["profile", *SHORT, "--engines", ",".join(engines), *batches, "--trace", "--output", str(folder)]) == 0
+
+
+@pytest.fixture(
+    scope="module",
+    params=[[OURS, "fsdp2"], pytest.param([OURS, "limit", "fsdp2", "deepcompile"], marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def profiled(tmp_path_factory, inductor_cache, request):
+    """A folder with the report on the engines. Each has two processes, which take some 10 s to start."""
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "runs").mkdir()
+    (folder / "runs/limit-cache").symlink_to(inductor_cache)  # else Inductor would begin with headers and probes
+    profile(folder, *request.param)
     return folder
 
 
@@ -51,21 +53,27 @@ def events_of(folder, engine):
     return json.loads(gzip.decompress((folder / f"{file_name(engine)}.trace.json.gz").read_bytes()))["traceEvents"]
 
 
+def trained(results):
+    """The engines that were not skipped."""
+    return [name for name in results["engines"] if name != "deepcompile"]
+
+
 def test_results(results):
     engines = results["engines"]
-    assert list(engines) == [OURS, "limit", "fsdp2", "deepcompile", *ZERO3]
-    assert "needs CUDA" in engines["deepcompile"]["skipped"]
-    for name in (OURS, "limit", "fsdp2"):
+    assert list(engines) in ([OURS, "fsdp2"], [OURS, "limit", "fsdp2", "deepcompile"])
+    for name in trained(results):
         engine = engines[name]
         low, high = engine["step_ms"]["quartiles"]
         assert 0 < low <= engine["step_ms"]["median"] <= high and engine["peak_bytes"] > 0
         parts = engine["parts"]
-        assert parts["compute_ms"] > 0.05 * parts["step_ms"]
+        assert parts["compute_ms"] > 0.01 * parts["step_ms"]  # ranks wait for each other on busy CPUs
         assert (parts["communication_ms"] > 0) == (name != "limit")
     assert len(engines[OURS]["losses"]) == 5
     assert engines[OURS]["losses"] == pytest.approx(engines["fsdp2"]["losses"], rel=1e-5)
-    assert not engines[OURS]["strays"] and "strays" not in engines["limit"]
-    assert engines["limit"]["x_limit"] == 1.0
+    assert not engines[OURS]["strays"]
+    if "limit" in engines:
+        assert "needs CUDA" in engines["deepcompile"]["skipped"]
+        assert "strays" not in engines["limit"] and engines["limit"]["x_limit"] == 1.0
     parameters = results["workload"]["parameters"]
     # For each of two microbatches, forward gathers all parameters. Backward gathers all but the embedding, which it
     # does not read, and the head and the norm before it, which are saved for it. All gradients are reduced.
@@ -76,10 +84,10 @@ def test_results(results):
     assert results["workload"]["flops"] > 6 * 2 * 64 * (parameters - embedding)
 
 
-def test_memory_by_kind(results):
-    shard = 4 * results["workload"]["parameters"] // 2  # fp32, two ranks
-    embedding = 4 * 2048 * 192
-    for name in (OURS, "limit", "fsdp2", *ZERO3):
+def check_memory(results, names):
+    """Of the engines called `names`; returns the bytes of a shard: fp32, two ranks."""
+    shard = 4 * results["workload"]["parameters"] // 2
+    for name in names:
         memory = results["engines"][name]["memory"]
         sums = [sum(nbytes) for nbytes in zip(*memory["kinds"].values())]
         assert sum(memory["at_peak"].values()) == max(sums) and memory["allocator_bytes"] is None
@@ -95,6 +103,11 @@ def test_memory_by_kind(results):
         gradients = memory["kinds"]["gradients"]
         held = shard if name in ("limit", "zero3") else 0  # between steps: a shard's gradient, and DeepSpeed's buffer
         assert gradients[-1] == held and max(gradients) >= shard + held
+    return shard
+
+
+def test_memory_by_kind(results):
+    shard, embedding = check_memory(results, trained(results)), 4 * 2048 * 192
     zcompile = results["engines"][OURS]
     full = zcompile["memory"]["kinds"]["unsharded"]
     static = zcompile["memory"]["kinds"]["shards"][0] + zcompile["memory"]["kinds"]["optimizer"][0]
@@ -104,6 +117,18 @@ def test_memory_by_kind(results):
     assert max(nbytes for _, _, nbytes in plan["memory"]) - static == pytest.approx(max(full), rel=1e-3)
     assert plan["peak_bytes"] == max(nbytes for _, nbytes, _ in plan["memory"])
     assert plan["step_ms"] == pytest.approx(plan["memory"][-1][0])
+
+
+@pytest.mark.slow
+def test_memory_of_deepspeed_by_kind(tmp_path):
+    """DeepSpeed compiles an op for most of a minute: once, while other tests may want it too."""
+    pytest.importorskip("deepspeed")
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    accelerator.create_op_builder("ShareMemCommBuilder").load()
+    built = Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm")
+    shutil.copytree(built, tmp_path / "runs/extensions" / built.name, ignore=shutil.ignore_patterns("lock"))
+    profile(tmp_path, "zero3")
+    check_memory(results_in(tmp_path), ["zero3"])
 
 
 def test_lifetimes_of_unsharded_parameters(results):
@@ -123,8 +148,8 @@ def test_lifetimes_of_unsharded_parameters(results):
     }
 
 
-def test_traces_are_of_two_steps(profiled):
-    for name in (OURS, "limit", "fsdp2"):
+def test_traces_are_of_two_steps(profiled, results):
+    for name in trained(results):
         events = events_of(profiled, name)
         assert sum(event.get("name") == "zcompile.profile::step" for event in events) == 2
 
@@ -138,7 +163,7 @@ def test_bytes_on_the_wire_by_trace_and_by_arithmetic(profiled, results):
     traced_bytes = wire_bytes({"traceEvents": events_of(profiled, OURS)}, 2) / 2
     # Ranks also agree on what to gather.
     assert traced_bytes == pytest.approx(results["engines"][OURS]["wire_bytes"], rel=1e-3)
-    assert results["engines"]["limit"]["wire_bytes"] == 0
+    assert "limit" not in results["engines"] or results["engines"]["limit"]["wire_bytes"] == 0
 
 
 def padded(parameter):
@@ -180,7 +205,7 @@ def test_a_host_that_the_gpu_waits_for_is_mentioned(results, parts, waits):
     [(["memory"], {"kinds", "lifetimes"}), (["memory", "parts"], {"kinds", "lifetimes", "timeline"})],
 )
 def test_a_picture_of_nothing_is_left_out(results, missing, left_out, tmp_path):
-    results["engines"] = {"limit": results["engines"]["limit"] | dict.fromkeys(missing)}
+    results["engines"] = {"fsdp2": results["engines"]["fsdp2"] | dict.fromkeys(missing)}
     names = {path.stem for path in report.write(results, tmp_path) if path.suffix == ".png"}
     assert set(figures.PICTURES) - names == left_out
 
@@ -207,6 +232,7 @@ def look_at_page(page, folder):
     return console, pictures
 
 
+@pytest.mark.slow
 def test_report_in_a_browser(profiled, tmp_path):
     """Every picture has something in it, and the page reports no error. This test would see both if it were not so."""
     page = (profiled / "report.html").read_text()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 SIZE = 1000, 6000
-TIMEOUT_SECONDS = 180
+TIMEOUT_SECONDS = 600
 
 
 class NoBrowser(Exception):

@@ -25,13 +25,14 @@ from torch import nn
 
 import zcompile
 from tests.support.ranks import take_gpu
+from tests.support.time_limits import scaled
 from zcompile.ranks.order_watch import PERIOD_S
 
 WORLD, STEPS, LAYERS = 2, 4, 4
 KINDS = ("raise", "raise and go on", "kill", "stop", "stop long", "skip")
 PLACES = ("shard", "forward", "backward", "step")
-START_S = 60.0  # the longest that ranks take to come to the place, beside other tests
-SLACK_S = 5.0  # for a machine with more processes than cores
+START_S = scaled(60.0)  # the longest that ranks take to come to the place, beside other tests
+SLACK_S = scaled(5.0)  # for a machine with more processes than cores
 
 
 class Injected(Exception):

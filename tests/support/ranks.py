@@ -2,14 +2,19 @@
 
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import itertools
 import os
 import socket
 import sys
 import time
 import traceback
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +22,9 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-TIMEOUT_SECONDS = 180
+from tests.support.time_limits import scaled
+
+TIMEOUT_SECONDS = 180  # on a quiet machine
 LINEAR = torch.nn.functional.linear  # DeepSpeed's zero.Init replaces it for good
 
 
@@ -42,11 +49,12 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args))
+        timeout = scaled(timeout)
         deadline = time.monotonic() + timeout
         results, errors = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                errors.append(f"rank {rank}: no answer within {timeout} s")
+                errors.append(f"rank {rank}: no answer within {timeout:.0f} s")
                 results.append(errors[-1])
                 continue
             try:
@@ -73,26 +81,76 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn" if self.backend == "nccl" else "forkserver")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, self.backend, port, theirs), daemon=False)
-            process.start()
+            arguments = rank, self.world, self.backend, port, theirs, dict(os.environ)
+            process = context.Process(target=_serve, args=arguments, daemon=False)
+            if self.backend == "nccl":
+                process.start()
+            else:
+                connect = fork_server(rank % 2).connect_to_new_process
+                with mock.patch.object(forkserver, "connect_to_new_process", connect):
+                    process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
 
-def _serve(rank: int, world: int, backend: str, port: int, pipe) -> None:
+@functools.cache
+def fork_server(number: int) -> forkserver.ForkServer:
+    """A process that has imported torch, and forks ranks.
+
+    There are two, since the ranks of users differ in how they hash strings, by which a program must not differ.
+    """
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["tests.support.ranks", "torch._dynamo", "torch._inductor.compile_fx", "zcompile"])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONHASHSEED=str(number), PYTHONPATH=path):
+        server.ensure_running()
+    return server
+
+
+def on_ranks(world: int | None = None, timeout: float = TIMEOUT_SECONDS, fixture: str = "ranks"):
+    """Make a test of a function (rank, world, ...): all ranks of a pool call it, with the values of its parameters.
+
+    Args:
+        world: how many ranks; None: as many as the parameter `world` of the test says.
+        fixture: the fixture that has the pools.
+    """
+
+    def decorate(function):
+        parameters = list(inspect.signature(function).parameters.values())
+
+        def test(**values):
+            pool = values[fixture](values["world"] if world is None else world)
+            pool.run(function, *(values[each.name] for each in parameters[2:]), timeout=timeout)
+
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        of_pools = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([of_pools, *parameters[1 if world is None else 2 :]])
+        test.on_rank = function
+        function.__qualname__ += ".on_rank"  # by which ranks find it
+        return test
+
+    return decorate
+
+
+on_gpus = functools.partial(on_ranks, fixture="gpus")
+
+
+def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
     )
+    mp.set_start_method("fork", force=True)  # the default of a program
     torch.set_num_threads(1)
     faulthandler.enable()  # says where a rank crashed
     if backend == "nccl":
         take_gpu(rank, world)
     dist.init_process_group(
-        backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2)
+        backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=scaled(TIMEOUT_SECONDS / 2))
     )
     _, store = distributed_c10d._world.pg_map[dist.group.WORLD]
     for number in itertools.count():

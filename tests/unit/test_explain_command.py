@@ -1,6 +1,7 @@
 """`zcompile explain`, without ranks."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,13 @@ from torch import nn
 from zcompile.calibration.results import Calibration
 from zcompile.cli import main
 from zcompile.costs.hardware_tables import TABLES
+from zcompile.explanation.llama import SIZES
 from zcompile.explanation.workloads import load
+
+
+@pytest.fixture(autouse=True)
+def two_layers(monkeypatch):
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], layers=2))
 
 
 def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):

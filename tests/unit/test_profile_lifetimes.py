@@ -44,11 +44,7 @@ def test_lifetimes_by_name():
     trace = {"traceEvents": GATHERS + launches + kernels + other}
     lifetimes = lifetimes_of_step(trace, allocations_of(trace, 0))
     rows = [(entry.parameter, entry.nbytes, entry.begin_ms, entry.end_ms) for entry in lifetimes.parameters]
-    assert rows == [
-        ("a.weight", 512, 0.11, 0.4),
-        ("b.weight", 100, 0.13, 0.9),
-        ("c.weight", 50, 0.21, 0.5),
-    ]
+    assert rows == [("a.weight", 512, 0.11, 0.4), ("b.weight", 100, 0.13, 0.9), ("c.weight", 50, 0.21, 0.5)]
     assert set(lifetimes.streams) == {"compute, stream 7", "NCCL, stream 20", "side, stream 24"}
     assert lifetimes.streams["NCCL, stream 20"] == [pytest.approx((0.3, 0.4), abs=2e-3)]
     assert clock(trace)(205.0) == 10210.0 and clock({"traceEvents": GATHERS})(205.0) == 205.0

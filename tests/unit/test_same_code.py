@@ -28,12 +28,10 @@ class Uneven(nn.Module):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """A cache folder in which the second test finds the C++ kernels of the first; the probes are off."""
+    """A cache folder in which the second test finds the C++ kernels of the first."""
     folder = tmp_path_factory.mktemp("inductor")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-        with cache_in(folder):
-            yield folder
+    with cache_in(folder):
+        yield folder
 
 
 def step():
