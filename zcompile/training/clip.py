@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile.state.attributes import MODEL, SHARDED
+from zcompile.state.microbatches import Deferred
 
 
 @torch.no_grad()
@@ -68,7 +69,7 @@ def _grad(parameter: torch.Tensor) -> torch.Tensor:
 def _refuse_deferred(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         sharded: Any = getattr(parameter, SHARDED, lambda: None)()
-        if sharded is not None and getattr(sharded.leaf, MODEL).deferred:
+        if sharded is not None and getattr(sharded.leaf, MODEL).microbatches.deferred is not Deferred.NOTHING:
             raise RuntimeError(
                 f"zcompile.clip_grad_norm_: the gradient of '{sharded.name}' is not reduced before the end of "
                 "zcompile.accumulate(reduce=...). Clip behind the block."
