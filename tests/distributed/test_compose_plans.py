@@ -12,7 +12,6 @@ from tests.support.ranks import on_ranks
 from tests.support.reference import close
 from zcompile.integrations.huggingface import distribute
 
-pytest.importorskip("transformers", "5.20")
 slow = pytest.mark.slow
 
 STEPS = 3

@@ -13,8 +13,6 @@ from tests.support.ranks import on_gpus
 from tests.support.reference import close
 from zcompile.integrations.huggingface import distribute
 
-pytest.importorskip("transformers", "5.20")
-
 STEPS, DELAYED_STEPS = 5, 200
 SIZES = {"tp": {"tp_size": 2, "fsdp_size": 2}, "ep": {"fsdp_size": 4, "ep_size": 2}}
 
