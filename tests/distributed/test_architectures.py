@@ -96,6 +96,7 @@ OF_ALL_KINDS = [
 
 @pytest.mark.parametrize("task, kind", IN_CI)
 def test_models_of_other_kinds_train_as_unsharded(two_ranks, task, kind):
+    """Importing diffusers takes most of the time."""
     assert two_ranks.run(rank_trains, task, kind, "aot_eager") == [None, None]
 
 

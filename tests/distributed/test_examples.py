@@ -65,6 +65,7 @@ def check_results(folder, program, arguments, written):
     ],
 )
 def test_an_example_trains_and_writes_its_results(ranks, tmp_path, program, arguments, written):
+    """The first imports matplotlib, which makes a list of the fonts."""
     ranks(2).run(rank_runs, program, [*SHORT, *arguments, "--out", str(tmp_path)])
     check_results(tmp_path, program, arguments, written)
 
