@@ -1,5 +1,7 @@
-// Transports touch values in two places alone: casts on the way out and sums on the way in. They mean the same on every
-// device: round to nearest even; add up in rank order at fp32 or better, then divide.
+// Transports touch values here: casts on the way out and means on the way in. Two sums are elsewhere: rows of
+// embeddings peer to peer (embedding_rows.cu), and replicas that `accumulate` defers
+// (zcompile/training/deferred_reduces.py). Each rounds to nearest even on every device, and adds up in rank order at
+// fp32 or better.
 #pragma once
 
 #include <ATen/core/Tensor.h>

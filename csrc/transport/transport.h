@@ -24,8 +24,10 @@ struct GatherRequest {
 };
 
 // Fills `out` (shaped like the shard) with this rank's slice of the mean of `grad` over ranks, and what `extras` add.
-// The mean is the fp32 sum of the gradients, in rank order and at the width at which they arrive, divided by the number
-// of ranks. Only with native reduces, collectives add up in their own order, at the width of the wire.
+// The mean is the fp32 sum of the gradients, in rank order and at the width at which they arrive, divided by the
+// context's divisor (TransportContext::divisor): the number of ranks, or `gradient_divide_factor`. While sums over
+// replicas are deferred, `out` lacks those of the other replicas. Only with native reduces, collectives add up in
+// their own order, at the width of the wire.
 struct ReduceRequest {
   const ShardedParam* param;
   at::Tensor grad;
@@ -112,8 +114,8 @@ bool in_backward();
 // Collectives of a c10d::ProcessGroup: gloo or NCCL.
 std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);
 
-// out = (`sum`, flat, added up over the ranks that hold the same shard) / (number of all ranks). Ends in the order of
-// the current stream.
+// out = (`sum`, flat, added up over the ranks that hold the same shard) / context.divisor(replicas). Ends in the order
+// of the current stream.
 void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
 struct P2pSettings {

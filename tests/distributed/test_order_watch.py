@@ -17,6 +17,7 @@ from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.ranks import order_watch
 from zcompile.ranks.order_watch import difference
+from zcompile.ranks.process_groups import Groups
 
 
 class Two(nn.Module):
@@ -90,7 +91,7 @@ def leave():
 atexit.register(leave)  # called last
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 begun, runtime = threading.Event(), Runtime()
-watch_order(runtime, {"rank": 0, "world": 1, "gather": "gather", "reduce": "reduce"}, 1.0)
+watch_order(runtime, Groups("gather", "reduce", "", "", rank=0, world=1, number=0), 1.0)
 begun.wait()
 """
 
@@ -125,7 +126,7 @@ class FailedRuntime:
 def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(order_watch, "_base_store", lambda: store)
-    runtime, groups = FailedRuntime(), {"rank": 0, "world": 2, "gather": "gather", "reduce": "reduce"}
+    runtime, groups = FailedRuntime(), Groups("gather", "reduce", "", "", rank=0, world=2, number=0)
     watch = order_watch.OrderWatch(runtime, groups, 1.0)
     assert runtime.aborted.wait(scaled(10))
     watch.close()

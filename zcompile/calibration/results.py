@@ -3,7 +3,7 @@
 A file is of one device and one number of ranks. It names the driver and the torch that it was measured with, and counts
 for no other. Plans take a figure of it only where it differs by more than a quarter from the shipped table: so a second
 calibration, or that of an equal machine, changes no plan, and compiled graphs are found in caches. Predictions take all
-figures.
+figures. machine.py reads the file when a model is sharded; `link_of` in compiler/backend.py gives its rates to plans.
 """
 
 import ctypes

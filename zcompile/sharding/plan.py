@@ -53,7 +53,7 @@ class ShardPlan:
 
     @property
     def divisor(self) -> float:
-        """The number that summed gradients are divided by, also in domains of fewer ranks."""
+        """The divisor of summed gradients in the other domains; in the first, TransportContext::divisor has it."""
         return self.options.gradient_divide_factor or float(self.mesh.size())
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are units; see [Note: units] in units/unit.py.
+"""The modules of a model that are units; see [Note: units] in units/unit.py. sharding/plan.py drops some defaults.
 
 Unless the user says which, those whose forward loops over experts: it reads the experts that this rank's tokens hit.
 Experts that are one grouped product for all tokens are none. They read the same on all ranks, and a compiled graph
