@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._inductor import config as inductor_config
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -153,6 +154,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
         backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=scaled(TIMEOUT_SECONDS / 2))
     )
     _, store = distributed_c10d._world.pg_map[dist.group.WORLD]
+    settings = inductor_config.get_config_copy()
     for number in itertools.count():
         try:
             module, name, args = pipe.recv()
@@ -160,6 +162,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
             return
         torch._dynamo.reset()
         torch.nn.functional.linear = LINEAR
+        inductor_config.load_config(settings)  # which torchao's quantization changes for good
         _close_groups(dist.PrefixStore(str(number), store))
         torch.manual_seed(0)
         try:
