@@ -42,6 +42,16 @@ def mixture():
     return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement)
 
 
+@on_ranks(4)
+def test_uneven_parts_of_tensor_parallelism_are_one_program(rank, world):
+    """Of the 3 rows of the last layer one rank of the mesh "tp" has 2 and the other 1."""
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    with without_agreement():
+        model = zcompile.shard(spread_dense(Dense(), mesh["tp"], sequence=True), mesh["dp"])
+    model.compile(backend="zcompile", options={"inner": "aot_eager"})
+    assert token_loss(model, 0, mesh["dp"].get_local_rank()).isfinite()
+
+
 @pytest.mark.parametrize(
     "make, how",
     [

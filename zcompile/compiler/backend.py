@@ -195,7 +195,7 @@ class _Read(NamedTuple):
 
     Attributes:
         position: of the input that is the shard; None of a collective, -1 of what is no input.
-        what: shape and dtype, or the name of the collective, whose sizes may differ between ranks.
+        what: dtype, or the name of the collective, whose sizes may differ between ranks.
     """
 
     position: int | None
@@ -215,8 +215,8 @@ def _reads(gm: GraphModule) -> list[_Read]:
         if collective:
             reads.append(_Read(None, collective, place))
         else:
-            shard, shape, dtype = cast(tuple[Node, list[int], torch.dtype], node.args[:3])
-            reads.append(_Read(positions.get(shard, -1), f"{list(shape)} {dtype}", place))
+            shard, _, dtype = cast(tuple[Node, list[int], torch.dtype], node.args[:3])
+            reads.append(_Read(positions.get(shard, -1), str(dtype), place))
     return reads
 
 
@@ -232,13 +232,15 @@ def _without_folder(line: str) -> str:
 
 def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[Line]:
     """What decides which parameters travel, in which order and groups: a line for each thing that ranks must share."""
-    names = {id(sharded.leaf): name for model in _models(args) for name, sharded in model.parameters.items()}
+    known = {id(sharded.leaf): sharded for model in _models(args) for sharded in model.parameters.values()}
 
     def line(read: _Read) -> Line:
         if read.position is None:
             return Line(f"calls {read.what}", read.place)
-        name = names.get(id(args[read.position]), "?") if read.position >= 0 else "?"
-        return Line(f"reads '{name}' {read.what}", read.place)
+        sharded = known.get(id(args[read.position])) if read.position >= 0 else None
+        if sharded is None:
+            return Line(f"reads '?' {read.what}", read.place)
+        return Line(f"reads '{sharded.name}' {list(sharded.global_shape)} {read.what}", read.place)
 
     return [
         *map(line, reads),

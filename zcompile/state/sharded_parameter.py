@@ -61,6 +61,11 @@ class ShardedParameter:
         return self.layout.shape
 
     @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, the same on all ranks, also if tensor parallelism gives them parts of other sizes."""
+        return tuple(self.parameter.shape) if isinstance(self.parameter, DTensor) else self.shape
+
+    @property
     def has_hooks(self) -> bool:
         """Whether users registered hooks for its gradient."""
         return bool(self.parameter._backward_hooks or self.parameter._post_accumulate_grad_hooks)
