@@ -7,7 +7,7 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 PYTHON := $(VENV)/bin/python
 STAMP := build/installed$(subst /,-,$(VENV))
 CONSTRAINTS := build/constraints.txt
-BUILD_INPUTS := setup.py pyproject.toml requirements-dev.txt $(shell find csrc -type f)
+EXTENSION := build/extension$(subst /,-,$(VENV))
 # torch imports installed extensions when it is imported. Here it must not: an editable install whose modules have moved
 # since would end the build that is to mend it.
 ALONE := TORCH_DEVICE_BACKEND_AUTOLOAD=0
@@ -18,20 +18,25 @@ ARGS ?=
 
 .PHONY: install train profile lint quick test test-all models matrix smoke clean
 
-install: $(STAMP)
+install: $(STAMP) $(EXTENSION)
 
 $(CURDIR)/.venv/pyvenv.cfg:
 	if python3 -c 'import torch' 2>/dev/null; then share=--system-site-packages; fi; \
 	python3 -m venv $$share $(CURDIR)/.venv
 
-$(STAMP): $(BUILD_INPUTS) $(VENV)/pyvenv.cfg
+$(STAMP): setup.py pyproject.toml requirements-dev.txt $(VENV)/pyvenv.cfg
 	mkdir -p build
 	$(ALONE) $(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) $$(grep '^torch==' requirements-dev.txt)
 	$(ALONE) $(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(CONSTRAINTS)
 	grep -v '^torch==\|^deepspeed==\|^PySide6' requirements-dev.txt > build/requirements.txt
 	$(PIP) -c $(CONSTRAINTS) -r build/requirements.txt
 	DS_BUILD_OPS=0 $(PIP) -c $(CONSTRAINTS) --no-build-isolation $$(grep '^deepspeed==' requirements-dev.txt)
-	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[train,profile]'
+	ZCOMPILE_EXTENSION=0 $(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[train,profile]'
+	touch $@
+
+# In place and not by pip, which would compile all files in a new folder each time: ninja compiles those that changed.
+$(EXTENSION): $(STAMP) $(shell find csrc -type f)
+	$(ALONE) $(PYTHON) setup.py --quiet build_ext --inplace > build/extension.log || { cat build/extension.log; exit 1; }
 	touch $@
 
 # All GPUs, or two CPU ranks of one thread each: about three minutes on two cores.

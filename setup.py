@@ -1,7 +1,8 @@
 """Builds zcompile._C for the torch that is installed, with CUDA if torch and a toolkit have it.
 
-`ZCOMPILE_CUDA=1` insists on CUDA, `ZCOMPILE_CUDA=0` builds for CPUs. What is missing is one sentence, with the command
-that mends it. An sdist needs none of it.
+`ZCOMPILE_CUDA=1` insists on CUDA, `ZCOMPILE_CUDA=0` builds for CPUs. An error names the missing tool and the command
+that installs it, in one sentence. An sdist needs no tool. `ZCOMPILE_EXTENSION=0` leaves the extension out of an
+editable install, for `make install`, which builds it in place.
 """
 
 import importlib.metadata
@@ -188,6 +189,13 @@ def extension() -> dict[str, Any]:
     return {"ext_modules": [module], "cmdclass": {"build_ext": build_ext}}
 
 
+def extension_modules() -> dict[str, Any]:
+    """The arguments of `setup` for the extension. Commands that do not compile get its name alone."""
+    if os.environ.get("ZCOMPILE_EXTENSION") == "0":
+        return {"ext_modules": []}
+    return extension() if COMPILING & set(sys.argv) else {"ext_modules": [Extension("zcompile._C", [])]}
+
+
 if int(setuptools.__version__.partition(".")[0]) < SETUPTOOLS:
     fail(f"setuptools {setuptools.__version__} is too old. Run: pip install 'setuptools>={SETUPTOOLS}' && {INSTALL}")
 
@@ -197,5 +205,5 @@ setup(
     packages=[*PACKAGES, "zcompile.passes"],
     package_dir={"zcompile.passes": "passes"},  # in the checkout, zcompile/passes is a link to it
     package_data={"zcompile": ["py.typed", "*.pyi"], "zcompile.profile": ["*.j2"]},
-    **(extension() if COMPILING & set(sys.argv) else {"ext_modules": [Extension("zcompile._C", [])]}),
+    **extension_modules(),
 )
