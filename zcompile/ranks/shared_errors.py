@@ -19,10 +19,10 @@ class Progress:
 
 @contextlib.contextmanager
 def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[Progress]:
-    """Around work of this rank alone: what one rank raises is an error on all, which come here together.
+    """Around work of this rank alone: an exception of one rank is an error on all ranks, which enter together.
 
     Raises:
-        RuntimeError: a rank raised; names it, what it was at, and what it raised.
+        RuntimeError: a rank raised; names the rank, its progress, and its exception.
     """
     progress, error = Progress(), None
     try:

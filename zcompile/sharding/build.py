@@ -126,6 +126,6 @@ def _shard_parameter(
         name, index, nn.Parameter(dtensor, requires_grad=trains), weakref.ref(leaf), layout=layout
     )
     sharded.add_owner(*owner, leaf)
-    sharded.parameter.__dict__.update(parameter.__dict__)  # what users hung on it: weight-decay flags and the like
+    sharded.parameter.__dict__.update(parameter.__dict__)  # attributes of users, such as weight-decay flags
     state.parameters[name] = sharded
     return sharded

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import zcompile.sharding.recurrent  # contributes to the class swap, as generate.py and unshard.py do
+# These contribute members to the classes of sharded modules; generate.py imports unshard.py, which does, too.
+import zcompile.sharding.recurrent
 import zcompile.units.forward
 import zcompile.unsharding.generate  # noqa: F401
 from zcompile.ranks.connected_ranks import agreement_of

@@ -61,7 +61,7 @@ class ShardedModel:
         """
         Args:
             machine: that the ranks of the mesh plan with.
-            has_units: what is sharded are the units of a model, whose other parameters are another `ShardedModel`.
+            has_units: its parameters are those of a model's units; another `ShardedModel` has the others.
             domain: see [Note: domains] in placement.py.
             divisor: of summed gradients. Default: the ranks of the mesh, so that they are means.
         """
