@@ -39,9 +39,15 @@ void OrderLog::append(const Want& want, const std::string& name) {
   std::lock_guard lock(mutex_);
   TORCH_CHECK(failed_.empty(), failed_);
   ++count_;
-  hash_ = static_cast<int64_t>(c10::get_hash(
-      hash_, static_cast<int64_t>(want.kind), want.model, want.what, static_cast<int64_t>(want.dtype), want.count,
-      in_backward(), steps_));
+  const std::array<int64_t, 7> parts = {
+      static_cast<int64_t>(want.kind),
+      want.model,
+      want.what,
+      static_cast<int64_t>(want.dtype),
+      want.count,
+      in_backward(),
+      steps_};
+  for (const auto part : parts) hash_ = hash_chain(hash_, part);
   auto& started = recent_[count_ % recent_count];
   started.hash = hash_;
   started.want = want;

@@ -25,6 +25,7 @@
 #include <c10/util/hash.h>
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
@@ -63,12 +64,18 @@ inline Want want_of(const ReduceRequest& request, int64_t model) {
   return {WantKind::reduce, model, index, request.grad.scalar_type(), 1, index};
 }
 
+// The hash of what `hash` is of, followed by `next`. Unlike that of c10, it is another one in another order.
+inline int64_t hash_chain(int64_t hash, int64_t next) {
+  const auto mixed = (static_cast<uint64_t>(hash) ^ static_cast<uint64_t>(next)) * 0x9e3779b97f4a7c15;
+  return static_cast<int64_t>(mixed ^ (mixed >> 32));
+}
+
 template <typename Request>
 Want want_of_all(c10::ArrayRef<Request> requests, int64_t model) {
   auto want = want_of(requests.front(), model);
   for (const auto& request : requests.slice(1)) {
     const auto next = want_of(request, model);
-    want.what = static_cast<int64_t>(c10::get_hash(want.what, next.what, static_cast<int64_t>(next.dtype)));
+    want.what = hash_chain(hash_chain(want.what, next.what), static_cast<int64_t>(next.dtype));
   }
   want.count = static_cast<int64_t>(requests.size());
   return want;

@@ -307,6 +307,17 @@ def test_models_over_other_meshes_of_the_same_ranks_are_compared_apart(ranks):
 
 
 @on_ranks(2)
+def test_models_in_another_order_are_a_difference(rank, world):
+    """Ranks start the same, and as many, in another order."""
+    mesh = short_mesh(LONG_S)
+    models = [experts(mesh=mesh) for _ in range(2)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    for model in models if rank == 0 else reversed(models):
+        backward(model)
+    assert DIFFERENT in difference_at_step(optimizer, *models)
+
+
+@on_ranks(2)
 def test_gradients_of_a_closure_are_compared(rank, world):
     model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
