@@ -61,6 +61,7 @@ ON_CPU = [
     event("zcompile::gather_wait", "cpu_op", 400, 600),
     event("aten::copy_", "cpu_op", 450, 500),  # inside the wait
     event("gloo:all_gather", "user_annotation", 300, 650, 2),
+    event("gloo:recv", "user_annotation", 50, 600),  # from its start to the wait
     event("aten::add", "cpu_op", 700, 900),
 ]
 

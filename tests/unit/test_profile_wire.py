@@ -27,3 +27,5 @@ def test_bytes_on_the_wire():
 
     events = [gloo("all_gather", 100, "c10::BFloat16"), gloo("all_reduce", 810, "float"), gloo("broadcast", 4, "float")]
     assert wire_bytes({"traceEvents": events}, 8) == 1600 + 3240
+    messages = [gloo(name, 200, "byte") for name in ("send", "recv") for _ in range(7)]  # a gather to 8 x 100 in bf16
+    assert wire_bytes({"traceEvents": messages}, 8) == 1600

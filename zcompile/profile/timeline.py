@@ -9,6 +9,7 @@ from typing import Any
 
 STEP = "zcompile.profile::step"
 GAPS = 1000  # of a step: what is shorter is no pixel of a picture
+MESSAGES = ("gloo:send", "gloo:recv")
 
 Interval = tuple[float, float]  # us, as in the trace, unless said otherwise
 Event = dict[str, Any]  # of a trace
@@ -48,7 +49,8 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
     On a GPU the steps last from the first thing that it does to the last. Compute is what runs on the busiest stream,
     but for NCCL's kernels and zcompile's. Communication is those kernels and whatever runs on other streams: copies
     between devices, the packing for them, casts and sums. On a CPU, communication is what gloo does on its threads
-    and what zcompile's ops wait for. Compute is aten's ops and compiled graphs, but for such waits.
+    and what zcompile's ops wait for. Events of zcompile's messages do not count, because they last until the wait.
+    Compute is aten's ops and compiled graphs, but for such waits.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -62,7 +64,8 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
         ops = [event for event in events if event.get("cat") == "cpu_op"]
         computing = [event for event in ops if event["name"].startswith(("aten::", "## Call CompiledFxGraph"))]
         waits = union(interval(event) for event in ops if _is_host_wait(event["name"]))
-        wire = [*waits, *(interval(event) for event in events if event["name"].startswith("gloo:"))]
+        collectives = [event for event in events if event["name"].startswith("gloo:")]
+        wire = [*waits, *(interval(event) for event in collectives if event["name"] not in MESSAGES)]
         steps = [interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
         compute = subtract(union(map(interval, computing)), waits)
     wire, compute = union(wire), union(compute)
