@@ -62,8 +62,7 @@ bool is_finalizing() {
 }
 
 // Those in which it gathers and reduces.
-std::set<std::string> groups_of(const Model& model) {
-  const auto& groups = model.groups();
+std::set<std::string> names_of(const Groups& groups) {
   std::set<std::string> names{groups.gather, groups.reduce, groups.replicate};
   names.erase("");
   return names;
@@ -248,17 +247,16 @@ void bind_numerics(py::module& module) {
 void bind_model(py::module& module) {
   py::class_<Model, std::shared_ptr<Model>>(module, "Model")
       .def(
-          py::init([](std::string gather, std::string reduce, std::string replicate, std::string control, int64_t rank,
-                      int64_t world, bool native_reduce, int64_t number, int64_t domain,
-                      std::optional<double> divisor) {
-            auto groups = Groups{std::move(gather), std::move(reduce), std::move(replicate), std::move(control)};
+          py::init([](std::string gather, std::string reduce, std::string replicate, int64_t rank, int64_t world,
+                      bool native_reduce, int64_t number, int64_t domain, std::optional<double> divisor) {
+            auto groups = Groups{std::move(gather), std::move(reduce), std::move(replicate)};
             return std::shared_ptr<Model>(
                 new Model(std::move(groups), rank, world, native_reduce, number, {domain, divisor}),
                 delete_without_gil);
           }),
-          py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("control"),
-          py::arg("rank"), py::arg("world"), py::arg("native_reduce") = false, py::arg("number") = 0,
-          py::arg("domain") = 0, py::arg("divisor") = py::none())
+          py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("rank"), py::arg("world"),
+          py::arg("native_reduce") = false, py::arg("number") = 0, py::arg("domain") = 0,
+          py::arg("divisor") = py::none())
       .def(
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
           py::arg("replicated"), py::arg("reduce_dtype"))
@@ -273,7 +271,6 @@ void bind_model(py::module& module) {
       .def("count_gather", &Model::count_gather, py::arg("unsharded"))
       .def("record_gathers", &Model::record_gathers)
       .def("stop_recording", &Model::stop_recording)
-      .def("meet", &Model::meet, ReleaseGil(), py::arg("number"))
       .def("forbid_gathers", &Model::forbid_gathers, py::arg("index"), py::arg("forbid"))
       .def(
           "use_transport",
@@ -285,10 +282,9 @@ void bind_model(py::module& module) {
           },
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
-      .def("share_stats", &Model::share_stats, py::arg("other"))
+      .def("join", &Model::join, py::arg("other"))
       .def("begin_forward", &Model::begin_forward)
       .def("keep_in_flight", &Model::keep_in_flight)
-      .def("on_unclaimed", &Model::on_unclaimed, py::arg("deliver"))
       .def("refresh", &Model::refresh, ReleaseGil())
       .def("count_step", &Model::count_step)
       .def(
@@ -321,22 +317,30 @@ void bind_model(py::module& module) {
       .def(
           "fail_order",
           [](const Model& model, const std::string& message) {
-            for (const auto& order : model.orders()) order->fail(message);
+            for (const auto& part : model.parts()) {
+              for (const auto& order : part.orders) order->fail(message);
+            }
           },
           py::arg("message"))
       .def(
           "nccl_failure",
           [](const Model& model) {
-            for (const auto& group : groups_of(model)) {
+            for (const auto& group : names_of(model.groups())) {
               if (auto failure = nccl_failure(group); !failure.empty()) return failure;
             }
             return std::string();
           },
           ReleaseGil())
       .def(
-          "connect_nccl", [](const Model& model) { connect_nccl(groups_of(model)); }, ReleaseGil())
+          "connect_nccl", [](const Model& model) { connect_nccl(names_of(model.groups())); }, ReleaseGil())
       .def(
-          "abort_nccl", [](const Model& model) { abort_nccl(groups_of(model)); }, ReleaseGil())
+          "abort_nccl",
+          [](const Model& model) {
+            std::set<std::string> names;
+            for (const auto& part : model.parts()) names.merge(names_of(part.groups));
+            const py::gil_scoped_release released;
+            abort_nccl(names);
+          })
       .def(
           "fused_adam_step",
           [](Model& model, const std::vector<int64_t>& indices, const std::vector<std::vector<at::Tensor>>& tensors,

@@ -57,7 +57,7 @@ Reducer::Reducer(
       replicas_(context.groups().replicate.empty() ? nullptr : OrderLog::of(context.groups().replicate)) {}
 
 std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests) {
-  note(want_of_all(requests, context_.number()), *requests.front().param);
+  note(collective_of(requests, context_.number()), *requests.front().param);
   begin();
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
   std::vector<at::Tensor> sums;
@@ -74,8 +74,7 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
 }
 
 std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request) {
-  const auto index = request.param->index;
-  note({WantKind::reduce, context_.number(), index, request.wire, 1, index}, *request.param);
+  note({true, context_.number(), request.param->index, request.wire}, *request.param);
   const auto sums = sum_rows(request);
   begin();
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
@@ -93,8 +92,8 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
 }
 
 // Ranks that share shards have tags for what they reduce. Means over replicas are collectives, without tags.
-void Reducer::note(const Want& want, const ShardedParam& param) {
-  if (replicas_ && !context_.defers_replicas()) replicas_->append(want, param.name);
+void Reducer::note(const Collective& next, const ShardedParam& param) {
+  if (replicas_ && !context_.defers_replicas()) replicas_->append(next, param.name);
 }
 
 // In compute's order: `work` may still wait for a peer, and little is left to compute when the gradients of an

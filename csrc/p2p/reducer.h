@@ -35,7 +35,6 @@
 #include "p2p/signals.h"
 #include "p2p/symmetric_memory.h"
 #include "transport/order_log.h"
-#include "transport/rank_agreement.h"
 #include "transport/transport.h"
 
 namespace zcompile::cuda {
@@ -82,7 +81,7 @@ class Reducer {
     int64_t has_offset() const;  // bytes, in a slot
   };
 
-  void note(const Want& want, const ShardedParam& param);
+  void note(const Collective& next, const ShardedParam& param);
   void begin();
   SortedRows sum_rows(const ReduceRowsRequest& request);
   at::Tensor make_sum(const at::Tensor& out, at::ScalarType wire) const;

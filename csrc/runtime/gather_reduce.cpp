@@ -18,7 +18,6 @@
 #include "runtime/in_flight.h"
 #include "runtime/model.h"
 #include "transport/process_groups.h"
-#include "transport/rank_agreement.h"
 
 namespace zcompile {
 
@@ -30,12 +29,10 @@ std::atomic<std::thread::id> thread_inside;
 // once would do so in another order on each rank. NCCL and FSDP2 ask for one order, too, and do not check.
 class OneThread {
  public:
-  // Throws if another thread is inside. `param` is for the message. The other thread's next want is then an error on
-  // all ranks.
+  // Throws if another thread is inside. `param` is for the message.
   OneThread(const std::string& param, int64_t rank) {
     auto none = std::thread::id();
     if (thread_inside.compare_exchange_strong(none, std::this_thread::get_id())) return;
-    RankAgreement::stop();
     TORCH_CHECK(
         false, "zcompile: two threads of rank ", rank, " run sharded models at once, one of them with parameter '",
         param, "'. Sharded models must run from one thread at a time, in one order on all ranks.");
@@ -193,7 +190,6 @@ namespace {
 
 // Adds to what is unreduced, at the width of the main parameter. Zeros stand in for what the reduce would give.
 at::Tensor defer_reduce(const Model& model, ParamState* param, const at::Tensor& grad) {
-  model.open_backward();
   if (param->unreduced.defined()) {
     param->unreduced.add_(grad);
   } else {

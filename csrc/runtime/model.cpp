@@ -15,12 +15,11 @@ namespace zcompile {
 
 Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain)
     : TransportContext(std::move(groups), rank, world, native_reduce, number, domain),
-      agreement_(RankAgreement::of(this->groups().control)),
       orders_(OrderLog::of_model(*this)),
+      parts_(std::make_shared<std::vector<Part>>(1, Part{orders_, this->groups()})),
       transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
-  if (agreement_) agreement_->leave(number());
   for (auto& param : params_) Registry::instance().remove(param.get());
   InFlightTable::instance().forget(weak_from_this());
 }
@@ -75,11 +74,6 @@ void Model::note_gathers(c10::ArrayRef<ParamState*> params, at::ScalarType dtype
   recording_->emplace_back(std::move(indices), dtype);
 }
 
-std::vector<std::pair<int64_t, int64_t>> Model::meet(int64_t number) {
-  TORCH_CHECK(agreement_, "zcompile: ranks that do not agree before each collective cannot meet so");
-  return agreement_->meet(this->number(), number);
-}
-
 namespace {
 
 std::unique_ptr<Transport> make_transport(
@@ -111,18 +105,14 @@ void Model::use_transport(const std::string& name, const P2pSettings& settings) 
   transport_ = make_transport(name, *this, settings);
 }
 
-void Model::add_unclaimed(int64_t index, at::Tensor gradient) {
-  auto& unclaimed = state(index).unclaimed;
-  unclaimed = unclaimed.defined() ? unclaimed.add_(gradient) : std::move(gradient);
-}
-
-void Model::drop_unclaimed() {
-  for (auto& param : params_) param->unclaimed.reset();
-}
-
 void Model::count_step() {
-  if (agreement_) agreement_->count_step();
   for (const auto& order : orders_) order->count_step();
+}
+
+void Model::join(const Model& other) {
+  stats_ = other.stats_;
+  parts_ = other.parts_;
+  parts_->push_back({orders_, groups()});
 }
 
 void Model::end_caching() {
@@ -189,29 +179,6 @@ void Model::note_backward() {
   if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this()] { self->transport_->finish_backward(); });
-}
-
-void Model::deliver_unclaimed() {
-  if (deliver_) {
-    Unclaimed unclaimed;
-    for (auto& param : params_) {
-      if (param->unclaimed.defined()) unclaimed.emplace_back(param->index, std::exchange(param->unclaimed, {}));
-    }
-    if (!unclaimed.empty()) deliver_(std::move(unclaimed));
-    return;
-  }
-  const ParamState* freed = nullptr;
-  for (auto& param : params_) {
-    if (!param->unclaimed.defined()) continue;
-    auto gradient = std::exchange(param->unclaimed, at::Tensor());
-    const auto leaf = alive(param->leaf);
-    if (!leaf.defined()) freed = param.get();
-    if (!leaf.defined() || !leaf.requires_grad()) continue;
-    (*torch::autograd::impl::grad_accumulator(leaf))({std::move(gradient)});
-  }
-  TORCH_CHECK(
-      !freed, "zcompile: other ranks have a gradient of '", freed->name, "', whose module was freed on rank ", rank(),
-      " before this backward, in which it has no part. Keep the model until its backward has run.");
 }
 
 }  // namespace zcompile

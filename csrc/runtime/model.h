@@ -5,7 +5,6 @@
 #include <c10/util/ArrayRef.h>
 
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,7 +17,6 @@
 #include "runtime/stats.h"
 #include "transport/context.h"
 #include "transport/order_log.h"
-#include "transport/rank_agreement.h"
 #include "transport/transport.h"
 
 namespace zcompile {
@@ -66,12 +64,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
     own_bytes_ += static_cast<int64_t>(wire.nbytes());
   }
   void count_replicas(int64_t bytes) override { stats_->count_replicas(bytes); }
-  void add_unclaimed(int64_t index, at::Tensor gradient) override;
-  void deliver_unclaimed() override;
-  void drop_unclaimed() override;
-  // From now on, `deliver` is given what is unclaimed, by the parameter's index, at the end of a backward.
-  using Unclaimed = std::vector<std::pair<int64_t, at::Tensor>>;
-  void on_unclaimed(std::function<void(Unclaimed)> deliver) { deliver_ = std::move(deliver); }
 
   Stats stats() { return stats_->get(); }
   // Unsharded bytes that this model alone gathered and reduced.
@@ -80,8 +72,13 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
     stats_->reset();
     own_bytes_ = 0;
   }
-  // From now on, counts for both are one.
-  void share_stats(const Model& other) { stats_ = other.stats_; }
+  // From now on, both are parts of one model: counts for both are one, and what fails in one fails in both.
+  void join(const Model& other);
+  struct Part {
+    std::vector<std::shared_ptr<OrderLog>> orders;
+    Groups groups;
+  };
+  const std::vector<Part>& parts() const { return *parts_; }
 
   // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call
   // it, or none.
@@ -110,9 +107,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   enum class Deferral { kNone, kReplicas, kReduces };
   void defer(Deferral deferral) { deferral_ = deferral; }
   std::optional<at::Tensor> take_unreduced(int64_t index);
-  void open_backward() const {
-    if (agreement_) agreement_->note_backward();
-  }
 
   // From now on, every reduce adds up the squares of what it makes; see GradSquares.
   void collect_squares();
@@ -129,9 +123,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   Recording stop_recording() { return std::exchange(recording_, std::nullopt).value_or(Recording()); }
   void note_gathers(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
 
-  // See RankAgreement::meet; only where ranks agree before each collective.
-  std::vector<std::pair<int64_t, int64_t>> meet(int64_t number);
-
   // An optimizer stepped with parameters of this model, outside of backward.
   void count_step();
   // See OrderLog::of_model.
@@ -145,8 +136,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
 
  private:
   std::vector<std::unique_ptr<ParamState>> params_;
-  std::shared_ptr<RankAgreement> agreement_;  // none: ranks do not agree before each collective, and
-  std::vector<std::shared_ptr<OrderLog>> orders_;  // are compared afterwards, if there are several
+  std::vector<std::shared_ptr<OrderLog>> orders_;
+  std::shared_ptr<std::vector<Part>> parts_;  // with this one
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
   std::shared_ptr<StatsCounter> stats_ = std::make_shared<StatsCounter>();
   std::atomic<int64_t> own_bytes_ = 0;
@@ -157,7 +148,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   int64_t repeated_ = -1;  // index of a parameter
   bool keeps_in_flight_ = false;
   std::optional<Recording> recording_;  // while gathers are recorded
-  std::function<void(Unclaimed)> deliver_;
   int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none
 };
 

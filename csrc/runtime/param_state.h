@@ -46,7 +46,6 @@ struct ParamState : ShardedParam {
 
   bool is_whole = false;  // inside of zcompile.unshard: the modules have it whole, and its values may be others
 
-  at::Tensor unclaimed;  // gradient of other ranks that no reduce of this rank asked for
   std::map<at::ScalarType, CachedParam> cached;  // by the dtype in which it was gathered
   GradAccumulation accumulation;
   at::Tensor unreduced;  // the sum of gradients whose reduce the program defers; of the parameter's shape

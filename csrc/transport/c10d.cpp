@@ -1,8 +1,7 @@
 // Gathers and reduces as collectives of a c10d::ProcessGroup.
 //
-// On CPU, ranks agree before each collective; see [Note: ranks that do different things] in rank_agreement.h. Without a
-// control group (NCCL) every rank must gather and reduce the same parameters in the same order; see [Note: order of
-// collectives over NCCL] in order_log.h.
+// Every rank must gather and reduce the same parameters in the same order; see [Note: order of collectives] in
+// order_log.h.
 
 #include <ATen/Functions.h>
 
@@ -17,9 +16,9 @@
 #include "compat.h"
 #include "kernels/numerics.h"
 #include "transport/c10d_transfers.h"
+#include "transport/messages.h"
 #include "transport/order_log.h"
 #include "transport/process_groups.h"
-#include "transport/rank_agreement.h"
 #include "transport/transport.h"
 
 namespace zcompile {
@@ -28,15 +27,7 @@ namespace {
 
 class C10dTransport : public Transport {
  public:
-  explicit C10dTransport(TransportContext& context)
-      : Transport(context),
-        agreement_(RankAgreement::of(context.groups().control)),
-        orders_(OrderLog::of_model(context)) {
-    if (agreement_) agreement_->join(context.number(), {this, &context, [this](const Want& want) { serve(want); }});
-  }
-  ~C10dTransport() override {
-    if (agreement_) agreement_->leave(number_, this);
-  }
+  explicit C10dTransport(TransportContext& context) : Transport(context), orders_(OrderLog::of_model(context)) {}
 
   std::string name() const override { return resolve_group(context_.groups().gather)->getBackendName(); }
 
@@ -50,11 +41,11 @@ class C10dTransport : public Transport {
       }
     }
     if (sharded.empty()) return std::make_unique<C10dTransfer>(std::vector<Work>());
-    return agree_and<GatherRequest>(sharded, [this](auto agreed) { return start_gather(agreed); });
+    return start<GatherRequest>(sharded, [&] { return start_gather(sharded); });
   }
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
-    return agree_and<ReduceRequest>(requests, [this](auto agreed) { return start_reduce(agreed); });
+    return start<ReduceRequest>(requests, [&] { return start_reduce(requests); });
   }
 
   // A native reduce adds up at the width of the wire, which may therefore be wider than the gradient.
@@ -81,7 +72,7 @@ class C10dTransport : public Transport {
     if (context_.world() == 1) return std::make_unique<C10dTransfer>(std::vector<Work>());
     CoalescedCollectives works(resolve_group(context_.groups().gather), slots.front().device(), requests.size());
     for (size_t i = 0; i < requests.size(); ++i) {
-      works.add(all_gather(works.group(), as_bytes(requests[i].padded), as_bytes(slots[i])));
+      works.add(start_all_gather(works.group(), as_bytes(requests[i].padded), as_bytes(slots[i])));
     }
     return std::make_unique<C10dTransfer>(works.end());
   }
@@ -106,8 +97,8 @@ class C10dTransport : public Transport {
       offset += packed_bytes(param->chunk, padded);
     }
     cast(shards, pieces);
-    auto work = all_gather(*resolve_group(context_.groups().gather), packed.view({-1}), row);
-    return std::make_unique<PackedGather>(std::vector<Work>{std::move(work)}, std::move(packed), std::move(places));
+    auto works = start_all_gather(*resolve_group(context_.groups().gather), packed.view({-1}), row);
+    return std::make_unique<PackedGather>(std::move(works), std::move(packed), std::move(places));
   }
 
   std::unique_ptr<Transfer> start_packed_reduce(c10::ArrayRef<ReduceRequest> requests) {
@@ -133,10 +124,10 @@ class C10dTransport : public Transport {
       sums.push_back({unpacked(received, offset, length, grad), out, extras});
       offset += packed_bytes(length, grad);
     }
-    auto work = all_to_all(
+    auto works = start_all_to_all(
         *resolve_group(context_.groups().reduce), received.view({-1}), sent,
         std::vector<int64_t>(world, row_bytes[rank]), row_bytes);
-    return std::make_unique<C10dReduce>(context_, std::vector<Work>{std::move(work)}, std::move(sums));
+    return std::make_unique<C10dReduce>(context_, std::move(works), std::move(sums));
   }
 
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
@@ -159,7 +150,7 @@ class C10dTransport : public Transport {
       const auto& param = *requests[i].param;
       const auto received = sums[i].received.view({-1}), sent = sums[i].sent.view({-1});
       works.add(
-          sums_natively(param) ? reduce_scatter(works.group(), received, sent)
+          sums_natively(param) ? std::vector{reduce_scatter(works.group(), received, sent)}
                                : exchange(works.group(), param, as_bytes(received), as_bytes(sent)));
     }
     return std::make_unique<C10dReduce>(context_, works.end(), std::move(sums));
@@ -172,36 +163,24 @@ class C10dTransport : public Transport {
   }
 
   // Sends every rank its slice; receives this rank's slices of all.
-  Work exchange(c10d::ProcessGroup& ranks, const ShardedParam& param, at::Tensor received, at::Tensor sent) {
-    if (param.replicated) return all_gather(ranks, received, sent);
+  std::vector<Work> exchange(
+      c10d::ProcessGroup& ranks, const ShardedParam& param, at::Tensor received, at::Tensor sent) {
+    if (param.replicated) return start_all_gather(ranks, received, sent);
     const auto world = context_.world();
     const auto width = sent.numel() / std::max<int64_t>(param.numel, 1);
     std::vector<int64_t> sent_splits, received_splits(world, received.numel() / world);
     for (int64_t rank = 0; rank < world; ++rank) sent_splits.push_back(param.length_of(rank) * width);
-    return all_to_all(ranks, received, sent, received_splits, sent_splits);
+    return start_all_to_all(ranks, received, sent, received_splits, sent_splits);
   }
 
-  // Starts `requests` when all ranks are about to: together if all have the very same, else one by one.
+  // Notes and starts a collective. Where another rank is gone, this may throw at once, and names no parameter.
   template <typename Request, typename Start>
-  std::unique_ptr<Transfer> agree_and(c10::ArrayRef<Request> requests, Start start) {
-    const auto want = want_of_all(requests, number_);
-    for (const auto& order : orders_) order->append(want, requests.front().param->name);
-    if (!agreement_) return start_alone(requests, start);
-    if (agreement_->agree(want)) return start(requests);
-    auto transfers = std::make_unique<Transfers>();
-    for (const auto& request : requests) {
-      agreement_->agree(want_of(request, number_));
-      transfers->add(start(c10::ArrayRef<Request>(request)));
-    }
-    return transfers;
-  }
-
-  // Starts what ranks have not agreed on. Where another rank is gone, NCCL may throw at once, and names no parameter.
-  template <typename Request, typename Start>
-  std::unique_ptr<Transfer> start_alone(c10::ArrayRef<Request> requests, Start start) {
+  std::unique_ptr<Transfer> start(c10::ArrayRef<Request> requests, Start start) {
+    const auto next = collective_of(requests, context_.number());
+    for (const auto& order : orders_) order->append(next, requests.front().param->name);
     const auto* verb = std::is_same_v<Request, GatherRequest> ? "gather" : "reduce";
     try {
-      return start(requests);
+      return start();
     } catch (const c10::DistBackendError& error) {
       throw_cannot(verb, requests.front().param->name, message_of(error));
     } catch (const std::runtime_error& error) {  // torch's all_to_all over NCCL
@@ -217,23 +196,7 @@ class C10dTransport : public Transport {
                               "' with the other ranks: a rank stopped, or the network failed. ", why));
   }
 
-  // Takes part in what another rank wants and this one does not.
-  void serve(const Want& want) {
-    const auto& param = context_.param(want.what);
-    const auto options = param.shard.options().dtype(want.dtype).requires_grad(false);
-    if (want.kind == WantKind::gather) {
-      const GatherRequest request{&param, at::empty({param.chunk * context_.world()}, options)};
-      start_gather(request)->wait();
-      return;
-    }
-    auto out = make_gradient(param);
-    start_reduce(ReduceRequest{&param, at::zeros(param.shape, options), out})->wait();
-    context_.add_unclaimed(param.index, std::move(out));
-  }
-
-  std::shared_ptr<RankAgreement> agreement_;  // none: ranks agree by construction, and
-  std::vector<std::shared_ptr<OrderLog>> orders_;  // are compared afterwards
-  int64_t number_ = context_.number();
+  std::vector<std::shared_ptr<OrderLog>> orders_;
 };
 
 }  // namespace

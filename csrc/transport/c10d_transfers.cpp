@@ -2,7 +2,6 @@
 
 #include <ATen/Functions.h>
 
-#include "compat.h"
 #include "kernels/numerics.h"
 
 namespace zcompile {
@@ -41,9 +40,9 @@ void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Te
   }
   auto rows = at::empty({count, sum.numel()}, sum.options());
   auto communicators = keep_communicators();
-  auto work = all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum));
+  const auto works = start_all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum));
   communicators.unlock();
-  work->wait();
+  wait_for(works);
   context.count_replicas((count - 1) * static_cast<int64_t>(sum.nbytes()));
   mean(rows.unbind(0), divisor, out, extras);
 }

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/messages.h"
 #include "transport/process_groups.h"
 #include "transport/transport.h"
 
@@ -14,9 +15,8 @@ namespace zcompile {
 class C10dTransfer : public Transfer {
  public:
   explicit C10dTransfer(std::vector<Work> works) : works_(std::move(works)) {}
-  void wait() override {
-    for (auto& work : works_) work->wait();
-  }
+  ~C10dTransfer() override { leave(works_); }
+  void wait() override { wait_for(std::exchange(works_, {})); }
 
  private:
   std::vector<Work> works_;

@@ -16,7 +16,6 @@ struct Groups {
   std::string gather;  // the ranks that share the shards
   std::string reduce;  // the same ranks, another communicator: gathers and reduces overlap only then
   std::string replicate;  // ranks that hold the same shard; empty without replication
-  std::string control;  // all ranks of the mesh, on the host; empty where ranks must agree by construction
 };
 
 // Parameters that are sharded over one mesh. A model may have several: dense layers over one, experts over another.
@@ -63,13 +62,6 @@ class TransportContext {
   virtual void count_gathered_rows(const at::Tensor& rows) = 0;
   virtual void count_reduce(const at::Tensor& wire) = 0;
   virtual void count_replicas(int64_t bytes) = 0;  // of shards that this rank received from its replicas
-
-  // Takes this rank's slice of a mean gradient that other ranks asked for and this rank did not.
-  virtual void add_unclaimed(int64_t index, at::Tensor gradient) = 0;
-  // The backward has ended on all ranks: gives these gradients to their parameters.
-  virtual void deliver_unclaimed() = 0;
-  // The backward raised: what it left behind must not count for the next one.
-  virtual void drop_unclaimed() = 0;
 
  private:
   Groups groups_;

@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "transport/transport.h"
+#include "transport/messages.h"
 
 namespace zcompile {
 
@@ -29,28 +29,21 @@ std::shared_ptr<OrderLog> OrderLog::of(const std::string& group) {
 std::vector<std::shared_ptr<OrderLog>> OrderLog::of_model(const TransportContext& model) {
   std::vector<std::shared_ptr<OrderLog>> logs;
   const auto& groups = model.groups();
-  if (!groups.control.empty()) return logs;
   if (model.world() > 1) logs.push_back(of(groups.gather));
   if (!groups.replicate.empty()) logs.push_back(of(groups.replicate));
   return logs;
 }
 
-void OrderLog::append(const Want& want, const std::string& name) {
+void OrderLog::append(const Collective& next, const std::string& name) {
   std::lock_guard lock(mutex_);
   TORCH_CHECK(failed_.empty(), failed_);
   ++count_;
-  const std::array<int64_t, 7> parts = {
-      static_cast<int64_t>(want.kind),
-      want.model,
-      want.what,
-      static_cast<int64_t>(want.dtype),
-      want.count,
-      in_backward(),
-      steps_};
+  const std::array<int64_t, 7> parts = {next.reduces, next.model,    next.what, static_cast<int64_t>(next.dtype),
+                                        next.count,   in_backward(), steps_};
   for (const auto part : parts) hash_ = hash_chain(hash_, part);
   auto& started = recent_[count_ % recent_count];
   started.hash = hash_;
-  started.want = want;
+  started.collective = next;
   started.name = name;  // takes the memory of the one before
   if (count_ % mark_every != 0) return;
   old_.emplace_back(count_, hash_);
@@ -70,9 +63,9 @@ std::vector<OrderLog::Mark> OrderLog::marks() const {
     if (number < first) marks.push_back({number, hash, ""});
   }
   for (auto number = first; number <= count_; ++number) {
-    const auto& [hash, want, name] = recent_[number % recent_count];
-    auto text = (want.kind == WantKind::gather ? "gather '" : "reduce '") + name + "'";
-    if (want.count > 1) text += " and " + std::to_string(want.count - 1) + " more";
+    const auto& [hash, collective, name] = recent_[number % recent_count];
+    auto text = (collective.reduces ? "reduce '" : "gather '") + name + "'";
+    if (collective.count > 1) text += " and " + std::to_string(collective.count - 1) + " more";
     marks.push_back({number, hash, std::move(text)});
   }
   return marks;
@@ -83,9 +76,12 @@ OrderLog::Digest OrderLog::digest() const {
   return {count_, hash_};
 }
 
-void OrderLog::fail(std::string message) {
-  std::lock_guard lock(mutex_);
-  if (failed_.empty()) failed_ = std::move(message);
+void OrderLog::fail(const std::string& message) {
+  {
+    std::lock_guard lock(mutex_);
+    if (failed_.empty()) failed_ = message;
+  }
+  end_waits(message);
 }
 
 std::string OrderLog::failure() const {

@@ -1,14 +1,16 @@
-// In which order this rank starts collectives, where ranks do not agree before each one.
+// In which order this rank starts collectives, and how ranks notice that they differ.
 //
-// [Note: order of collectives over NCCL]
-// Over NCCL, ranks must start the same collectives in the same order; nothing asks them first, because a round trip
-// for each would cost more than it moves. If they differ, they hang, or mix up parameters of one size. So each rank
-// counts what it starts and keeps a running hash. All ranks compare these before an optimizer's step
-// (zcompile/ranks/order_check.py), so that none steps on wrong numbers. A rank may hang before it comes to a step.
-// So a thread (zcompile/ranks/order_watch.py) compares them with another rank's every second or so, too. A
-// difference becomes an error of the step, or of the next collective, on all ranks, with the names of what each rank
-// started. Peer to peer, such collectives are means over replicas (p2p/reducer.cpp), and gathers of what is not cached.
+// [Note: order of collectives]
+// Ranks must start the same collectives in the same order; nothing asks them first, because a round trip for each would
+// cost more than it moves. If they differ, they hang, or mix up parameters of one size. So each rank counts what it
+// starts and keeps a running hash. All ranks compare these before an optimizer's step (zcompile/ranks/order_check.py),
+// so that none steps on wrong numbers. A rank may hang before it comes to a step. So a thread
+// (zcompile/ranks/order_watch.py) compares them with another rank's every second or so, too. A difference becomes an
+// error of the step, or of the next collective, on all ranks, with the names of what each rank started. Peer to peer,
+// such collectives are means over replicas (p2p/reducer.cpp), and gathers of what is not cached.
 #pragma once
+
+#include <c10/util/ArrayRef.h>
 
 #include <array>
 #include <cstdint>
@@ -20,9 +22,43 @@
 #include <vector>
 
 #include "transport/context.h"
-#include "transport/rank_agreement.h"
+#include "transport/transport.h"
 
 namespace zcompile {
+
+// What is gathered or reduced together.
+struct Collective {
+  bool reduces = false;
+  int64_t model = 0;  // its number
+  int64_t what = 0;  // a parameter's index; of several parameters, a hash
+  at::ScalarType dtype = at::kByte;
+  int64_t count = 1;  // of parameters
+};
+
+inline Collective collective_of(const GatherRequest& request, int64_t model) {
+  return {false, model, request.param->index, request.padded.scalar_type()};
+}
+
+inline Collective collective_of(const ReduceRequest& request, int64_t model) {
+  return {true, model, request.param->index, request.grad.scalar_type()};
+}
+
+// The hash of what `hash` is of, followed by `next`. Unlike that of c10, it is another one in another order.
+inline int64_t hash_chain(int64_t hash, int64_t next) {
+  const auto mixed = (static_cast<uint64_t>(hash) ^ static_cast<uint64_t>(next)) * 0x9e3779b97f4a7c15;
+  return static_cast<int64_t>(mixed ^ (mixed >> 32));
+}
+
+template <typename Request>
+Collective collective_of(c10::ArrayRef<Request> requests, int64_t model) {
+  auto all = collective_of(requests.front(), model);
+  for (const auto& request : requests.slice(1)) {
+    const auto next = collective_of(request, model);
+    all.what = hash_chain(hash_chain(all.what, next.what), static_cast<int64_t>(next.dtype));
+  }
+  all.count = static_cast<int64_t>(requests.size());
+  return all;
+}
 
 class OrderLog {
  public:
@@ -43,19 +79,18 @@ class OrderLog {
   // The one of the ranks of this group.
   static std::shared_ptr<OrderLog> of(const std::string& group);
   // Those in which a model notes what it starts: of the ranks that share its shards, if there are several, then of
-  // those that hold the same shard, if it is replicated. None where ranks agree before each collective.
+  // those that hold the same shard, if it is replicated.
   static std::vector<std::shared_ptr<OrderLog>> of_model(const TransportContext& model);
 
-  // Notes the next collective, which moves `want`; `name` is that of its first parameter. Throws if ranks are known to
-  // differ.
-  void append(const Want& want, const std::string& name);
+  // Notes the next collective; `name` is that of its first parameter. Throws if ranks are known to differ.
+  void append(const Collective& next, const std::string& name);
   // An optimizer stepped: ranks must step between the same collectives.
   void count_step();
   // The last ones, and every 256th of those before; increasing numbers.
   std::vector<Mark> marks() const;
   Digest digest() const;
-  // Makes the next append throw, and every check; the first message stays.
-  void fail(std::string message);
+  // Makes the next append throw, and every check, and ends waits on CPUs; the first message stays.
+  void fail(const std::string& message);
   std::string failure() const;  // empty unless ranks are known to differ
   // Throws if ranks are known to differ.
   void check() const;
@@ -63,7 +98,7 @@ class OrderLog {
  private:
   struct Started {
     int64_t hash = 0;
-    Want want;
+    Collective collective;
     std::string name;
   };
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <mutex>
 #include <thread>
 
@@ -128,8 +129,8 @@ CoalescedCollectives::~CoalescedCollectives() {
   }
 }
 
-void CoalescedCollectives::add(Work work) {
-  if (!coalesced_ && work) works_.push_back(std::move(work));
+void CoalescedCollectives::add(std::vector<Work> works) {
+  if (!coalesced_) std::move(works.begin(), works.end(), std::back_inserter(works_));
 }
 
 std::vector<Work> CoalescedCollectives::end() {

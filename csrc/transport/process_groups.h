@@ -65,7 +65,7 @@ class CoalescedCollectives {
   CoalescedCollectives& operator=(const CoalescedCollectives&) = delete;
 
   c10d::ProcessGroup& group() { return *group_; }
-  void add(Work work);
+  void add(std::vector<Work> works);
   std::vector<Work> end();
 
  private:

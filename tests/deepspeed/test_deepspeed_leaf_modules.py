@@ -1,6 +1,5 @@
 """DeepSpeed's leaf modules with the flag: they are units, and train as in eager ZeRO-3."""
 
-import contextlib
 import logging
 import re
 
@@ -11,7 +10,6 @@ from torch import nn
 import zcompile
 from tests.support.deepspeed import deepspeed, is_taken_over, largest_differences, make_engine, stage3
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
-from tests.support.meshes import without_agreement
 from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, StackedExperts
 from tests.support.ranks import on_ranks
 from zcompile.integrations.deepspeed.optimizer_step import LeanStep
@@ -97,22 +95,16 @@ def same(engine, curve, expected):
         torch.testing.assert_close(value, expected[1][name], rtol=1e-5, atol=1e-7, msg=lambda text, of=name: of + text)
 
 
-def agreeing(agree):
-    return contextlib.nullcontext() if agree else without_agreement()
-
-
-def rank_trains(rank, world, leaf, flag, config, agree):
+def rank_trains(rank, world, leaf, flag, config):
     expected = eager(rank, leaf, config)
-    with agreeing(agree):
-        engine = make(flag, leaf, **config)
-        curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
+    engine = make(flag, leaf, **config)
+    curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
     assert is_taken_over(engine), engine.zcompile.given_back
     assert state_of(engine.module).units.parameters
     same(engine, curve, expected)
     engine.destroy()
 
 
-@pytest.mark.parametrize("agree", [False, True])
 @pytest.mark.parametrize(
     "leaf, flag, config",
     [
@@ -122,19 +114,19 @@ def rank_trains(rank, world, leaf, flag, config, agree):
         pytest.param(Mixture, {}, SUB_GROUPS, id="layers"),
     ],
 )
-def test_leaf_modules_train_as_in_eager(ranks, leaf, flag, config, agree):
-    ranks(2).run(rank_trains, leaf, flag, config, agree)
+def test_leaf_modules_train_as_in_eager(ranks, leaf, flag, config):
+    ranks(2).run(rank_trains, leaf, flag, config)
 
 
 def test_leaf_modules_of_three_ranks_train_as_in_eager(ranks):
-    ranks(3).run(rank_trains, Experts, {}, CLIPPED, False)
+    ranks(3).run(rank_trains, Experts, {}, CLIPPED)
 
 
 @on_ranks(2)
 def test_an_unused_expert_has_zeros_in_deepspeeds_buffer(rank, world):
     """In fp16 and with an offloaded optimizer, that is where gradients go: the last step's must not stay there."""
     expected = eager(rank)
-    with pytest.MonkeyPatch.context() as monkeypatch, without_agreement():
+    with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(LeanStep, "is_possible", staticmethod(lambda optimizer: False))
         engine = make({}, **CLIPPED)
         curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
@@ -153,11 +145,10 @@ def test_a_leaf_module_is_gathered_twice_and_reduced_once(rank, world):
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        with without_agreement():
-            engine = make({}, **NO_ACCUMULATION)
-            step_of(engine, 0, rank)
-            zcompile.reset_stats(engine.module)
-            step_of(engine, 1, rank)
+        engine = make({}, **NO_ACCUMULATION)
+        step_of(engine, 0, rank)
+        zcompile.reset_stats(engine.module)
+        step_of(engine, 1, rank)
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
@@ -191,13 +182,12 @@ def move_partitions(engine):
 @on_ranks(2)
 def test_leaf_modules_follow_partitions_that_move(rank, world):
     expected = eager(rank)
-    with without_agreement():
-        engine = make({}, **CLIPPED)
-        curve = []
-        for i in range(4 * MICROBATCHES):
-            if i == 2 * MICROBATCHES:
-                move_partitions(engine)
-            curve.append(step_of(engine, i, rank))
+    engine = make({}, **CLIPPED)
+    curve = []
+    for i in range(4 * MICROBATCHES):
+        if i == 2 * MICROBATCHES:
+            move_partitions(engine)
+        curve.append(step_of(engine, i, rank))
     assert is_taken_over(engine), engine.zcompile.given_back
     same(engine, curve, expected)
     engine.destroy()
@@ -207,19 +197,18 @@ def test_leaf_modules_follow_partitions_that_move(rank, world):
 @on_ranks(2)
 def test_an_engine_with_leaf_modules_is_given_back(rank, world, when):
     expected = eager(rank)
-    with without_agreement():
-        engine = make({}, **CLIPPED)
-        takeover, curve = engine.zcompile, []
+    engine = make({}, **CLIPPED)
+    takeover, curve = engine.zcompile, []
 
-        def fail(*args):
-            raise RuntimeError("injected")
+    def fail(*args):
+        raise RuntimeError("injected")
 
-        if when == "the first backward":
-            takeover.accept = fail
-        for i in range(4 * MICROBATCHES):
-            if when == "between microbatches" and i == 2 * MICROBATCHES + 1:
-                takeover.give_back("asked for")
-            curve.append(step_of(engine, i, rank))
+    if when == "the first backward":
+        takeover.accept = fail
+    for i in range(4 * MICROBATCHES):
+        if when == "between microbatches" and i == 2 * MICROBATCHES + 1:
+            takeover.give_back("asked for")
+        curve.append(step_of(engine, i, rank))
     assert not is_taken_over(engine) and ("injected" in takeover.given_back or when == "between microbatches")
     for module in engine.module.modules():
         left = [name for name in vars(module) if name.startswith("_zcompile")]
@@ -269,26 +258,24 @@ def test_one_rank_has_no_units(rank, world):
     engine.destroy()
 
 
-def rank_skips(rank, world, how, config, agree):
+def rank_skips(rank, world, how, config):
     """With the flag, a rank may skip a leaf module, for which eager waits for ever. What it gives is zero."""
     trained = []
     for skips in (False, True):
-        with agreeing(agree):
-            engine = make({}, layer_class=Skipping, **config)
-            if rank == 1:
-                engine.module.layers[0].factor, engine.module.layers[0].skips = 0.0, skips
-            curve = [step_of(engine, i, rank, how) for i in range(3 * MICROBATCHES)]
+        engine = make({}, layer_class=Skipping, **config)
+        if rank == 1:
+            engine.module.layers[0].factor, engine.module.layers[0].skips = 0.0, skips
+        curve = [step_of(engine, i, rank, how) for i in range(3 * MICROBATCHES)]
         assert is_taken_over(engine), engine.zcompile.given_back
         trained.append((curve, parameters_of(engine)))
         same(engine, curve, trained[0])
         engine.destroy()
 
 
-@pytest.mark.parametrize("agree", [False, True])
 @pytest.mark.parametrize(
     "how, config", [pytest.param("engine.backward", CLIPPED), pytest.param("loss.backward", NO_ACCUMULATION)]
 )
-def test_a_rank_may_skip_a_leaf_module(ranks, how, config, agree):
+def test_a_rank_may_skip_a_leaf_module(ranks, how, config):
     if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
         pytest.skip("this DeepSpeed wants engine.backward()")
-    ranks(2).run(rank_skips, how, config, agree)
+    ranks(2).run(rank_skips, how, config)

@@ -1,6 +1,6 @@
 """Under tensor and expert parallelism, a rank that would do otherwise than others is an error on all ranks.
 
-As over NCCL, ranks do not agree before each collective. Some of those that wait for each other share no shards.
+Some of those that wait for each other share no shards.
 """
 
 import time
@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import zcompile
-from tests.support.meshes import without_agreement
 from tests.support.parallel import (
     WIDTH,
     Dense,
@@ -46,8 +45,7 @@ def mixture():
 def test_uneven_parts_of_tensor_parallelism_are_one_program(rank, world):
     """Of the 3 rows of the last layer one rank of the mesh "tp" has 2 and the other 1."""
     mesh = mesh_of("cpu", dp=2, tp=2)
-    with without_agreement():
-        model = zcompile.shard(spread_dense(Dense(), mesh["tp"], sequence=True), mesh["dp"])
+    model = zcompile.shard(spread_dense(Dense(), mesh["tp"], sequence=True), mesh["dp"])
     model.compile(backend="zcompile", options={"inner": "aot_eager"})
     assert token_loss(model, 0, mesh["dp"].get_local_rank()).isfinite()
 
@@ -64,8 +62,7 @@ def test_uneven_parts_of_tensor_parallelism_are_one_program(rank, world):
 @on_ranks(4, timeout=60)
 def test_a_rank_that_would_run_another_program_is_an_error_on_all(rank, world, make, how):
     """Rank 3 alone; under tensor parallelism it shares shards with rank 1, and sums with rank 2."""
-    with without_agreement():
-        model = make()
+    model = make()
     options = {"inner": "aot_eager"}
     if rank == 3 and how == "prefetch":
         options["skip_passes"] = ["prefetch"]
@@ -100,8 +97,7 @@ class Sums(nn.Module):
 @on_ranks(4, timeout=60)
 def test_collectives_of_the_model_are_compared_with_its_reads(rank, world):
     mesh = mesh_of("cpu", dp=2, tp=2)
-    with without_agreement():
-        model = zcompile.shard(Sums(mesh["dp"].get_group(), before=rank >= 2), mesh["dp"])
+    model = zcompile.shard(Sums(mesh["dp"].get_group(), before=rank >= 2), mesh["dp"])
     model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True)
     with pytest.raises(RuntimeError, match=r"First difference: on rank [01] (reads|calls all_reduce).*on rank [01] "):
         model(torch.ones(2, WIDTH))
@@ -119,8 +115,7 @@ def test_ranks_that_compile_alone_wait_for_no_other_mesh(rank, world):
     mesh = mesh_of("cpu", dp=2, tp=2)
 
     def prepare(model):
-        with without_agreement():
-            zcompile.shard(spread_dense(model, mesh["tp"], sequence=False), mesh["dp"])
+        zcompile.shard(spread_dense(model, mesh["tp"], sequence=False), mesh["dp"])
         model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True, dynamic=False)
         return model
 

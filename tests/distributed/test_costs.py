@@ -7,7 +7,6 @@ from torch import nn
 import zcompile
 from tests.support.ranks import on_ranks
 from zcompile.costs.formulas.registry import unregister_cost
-from zcompile.state.sharded_model import state_of
 
 OP = "zcompile_test_costs::doubled"
 
@@ -45,7 +44,6 @@ def test_ranks_that_register_different_costs_are_told_by_shard(rank, world):
 @on_ranks(2)
 def test_ranks_that_register_different_costs_later_are_told_before_a_graph_runs(rank, world):
     model = zcompile.shard(Doubling())
-    state_of(model).agreement = state_of(model).new_agreement()
     if rank == 1:
         zcompile.register_cost(OP, lambda x, *, out: zcompile.Work(flops=out.numel), version=1)
     try:

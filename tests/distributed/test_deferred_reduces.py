@@ -117,31 +117,29 @@ class Branching(torch.nn.Module):
         return (self.second if uses_second else self.first)(x)
 
 
-def branched(rank, reduce, mesh, earlier):
-    """Gradients of a model of which replicas, or ranks, use different layers; on top of earlier ones."""
+def branched(reduce, mesh, rank, earlier):
+    """Gradients of a model of which a block uses both layers, one after the other; on top of earlier ones."""
     torch.manual_seed(0)
     model = zcompile.shard(Branching(), mesh=mesh)
     for i in range(earlier):
         model(torch.full((2, 4), 3.0 + i), False).sum().backward()
     with zcompile.accumulate(model, reduce=reduce):
         for step in range(2):
-            model(
-                torch.full((2, 4), rank + step + 1.0), rank % 2 == 1 if mesh.ndim == 1 else rank >= 2
-            ).sum().backward()
+            model(torch.full((2, 4), rank + step + 1.0), step == 1).sum().backward()
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-def rank_uses_another_layer(rank, world, reduce, shape):
+def rank_has_earlier_gradients(rank, world, reduce, shape):
     mesh = dist.init_device_mesh("cpu", shape)
     for earlier in (0, 1):
-        expected, grads = (branched(rank, each, mesh, earlier) for each in ("each", reduce))
+        expected, grads = (branched(each, mesh, rank, earlier) for each in ("each", reduce))
         assert all(grad.abs().sum() > 0 for grad in expected)
         close(grads, expected, 1e-6)
 
 
 @pytest.mark.parametrize("reduce, shape", [("last", (2,)), ("shards", (2, 2))])
-def test_what_some_ranks_do_not_use_and_earlier_gradients_count_as_ever(ranks, reduce, shape):
-    ranks(2 * len(shape)).run(rank_uses_another_layer, reduce, shape)
+def test_what_a_microbatch_does_not_use_and_earlier_gradients_count_as_ever(ranks, reduce, shape):
+    ranks(2 * len(shape)).run(rank_has_earlier_gradients, reduce, shape)
 
 
 def rank_raises_in_a_block(rank, world, reduce, shape):

@@ -15,19 +15,13 @@ from tests.support.packed import Quantized
 from tests.support.ranks import on_ranks
 from tests.support.reference import lm_loss
 from tests.support.time_limits import scaled
-from tests.support.unagreed import shard_without_agreement
 
 slow = pytest.mark.slow
 SECONDS = scaled(60.0)  # the timeout of what would hang
 
 
-def agreed(model):
+def shard(model):
     return zcompile.shard(model, short_mesh(SECONDS))
-
-
-def unagreed(model):
-    """As over NCCL, where ranks do not agree before each collective."""
-    return shard_without_agreement(model, short_mesh(SECONDS), period_s=1000.0)
 
 
 def with_buffers():
@@ -37,7 +31,7 @@ def with_buffers():
     return model
 
 
-def rank_iterates(rank, world, shard, dtype, bucket_bytes):
+def rank_iterates(rank, world, dtype, bucket_bytes, shard=shard):
     torch.manual_seed(0)
     reference = with_buffers()
     model = shard(copy.deepcopy(reference))
@@ -55,19 +49,18 @@ def rank_iterates(rank, world, shard, dtype, bucket_bytes):
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("shard", [agreed, unagreed])
 @pytest.mark.parametrize(
     ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)]
 )
-def test_tensors_are_those_of_the_unsharded_state(ranks, world, shard, dtype, bucket_bytes):
-    ranks(world).run(rank_iterates, shard, dtype, bucket_bytes)
+def test_tensors_are_those_of_the_unsharded_state(ranks, world, dtype, bucket_bytes):
+    ranks(world).run(rank_iterates, dtype, bucket_bytes)
 
 
 @slow
 @on_ranks(4)
 def test_replicas_iterate(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    rank_iterates(rank, world, lambda model: zcompile.shard(model, mesh), torch.bfloat16, 3000)
+    rank_iterates(rank, world, torch.bfloat16, 3000, lambda model: zcompile.shard(model, mesh))
 
 
 def layers_and_a_large_one():
@@ -96,9 +89,8 @@ def test_memory_is_that_of_one_bucket(rank, world):
     assert zcompile.stats(model)["peak_unsharded_bytes"] <= 2 * bucket + layer
 
 
-@pytest.mark.parametrize("shard", [agreed, unagreed])
 @on_ranks(2)
-def test_a_rank_that_leaves_early_is_an_error_of_the_others(rank, world, shard):
+def test_a_rank_that_leaves_early_is_an_error_of_the_others(rank, world):
     torch.manual_seed(0)
     model = shard(Transformer())
 

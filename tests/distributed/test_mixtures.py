@@ -1,4 +1,4 @@
-"""Mixtures of experts from transformers whose ranks route differently, without an agreement between ranks."""
+"""Mixtures of experts from transformers whose ranks route differently."""
 
 import functools
 import warnings
@@ -9,7 +9,6 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.support.meshes import without_agreement
 from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.models import hugging_face, hugging_face_loss
 from tests.support.ranks import on_ranks
@@ -21,8 +20,7 @@ UNITS = {"mixtral": "MixtralExperts", "deepseek_v3": "DeepseekV3Experts", "llama
 
 
 def sharded(model, inner=None):
-    with without_agreement():
-        zcompile.shard(model)
+    zcompile.shard(model)
     if inner is not None:
         model.compile(backend="zcompile", options={"inner": inner})
     return model

@@ -11,9 +11,11 @@ from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
 import zcompile
+from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks
 from tests.support.reduce_checks import mean_in_order, rank_squares_of_reduces
 from tests.support.sharded_ops import ops, shards
+from tests.support.time_limits import scaled
 
 slow = pytest.mark.slow
 one_world_and_others = pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
@@ -137,20 +139,6 @@ def test_groups_equal_singles(rank, world):
     assert_reduced(ops.reduce_group_start(grads, some), grads, some)
 
 
-@one_world_and_others
-@on_ranks()
-def test_ranks_may_cut_groups_differently(rank, world):
-    _, leaves = shards(world, *GROUP)
-    some = [leaf.detach() for leaf in leaves]
-    if rank == 0:
-        starts = ops.gather_group_start(some, GROUP_SIZES, GROUP_DIMS, torch.float32)
-    else:
-        starts = [ops.gather_start(some[0], [13, 7], torch.float32)]
-        starts += ops.gather_group_start(some[1:], GROUP_SIZES[2:], GROUP_DIMS[1:], torch.float32)
-    for start, shard, shape in zip(starts, some, GROUP, strict=True):
-        assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), torch.float32))
-
-
 @on_ranks(2)
 def test_groups_of_which_a_rank_has_nothing_equal_singles(rank, world):
     shapes = [(1, 16), (1,)]
@@ -162,6 +150,18 @@ def test_groups_of_which_a_rank_has_nothing_equal_singles(rank, world):
         assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), torch.float32))
     for start, grad, shard in zip(ops.reduce_group_start(grads, some), grads, some, strict=True):
         assert torch.equal(ops.reduce_wait(start, grad), ops.reduce(grad, shard))
+
+
+@on_ranks(2)
+def test_a_gather_on_its_way_when_its_model_ends_does_not_mix_with_the_next(rank, world):
+    mesh, values = short_mesh(scaled(30)), []
+    for waits in (False, True):
+        module, (leaf,) = shards(world, (6, 6), mesh=mesh)
+        start = ops.gather_start(leaf, [6, 6], torch.float32)
+        values.append(module.p0.full_tensor())
+        if waits:
+            assert torch.equal(ops.gather_wait(start), values[1]) and not torch.equal(*values)
+        del module, leaf, start
 
 
 @on_ranks(2)

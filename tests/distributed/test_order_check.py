@@ -1,4 +1,4 @@
-"""Where ranks do not agree before each collective, no optimizer steps on what ranks mixed up. Here on CPU."""
+"""No optimizer steps on what ranks mixed up. Here on CPU."""
 
 import time
 
@@ -12,7 +12,7 @@ import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
-from tests.support.unagreed import shard_without_agreement
+from zcompile.ranks import order_watch
 from zcompile.ranks.order_check import first_difference
 from zcompile.state.sharded_model import state_of
 
@@ -34,8 +34,10 @@ class Experts(nn.Module):
 
 
 def experts(seconds=LONG_S, mesh=None, period_s=NEVER_S):
-    """Sharded as over NCCL."""
-    return shard_without_agreement(Experts(), mesh or short_mesh(seconds), period_s)
+    """A sharded model. The thread that compares its ranks does so once in `period_s`."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(order_watch, "PERIOD_S", period_s)
+        return zcompile.shard(Experts(), mesh or short_mesh(seconds))
 
 
 def values_of(model):
@@ -381,16 +383,6 @@ def rank_differs_long_ago(rank, world):
 def test_a_difference_of_long_ago_is_bounded(ranks):
     for message in ranks(2).run(rank_differs_long_ago):
         assert "between number 1 and number 37, further back than the 64" in message
-
-
-@on_ranks(2)
-def test_ranks_that_agree_before_each_collective_compare_nothing(rank, world):
-    model = zcompile.shard(Experts(), short_mesh(60))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(model, rank == 1)
-    with Checks() as checks:
-        optimizer.step()
-    assert checks.count == 0 and state_of(model).order_check is None
 
 
 def marks(*texts, begin=1, value=0):

@@ -1,4 +1,4 @@
-"""Over NCCL, ranks do not agree before each collective, but are compared. Here on CPU, without the agreement."""
+"""A thread compares what ranks started."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from tests.support.meshes import short_mesh, without_agreement
+from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.ranks import order_watch
@@ -21,11 +21,11 @@ from zcompile.ranks.process_groups import Groups
 
 
 class Two(nn.Module):
-    """Two layers of one size, of which a forward reads one."""
+    """Two layers, of which a forward reads one."""
 
-    def __init__(self):
+    def __init__(self, width=6):
         super().__init__()
-        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, width, bias=False)
 
     def forward(self, x, second: bool):
         return (self.b if second else self.a)(x)
@@ -36,8 +36,7 @@ MESSAGE = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weigh
 
 @on_ranks(2)
 def test_ranks_that_read_different_parameters_of_one_size_are_told(rank, world):
-    with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(scaled(5)))
+    model = zcompile.shard(Two(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
     with pytest.raises(RuntimeError, match=MESSAGE):
         for _ in range(100):
@@ -45,11 +44,23 @@ def test_ranks_that_read_different_parameters_of_one_size_are_told(rank, world):
             time.sleep(0.1)
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @on_ranks(2)
-def test_a_rank_in_a_wait_is_told_why_it_ends(rank, world):
-    """Rank 1 is in a wait that times out when the watch finds the difference."""
-    with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(scaled(5)))
+def test_ranks_that_wait_for_parameters_of_other_sizes_are_told_long_before_the_timeout(rank, world, trains):
+    model = zcompile.shard(Two(7), short_mesh(1000))
+    model(torch.ones(1, 6), False)
+    begin = time.monotonic()
+    with torch.set_grad_enabled(trains), pytest.raises(RuntimeError, match=MESSAGE):
+        model(torch.ones(1, 6), rank == 1).sum().backward()
+    assert time.monotonic() - begin < scaled(20)
+    with pytest.raises(RuntimeError, match=MESSAGE):  # nor does anything else go on
+        model(torch.ones(1, 6), False)
+
+
+@on_ranks(2)
+def test_a_rank_that_comes_late_is_told_why_its_wait_ends(rank, world):
+    """Rank 1 is in a wait when the thread finds the difference."""
+    model = zcompile.shard(Two(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
     model(torch.ones(1, 6), rank == 1)
     with pytest.raises(RuntimeError, match=MESSAGE):
@@ -60,8 +71,7 @@ def test_a_rank_in_a_wait_is_told_why_it_ends(rank, world):
 
 @on_ranks(2)
 def test_ranks_that_do_the_same_are_not_told(rank, world):
-    with without_agreement():
-        model = zcompile.shard(Two(), short_mesh(scaled(5)))
+    model = zcompile.shard(Two(), short_mesh(scaled(5)))
     for _ in range(50):
         time.sleep(0.04 * rank)
         for second in (False, True):
@@ -91,7 +101,7 @@ def leave():
 atexit.register(leave)  # called last
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 begun, runtime = threading.Event(), Runtime()
-watch_order(runtime, Groups("gather", "reduce", "", "", rank=0, world=1, number=0), 1.0)
+watch_order(runtime, Groups("gather", "reduce", "", rank=0, world=1, number=0), 1.0)
 begun.wait()
 """
 
@@ -126,7 +136,7 @@ class FailedRuntime:
 def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(order_watch, "_base_store", lambda: store)
-    runtime, groups = FailedRuntime(), Groups("gather", "reduce", "", "", rank=0, world=2, number=0)
+    runtime, groups = FailedRuntime(), Groups("gather", "reduce", "", rank=0, world=2, number=0)
     watch = order_watch.OrderWatch(runtime, groups, 1.0)
     assert runtime.aborted.wait(scaled(10))
     watch.close()

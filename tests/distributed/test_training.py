@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
+from tests.support.meshes import short_mesh
 from tests.support.models import (
     HUGGING_FACE,
     Block,
@@ -33,6 +35,7 @@ from tests.support.reference import (
     same_parameters,
     train_beside,
 )
+from tests.support.time_limits import scaled
 
 slow = pytest.mark.slow
 
@@ -185,7 +188,7 @@ def test_requires_grad_may_change_between_steps(rank, world, prepare):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 @eager_and_compiled
 @on_ranks()
-def test_a_parameter_may_be_unused_on_some_ranks(rank, world, prepare):
+def test_a_parameter_may_be_unused(rank, world, prepare):
     train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
@@ -234,14 +237,27 @@ class Rambling(nn.Module):
         return self.head(x)
 
 
-def rambling_loss(model, step, rank):
+def rambling_loss(model, step, rank, times):
     x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x, torch.tensor(1 + (step + rank) % 3)).square().mean()
+    return model(x, torch.tensor(times)).square().mean()
 
 
 @on_ranks(2)
 def test_a_fragment_may_run_a_different_number_of_times(rank, world):
-    train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Rambling, loss=rambling_loss, steps=3)
+    def loss(model, step, rank):
+        return rambling_loss(model, step, rank, 1 + step % 3)
+
+    train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Rambling, loss=loss, steps=3)
+
+
+@on_ranks(2)
+def test_a_fragment_that_runs_more_often_on_one_rank_is_an_error_on_all(rank, world):
+    model = compiled(Rambling(), fullgraph=False, mesh=short_mesh(scaled(60)))
+    rambling_loss(model, 0, rank, 1).backward()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="ranks started different gathers and reduces"):
+        rambling_loss(model, 0, rank, 1 + rank).backward()
+    assert time.monotonic() - begin < scaled(30)
 
 
 def per_block(model):

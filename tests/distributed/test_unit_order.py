@@ -9,7 +9,7 @@ import zcompile
 from tests.support.mixtures import WIDTH, Experts, MixtureModel
 from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
-from tests.support.units import agreed, compiled, routed_loss, sharded
+from tests.support.units import compiled, routed_loss, sharded
 from zcompile.state.sharded_model import state_of
 
 
@@ -37,16 +37,6 @@ def test_a_rank_may_skip_units_that_are_not_gathered_ahead(rank, world):
         return routed_loss(model, step, rank, skip_experts=(0, 1) if rank == 1 else ())
 
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("skipped", [(0,), (1, 2), (0, 1, 2)])
-@on_ranks(2)
-def test_a_rank_may_skip_layers_where_ranks_agree(rank, world, skipped):
-    def loss(model, step, rank):
-        return routed_loss(model, step, rank, skip=skipped if rank == 1 else ())
-
-    train_beside(rank, world, agreed, make=MixtureModel, loss=loss, steps=3)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Generation, packed weights and export on GPUs, where ranks do not agree before their collectives."""
+"""Generation, packed weights and export on GPUs."""
 
 import copy
 

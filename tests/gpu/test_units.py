@@ -1,4 +1,4 @@
-"""Units on GPUs, where ranks do not agree before their collectives."""
+"""Units on GPUs."""
 
 import functools
 

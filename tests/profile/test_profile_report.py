@@ -161,7 +161,6 @@ def test_bytes_on_the_wire_by_trace_and_by_arithmetic(profiled, results):
     blocks = sum(size for name, size in sizes.items() if name.startswith("blocks."))
     assert results["engines"]["fsdp2"]["wire_bytes"] == 2 * 4 * (2 * sum(sizes.values()) + blocks)
     traced_bytes = wire_bytes({"traceEvents": events_of(profiled, OURS)}, 2) / 2
-    # Ranks also agree on what to gather.
     assert traced_bytes == pytest.approx(results["engines"][OURS]["wire_bytes"], rel=1e-3)
     assert "limit" not in results["engines"] or results["engines"]["limit"]["wire_bytes"] == 0
 

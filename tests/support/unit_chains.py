@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.meshes import without_agreement
 from tests.support.reference import same_grads, train_beside
 
 WIDTH = 6
@@ -53,9 +52,8 @@ def chain_loss(model, step, rank, **how):
 
 
 def with_units(model, **how):
-    """`model` with its parts as units, and without the agreement that ranks on CPU have."""
-    with without_agreement():
-        return zcompile.shard(model, **{"units": list(model.parts), **how})
+    """`model` with its parts as units."""
+    return zcompile.shard(model, **{"units": list(model.parts), **how})
 
 
 def unsharded_and_sharded(make=make_chain):

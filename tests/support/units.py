@@ -6,7 +6,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.support.meshes import without_agreement
 from tests.support.mixtures import WIDTH, Expert
 
 ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each step; no rank ever chooses expert 4
@@ -19,14 +18,8 @@ def routed_loss(model, step, rank, **how):
 
 
 def sharded(model, **how):
-    """`model` with its experts as units, and without the agreement that ranks on CPU have."""
-    with without_agreement():
-        return zcompile.shard(model, **{"units": [type(model.layers[0].experts)], **how})
-
-
-def agreed(model):
-    """`model` with its experts as units, and with the agreement that ranks on CPU have."""
-    return zcompile.shard(model, units=[type(model.layers[0].experts)])
+    """`model` with its experts as units."""
+    return zcompile.shard(model, **{"units": [type(model.layers[0].experts)], **how})
 
 
 def compiled(model, inner="aot_eager", **how):

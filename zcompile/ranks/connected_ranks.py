@@ -1,8 +1,8 @@
 """Ranks that wait for each other, of which some share no shards: under tensor and expert parallelism.
 
-Where ranks do not agree before each collective, they compare programs before they first run them. If only ranks that
-share shards compared, those would raise, and the ranks with which they compute sums would wait for them until the
-timeout. So all ranks compare that are connected by the groups of the model's parameters.
+Ranks compare programs before they first run them. If only ranks that share shards compared, those would raise, and the
+ranks with which they compute sums would wait for them until the timeout. So all ranks compare that are connected by the
+groups of the model's parameters.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Ranks meet at a place in the program that each comes to in its own time, and say a number to each other.
 
-On CPU, a rank that waits at a meeting serves what others gather meanwhile; see csrc/transport/rank_agreement.h. Over
-other transports nobody is served: who waits must start what the others start by itself. There, meetings go over a gloo
-group of their own, on the host.
+A rank that waits takes part in nothing that others start meanwhile. Meetings go over a gloo group of their own, on the
+host.
 """
 
 import datetime
@@ -20,11 +19,7 @@ _PERIOD_S = 1.0  # how often a rank that waits looks whether others are known to
 
 
 class Meeting:
-    """Where the ranks that share the shards of a model meet.
-
-    Attributes:
-        serves: whether a rank that waits takes part in what others gather.
-    """
+    """Where the ranks that share the shards of a model meet."""
 
     def __init__(self, state: ShardedModel, purpose: int):
         """
@@ -32,9 +27,10 @@ class Meeting:
             purpose: `GENERATE` or `EXPORT`.
         """
         self.runtime, self.purpose, self.number = state.runtime, purpose, state.groups.number
-        self.serves = state.groups.agree
-        group = None if self.serves else meeting_group(state.mesh)
-        self.group = None if group is None else weakref.ref(group)
+        try:
+            self.group = weakref.ref(meeting_group(state.mesh))
+        except RuntimeError as error:  # it is made at the first meeting
+            raise self._missing(error) from error
 
     def meet(self, number: int) -> list[int]:
         """The number of every rank, by rank, when all have come.
@@ -46,7 +42,7 @@ class Meeting:
             RuntimeError: a rank does something else, or does not come before the timeout of the process group.
         """
         mine = self.purpose + 16 * number
-        said = self.runtime.meet(mine) if self.serves else self._gather(mine)
+        said = self._gather(mine)
         for rank, (model, theirs) in enumerate(said):
             if (model, theirs % 16) != (self.number, self.purpose):
                 raise RuntimeError(
@@ -58,7 +54,7 @@ class Meeting:
         return [theirs // 16 for _, theirs in said]
 
     def _gather(self, mine: int) -> list[tuple[int, int]]:
-        group = self.group() if self.group is not None else None
+        group = self.group()
         assert group is not None, "the process group was closed"
         said = [torch.empty(2, dtype=torch.int64) for _ in range(group.size())]
         sent = torch.tensor([self.number, mine])
@@ -73,8 +69,11 @@ class Meeting:
                         raise RuntimeError(failure) from None
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"zcompile: rank {dist.get_rank()} waited for the other ranks in {_PURPOSES[self.purpose]}, and not "
-                f"all came: a rank stopped, or does something else. {error}"
-            ) from error
+            raise self._missing(error) from error
         return [(int(model), int(number)) for model, number in said]
+
+    def _missing(self, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"zcompile: rank {dist.get_rank()} waited for the other ranks in {_PURPOSES[self.purpose]}, and not all "
+            f"came: a rank stopped, or does something else. {error}"
+        )

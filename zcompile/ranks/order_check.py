@@ -1,6 +1,6 @@
-"""Over NCCL, before an optimizer steps, ranks compare whether all have started the same collectives.
+"""Before an optimizer steps, ranks compare whether all have started the same collectives.
 
-See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. What is compared is on the host. So a check
+See [Note: order of collectives] in csrc/transport/order_log.h. What is compared is on the host. So a check
 waits for the hosts of other ranks, and for no device. Two kinds of steps are not checked: those inside of a backward,
 and those that `torch.compile` compiled, which call no hook.
 
@@ -246,8 +246,8 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
         if at := first_difference(marks):
             return (
                 "zcompile: ranks started different gathers and reduces before this optimizer step, so gradients are "
-                f"mixed up: {at}. {_UNCHANGED} Where ranks do not agree before each collective (over NCCL), all must "
-                f"read the same parameters in the same order, in forward and in backward. {UNITS_HINT}"
+                f"mixed up: {at}. {_UNCHANGED} All ranks must read the same parameters in the same order, in "
+                f"forward and in backward. {UNITS_HINT}"
             )
     silent = sorted({rank for ranks in logs for rank in ranks} - said.keys())
     if not silent:

@@ -1,9 +1,9 @@
-"""Over NCCL, a thread compares whether all ranks started the same collectives in the same order.
+"""A thread compares whether all ranks started the same collectives in the same order.
 
-See [Note: order of collectives over NCCL] in csrc/transport/order_log.h. On CPU, ranks agree before each collective;
-over NCCL they compare afterwards. Training does not wait for the thread. So what ranks computed until a difference is
-found may be wrong; order_check.py keeps optimizers from stepping with it, but for two kinds of steps that it names.
-After a difference, each rank's next collective raises.
+See [Note: order of collectives] in csrc/transport/order_log.h. Training does not wait for the thread. So what ranks
+computed until a difference is found may be wrong; order_check.py keeps optimizers from stepping with it, but for two
+kinds of steps that it names. After a difference, each rank's next collective raises, and over gloo the one that it
+waits for.
 
 The thread also asks torch whether NCCL failed, because a rank ended or did not come. After a difference or a failure it
 aborts the model's groups. Why: a host may be waiting for its device, and the device for another rank. Without the abort
@@ -101,7 +101,8 @@ class OrderWatch:
                 if runtime is None:
                     self.ended = True
                     return
-            if runtime.order_failure():  # all ranks were told before an optimizer's step
+            if failure := runtime.order_failure():  # found before an optimizer's step, or in another part of the model
+                self.publish(failure)
                 return
             message = self.compare(runtime) or self.lost_rank(runtime)
             if message:
@@ -147,11 +148,18 @@ class OrderWatch:
         This rank may not come to another collective, so it says it now, too.
         """
         log.error("%s", message)
-        runtime.fail_order(message)
+        with self.lock:
+            runtimes = list(self.runtimes)
+        for each in runtimes:  # whose units have other groups
+            each.fail_order(message)
+        self.publish(message)
+        runtime.abort_nccl()
+
+    def publish(self, message: str) -> None:
+        """Tell the other ranks of the group."""
         with contextlib.suppress(RuntimeError, ValueError):
             if self.has_store:
                 self.store.set("failed", message)
-        runtime.abort_nccl()
 
     def tell_if_idle(self, mine: Marks) -> None:
         """Say what was started last if that was most of the timeout ago: soon torch may end the process."""
@@ -203,7 +211,7 @@ def difference(rank: int, mine: Marks, other: int, theirs: Marks) -> str:
                     f"{their_text or 'one long ago'} on rank {other}, at least one differs"
                 )
             return (
-                f"zcompile: ranks started different gathers and reduces, so parameters are mixed up: {at}. Over NCCL, "
-                f"all ranks must read the same parameters in the same order, in forward and in backward. {UNITS_HINT}"
+                f"zcompile: ranks started different gathers and reduces, so parameters are mixed up: {at}. "
+                f"All ranks must read the same parameters in the same order, in forward and in backward. {UNITS_HINT}"
             )
     return ""

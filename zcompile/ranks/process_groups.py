@@ -65,11 +65,6 @@ def shared_group(key: tuple[Any, ...], make: Callable[[], dist.ProcessGroup]) ->
     return group
 
 
-def control_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group, over gloo, in which the ranks of `mesh` agree before each collective."""
-    return _gloo_group("control", mesh)
-
-
 def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group, over gloo, in which the ranks of `mesh` compare what they started before an optimizer steps.
 
@@ -87,7 +82,7 @@ def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def meeting_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group, over gloo, in which the ranks of `mesh` meet where they do not agree before each collective."""
+    """The group, over gloo, in which the ranks of `mesh` meet; see host_barrier.py."""
     return _gloo_group("meeting", mesh)
 
 
@@ -111,11 +106,6 @@ def next_number(mesh: DeviceMesh) -> int:
     return number
 
 
-def ranks_agree(mesh: DeviceMesh) -> bool:
-    """Whether the ranks of `mesh` agree before each collective. They do on CPU; see csrc/transport/rank_agreement.h."""
-    return mesh.device_type == "cpu" and mesh.size() > 1
-
-
 @dataclass(frozen=True)
 class Groups:
     """The process groups of a model's runtime, by name; `Groups` of csrc/transport/context.h.
@@ -123,7 +113,6 @@ class Groups:
     Attributes:
         gather, reduce: two communicators between the ranks that share the shards, so that transfers overlap.
         replicate: between replicas; "" without a 2-D mesh.
-        control: in which ranks agree before each collective; "" where they do not.
         rank, world: of this process, and of all that share the shards.
         number: of the model among those over the same ranks, the same on all ranks.
     """
@@ -131,15 +120,9 @@ class Groups:
     gather: str
     reduce: str
     replicate: str
-    control: str
     rank: int
     world: int
     number: int
-
-    @property
-    def agree(self) -> bool:
-        """Whether ranks agree before each collective."""
-        return bool(self.control)
 
     def make_runtime(self, **options: Any) -> _C.Model:
         """A runtime over these groups."""
@@ -158,7 +141,7 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
     """
     shard_group, timeout = shard_group_of(mesh), timeout_of(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-    several = mesh.size() > 1
+    several = mesh.size() > 1 and not is_fake(mesh)
 
     def own(use: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
@@ -166,23 +149,18 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
         return shared_group(key, lambda: dist.new_group(ranks, timeout, use_local_synchronization=True))
 
     gather = reduce = shard_group
-    control = None
-    if is_fake(mesh):
-        control = shard_group if several else None
-    elif for_units and several and not ranks_agree(mesh):
+    if several and for_units:
         gather = reduce = own("units", shard_group)
         replicas = replicas and own("units", replicas)
     elif several:
         reduce = own("reduce", shard_group)
-        control = control_group(mesh) if ranks_agree(mesh) else None
     return Groups(
         gather=gather.group_name,
         reduce=reduce.group_name,
         replicate=replicas.group_name if replicas is not None else "",
-        control=control.group_name if control is not None else "",
         rank=shard_group.rank(),
         world=shard_group.size(),
-        number=next_number(mesh) if several and not is_fake(mesh) else 0,
+        number=next_number(mesh) if several else 0,
     )
 
 

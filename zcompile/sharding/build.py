@@ -35,7 +35,7 @@ def build(model: nn.Module, plan: ShardPlan, machine: Machine) -> ShardedModel:
         state.units = ShardedModel(plan.mesh, machine, native_reduce, has_units=True, divisor=divisor)
     for i, mesh in enumerate(plan.meshes):
         domain = ShardedModel(mesh, machine, native_reduce, domain=i + 1, divisor=plan.divisor)
-        domain.runtime.share_stats(state.runtime)
+        domain.runtime.join(state.runtime)
         state.others.append(domain)
     with raised_on_all_ranks(plan.mesh) as progress:
         _shard_modules(state, model, plan, progress)

@@ -12,7 +12,7 @@ import zcompile.sharding.recurrent
 import zcompile.units.forward
 import zcompile.unsharding.generate  # noqa: F401
 from zcompile.ranks.connected_ranks import agreement_of
-from zcompile.ranks.process_groups import timeout_of
+from zcompile.ranks.process_groups import is_fake, timeout_of
 from zcompile.ranks.shared_errors import raised_on_all_ranks
 from zcompile.sharding.class_swap import install_readers
 from zcompile.sharding.plan import ShardPlan
@@ -49,7 +49,7 @@ def _connect(state: ShardedModel) -> None:
     """Let all ranks that wait for each other compare programs, if some of them share no shards."""
     models = models_of(state)
     meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
-    if state.groups.agree or all(mesh == state.mesh for mesh in meshes):
+    if is_fake(state.mesh) or all(mesh == state.mesh for mesh in meshes):
         return
     timeout_s = timeout_of(state.mesh).total_seconds()
     agreement = agreement_of(list(dict.fromkeys(meshes)), state.groups, state.runtime, timeout_s)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from zcompile.calibration.machine import Machine
 from zcompile.ranks.order_check import OrderCheck
 from zcompile.ranks.order_watch import started_by_rank, watch_order
-from zcompile.ranks.process_groups import groups_of, timeout_of
+from zcompile.ranks.process_groups import groups_of, is_fake, timeout_of
 from zcompile.ranks.program_check import Agreement
 from zcompile.state.attributes import MODEL, STATE
 from zcompile.state.forward_checks import ForwardChecks
@@ -71,10 +71,11 @@ class ShardedModel:
         self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
         self.groups = groups_of(mesh, has_units)
         self.runtime = self.groups.make_runtime(native_reduce=native_reduce, domain=domain, divisor=divisor)
-        if self.runtime.world > 1 and not self.groups.agree:
+        has_others = bool(self.runtime.order_digests()) and not is_fake(mesh)  # replicas too
+        self.order_check = OrderCheck(mesh, self.runtime.world) if has_others else None
+        self.shares_shards = has_others and self.runtime.world > 1
+        if self.shares_shards:
             watch_order(self.runtime, self.groups, timeout_of(mesh).total_seconds())
-        # None where ranks agree before each collective
-        self.order_check = OrderCheck(mesh, self.runtime.world) if self.runtime.order_digests() else None
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.microbatches = Microbatches()
@@ -108,9 +109,8 @@ class ShardedModel:
         self.wanted_transport, self.transport = wanted, choice
         for other in models_of(self)[1:]:
             other.use_transport(wanted)
-        # Over gloo, ranks agree before each collective; peer to peer, by the signals for which they wait.
-        agrees_otherwise = choice.transport == "p2p" or self.groups.agree or self.runtime.world == 1
-        self.agreement = None if agrees_otherwise else self.new_agreement()
+        # Peer to peer, ranks notice by the signals for which they wait.
+        self.agreement = self.new_agreement() if self.shares_shards and choice.transport != "p2p" else None
         log.info("zcompile: transport %s: %s", *choice)
 
     def new_agreement(self) -> Agreement:

@@ -1,11 +1,10 @@
 """What happens around the steps of optimizers that hold sharded parameters.
 
-Before a step, ranks compare what they started, where they do not agree before each collective; see order_check.py. What
-is compared was started, so a step inside of a backward (an optimizer in a parameter's hook) is not checked: ranks are
-somewhere in their backward then. Nor is a step that `torch.compile` compiled: it calls no hook.
+Before a step, ranks compare what they started; see order_check.py. What is compared was started, so a step inside of a
+backward (an optimizer in a parameter's hook) is not checked: ranks are somewhere in their backward then. Nor is a step
+that `torch.compile` compiled: it calls no hook.
 
-After a step, it is counted, which tells ranks at different places of training apart. See [Note: places of training] in
-csrc/transport/rank_agreement.h, and csrc/transport/order_log.h.
+After a step, it is counted, because ranks must step between the same collectives; see csrc/transport/order_log.h.
 """
 
 import functools
@@ -90,7 +89,7 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     counted = set()  # models over the same ranks have one count
     for state in _held_by(optimizer):
-        group = state.groups.control or (state.groups.gather, state.groups.replicate)
+        group = state.groups.gather, state.groups.replicate
         if group not in counted:
             counted.add(group)
             state.runtime.count_step()

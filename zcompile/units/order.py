@@ -16,8 +16,6 @@ gather behind compute.
 This holds for forwards of the model that was sharded. Where only a part of it is called, or a compiled function calls
 it, units are gathered and reduced as ranks come to them, and all ranks must come to the same ones.
 
-Where ranks agree before each collective (on CPU), no lists are needed: they agree on those of units, too.
-
 At first the lists have units in the order of `named_modules`. After a backward, ranks compare what they did, and take
 the order of one that called all units that others called.
 """
@@ -59,7 +57,7 @@ def make_units(
     of_units = state.units
     if of_units is None:
         return made
-    of_units.runtime.share_stats(state.runtime)
+    of_units.runtime.join(state.runtime)
     of_units.runtime.keep_in_flight()
     for path, module in modules.items():
         below = set(module.modules())
@@ -85,18 +83,8 @@ def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
 def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
     """Give `units` of the model of `state` their order; it knows how much memory it may have."""
     if state.units is not None:
-        ranks_agree = state.units.groups.agree
-        order = UnitOrder(units, state.mesh, state.machine.memory_bytes // 16, ranks_agree)
+        order = UnitOrder(units, state.mesh, state.machine.memory_bytes // 16)
         state.unit_order = state.units.unit_order = order
-        if ranks_agree:
-            reference = weakref.ref(order)
-
-            def deliver(unclaimed: Sequence[tuple[int, torch.Tensor]]) -> None:
-                order = reference()
-                if order is not None:
-                    order.deliver_unclaimed(unclaimed)
-
-            state.units.runtime.on_unclaimed(deliver)
 
 
 class _List:
@@ -117,13 +105,12 @@ class UnitOrder:
     Code around a unit may be compiled. So methods that are called from outside of this file are hidden from Dynamo.
     """
 
-    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int, ranks_agree: bool):
+    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         """
         Args:
             budget_bytes: most bytes of unsharded units at once if one is gathered ahead; the same on all ranks.
-            ranks_agree: they do before each collective.
         """
-        self.units, self.mesh, self.budget_bytes, self.ranks_agree = list(units), mesh, budget_bytes, ranks_agree
+        self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
         indices = range(len(self.units))
         self.forward = _List([(GATHER, i) for i in indices])
         self.backward = _List([(kind, i) for i in reversed(indices) for kind in (GATHER, REDUCE)])
@@ -148,8 +135,6 @@ class UnitOrder:
         self.in_root = True
         for unit in self.units:  # also of those that this rank will skip: it reduces what others reduce
             unit.follow_requires_grad()
-        if self.ranks_agree:
-            return
         self.forward.at, self.forward.done = 0, []
         self.gather_first(self.forward)
 
@@ -159,8 +144,6 @@ class UnitOrder:
         if in_backward():
             return
         self.in_root = False
-        if self.ranks_agree:
-            return
         self.make_up(self.forward, len(self.forward.events))
         begun = -1  # autograd's number of the last backward of this forward; there may be several
 
@@ -185,10 +168,6 @@ class UnitOrder:
     @torch.compiler.disable
     def gather(self, unit: Unit) -> list[torch.Tensor]:
         """The unsharded parameters of `unit`, for its forward or backward to read, in the order of `unit.sharded`."""
-        if self.ranks_agree:
-            gathered = unit.start_gather()
-            unit.wait(gathered)
-            return gathered
         events = self.backward if in_backward() else self.forward
         if events is self.backward:
             self.queue_callback()
@@ -205,9 +184,6 @@ class UnitOrder:
     def reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> None:
         """Reduce the gradients of one forward of `unit`: None for a parameter that is frozen or that was not used."""
         self.queue_callback()
-        if self.ranks_agree:
-            self.finish(unit.start_reduce(grads, leaves))
-            return
         event = (REDUCE, unit.index)
         self.backward.done.append(event)
         self.come_to(self.backward, event)
@@ -215,7 +191,7 @@ class UnitOrder:
 
     def made_up_for(self, unit: Unit) -> bool:
         """Whether a rank that leaves `unit` out of this forward has done, or will do, what other ranks do for it."""
-        return self.ranks_agree or (self.in_root and self.forward.find((GATHER, unit.index), self.forward.at) is None)
+        return self.in_root and self.forward.find((GATHER, unit.index), self.forward.at) is None
 
     # --- lists -------------------------------------------------------------------------------------------------------
 
@@ -340,15 +316,6 @@ class UnitOrder:
             self.backwards += 1
             if self.backwards == self.next_comparison:  # when the model's own collectives have ended, too
                 Variable._execution_engine.queue_callback(self.compare)
-
-    def deliver_unclaimed(self, unclaimed: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Where ranks agree: what this rank took part in reducing for others, by the runtime's index.
-
-        Of parameters that no rank used, it is zeros, and the unsharded model has no gradient.
-        """
-        by_index = dict(unclaimed)
-        for unit in self.units:
-            unit.deliver_unclaimed(by_index)
 
     def hide(self) -> None:
         """Backward is over, also for units of which nothing told."""

@@ -14,7 +14,7 @@ what a rank happens to have in memory. In which order units come is in units/ord
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -153,19 +153,6 @@ class Unit:
         started = reduce_group_start(wires, [*(leaves[i] for i in trained), self.use])
         gives = [used[i] or self.sharded[i].zeros_if_unused for i in trained]
         return Reduction(self, trained, gives, started, wires)
-
-    def deliver_unclaimed(self, by_index: Mapping[int, torch.Tensor]) -> None:
-        """Give gradients to the parameters that other ranks used in forwards that this rank did not run.
-
-        Args:
-            by_index: the reduced gradients, by the runtime's index.
-        """
-        if self.use_index not in by_index:
-            return
-        counts = by_index[self.use_index].tolist()
-        for sharded, count in zip(self.sharded, counts, strict=True):
-            if (count > 0 or sharded.zeros_if_unused) and sharded.index in by_index:
-                _deliver(sharded, by_index[sharded.index])
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let reads of the parameters give `tensors`."""

@@ -4,11 +4,10 @@
 Each forward of a generation gathers, and a gather needs every rank, but ranks have other prompts and stop at other
 lengths. So classes of sharded modules that have a `generate` get one that meets: before each forward that generate
 calls, ranks say that they run it, or that they are through. A rank that is through takes part in what the others
-gather, and leaves when all are through. On CPU it serves them; see csrc/transport/rank_agreement.h. Over other
-transports it gathers what its own last forward of that module gathered, in the same order and in the same groups, and
-computes nothing. That is what the others gather, because ranks agree on that by construction. `synced_gpus` of
-transformers would let it compute forwards instead: these fill its cache with tokens that nobody wants, also beyond the
-end of a static cache.
+gather, and leaves when all are through. It gathers what its own last forward of that module gathered, in the same order
+and in the same groups, and computes nothing. That is what the others gather, because ranks agree on that by
+construction. `synced_gpus` of transformers would let it compute forwards instead: these fill its cache with tokens that
+nobody wants, also beyond the end of a static cache.
 """
 
 import contextlib
@@ -77,9 +76,8 @@ class Generation:
         self.state: ShardedModel = module.__dict__[STATE]
         self.meeting = Meeting(self.state, GENERATE)
         self.numbers = {id(each): _FIRST_MODULE + i for i, each in enumerate(module.modules())}
-        # Collectives of the model's own need forwards on all ranks, and so do units where nobody is served.
-        serves = self.meeting.serves
-        self.needs_forwards = bool(self.state.others) or (self.state.units is not None and not serves)
+        # Units need forwards on all ranks, and so do collectives of the model's own.
+        self.needs_forwards = bool(self.state.others) or self.state.units is not None
         self.recordings: dict[int, Recording] = {}  # of the last forward of a module, by its number
         self.last = 0  # number of the module whose forward was last announced
         self.is_over = False  # all ranks raise what this one does
@@ -108,21 +106,18 @@ class Generation:
         self.keep_recording()
         self.last = self.numbers.get(id(module), _FOREIGN)
         self.meet(self.last)
-        if not self.meeting.serves:
-            self.state.runtime.record_gathers()
+        self.state.runtime.record_gathers()
 
     def keep_recording(self) -> None:
         """The last forward that was announced has ended."""
-        if self.last and not self.meeting.serves:
+        if self.last:
             self.recordings[self.last] = self.state.runtime.stop_recording()
         self.last = 0
 
     def wait_for_others(self) -> None:
         """Take part in what other ranks gather until they are through, too."""
-        done = _DONE if self.recordings or self.meeting.serves else _DONE_WITHOUT_FORWARD
+        done = _DONE if self.recordings else _DONE_WITHOUT_FORWARD
         while running := [number for number in self.meet(done) if number >= _FOREIGN]:
-            if self.meeting.serves:
-                continue
             if running[0] not in self.recordings:
                 raise RuntimeError(
                     f"zcompile: rank {dist.get_rank()} is through with generate(), in which other ranks call a module "
@@ -161,13 +156,11 @@ class Generation:
                 f"{dist.get_rank()}). This model has units or collectives of its own, which need a forward on every "
                 "rank: pass synced_gpus=True to generate, or generate inside of zcompile.unshard(model)."
             )
-        if self.meeting.serves:
-            return
         if len(running) > 1 or (running and through and (_FOREIGN in running or _DONE_WITHOUT_FORWARD in said)):
             raise RuntimeError(
-                f"zcompile: ranks call other modules in generate() (rank {dist.get_rank()}). Over this transport, all "
-                "must call the same modules in the same order, until each is through. Generate inside of "
-                "zcompile.unshard(model), where ranks may do as they like."
+                f"zcompile: ranks call other modules in generate() (rank {dist.get_rank()}). All must call the "
+                "same modules in the same order, until each is through. Generate inside of zcompile.unshard(model), "
+                "where ranks may do as they like."
             )
 
     def replay(self, recording: Recording) -> None:
