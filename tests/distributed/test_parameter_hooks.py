@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from tests.support.models import Chain, Transformer
+from tests.support.models import Transformer
 from tests.support.ranks import on_ranks
 from tests.support.reference import close, compiled, full, lm_loss, same_grads, same_parameters
 
@@ -146,20 +146,6 @@ def test_a_hook_that_returns_something_else_is_refused(rank, world):
     model.bias.register_post_accumulate_grad_hook(lambda parameter: 1)
     with pytest.raises(RuntimeError, match="hook on parameter 'bias' must return None"):
         model(torch.ones(1, 3)).sum().backward()
-
-
-@on_ranks(2)
-def test_a_gradient_in_two_parts_is_not_shown_to_hooks(rank, world):
-    layer = compiled(Chain(nn.Linear(4, 4)))
-    layer[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    layer(layer(torch.ones(2, 4))).sum().backward()
-    once = layer(torch.ones(2, 4))
-    loss = (once if rank == 0 else layer(once)).sum()
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=r"gradient of parameter '0.weight' came in two parts on rank 0"):
-            loss.backward()
-    else:
-        loss.backward()
 
 
 @on_ranks(2)

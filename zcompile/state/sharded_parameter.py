@@ -33,7 +33,6 @@ class ShardedParameter:
     leaf_reference: "weakref.ref[nn.Parameter]"
     layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
-    hooked_backward: int = -1  # autograd's number of the last backward whose gradient hooks saw
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
     zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
 
@@ -122,8 +121,6 @@ class ShardedParameter:
         if accumulates and microbatches.deferred is Deferred.REDUCES:
             return  # zeros
         hooks = parameter._backward_hooks
-        if hooks or parameter._post_accumulate_grad_hooks:
-            self.refuse_second_part()
         if hooks:
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
         dtensor_grad: Any = parameter.grad
@@ -138,21 +135,6 @@ class ShardedParameter:
             run_post_accumulate_hooks(self.name, parameter)
         if accumulates and not hooks:  # which see the gradient of each backward alone
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
-
-    def refuse_second_part(self) -> None:
-        """Hooks are about to see a gradient.
-
-        Raises:
-            RuntimeError: they saw another part of it in this backward. What only other ranks reduced comes at its end.
-        """
-        backward = torch._C._current_graph_task_id()
-        if backward == self.hooked_backward != -1:
-            raise RuntimeError(
-                f"zcompile: the gradient of parameter '{self.name}' came in two parts on rank {dist.get_rank()}: other "
-                "ranks read it in more graphs in this backward. Its hooks would see each part. Read it equally often "
-                "on all ranks, or remove the hooks."
-            )
-        self.hooked_backward = backward
 
     def without_base(self, grad: torch.Tensor) -> torch.Tensor:
         """`grad` less what the reduce that made it began from; see `add_grad`."""
