@@ -1,4 +1,4 @@
-"""Classes of sharded modules are pickled and copied as classes; whole sharded models are refused, as before."""
+"""Classes and parameters of sharded modules are pickled and copied; whole sharded models are refused."""
 
 import abc
 import copy
@@ -49,3 +49,58 @@ def test_a_whole_sharded_model_is_neither_pickled_nor_copied(ranks_of_two):
         pickle.dumps(model)
     with pytest.raises(Exception, match="copied"):
         copy.deepcopy(model)
+
+
+class Registered(nn.Module):
+    """Registers its subclasses by name, as programs do that build models from a configuration."""
+
+    known = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Registered.known[cls.__name__] = cls
+
+
+class Net(Registered):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_a_class_of_sharded_modules_is_not_registered(ranks_of_two):
+    model = zcompile.shard(Net())
+    assert type(model) is not Net and Registered.known == {"Net": Net}
+    assert type(model).__name__ == "Net" and type(model).__qualname__ == "ShardedNet"
+    assert isinstance(model, Net) and str(model).startswith("Net(")
+
+
+def test_a_call_of_the_class_makes_an_unsharded_module(ranks_of_two):
+    model = zcompile.shard(Net())
+    other = type(model)(width=6)
+    assert type(other) is Net and other(torch.ones(1, 6)).shape == (1, 2)
+    assert type(model.layers[:2]) is nn.Sequential  # which its slices call
+
+
+@pytest.mark.parametrize("copied", ["torch.save", "pickle", "deepcopy"])
+def test_parameters_and_optimizers_are_copied_without_their_model(ranks_of_two, copied):
+    model = zcompile.shard(Net())
+    mine = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(mine.values(), lr=0.1, momentum=0.9)
+    if copied == "torch.save":
+        file = io.BytesIO()
+        torch.save(mine, file)
+        file.seek(0)
+        theirs = torch.load(file)
+    elif copied == "pickle":
+        theirs = pickle.loads(pickle.dumps(mine))
+        assert len(pickle.loads(pickle.dumps(optimizer)).param_groups[0]["params"]) == len(mine)
+    else:
+        theirs = copy.deepcopy(mine)
+    for name, parameter in mine.items():
+        other = theirs[name]
+        assert isinstance(other, nn.Parameter) and torch.equal(other.to_local(), parameter.to_local())
+        assert other.requires_grad_(False) is other and parameter.requires_grad
+        assert parameter.requires_grad_(False) is parameter and not parameter.requires_grad

@@ -213,18 +213,34 @@ def _sharded_class(base: type, kind: Kind) -> type:
         namespace |= contributor.members(base, kind)
         around = contributor.around or around
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
-    made: type = _pickled_metaclass(type(base))(base.__name__, (base,), namespace)
+    made: type = _sharded_metaclass(type(base))(base.__name__, (_Unregistered, base), namespace)
+    path, _, name = base.__qualname__.rpartition(".")
+    made.__qualname__ = f"{path}.Sharded{name}".lstrip(".")
     setattr(made, RECIPE, (base, kind))
     return made
 
 
-@functools.cache
-def _pickled_metaclass(base: type[type]) -> type[type]:
-    """A subclass of the metaclass `base`, whose classes are pickled as what `_sharded_class` makes them of.
+class _Unregistered:
+    """The first base of each class that `_sharded_class` makes: no `__init_subclass__` of users is told of it."""
 
-    Why: pickle finds a class by its name in its module, and that name leads to the class of unsharded modules.
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+@functools.cache
+def _sharded_metaclass(base: type[type]) -> type[type]:
+    """A subclass of the metaclass `base`, for classes that only `zcompile.shard` gives to modules.
+
+    A call, as in `type(model)(config)`, makes an unsharded module: no other has what the class needs. Pickle stores
+    what `_sharded_class` makes the class of, because its name in its module leads to the class of unsharded modules.
+    The name stays that of the unsharded class, by which Hugging Face knows models (`config.architectures`, PEFT).
     """
-    metaclass = type("ShardedClass", (base,), {})
+
+    def make_unsharded(made: type, *args: Any, **kwargs: Any) -> Any:
+        unsharded, _ = vars(made)[RECIPE]
+        return unsharded(*args, **kwargs)
+
+    metaclass = type("ShardedClass", (base,), {"__call__": make_unsharded})
     copyreg.pickle(cast(Any, metaclass), _pickled_class)
     return metaclass
 

@@ -5,6 +5,7 @@ See [Note: leaf and parameter] in sharded_model.py.
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -86,7 +87,7 @@ class ShardedParameter:
             self.leaf.requires_grad_(True)  # a frozen tensor refuses hooks
             self.leaf.register_post_accumulate_grad_hook(_deliver)
             self.leaf.requires_grad_(trains)
-        self.parameter.__dict__["requires_grad_"] = _requires_grad_setter(self)
+        self.parameter.__dict__ = _Attributes(vars(self.parameter), requires_grad_=_requires_grad_setter(self))
         for form in (self.parameter, self.leaf):
             setattr(form, SHARDED, weakref.ref(self))
         for module, attribute in self.owners:
@@ -171,6 +172,14 @@ class ShardedParameter:
     def state(self) -> "ShardedModel":
         """The model that the parameter belongs to."""
         return cast("ShardedModel", model_of(self.leaf))
+
+
+class _Attributes(dict[str, Any]):
+    """The attributes of a DTensor. Copies and pickles of it leave out those by which it belongs to a model."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        others = ((name, value) for name, value in self.items() if name not in ("requires_grad_", SHARDED))
+        return OrderedDict, (), None, None, others
 
 
 def model_of(leaf: object) -> "ShardedModel | None":
