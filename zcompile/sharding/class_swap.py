@@ -202,11 +202,13 @@ def _sharded_class(base: type, kind: Kind) -> type:
     make = _casting_reader if kind.single_rank else _gathering_reader
     if kind.in_unit:
         make = functools.partial(_unit_reader, make)
-    namespace: dict[str, Any] = {name: property(make(name, layout, param_dtype)) for name, layout in layouts}
+    namespace: dict[str, Any] = {
+        name: property(make(name, layout, param_dtype), _refuse_assignment(name)) for name, layout in layouts
+    }
     if kind.in_unit:
         namespace |= {UNSHARDED + name: None for name, _ in layouts}
     if layouts:
-        namespace |= {"_apply": _apply, "register_parameter": _register_parameter}
+        namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__delattr__": _delattr}
         namespace["_save_to_state_dict"] = _save_to_state_dict
     around = call_with_table if kind.looks else None
     for contributor in contributors_of(base, kind):
@@ -331,9 +333,11 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     """`nn.Module.register_parameter`, which assignments call: a sharded parameter gives way only to one of its kind.
 
     Raises:
-        RuntimeError: `param` is not a DTensor of the same shape, placements and mesh.
+        RuntimeError: `param` is not a DTensor of the same shape, placements and mesh, or it has another name.
     """
     sharded: ShardedParameter | None = self.__dict__.get(SHARDED + name)
+    if sharded is None and (known := getattr(param, SHARDED, lambda: None)()) is not None:
+        raise RuntimeError(replaced_message(known.name))  # only a property gathers
     if sharded is None or param is sharded.parameter:
         super(type(self), self).register_parameter(name, param)
         return
@@ -346,3 +350,19 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     for module, attribute in sharded.owners:
         module._parameters[attribute] = sharded.parameter
     state.follow_storage(sharded)
+
+
+def _delattr(self: Any, name: str) -> None:
+    """`nn.Module.__delattr__`; a sharded parameter stays, because code that deletes it reads another in its place."""
+    if (sharded := self.__dict__.get(SHARDED + name)) is not None:
+        raise RuntimeError(replaced_message(sharded.name))
+    super(type(self), self).__delattr__(name)
+
+
+def _refuse_assignment(name: str) -> Callable[[Any, object], None]:
+    """What an assignment calls if `name` was taken out of `_parameters`, as `torch.nn.utils.weight_norm` does."""
+
+    def refuse(self: Any, value: object) -> None:
+        raise RuntimeError(replaced_message(self.__dict__[SHARDED + name].name))
+
+    return refuse

@@ -97,7 +97,12 @@ def check_model(
     if any(STATE in module.__dict__ for module in model.modules()):
         return RuntimeError(f"zcompile.shard: this model was sharded already (rank {rank}); call zcompile.shard once.")
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in ignored}
-    return _parameters(parameters) or _second_references(model, parameters) or _optimizers(parameters)
+    return (
+        _parameters(parameters)
+        or _sparse_gradients(model, parameters)
+        or _second_references(model, parameters)
+        or _optimizers(parameters)
+    )
 
 
 def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
@@ -110,6 +115,11 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
             f"zcompile.shard: parameters are on several devices (rank {rank}): {places}. Move them to one."
         )
     for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            return TypeError(
+                f"zcompile.shard: parameter '{name}' has no shape yet (rank {rank}): it is of a lazy module, which makes "
+                "it in its first forward. Run one before zcompile.shard."
+            )
         if type(parameter) not in (nn.Parameter, DTensor):
             kind = type(parameter)
             return TypeError(
@@ -123,6 +133,19 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
                 f"zcompile.shard: parameter '{name}' has dtype {parameter.dtype} (rank {rank}), in which nothing is "
                 "trained: gradients are added up in fp32 and given back in float16, bfloat16, float32 or float64. "
                 "Freeze it: requires_grad=False."
+            )
+    return None
+
+
+def _sparse_gradients(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
+    """A parameter whose gradient would be a sparse tensor."""
+    names = {id(parameter): name for name, parameter in parameters.items() if parameter.requires_grad}
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module.weight) in names:
+            return ValueError(
+                f"zcompile.shard: parameter '{names[id(module.weight)]}' of an {type(module).__name__} with sparse=True "
+                f"(rank {dist.get_rank()}) has sparse gradients, which cannot be reduced. Set sparse=False, or keep it "
+                "whole on each rank: ignored_params=[...]."
             )
     return None
 

@@ -216,6 +216,6 @@ def replaced_message(name: str) -> str:
     """The text of an error."""
     return (
         f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into "
-        "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace it before "
-        "zcompile.shard."
+        "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace, tie, prune or "
+        "parametrize it before zcompile.shard."
     )
