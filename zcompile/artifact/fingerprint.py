@@ -143,7 +143,7 @@ def _modules(model: nn.Module) -> list[str]:
     for path, module in model.named_modules():
         recipe = getattr(type(module), RECIPE, (type(module), None))
         base, kind = recipe
-        lines.append(f"{path} {module_name(base)}.{base.__qualname__} {kind} {code_hash(type(module).forward)}")
+        lines.append(f"{path} {module_name(base)}.{base.__qualname__} {kind} {code_hash(base.forward)}")
     return lines
 
 

@@ -54,6 +54,7 @@ class Kind:
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
     looks: bool = False  # see [Note: modules that look into their parameters]
+    of_torch: bool = False  # it is the whole model, and torch.compile would wrap its call; see `_own_forward`
 
 
 class Contributor(NamedTuple):
@@ -116,7 +117,9 @@ def install_readers(
         is_unit, has_units = UNIT in module.__dict__, UNITS_BELOW in module.__dict__
         looks = looks_into_table(module, list(attributes))
         state.forward_checks.eager_without_grad |= looks
-        _swap_class(module, Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks))
+        of_torch = module is model and type(module).forward.__module__.startswith("torch.")
+        kind = Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks, of_torch)
+        _swap_class(module, kind)
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -210,6 +213,8 @@ def _sharded_class(base: type, kind: Kind) -> type:
     if layouts:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__delattr__": _delattr}
         namespace["_save_to_state_dict"] = _save_to_state_dict
+    if kind.of_torch:
+        namespace["forward"] = _own_forward(base)
     around = call_with_table if kind.looks else None
     for contributor in contributors_of(base, kind):
         namespace |= contributor.members(base, kind)
@@ -220,6 +225,20 @@ def _sharded_class(base: type, kind: Kind) -> type:
     made.__qualname__ = f"{path}.Sharded{name}".lstrip(".")
     setattr(made, RECIPE, (base, kind))
     return made
+
+
+def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
+    """A forward that is not torch's, for a root of a class of torch.nn.
+
+    Why: Dynamo compiles no function of torch.nn that eager code calls. For `torch.compile(model)`, torch therefore
+    wraps the call of such a root, and traces what must run before a forward; `model.compile()` compiles nothing.
+    """
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    return forward
 
 
 class _Unregistered:

@@ -1,0 +1,86 @@
+"""A compiled model whose root is of a class of torch.nn: the code before its forward runs, as that of users' classes.
+
+torch.compile wraps the call of such a root in a function of its own, so that Dynamo traces all of the call, and
+model.compile() of one compiles nothing (pytorch/pytorch#150915).
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.func import functional_call
+
+import zcompile
+from tests.support.compiling import wrapped
+from tests.support.ranks import on_ranks
+from tests.support.reference import compiled, full, train_beside
+
+ways = pytest.mark.parametrize("prepare", [compiled, wrapped])
+
+
+def small():
+    return nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 6))
+
+
+def linear():
+    return nn.Linear(6, 6)
+
+
+def loss_of(model, step, rank):
+    return model(torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+
+def sharded(model):
+    return getattr(model, "_orig_mod", model)
+
+
+@ways
+@pytest.mark.parametrize("make", [small, linear])
+@on_ranks(2)
+def test_one_graph_trains_as_unsharded(rank, world, prepare, make):
+    counters.clear()
+    model = train_beside(rank, world, prepare, make=make, loss=loss_of)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@ways
+@pytest.mark.parametrize("make", [small, linear])
+@on_ranks(2)
+def test_functional_call_takes_dtensors(rank, world, prepare, make):
+    model = prepare(make())
+    assert loss_of(model, 0, rank) > 0
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    assert torch.equal(functional_call(model, zeros, (torch.ones(2, 6),)), torch.zeros(2, 6))
+    assert loss_of(model, 0, rank) > 0
+
+
+@ways
+@on_ranks(2)
+def test_requires_grad_and_lost_writes_are_seen(rank, world, prepare):
+    model = prepare(small())
+    loss_of(model, 0, rank).backward()
+    first, last = sharded(model)[0], sharded(model)[2]
+    first.weight.grad, first.weight.requires_grad = None, False
+    loss_of(model, 0, rank).backward()
+    assert first.weight.grad is None and last.weight.grad is not None
+    last.weight.data = torch.zeros_like(last.weight)
+    with pytest.raises(RuntimeError, match=r"'.data' of parameter '2.weight'"):
+        loss_of(model, 0, rank)
+
+
+@ways
+@on_ranks(2)
+def test_unshard_shows_whole_parameters(rank, world, prepare):
+    torch.manual_seed(0)
+    reference = small()
+    model = prepare(copy.deepcopy(reference))
+    loss_of(model, 0, rank)
+    with zcompile.unshard(sharded(model), writeback=True):
+        with torch.no_grad():
+            sharded(model)[0].weight.zero_()
+            reference[0].weight.zero_()
+        torch.testing.assert_close(loss_of(model, 0, rank), loss_of(reference, 0, rank))
+    assert torch.equal(full(sharded(model)[0].weight), torch.zeros(5, 6))
+    torch.testing.assert_close(loss_of(model, 0, rank), loss_of(reference, 0, rank))
