@@ -51,14 +51,15 @@ def test_a_whole_sharded_model_is_neither_pickled_nor_copied(ranks_of_two):
         copy.deepcopy(model)
 
 
+REGISTERED = {}
+
+
 class Registered(nn.Module):
     """Registers its subclasses by name, as programs do that build models from a configuration."""
 
-    known = {}
-
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        Registered.known[cls.__name__] = cls
+        REGISTERED[cls.__name__] = cls
 
 
 class Net(Registered):
@@ -72,9 +73,8 @@ class Net(Registered):
 
 def test_a_class_of_sharded_modules_is_not_registered(ranks_of_two):
     model = zcompile.shard(Net())
-    assert type(model) is not Net and Registered.known == {"Net": Net}
-    assert type(model).__name__ == "Net" and type(model).__qualname__ == "ShardedNet"
-    assert isinstance(model, Net) and str(model).startswith("Net(")
+    assert type(model) is not Net and list(REGISTERED.values()) == [Net]
+    assert type(model).__name__ == "Net" and isinstance(model, Net)  # transformers writes the name to config.json
 
 
 def test_a_call_of_the_class_makes_an_unsharded_module(ranks_of_two):

@@ -143,7 +143,8 @@ def _modules(model: nn.Module) -> list[str]:
     for path, module in model.named_modules():
         recipe = getattr(type(module), RECIPE, (type(module), None))
         base, kind = recipe
-        lines.append(f"{path} {module_name(base)}.{base.__qualname__} {kind} {code_hash(base.forward)}")
+        forwards = f"{code_hash(type(module).forward)} {code_hash(base.forward)}"  # the first may call the second
+        lines.append(f"{path} {module_name(base)}.{base.__qualname__} {kind} {forwards}")
     return lines
 
 

@@ -221,8 +221,6 @@ def _sharded_class(base: type, kind: Kind) -> type:
         around = contributor.around or around
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
     made: type = _sharded_metaclass(type(base))(base.__name__, (_Unregistered, base), namespace)
-    path, _, name = base.__qualname__.rpartition(".")
-    made.__qualname__ = f"{path}.Sharded{name}".lstrip(".")
     setattr(made, RECIPE, (base, kind))
     return made
 
