@@ -125,6 +125,11 @@ Unsharded make_unsharded(const ParamState& param, at::ScalarType dtype, bool onl
   return {padded.narrow(0, 0, param.numel).view(param.shape), padded};
 }
 
+// `tensor` in row-major memory. Not by view(): contiguous() keeps odd strides of dimensions of size 1 and of empty
+// tensors, and those cannot be viewed as bytes.
+at::Tensor as_flat(const at::Tensor& tensor) { return tensor.contiguous().as_strided({tensor.numel()}, {1}); }
+
+// Flat, in the dtype that travels.
 at::Tensor as_wire(const Transport& transport, const ParamState& param, const at::Tensor& grad) {
   TORCH_CHECK(
       grad.sizes() == at::IntArrayRef(param.shape), "zcompile::reduce: the gradient of '", param.name, "' has shape ",
@@ -132,7 +137,7 @@ at::Tensor as_wire(const Transport& transport, const ParamState& param, const at
   TORCH_CHECK(
       param.shard.element_size() > 1, "zcompile::reduce: the parameter '", param.name, "' is of dtype ",
       param.shard.scalar_type(), " on rank ", param.model->rank(), ", in which nothing is trained: freeze it");
-  return grad.to(transport.wire_dtype(param, grad.scalar_type())).contiguous();
+  return as_flat(grad.to(transport.wire_dtype(param, grad.scalar_type())));
 }
 
 // What the reduce that makes `gradient` adds to, and where it adds up squares.
@@ -237,7 +242,7 @@ int64_t columns_of(const ParamState& param) {
   return param.shape[1];
 }
 
-at::Tensor flat_indices(const at::Tensor& indices) { return indices.to(at::kLong).contiguous().view({-1}); }
+at::Tensor flat_indices(const at::Tensor& indices) { return as_flat(indices.to(at::kLong)); }
 
 }  // namespace
 
@@ -262,11 +267,11 @@ at::Tensor reduce_rows_start(
   if (model.defers_reduces()) {
     auto dense = at::empty(param->shape, grad.options().dtype(dtype));
     const auto flat = flat_indices(indices);
-    spread_rows(sum_rows(grad.contiguous().view({flat.numel(), columns_of(*param)}), flat, dtype), dense);
+    spread_rows(sum_rows(as_flat(grad).view({flat.numel(), columns_of(*param)}), flat, dtype), dense);
     return defer_reduce(model, param, dense);
   }
   const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
-  const auto rows = grad.contiguous().view({flat.numel(), columns_of(*param)});
+  const auto rows = as_flat(grad).view({flat.numel(), columns_of(*param)});
   const auto wire = transport->wire_dtype(*param, dtype);
   const auto wire_bytes = rows.numel() * static_cast<int64_t>(c10::elementSize(wire));
   const ProfilerRange range("reduce_rows", param, wire, wire_bytes);
