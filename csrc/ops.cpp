@@ -250,6 +250,14 @@ struct ReduceBackward : public torch::autograd::Node {
     if (!grads[0].defined()) return {at::Tensor()};
     return {call_reduce(grads[0], shard, domain)};
   }
+
+  // What compiled autograd, which traces nodes, calls first. Nodes of compiled forwards are AOTAutograd's, and run.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    TORCH_CHECK(
+        false, "zcompile: compiled autograd cannot trace the backward of parameter '", find_param(shard)->name,
+        "', which an eager forward read. Compile the model (model.compile(backend=\"zcompile\")), or run its backward "
+        "without compiled autograd.");
+  }
 };
 
 // `memory`: the shard, or what has its memory.
@@ -300,7 +308,13 @@ void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool different
   }
 }
 
+// The layers of torch.func's transforms. A gathered parameter is a constant to them; they would wrap the shard, whose
+// memory says which parameter it is, and each tensor that a transport makes.
+constexpr c10::DispatchKeySet transforms{
+    c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode};
+
 at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, int64_t domain) {
+  const c10::impl::ExcludeDispatchKeyGuard plain(transforms);
   const bool differentiable = at::GradMode::is_enabled() && shard.requires_grad();
   at::Tensor unsharded;
   {
@@ -313,6 +327,7 @@ at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::S
 
 std::vector<at::Tensor> gather_group_autograd(
     at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t domain) {
+  const c10::impl::ExcludeDispatchKeyGuard plain(transforms);
   std::vector<at::Tensor> results;
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -419,5 +434,14 @@ TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
 }
+
+#define ZCOMPILE_NOT_TRANSFORMED(key)                                    \
+  TORCH_LIBRARY_IMPL(zcompile, key, library) {                           \
+    library.impl("gather", torch::CppFunction::makeFallthrough());       \
+    library.impl("gather_group", torch::CppFunction::makeFallthrough()); \
+  }
+
+ZCOMPILE_NOT_TRANSFORMED(FuncTorchDynamicLayerFrontMode)
+ZCOMPILE_NOT_TRANSFORMED(FuncTorchDynamicLayerBackMode)
 
 }  // namespace zcompile

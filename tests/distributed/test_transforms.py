@@ -1,0 +1,82 @@
+"""torch.func's transforms around a sharded model, and inside of its forward, give what they give unsharded."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import compiled_autograd
+from torch.func import grad, jacrev, jvp, vjp, vmap
+
+import zcompile
+from tests.support.compiling import OPTIONS
+from tests.support.ranks import on_ranks
+from tests.support.reference import FP32, close, compiled, same_grads, train_beside
+
+
+class Net(nn.Module):
+    def __init__(self, transform=None):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 6, bias=False)
+        self.transform = transform
+
+    def apply(self, x):
+        return self.b(self.a(x).tanh())
+
+    def forward(self, x):
+        return self.apply(x) if self.transform is None else self.transform(self.apply, x)
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),))[1],
+    "jvp of what is constant": lambda f, x: jvp(lambda y: y * f(x.detach()), (x,), (x.cos(),))[1],
+    "vjp": lambda f, x: vjp(f, x)[1](x.cos())[0],
+    "grad": lambda f, x: grad(lambda y: f(y).square().mean())(x),
+    "grad of grad": lambda f, x: grad(lambda y: grad(lambda z: f(z).square().mean())(y).square().mean())(x),
+    "jacrev": lambda f, x: jacrev(lambda y: f(y).sum(0))(x),
+    "vmap": lambda f, x: vmap(f)(x),
+    "vmap of grad": lambda f, x: vmap(grad(lambda y: f(y).square().mean()))(x),
+}
+
+
+def batch(step, rank):
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model, step, rank):
+    return model(batch(step, rank)).square().mean()
+
+
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@on_ranks(2)
+def test_a_forward_with_a_transform_trains_as_unsharded(rank, world, prepare, transform):
+    train_beside(rank, world, prepare, make=lambda: Net(TRANSFORMS[transform]), loss=loss_of, steps=2)
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+@on_ranks(2)
+def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, compile_it):
+    torch.manual_seed(0)
+    reference = Net()
+    model = zcompile.shard(copy.deepcopy(reference))
+    for name, transform in TRANSFORMS.items():
+        torch._dynamo.reset()
+        ours = torch.compile(transform, **OPTIONS) if compile_it else transform
+        theirs = [transform(reference, batch(0, each)) for each in range(world)]
+        mine = ours(model, batch(0, rank))
+        close(mine, theirs[rank], FP32, name)
+        mine.square().mean().backward()
+        (sum(each.square().mean() for each in theirs) / world).backward()
+    same_grads(model, reference)
+
+
+@on_ranks(2)
+def test_compiled_autograd_takes_compiled_models_and_refuses_eager_ones_by_name(rank, world):
+    model = zcompile.shard(Net())
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        with pytest.raises(
+            Exception, match=r"compiled autograd cannot trace the backward of parameter '.\..*model.compile"
+        ):
+            loss_of(model, 0, rank).backward()
+        train_beside(rank, world, compiled, make=Net, loss=loss_of, steps=2)
