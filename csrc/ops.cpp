@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <mutex>
 
@@ -65,13 +66,33 @@ std::shared_ptr<ParamState> find_with_shape(
 // gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own. It is
 // told once: the shard is as it was, so the gather after that is right.
 void refuse_lost_writes(ParamState& param) {
-  if (!param.unsharded_version || param.unsharded_version->current_version() == 0) return;
-  param.unsharded_version.reset();
+  auto& versions = param.unsharded_versions;
+  if (versions.empty()) return;
+  const auto written =
+      std::any_of(versions.begin(), versions.end(), [](const auto& version) { return version.current_version() > 0; });
+  if (written) versions.clear();
   TORCH_CHECK(
-      false, "zcompile: parameter '", param.name, "' was modified in place through its owning module on rank ",
+      !written, "zcompile: parameter '", param.name, "' was modified in place through its owning module on rank ",
       param.model->rank(),
       ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), "
       "or initialise before zcompile.shard(). The parameter is as it was before.");
+  const auto is_gone = [](const auto& version) { return version.unique(); };  // nothing can write to that copy
+  versions.erase(std::remove_if(versions.begin(), versions.end(), is_gone), versions.end());
+}
+
+// A backward gathers again, and gets the values of now. Those of the forward are gone, so a change since is an error,
+// as torch's of a saved tensor. Of several forwards only the last is known.
+void refuse_change_before_backward(ParamState& param) {
+  const auto version = param.main_param_version();
+  if (!in_backward() || at::GradMode::is_enabled()) {
+    param.forward_version = version;
+    return;
+  }
+  TORCH_CHECK(
+      param.forward_version == version, "zcompile: parameter '", param.name,
+      "' was modified between forward and backward on rank ", param.model->rank(),
+      ". Backward gathers it again, and would compute gradients with the new values. Run backward before the "
+      "optimizer's step.");
 }
 
 std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape, int64_t domain) {
@@ -82,6 +103,7 @@ std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArray
       "), where its values may be others. Call the model there, which then runs in eager, and not "
       "a compiled function around it.");
   refuse_lost_writes(*param);
+  refuse_change_before_backward(*param);
   return param;
 }
 
@@ -298,7 +320,7 @@ void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at
 void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool differentiable, int64_t domain) {
   const auto param = is_real(shard) ? find_param(shard) : nullptr;
   if (param && !unsharded.is_inference()) {
-    param->unsharded_version = unsharded.unsafeGetTensorImpl()->version_counter();
+    param->unsharded_versions.push_back(unsharded.unsafeGetTensorImpl()->version_counter());
   }
   if (!differentiable) return;
   if (param) {

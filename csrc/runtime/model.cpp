@@ -44,7 +44,7 @@ void Model::replace(int64_t index, const at::Tensor& leaf) {
   param.leaf = weak_of(leaf);
   param.shard = leaf.detach();
   param.backward.clear();
-  param.unsharded_version.reset();
+  param.unsharded_versions.clear();
   cache_.drop(param);
   param.accumulation.clear();
   if (param.squares) param.squares.emplace(param.shard);

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "compat.h"
 #include "runtime/grad_accumulation.h"
@@ -37,8 +38,9 @@ struct ParamState : ShardedParam {
 
   // Eager only; see [Note: one reduce per parameter] and [Note: writes to an unsharded parameter are lost] in ops.cpp.
   std::map<at::ScalarType, WeakNode> backward;
-  std::optional<c10::VariableVersion> unsharded_version;
+  std::vector<c10::VariableVersion> unsharded_versions;
 
+  uint64_t forward_version = 0;  // of the main parameter, when a forward gathered it last
   int64_t forward = -1;  // number of the forward that last gathered it,
   int64_t gathers = 0;  // and how often
 

@@ -39,3 +39,47 @@ def test_a_lost_write_raises_once_and_changes_nothing(rank, world, inner):
     model[0].writes = True
     with pytest.raises(RuntimeError, match=r"'0[.]weight' was modified in place"):  # again, and again once
         model(x)
+
+
+class WritesToTheFirst(nn.Linear):
+    """Writes to the first of two copies that it gathers, after it gathered the second."""
+
+    def forward(self, x):
+        first = self.weight
+        y = nn.functional.linear(x, self.weight, self.bias)
+        with torch.no_grad():
+            first.zero_()
+        return y
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@on_ranks(2)
+def test_a_write_to_a_copy_that_was_gathered_again_raises(rank, world, inner):
+    model = zcompile.shard(Chain(WritesToTheFirst(3, 4), nn.Linear(4, 2)))
+    call = model if inner == "eager" else torch.compile(model, backend="zcompile", options={"inner": inner})
+    with pytest.raises(RuntimeError, match=r"parameter '0[.]weight' .*in place"):
+        for _ in range(2):
+            call(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("write", ["in place", "by an optimizer"])
+@on_ranks(2)
+def test_a_parameter_that_changes_before_backward_is_an_error(rank, world, write):
+    """Compiled code gathers it again in backward; torch refuses this for a saved tensor, too."""
+    model = zcompile.shard(Chain(nn.Linear(3, 4), nn.Linear(4, 2)))
+    model.compile(backend="zcompile", options={"inner": "aot_eager", "save_for_backward_bytes": 0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    first, second = model(torch.ones(1, 3)).sum(), model(torch.ones(1, 3)).sum()
+    second.backward()
+    if write == "in place":
+        with torch.no_grad():
+            model[1].weight.mul_(2)
+    else:
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=rf"'1[.]weight' was modified between forward and backward on rank {rank}"):
+        first.backward()
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()

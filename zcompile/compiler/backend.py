@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch.fx import Graph, GraphModule, Node
 
+from zcompile.compiler.graph_checks import check_graph
 from zcompile.compiler.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.costs.hardware import CPU, Link
 from zcompile.graph.ops import GATHER, calls, user_collective_of
@@ -28,9 +29,6 @@ from zcompile.state.forward_scope import checking_requires_grad
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import model_of
 from zcompile.state.user_hooks import saves_by_hooks
-
-# torch's higher-order ops that decide, or repeat, what they call.
-CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Settings:
@@ -59,7 +57,7 @@ def compile_graph(
 
     Raises:
         ValueError: an unknown option, or CUDA graphs (modes "reduce-overhead" and "max-autotune").
-        RuntimeError: the model writes to a sharded parameter in forward.
+        RuntimeError: see `check_graph`.
     """
     settings = parse_options(options)
     plan = _plan(example_inputs, settings)
@@ -81,9 +79,8 @@ def compile_planned(
         ValueError, RuntimeError: see `compile_graph`.
     """
     refuse_cuda_graphs(settings.inductor, mode)
-    _refuse_writes(gm)
-    _refuse_reads_in_branches(gm)
-    _warn_if_unsharded(gm)
+    check_graph(gm, example_inputs)
+    _warn_if_unsharded(gm, example_inputs)
     if settings.inner == "aot_eager":
         return compile_aot_eager(gm, example_inputs, plan)
     return compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode)
@@ -251,48 +248,7 @@ def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Seque
     ]
 
 
-def _refuse_writes(gm: GraphModule) -> None:
-    """Refuse a write to a gathered parameter: it is a copy, so the write would be lost.
-
-    Dynamo's fake tensors count writes through any view.
-    """
-    for node in calls(gm.graph, GATHER):
-        if node.meta["example_value"]._version > 0:
-            raise RuntimeError(
-                f"zcompile: forward modifies parameter {cast(Node, node.args[0]).name} in place, at\n"
-                f"{node.meta.get('stack_trace', '')}\n"
-                "It is a gathered copy, so the change would be lost. Compute a new tensor instead, or update the "
-                "DTensor in model.parameters() outside of forward."
-            )
-
-
-def _refuse_reads_in_branches(gm: GraphModule) -> None:
-    """Refuse a read of a parameter in a subgraph that may run another number of times on each rank.
-
-    What torch traces through, such as a checkpoint or a nested compile region, may read.
-    """
-    for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if not isinstance(node.target, torch._ops.HigherOrderOperator) or name not in CONTROL_FLOW_OPS:
-            continue
-        for attribute in (each for each in node.all_input_nodes if each.op == "get_attr"):
-            inner = getattr(gm, str(attribute.target), None)
-            for read in (read for each in _graphs_in(inner) for read in calls(each, GATHER)):
-                raise RuntimeError(
-                    f"zcompile: a function that torch's {name} calls reads a parameter of a sharded model, at\n"
-                    f"{read.meta.get('stack_trace', '')}\n"
-                    "Each rank may call it another number of times, so it cannot gather. Read the parameter before, as "
-                    "in `weight = self.layer.weight`, and use that inside."
-                )
-
-
-def _graphs_in(value: Any) -> Iterator[Graph]:
-    """The graphs of a module and of the modules below it."""
-    if isinstance(value, torch.nn.Module):
-        yield from (each.graph for each in value.modules() if isinstance(each, GraphModule))
-
-
-def _warn_if_unsharded(gm: GraphModule) -> None:
+def _warn_if_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     if not (dist.is_initialized() and dist.get_world_size() > 1) or calls(gm.graph, GATHER):
         return
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -1,0 +1,100 @@
+"""What a Dynamo graph must not do with parameters: each is refused by the parameter's name, before it is compiled."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch._dynamo.create_parameter_op import tracable_create_parameter
+from torch.fx import Graph, GraphModule, Node
+
+from zcompile.graph.ops import GATHER, calls
+from zcompile.state.attributes import SHARDED
+
+# torch's higher-order ops that decide, or repeat, what they call.
+CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
+
+
+def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Refuse a graph whose result would not be that of the unsharded model.
+
+    Raises:
+        RuntimeError: names the parameter and the line.
+    """
+    names = _names_of_inputs(gm, example_inputs)
+    for graph in _graphs_in(gm):
+        _refuse_lost_writes(graph, names)
+    _refuse_reads_in_branches(gm)
+
+
+def _names_of_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
+    """Names of parameters by the names of the inputs that are their shards; None of those of subgraphs."""
+    names = {}
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        sharded = getattr(value, SHARDED, lambda: None)()
+        if sharded is not None:
+            names[node.name] = sharded.name
+    return names
+
+
+def _refuse_lost_writes(graph: Graph, names: dict[str, str]) -> None:
+    """Refuse a new nn.Parameter over the memory of a gathered one, which is a copy, and a write to that memory.
+
+    Dynamo's fake tensors count writes through any view; `.data` has a count of its own.
+    """
+    gathers = {_storage_of(node.meta.get("example_value")): node for node in calls(graph, GATHER)}
+
+    def read(tensor: object) -> tuple[str, Node] | None:
+        """The parameter whose gathered copy has the memory of `tensor`, in words, and the gather."""
+        gather = gathers.get(_storage_of(tensor))
+        shard = "" if gather is None else cast(Node, gather.args[0]).name
+        return None if gather is None else (f"parameter '{names.get(shard, shard)}'", gather)
+
+    for node in calls(graph, tracable_create_parameter) if gathers else ():
+        if found := read(cast(Node, node.args[0]).meta.get("example_value")):
+            raise RuntimeError(
+                f"zcompile: forward makes an nn.Parameter of {found[0]}, at\n{node.meta.get('stack_trace', '')}\n"
+                "It has a gradient of its own, which would not reach the parameter. Use the tensor itself."
+            )
+    for tensor in [node.meta.get("example_value") for node in graph.nodes] if gathers else ():
+        if (found := read(tensor)) and tensor._version > 0:
+            raise RuntimeError(
+                f"zcompile: forward modifies {found[0]} in place, at\n{found[1].meta.get('stack_trace', '')}\n"
+                "It is a gathered copy, so the change would be lost. Compute a new tensor instead, or update the "
+                "DTensor in model.parameters() outside of forward."
+            )
+
+
+def _storage_of(tensor: Any) -> int | None:
+    """What tells the memory of a fake tensor from that of others; None of what has none."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # inside of torch.func's transforms
+        return None
+
+
+def _refuse_reads_in_branches(gm: GraphModule) -> None:
+    """Refuse a read of a parameter in a subgraph that may run another number of times on each rank.
+
+    What torch traces through, such as a checkpoint or a nested compile region, may read.
+    """
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or name not in CONTROL_FLOW_OPS:
+            continue
+        for attribute in (each for each in node.all_input_nodes if each.op == "get_attr"):
+            inner = getattr(gm, str(attribute.target), None)
+            for read in (read for each in _graphs_in(inner) for read in calls(each, GATHER)):
+                raise RuntimeError(
+                    f"zcompile: a function that torch's {name} calls reads a parameter of a sharded model, at\n"
+                    f"{read.meta.get('stack_trace', '')}\n"
+                    "Each rank may call it another number of times, so it cannot gather. Read the parameter before, as "
+                    "in `weight = self.layer.weight`, and use that inside."
+                )
+
+
+def _graphs_in(value: Any) -> Iterator[Graph]:
+    """The graphs of a module and of the modules below it."""
+    if isinstance(value, torch.nn.Module):
+        yield from (each.graph for each in value.modules() if isinstance(each, GraphModule))
