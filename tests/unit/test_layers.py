@@ -31,7 +31,12 @@ PYTHON_LAYERS = (
     ("zcompile.ranks",),
     ("zcompile.calibration.machine",),
     ("zcompile.state", "zcompile.ranks.host_barrier"),
-    ("zcompile.sharding.class_swap", "zcompile.sharding.parameter_table", "zcompile.sharding.substituted_parameters"),
+    (
+        "zcompile.sharding.class_swap",
+        "zcompile.sharding.parameter_table",
+        "zcompile.sharding.substituted_parameters",
+        "zcompile.sharding.traced_reads",
+    ),
     ("zcompile.unsharding", "zcompile.training", "zcompile.units"),
     ("zcompile.sharding", "zcompile.calibration"),
     ("zcompile.compiler",),

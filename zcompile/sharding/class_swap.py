@@ -10,7 +10,7 @@ and modules without parameters get a class of their own, too; see [Note: inside 
 import copyreg
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from zcompile.options import TRAINABLE
 from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
 from zcompile.sharding.substituted_parameters import layout_of, read_given
+from zcompile.sharding.traced_reads import Others, given_in_trace, traced_members
 from zcompile.state.attributes import (
     LEAF,
     RECIPE,
@@ -54,6 +55,7 @@ class Kind:
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
     looks: bool = False  # see [Note: modules that look into their parameters]
+    others: Others = ()
     of_torch: bool = False  # it is the whole model, and torch.compile would wrap its call; see `_own_forward`
 
 
@@ -118,7 +120,9 @@ def install_readers(
         looks = looks_into_table(module, list(attributes))
         state.forward_checks.eager_without_grad |= looks
         of_torch = module is model and type(module).forward.__module__.startswith("torch.")
-        kind = Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks, of_torch)
+        table = module._parameters.items() if attributes else ()
+        others = tuple((name, value is None) for name, value in table if name not in attributes)
+        kind = Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks, others, of_torch)
         _swap_class(module, kind)
 
 
@@ -164,7 +168,8 @@ def install_tracing_readers(
             (name, Layout(tuple(parameter.shape), own_dtype=parameter.dtype not in TRAINABLE))
             for name, parameter in own.items()
         )
-        _swap_class(module, Kind(layouts, param_dtype, single_rank))
+        others = tuple((name, True) for name in module._parameters if name not in own)
+        _swap_class(module, Kind(layouts, param_dtype, single_rank, others=others))
     return [(module.__dict__[LEAF + name], name) for name in own]
 
 
@@ -213,6 +218,7 @@ def _sharded_class(base: type, kind: Kind) -> type:
     if layouts:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__delattr__": _delattr}
         namespace["_save_to_state_dict"] = _save_to_state_dict
+    namespace |= traced_members(base, bool(layouts), kind.others)
     if kind.of_torch:
         namespace["forward"] = _own_forward(base)
     around = call_with_table if kind.looks else None
@@ -274,7 +280,10 @@ def _casting_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) 
 
     def read(self: Any) -> torch.Tensor:
         leaf: torch.Tensor = getattr(self, leaf_name)
-        if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
+        if torch.compiler.is_compiling():
+            if (given := given_in_trace(self, name, param_dtype)) is not None:
+                return given
+        elif (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
             return cast(torch.Tensor, other)
         return leaf if param_dtype is None else leaf.to(param_dtype)
 
@@ -304,7 +313,10 @@ def _gathering_reader(name: str, layout: Layout, param_dtype: torch.dtype | None
 
     def read(self: Any) -> torch.Tensor:
         leaf = getattr(self, leaf_name)
-        if not torch.compiler.is_compiling() and (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
+        if torch.compiler.is_compiling():
+            if (given := given_in_trace(self, name, param_dtype)) is not None:
+                return given
+        elif (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
             return cast(torch.Tensor, other)
         gathered: torch.Tensor = gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype, *domain)
         return gathered if is_plain else layout.as_read(gathered)
@@ -357,6 +369,10 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
         raise RuntimeError(replaced_message(known.name))  # only a property gathers
     if sharded is None or param is sharded.parameter:
         super(type(self), self).register_parameter(name, param)
+        base, kind = vars(type(self))[RECIPE]
+        others = tuple((dict(kind.others) | {name: param is None}).items())
+        if sharded is None and others != kind.others:
+            self.__class__ = _sharded_class(base, replace(kind, others=others))
         return
     old = sharded.parameter
     if layout_of(param) != layout_of(old):

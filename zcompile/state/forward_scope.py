@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 
 from zcompile.state.attributes import AROUND, SHARDED, STATE
@@ -36,6 +37,7 @@ def never_compiled_alone(function: Any) -> Any:
 
 class _Thread(threading.local):
     forwards = 0  # that this thread is in
+    looks_again = False  # whether the next call of a module looks for parameters that others replace
     announced_depth = -1  # where this many are, `announce` is called with each module that begins another one
     announce: Callable[[Any], None]
 
@@ -47,6 +49,13 @@ _thread = _Thread()
 def is_in_forward() -> bool:
     """Whether a read of a parameter gathers now; see [Note: inside of a forward]."""
     return _thread.forwards > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+
+@never_compiled_alone
+def look_again() -> None:
+    """Eager code has the table of a module. If parts of this forward are compiled, the next call must look at it."""
+    if _thread.forwards > 0 and callable(get_eval_frame_callback()):
+        _thread.looks_again = True
 
 
 def announces() -> bool:
@@ -91,7 +100,8 @@ def counting_call(
             return traced_call(self, *args, **kwargs) if around is None else around(traced_call, self, args, kwargs)
         if not is_root and _thread.forwards == _thread.announced_depth:
             _thread.announce(self)
-        enters = _thread.forwards == 0 or self._compiled_call_impl is not None
+        enters = _thread.forwards == 0 or _thread.looks_again or self._compiled_call_impl is not None
+        _thread.looks_again = False
         if enters and _enter(self.__dict__[STATE]):
             return call_eagerly(base.__call__, (self, *args), kwargs)
         _thread.forwards += 1

@@ -38,10 +38,14 @@ class UnreducedParameters:
                 _warn_once(weakref.ref(self), parameter)
 
     def find(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter, of those that train and that no DTensor is; another parallelism reduces DTensors."""
+        """Name -> parameter, of those that train and that no DTensor is; another parallelism reduces DTensors.
+
+        Not what functional_call puts in a parameter's place.
+        """
         model = self.model()
         named = model.named_parameters() if model is not None else ()
-        return {name: each for name, each in named if each.requires_grad and not isinstance(each, DTensor)}
+        own = ((name, each) for name, each in named if isinstance(each, nn.Parameter) and not isinstance(each, DTensor))
+        return {name: each for name, each in own if each.requires_grad}
 
     def warn(self) -> None:
         """Name them."""

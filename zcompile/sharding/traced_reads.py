@@ -1,0 +1,173 @@
+"""Reads of parameters in compiled code beside `self.weight`: loops over parameters, tables of modules, functional_call.
+
+[Note: traced reads]
+Dynamo traces the property of a parameter like any code, so the graph has a gather. Other ways lead past the property to
+`module._parameters`, which has the DTensor. So classes of sharded modules have their own methods that yield parameters,
+and their own `_parameters`, for traced code alone: there these read by the property. Eager calls go on to nn.Module.
+
+Nothing here may add a guard for each parameter or module. So what a trace must remember, the tensors that
+`torch.func.functional_call` puts in the place of parameters, stands in `_given`, one object for all models, which is
+empty when a graph begins: one guard.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile.state.attributes import LEAF
+from zcompile.state.forward_scope import is_in_forward, look_again, never_compiled_alone
+
+Others = tuple[tuple[str, bool], ...]  # names in a module's table that are not sharded, each with whether it is None
+
+# Of a module, while functional_call replaces its parameters inside of a trace: name -> tensor.
+_given: dict[nn.Module, dict[str, torch.Tensor]] = {}
+
+# The parameter that `name in module._parameters` was just asked for, as functional_call does before it stores what it
+# reads there, and puts that back later. It must get the parameter itself.
+_asked: list[str] = []
+
+
+class TracedTable:
+    """`module._parameters` for traced code."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.own: dict[str, Any] = module.__dict__["_parameters"]
+
+    def __contains__(self, name: str) -> bool:
+        _asked.clear()
+        _asked.append(name)
+        return name in self.own
+
+    def __getitem__(self, name: str) -> Any:
+        given = given_in_trace(self.module, name)
+        if given is not None:
+            return given
+        if _asked and _asked.pop() == name:
+            return self.own[name]
+        return getattr(self.module, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        given = _given.setdefault(self.module, {})
+        if value is not self.own.get(name):
+            given[name] = value
+            return
+        given.pop(name, None)
+        if not given:
+            _given.pop(self.module)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self.module, name) if name in self.own else default
+
+    def keys(self) -> Any:
+        return self.own.keys()
+
+    def values(self) -> Any:
+        return self.own.values()
+
+    def items(self) -> Any:
+        """The parameters, not reads: modules around the model loop over these, and tell tied ones by identity."""
+        return self.own.items()
+
+
+def given_in_trace(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """What functional_call put in the place of a parameter inside of this trace, in `dtype`."""
+    if not _given or module not in _given or name not in _given[module]:
+        return None
+    given = _given[module][name]
+    return given if dtype is None else given.to(dtype)
+
+
+def traced_members(base: type[nn.Module], has_sharded: bool, others: Others) -> dict[str, Any]:
+    """Members for a class of sharded modules, by which compiled code reads parameters; see [Note: traced reads].
+
+    Args:
+        has_sharded: whether such a module has sharded parameters itself.
+        others: see `Others`.
+    """
+    members: dict[str, Any] = {}
+    for method in (_named_parameters, _parameters, _get_parameter):
+        name = method.__name__[1:]
+        if getattr(base, name) is getattr(nn.Module, name):  # a user's own is traced as it is
+            members[name] = never_compiled_alone(method)
+    if has_sharded:
+        members["_parameters"] = property(never_compiled_alone(_table), _set_table)
+        members |= {name: property(never_compiled_alone(_reader_of_other(name, is_none))) for name, is_none in others}
+    if issubclass(base, nn.ParameterList):
+        members["__getitem__"] = never_compiled_alone(_slice_of_list)
+    return members
+
+
+def _table(self: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return TracedTable(self)
+    look_again()
+    return self.__dict__["_parameters"]
+
+
+def _set_table(self: Any, table: Any) -> None:
+    self.__dict__["_parameters"] = table
+
+
+def _reader_of_other(name: str, is_none: bool) -> Any:
+    """Reads what nn.Module.__getattr__ would find in the table; Dynamo does not look into a `TracedTable`."""
+
+    def read(self: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if (given := given_in_trace(self, name)) is not None:
+                return given
+            if is_none:
+                return None  # without a guard: a module that registers a parameter by that name gets another class
+        try:
+            return self.__dict__["_parameters"][name]
+        except KeyError:  # it was taken out of the table
+            raise AttributeError(name) from None
+
+    return read
+
+
+def _named_parameters(
+    self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """`nn.Module.named_parameters`. In compiled code, each is read when it is yielded, and a tied one once."""
+    if not torch.compiler.is_compiling():
+        yield from nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
+        return
+    modules = self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
+    reads: dict[Any, Any] = {}
+    for path, module in modules if recurse else [(prefix, self)]:
+        for name, parameter in module.__dict__["_parameters"].items():
+            leaf = module.__dict__.get(LEAF + name)
+            key = parameter if leaf is None else leaf
+            if key is None or (remove_duplicate and key in reads):
+                continue
+            if key not in reads:
+                reads[key] = getattr(module, name)
+            yield path + ("." if path else "") + name, reads[key]
+
+
+def _parameters(self: Any, recurse: bool = True) -> Iterator[Any]:
+    for _, parameter in self.named_parameters(recurse=recurse):
+        yield parameter
+
+
+def _get_parameter(self: Any, target: str) -> Any:
+    if not torch.compiler.is_compiling():
+        return nn.Module.get_parameter(self, target)
+    path, _, name = target.rpartition(".")
+    return getattr(self.get_submodule(path), name)
+
+
+def _slice_of_list(self: Any, index: Any) -> Any:
+    """`nn.ParameterList.__getitem__`. A slice of reads is a list: another ParameterList would make leaves of them."""
+    if isinstance(index, slice) and (torch.compiler.is_compiling() or is_in_forward()):
+        return [getattr(self, str(i)) for i in range(len(self))[index]]
+    return nn.ParameterList.__getitem__(self, index)
