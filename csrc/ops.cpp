@@ -428,8 +428,7 @@ TORCH_LIBRARY(zcompile, library) {
 ZCOMPILE_KERNELS(CPU)
 ZCOMPILE_KERNELS(CUDA)
 
-TORCH_LIBRARY_IMPL(zcompile, Meta, library) {
-  library.impl("gather", gather_meta);
+TORCH_LIBRARY_IMPL(zcompile, Meta, library) {  // that of gather: zcompile/graph/ops.py
   library.impl("gather_group", gather_group_meta);
   library.impl("reduce", reduce_meta);
   library.impl("gather_start", gather_meta);

@@ -4,6 +4,7 @@ Each runs with all parameters trained, with all but one frozen, and without grad
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, close, same_grads
+from tests.support.reference import FP32, close, compiled, same_grads, train_beside
 
 slow = pytest.mark.slow
 
@@ -95,6 +96,7 @@ RIGHT = {
     "func.grad by an input": lambda s, x: torch.func.grad(lambda y: (y @ s.w).square().mean())(x).square().mean(),
     "func.jvp": lambda s, x: torch.func.jvp(lambda y: (y @ s.w).square(), (x,), (torch.ones_like(x),))[1].mean(),
     "func.jacrev": lambda s, x: torch.func.jacrev(lambda y: (y @ s.w).sum(0))(x).square().mean(),
+    "isinstance": lambda s, x: (x @ s.w).mean() * (2 if isinstance(s.w, nn.Parameter) else 3),
     "read twice": lambda s, x: F.linear(x, s.a.weight).mean() + F.linear(x * 2, s.a.weight).square().mean(),
 }
 
@@ -120,8 +122,17 @@ def batch(step, rank):
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+def loss_of(model, step, rank):
+    return model(batch(step, rank))
+
+
 def model_of(extra):
     return type("Model", (Base,), {"extra": extra})()
+
+
+def broken(model):
+    """Compiled, also where that takes several graphs."""
+    return compiled(model, fullgraph=False)
 
 
 def pair(extra, inner, frozen=False):
@@ -232,3 +243,32 @@ def test_what_a_graph_break_leaves_to_eager_code_is_refused_by_name(rank, world)
     with pytest.raises(RuntimeError, match=r"parameter 'inner.a.weight' was replaced .* by a plain tensor"):
         model(batch(0, rank))
     assert torch.isfinite(model.inner(batch(0, rank))).all()
+
+
+def after_a_break(s, x, use):
+    w = s.w
+    y = x @ w
+    torch._dynamo.graph_break()
+    return use(y, w)
+
+
+BROKEN = {
+    "isinstance": lambda s, x: after_a_break(s, x, lambda y, w: y.mean() * (2 if isinstance(w, nn.Parameter) else 3)),
+    "used": lambda s, x: after_a_break(s, x, lambda y, w: (y @ w).square().mean()),
+}
+
+
+@pytest.mark.parametrize("prepare", [zcompile.shard, broken])
+@pytest.mark.parametrize("way", BROKEN)
+@on_ranks(2)
+def test_eager_code_and_graph_breaks_read_parameters(rank, world, prepare, way):
+    train_beside(rank, world, prepare, make=functools.partial(model_of, BROKEN[way]), loss=loss_of, steps=2)
+
+
+@pytest.mark.parametrize("prepare", [zcompile.shard, broken])
+@on_ranks(2)
+def test_a_parameter_list_of_reads_is_an_error(rank, world, prepare):
+    """Not a new parameter, whose gradient would be lost."""
+    model = prepare(model_of(lambda s, x: sum((x @ w).mean() for w in nn.ParameterList([s.w]))))
+    with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor to parameter '0'"):
+        model(batch(0, rank))

@@ -27,7 +27,7 @@ from zcompile.ranks.program_check import Line
 from zcompile.source_hash import source_hash
 from zcompile.state.forward_scope import checking_requires_grad
 from zcompile.state.sharded_model import ShardedModel
-from zcompile.state.sharded_parameter import model_of
+from zcompile.state.sharded_parameter import as_parameter, model_of
 from zcompile.state.user_hooks import saves_by_hooks
 
 
@@ -66,6 +66,7 @@ def compile_graph(
     compiled = compile_planned(gm, example_inputs, settings, plan, mode)
     if not _models(example_inputs):
         return compiled
+    compiled = _passing_for_parameters(gm, compiled)
     program = functools.partial(_program, _reads(gm), plan, settings)
     return _on_first_run(checking_requires_grad(compiled), settings, program)
 
@@ -126,6 +127,22 @@ def partition(
         )
     verify_partition(forward, num_fwd_outputs)
     return forward, backward
+
+
+def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose results that are gathered parameters are to eager code what reads in eager code are."""
+    results = cast(Sequence[Any], gm.graph.output_node().args[0])
+    positions = [i for i, node in enumerate(results) if isinstance(node, Node) and node.target is GATHER]
+    if not positions:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        values = compiled(*args)
+        for position in positions:
+            as_parameter(values[position])
+        return values
+
+    return run
 
 
 def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
@@ -251,8 +268,7 @@ def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Seque
 def _warn_if_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     if not (dist.is_initialized() and dist.get_world_size() > 1) or calls(gm.graph, GATHER):
         return
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    if any(isinstance(node.meta.get("example_value"), torch.nn.Parameter) for node in placeholders):
+    if any(type(value) is torch.nn.Parameter for value in example_inputs):  # not what an earlier graph gathered
         warnings.warn(
             "zcompile: this graph reads parameters that are not sharded, so every rank keeps all of them and gradients "
             "are not reduced. Call zcompile.shard(model) before compiling. It is compiled as Inductor would.",

@@ -24,6 +24,15 @@ from zcompile.costs.unbacked_sizes import size_hint
 aten = torch.ops.aten
 ops = torch.ops.zcompile
 
+
+@torch.library.register_fake("zcompile::gather")
+def _fake_gather(shard: torch.Tensor, shape: list[int], dtype: torch.dtype, domain: int = 0) -> torch.Tensor:
+    """The shape and dtype of a gathered parameter, which Dynamo takes for an nn.Parameter, as eager code does."""
+    unsharded = shard.new_empty(shape, dtype=dtype)
+    unsharded._is_param = True
+    return unsharded
+
+
 GATHER = ops.gather.default
 REDUCE = ops.reduce.default
 GATHER_START = ops.gather_start.default

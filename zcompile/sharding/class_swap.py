@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from zcompile.graph.ops import GATHER as gather
 from zcompile.options import TRAINABLE
 from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
 from zcompile.sharding.substituted_parameters import layout_of, read_given
@@ -33,9 +34,7 @@ from zcompile.state.attributes import (
 from zcompile.state.forward_scope import counting_call, is_in_forward, never_compiled_alone
 from zcompile.state.placement import Layout
 from zcompile.state.sharded_model import ShardedModel, models_of
-from zcompile.state.sharded_parameter import ShardedParameter, replaced_message
-
-gather = torch.ops.zcompile.gather.default
+from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, replaced_message
 
 Layouts = tuple[tuple[str, Layout], ...]  # name and layout of each parameter of a module
 _MakeReader = Callable[[str, Layout, torch.dtype | None], Callable[[Any], torch.Tensor]]
@@ -285,7 +284,7 @@ def _casting_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) 
                 return given
         elif (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
             return cast(torch.Tensor, other)
-        return leaf if param_dtype is None else leaf.to(param_dtype)
+        return leaf if param_dtype is None else as_parameter(leaf.to(param_dtype))
 
     return never_compiled_alone(read)
 
@@ -319,7 +318,7 @@ def _gathering_reader(name: str, layout: Layout, param_dtype: torch.dtype | None
         elif (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
             return cast(torch.Tensor, other)
         gathered: torch.Tensor = gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype, *domain)
-        return gathered if is_plain else layout.as_read(gathered)
+        return as_parameter(gathered if is_plain else layout.as_read(gathered))
 
     return never_compiled_alone(read)
 

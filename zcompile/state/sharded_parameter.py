@@ -182,6 +182,17 @@ class _Attributes(dict[str, Any]):
         return OrderedDict, (), None, None, others
 
 
+def as_parameter(unsharded: torch.Tensor) -> torch.Tensor:
+    """`unsharded`, which passes for an nn.Parameter, as in `isinstance(module.weight, nn.Parameter)`.
+
+    Why: code that finds a plain tensor makes an nn.Parameter of it, as nn.ParameterList does, whose gradient is lost.
+    Of one that is no leaf, nn.Module raises an error instead.
+    """
+    if not torch.compiler.is_compiling():
+        unsharded._is_param = True
+    return unsharded
+
+
 def model_of(leaf: object) -> "ShardedModel | None":
     """The sharded model that `leaf`, an input of a compiled graph, is a shard of; None if it is something else."""
     model: ShardedModel | None = getattr(leaf, MODEL, None)
