@@ -41,7 +41,7 @@ def sharded(model):
 @on_ranks(2)
 def test_one_graph_trains_as_unsharded(rank, world, prepare, make):
     counters.clear()
-    model = train_beside(rank, world, prepare, make=make, loss=loss_of)
+    train_beside(rank, world, prepare, make=make, loss=loss_of)
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -117,8 +117,8 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return TypeError(
-                f"zcompile.shard: parameter '{name}' has no shape yet (rank {rank}): it is of a lazy module, which makes "
-                "it in its first forward. Run one before zcompile.shard."
+                f"zcompile.shard: parameter '{name}' has no shape yet (rank {rank}): it is of a lazy module, which "
+                "makes it in its first forward. Run one before zcompile.shard."
             )
         if type(parameter) not in (nn.Parameter, DTensor):
             kind = type(parameter)
@@ -143,9 +143,9 @@ def _sparse_gradients(model: nn.Module, parameters: dict[str, nn.Parameter]) -> 
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module.weight) in names:
             return ValueError(
-                f"zcompile.shard: parameter '{names[id(module.weight)]}' of an {type(module).__name__} with sparse=True "
-                f"(rank {dist.get_rank()}) has sparse gradients, which cannot be reduced. Set sparse=False, or keep it "
-                "whole on each rank: ignored_params=[...]."
+                f"zcompile.shard: parameter '{names[id(module.weight)]}' (rank {dist.get_rank()}) has sparse "
+                f"gradients, which cannot be reduced: {type(module).__name__} has sparse=True. Set sparse=False, or "
+                "keep it whole on each rank: ignored_params=[...]."
             )
     return None
 
