@@ -118,7 +118,7 @@ def install_readers(
         is_unit, has_units = UNIT in module.__dict__, UNITS_BELOW in module.__dict__
         looks = looks_into_table(module, list(attributes))
         state.forward_checks.eager_without_grad |= looks
-        of_torch = module is model and type(module).forward.__module__.startswith("torch.")
+        of_torch = module is model and str(type(module).forward.__module__).startswith("torch.")
         table = module._parameters.items() if attributes else ()
         others = tuple((name, value is None) for name, value in table if name not in attributes)
         kind = Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks, others, of_torch)
