@@ -130,9 +130,9 @@ def model_of(extra):
     return type("Model", (Base,), {"extra": extra})()
 
 
-def broken(model):
+def broken(model, **how):
     """Compiled, also where that takes several graphs."""
-    return compiled(model, fullgraph=False)
+    return compiled(model, fullgraph=False, **how)
 
 
 def pair(extra, inner, frozen=False):
@@ -222,6 +222,31 @@ class Breaks(nn.Module):
 
     def forward(self, x):
         return functional_call(self.inner, {"a.weight": self.inner.a.weight * 2}, (x,))
+
+
+class Called(nn.Module):
+    """A functional_call inside of a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.unit = Unit()
+
+    def forward(self, x):
+        return self.unit(x).square().mean()
+
+
+class Unit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.a(x) + functional_call(self.a, {"weight": self.a.weight * 2}, (x,))
+
+
+@on_ranks(2)
+def test_a_unit_takes_what_functional_call_gives(rank, world):
+    train_beside(rank, world, functools.partial(broken, units=[Unit]), make=Called, loss=loss_of, steps=2)
 
 
 class Inner(nn.Module):

@@ -331,7 +331,8 @@ def _unit_reader(
 
     def read(self: Any) -> torch.Tensor:
         unsharded: torch.Tensor | None = getattr(self, unsharded_name)
-        return read_alone(self) if unsharded is None else unsharded
+        is_given = torch.compiler.is_compiling() and given_in_trace(self, name) is not None
+        return read_alone(self) if unsharded is None or is_given else unsharded
 
     return never_compiled_alone(read)
 
