@@ -7,7 +7,7 @@
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/schedule/staleness.h"
 #include "runtime/model.h"
-#include "saved_tensors.h"
+#include "runtime/unsharded_memory.h"
 #include "transport/descriptor_sockets.h"
 #include "transport/process_groups.h"
 #include "transport/shard_layout.h"
@@ -82,8 +82,9 @@ void delete_without_gil(Model* model) {
 
 int64_t add_parameter(
     Model& model, std::string name, const at::Tensor& shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
-    std::optional<at::ScalarType> reduce_dtype) {
+    std::optional<at::ScalarType> reduce_dtype, bool is_counted) {
   ParamState param;
+  param.is_counted = is_counted;
   param.name = std::move(name);
   param.shape = std::move(shape);
   param.numel = c10::multiply_integers(param.shape);
@@ -259,7 +260,7 @@ void bind_model(py::module& module) {
           py::arg("divisor") = py::none())
       .def(
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
-          py::arg("replicated"), py::arg("reduce_dtype"))
+          py::arg("replicated"), py::arg("reduce_dtype"), py::arg("is_counted") = true)
       .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
       .def_property_readonly("world", &Model::world)
       .def("watch", &Model::watch, py::arg("index"), py::arg("main_params"))
@@ -268,7 +269,10 @@ void bind_model(py::module& module) {
           "assigned_data",
           [](const Model& model, const std::vector<at::Tensor>& parameters) { return model.assigned_data(parameters); },
           py::arg("parameters"))
-      .def("count_gather", &Model::count_gather, py::arg("unsharded"))
+      .def(
+          "count_gather", [](Model& model, const at::Tensor& unsharded) { model.count_gather(unsharded); },
+          py::arg("unsharded"))
+      .def("fill", &Model::fill, py::arg("tensors"), py::arg("gathered"))
       .def("record_gathers", &Model::record_gathers)
       .def("stop_recording", &Model::stop_recording)
       .def("forbid_gathers", &Model::forbid_gathers, py::arg("index"), py::arg("forbid"))
@@ -283,8 +287,7 @@ void bind_model(py::module& module) {
           ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
           py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
       .def("join", &Model::join, py::arg("other"))
-      .def("begin_forward", &Model::begin_forward)
-      .def("keep_in_flight", &Model::keep_in_flight)
+      .def("keep_in_flight", &Model::keep_in_flight, py::arg("on"))
       .def("refresh", &Model::refresh, ReleaseGil())
       .def("count_step", &Model::count_step)
       .def(
@@ -395,7 +398,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_adam_schedule(module);
   bind_sharing(module);
   bind_model(module);
-  bind_saved_tensors(module);
+  module.def(
+      "free_memory",
+      [](const std::vector<at::Tensor>& tensors) {
+        for (const auto& tensor : tensors) free_memory(tensor);
+      },
+      py::arg("tensors"));
 }
 
 }  // namespace zcompile

@@ -49,6 +49,7 @@ class Model:
         chunk: int,
         replicated: bool,
         reduce_dtype: torch.dtype | None,
+        is_counted: bool = True,  # in statistics
     ) -> int: ...
     def replace(self, index: int, shard: Tensor) -> None: ...
     def watch(self, index: int, main_params: Sequence[Tensor]) -> None: ...
@@ -56,6 +57,9 @@ class Model:
     # -1: none. `parameters` are all of them, by index.
     def assigned_data(self, parameters: Sequence[Tensor]) -> int: ...
     def count_gather(self, unsharded: Tensor) -> None: ...
+    def fill(self, tensors: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
+        """Move the memory of `gathered` into the storages of `tensors`, in place of what they had."""
+
     def record_gathers(self) -> None: ...
     def stop_recording(self) -> list[tuple[list[int], torch.dtype]]: ...  # parameters that travelled together, dtype
     def forbid_gathers(self, index: int, forbid: bool) -> None: ...
@@ -68,8 +72,7 @@ class Model:
         timeout_ms: int | None = None,
     ) -> None: ...
     def join(self, other: Model) -> None: ...
-    def begin_forward(self) -> tuple[int, int]: ...
-    def keep_in_flight(self) -> None: ...
+    def keep_in_flight(self, on: bool) -> None: ...
     def refresh(self) -> None: ...
     def count_step(self) -> None: ...
     # Number, hash and text of collectives: transport/order_log.h.
@@ -183,26 +186,5 @@ class DescriptorSockets:
     def exchange(self, descriptors: Sequence[int]) -> list[tuple[int, int]]: ...
 
 def fail_together(group: str, attempt: Callable[[], None]) -> None: ...
-
-class SavedTensorHooks:
-    """The pack hook of one forward of a unit; csrc/saved_tensors.cpp.
-
-    In place of a tensor over the storage of `unsharded[i]`, a note of it is saved. Any other is saved as it is.
-    """
-
-    def __init__(self, unsharded: Sequence[Tensor], gather: Callable[[], None]) -> None:
-        """`gather` is called when a note is read in backward, and must `fill`."""
-
-    def pack(self, tensor: Tensor) -> object: ...
-    def close(self) -> None:
-        """The forward is over: from now on only notes hold what `fill` is given."""
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Give notes, if there are any, the parameters again."""
-
-def unpack_saved_tensor(saved: object) -> Tensor:
-    """The tensor that `pack` was given.
-
-    Raises:
-        RuntimeError: it was changed in place since.
-    """
+def free_memory(tensors: Sequence[Tensor]) -> None:
+    """Empty the storages of `tensors`, which `Model.fill` filled: views of them stay, and have no data."""

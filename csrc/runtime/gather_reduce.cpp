@@ -158,16 +158,17 @@ std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::Scal
     std::optional<ProfilerRange> range_of_param;  // of a group: what its memory is for
     if (params.size() > 1) range_of_param.emplace("gather", param, dtype);
     auto [unsharded, padded] = make_unsharded(*param, dtype, only_read);
-    model.count_gather(unsharded);
-    model.note_gather(*param);
     results.push_back(std::move(unsharded));
     requests.push_back({param, std::move(padded)});
   }
+  model.count_gather(results);
   model.note_gathers(params, dtype);
   const auto transport = model.transport();
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->gather(requests));
   for (size_t i = 0; i < results.size(); ++i) {
-    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].padded, params[i]});
+    InFlightTable::instance().start(
+        {model.weak_from_this(), transfer, results[i], requests[i].padded, params[i], nullptr,
+         model.keeps_in_flight()});
   }
   return results;
 }
@@ -220,13 +221,14 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
   const ProfilerRange range("reduce", params, wires.front().scalar_type());
   c10::SmallVector<ReduceRequest, 1> requests;
   for (size_t i = 0; i < params.size(); ++i) {
-    model.count_reduce(wires[i]);
+    if (params[i]->is_counted) model.count_reduce(wires[i]);
     results.push_back(transport->make_gradient(*params[i]));
     requests.push_back({params[i], std::move(wires[i]), results.back(), make_extras(*params[i], results.back())});
   }
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->reduce(requests));
   for (size_t i = 0; i < results.size(); ++i) {
-    InFlightTable::instance().start({model.weak_from_this(), transfer, results[i], requests[i].grad, params[i]});
+    InFlightTable::instance().start(
+        {model.weak_from_this(), transfer, results[i], requests[i].grad, params[i], nullptr, model.keeps_in_flight()});
   }
   return results;
 }

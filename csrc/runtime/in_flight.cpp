@@ -53,7 +53,7 @@ void InFlightTable::cache_on_arrival(const at::Tensor& unsharded, ParamState* pa
 }
 
 void InFlightTable::abandon(const std::weak_ptr<Model>& model) {
-  for (auto& in_flight : take_all_of(model)) {
+  for (auto& in_flight : take_all_of(model, /*with_kept=*/false)) {
     try {
       if (in_flight.transfer) in_flight.transfer->wait();
     } catch (const std::exception&) {  // whoever waited for the same rank was told
@@ -61,12 +61,13 @@ void InFlightTable::abandon(const std::weak_ptr<Model>& model) {
   }
 }
 
-void InFlightTable::forget(const std::weak_ptr<Model>& model) { take_all_of(model); }
+void InFlightTable::forget(const std::weak_ptr<Model>& model) { take_all_of(model, /*with_kept=*/true); }
 
 // Compares owners, and shares no model: the lock must not be held when one ends.
-std::vector<InFlight> InFlightTable::take_all_of(const std::weak_ptr<Model>& model) {
+std::vector<InFlight> InFlightTable::take_all_of(const std::weak_ptr<Model>& model, bool with_kept) {
   const auto is_of_model = [&](const InFlight& in_flight) {
-    return !in_flight.model.owner_before(model) && !model.owner_before(in_flight.model);
+    return (with_kept || !in_flight.is_kept) && !in_flight.model.owner_before(model) &&
+           !model.owner_before(in_flight.model);
   };
   std::vector<InFlight> taken;
   std::lock_guard lock(mutex_);

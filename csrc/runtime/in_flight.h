@@ -36,6 +36,7 @@ struct InFlight {
   at::Tensor source;
   const ParamState* param = nullptr;  // for messages
   ParamState* cache_for = nullptr;  // whose unsharded parameter this is, if it may be cached
+  bool is_kept = false;  // whoever started it will wait for it
 };
 
 // Found by the storage of the destination. Process-wide, because a wait has only a tensor to start from.
@@ -48,14 +49,14 @@ class InFlightTable {
   std::optional<std::pair<std::shared_ptr<Model>, InFlight>> finish(const at::Tensor& destination);
   // When `unsharded` arrives, it may be cached.
   void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);
-  // Ends what nobody waited for, because a step failed half-way.
+  // Ends what nobody waited for, because a step failed half-way; not what is kept.
   void abandon(const std::weak_ptr<Model>& model);
   // Drops what belongs to a model that ends. It is not waited for: a wait may be a collective, in which other ranks
   // need not take part. What moves keeps its memory.
   void forget(const std::weak_ptr<Model>& model);
 
  private:
-  std::vector<InFlight> take_all_of(const std::weak_ptr<Model>& model);
+  std::vector<InFlight> take_all_of(const std::weak_ptr<Model>& model, bool with_kept);
 
   std::mutex mutex_;
   std::vector<InFlight> in_flight_;  // a handful: what is prefetched

@@ -10,6 +10,7 @@
 
 #include "runtime/in_flight.h"
 #include "runtime/registry.h"
+#include "runtime/unsharded_memory.h"
 
 namespace zcompile {
 
@@ -105,6 +106,13 @@ void Model::use_transport(const std::string& name, const P2pSettings& settings) 
   transport_ = make_transport(name, *this, settings);
 }
 
+void Model::fill(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gathered) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    take_memory(tensors[i], gathered.at(i));
+    stats_->follow(tensors[i]);
+  }
+}
+
 void Model::count_step() {
   for (const auto& order : orders_) order->count_step();
 }
@@ -152,21 +160,6 @@ void Model::clear_squares() {
   if (!to_clear.empty()) at::_foreach_zero_(to_clear);
 }
 
-std::pair<int64_t, int64_t> Model::begin_forward() {
-  ++forward_;
-  const auto repeated = std::exchange(repeated_, -1);
-  return {repeated, repeated < 0 ? 0 : state(repeated).gathers};
-}
-
-void Model::note_gather(ParamState& param) {
-  constexpr int64_t often = 5;  // more than modules share an embedding
-  if (param.forward != forward_) {
-    param.forward = forward_;
-    param.gathers = 0;
-  }
-  if (++param.gathers == often && !in_backward() && repeated_ < 0) repeated_ = param.index;
-}
-
 void Model::note_backward() {
   const int64_t id = torch::autograd::get_current_graph_task_id();
   {
@@ -175,7 +168,7 @@ void Model::note_backward() {
     backward_id_ = id;
   }
   // Of a forward or backward that raised: a graph waits for all it starts.
-  if (!keeps_in_flight_) InFlightTable::instance().abandon(weak_from_this());
+  InFlightTable::instance().abandon(weak_from_this());
   if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this()] { self->transport_->finish_backward(); });

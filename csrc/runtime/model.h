@@ -51,10 +51,12 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   bool is_caching() const override { return cache_.is_on(); }
   bool defers_replicas() const override { return deferral_ == Deferral::kReplicas; }
   bool defers_reduces() const { return deferral_ == Deferral::kReduces; }
-  void count_gather(const at::Tensor& unsharded) override {
+  void count_gather(at::TensorList unsharded) override {
     stats_->count_gather(unsharded);
-    own_bytes_ += static_cast<int64_t>(unsharded.nbytes());
+    for (const auto& tensor : unsharded) own_bytes_ += static_cast<int64_t>(tensor.nbytes());
   }
+  // Gives `tensors` the memory of what was gathered for them; see unsharded_memory.h.
+  void fill(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gathered);
   void count_gathered_rows(const at::Tensor& rows) override {
     stats_->count_gathered_rows(rows);
     own_bytes_ += static_cast<int64_t>(rows.nbytes());
@@ -113,10 +115,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
   void clear_squares();
 
-  // A forward begins. Returns a parameter that the last one gathered again and again, and how often, or -1.
-  std::pair<int64_t, int64_t> begin_forward();
-  void note_gather(ParamState& param);
-
   // What is gathered from now on, one transfer after the other: parameters, by index, and the dtype on the wire.
   using Recording = std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>;
   void record_gathers() { recording_.emplace(); }
@@ -131,8 +129,9 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends. That, and
   // the first behind one, abandon what is still in flight.
   void note_backward();
-  // From now on, whoever starts a transfer sees to it that it is waited for: nothing is abandoned.
-  void keep_in_flight() { keeps_in_flight_ = true; }
+  // While on, who starts a transfer sees to it that it is waited for: it is not abandoned.
+  void keep_in_flight(bool on) { keeps_in_flight_ = on; }
+  bool keeps_in_flight() const { return keeps_in_flight_; }
 
  private:
   std::vector<std::unique_ptr<ParamState>> params_;
@@ -144,8 +143,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   MicrobatchCache cache_;
   std::atomic<Deferral> deferral_ = Deferral::kNone;
   std::mutex mutex_;
-  int64_t forward_ = 0;
-  int64_t repeated_ = -1;  // index of a parameter
   bool keeps_in_flight_ = false;
   std::optional<Recording> recording_;  // while gathers are recorded
   int64_t backward_id_ = -1;  // autograd's number of the backward that the last gather or reduce was in; -1: in none

@@ -32,6 +32,7 @@ struct CachedParam {
 };
 
 struct ParamState : ShardedParam {
+  bool is_counted = true;  // in statistics: it is a parameter of the user's model
   Model* model = nullptr;
   std::weak_ptr<Model> owner;  // the same; see [Note: who owns a model]
   WeakTensor leaf = weak_of({});
@@ -41,8 +42,6 @@ struct ParamState : ShardedParam {
   std::vector<c10::VariableVersion> unsharded_versions;
 
   uint64_t forward_version = 0;  // of the main parameter, when a forward gathered it last
-  int64_t forward = -1;  // number of the forward that last gathered it,
-  int64_t gathers = 0;  // and how often
 
   c10::Storage guarded;  // that of the tensor that users see; see Model::guard_data
 

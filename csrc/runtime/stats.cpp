@@ -24,13 +24,21 @@ void StatsCounter::reset() {
   stats_ = Stats();
 }
 
-void StatsCounter::count_gather(const at::Tensor& unsharded) {
+void StatsCounter::count_gather(at::TensorList unsharded) {
+  for (const auto& tensor : unsharded) follow(tensor);
   std::lock_guard lock(mutex_);
-  const auto bytes = bytes_of(unsharded);
-  stats_.gathers += 1;
-  entry_of(stats_.gathered_bytes, unsharded) += bytes;
-  unsharded_.emplace_back(unsharded.storage().getWeakStorageImpl(), bytes);
+  for (const auto& tensor : unsharded) {
+    stats_.gathers += 1;
+    entry_of(stats_.gathered_bytes, tensor) += bytes_of(tensor);
+  }
   stats_.peak_unsharded_bytes = std::max(stats_.peak_unsharded_bytes, live_unsharded_bytes());
+}
+
+void StatsCounter::follow(const at::Tensor& tensor) {
+  std::lock_guard lock(mutex_);
+  const auto& storage = tensor.storage();
+  unsharded_.insert_or_assign(
+      storage.unsafeGetStorageImpl(), std::pair(storage.getWeakStorageImpl(), bytes_of(tensor)));
 }
 
 void StatsCounter::count_gathered_rows(const at::Tensor& rows) {
@@ -53,8 +61,9 @@ void StatsCounter::count_replicas(int64_t bytes) {
 int64_t StatsCounter::live_unsharded_bytes() {
   int64_t live = 0;
   std::erase_if(unsharded_, [&](const auto& entry) {
-    const auto& [storage, bytes] = entry;
-    if (storage.expired()) return true;
+    const auto& [storage, bytes] = entry.second;
+    const auto alive = storage.lock();
+    if (!alive || alive->nbytes() == 0) return true;
     live += bytes;
     return false;
   });

@@ -7,8 +7,8 @@
 
 #include <array>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
-#include <vector>
 
 namespace zcompile {
 
@@ -27,7 +27,9 @@ class StatsCounter {
  public:
   Stats get();
   void reset();
-  void count_gather(const at::Tensor& unsharded);
+  void count_gather(at::TensorList unsharded);
+  // The memory of a gathered tensor is in the storage of `tensor` now.
+  void follow(const at::Tensor& tensor);
   void count_gathered_rows(const at::Tensor& rows);
   void count_reduce(const at::Tensor& wire);
   void count_replicas(int64_t bytes);
@@ -37,7 +39,8 @@ class StatsCounter {
 
   std::mutex mutex_;
   Stats stats_;
-  std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> unsharded_;  // with their bytes
+  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  std::unordered_map<c10::StorageImpl*, std::pair<WeakStorage, int64_t>> unsharded_;  // and the bytes of the tensor
 };
 
 }  // namespace zcompile

@@ -58,7 +58,7 @@ class TransportContext {
   // Whether reduces leave out the sum over replicas, which the program makes up for.
   virtual bool defers_replicas() const = 0;
 
-  virtual void count_gather(const at::Tensor& unsharded) = 0;
+  virtual void count_gather(at::TensorList unsharded) = 0;
   virtual void count_gathered_rows(const at::Tensor& rows) = 0;
   virtual void count_reduce(const at::Tensor& wire) = 0;
   virtual void count_replicas(int64_t bytes) = 0;  // of shards that this rank received from its replicas

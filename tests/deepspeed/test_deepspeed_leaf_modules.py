@@ -155,9 +155,8 @@ def test_a_leaf_module_is_gathered_twice_and_reduced_once(rank, world):
     moved = zcompile.stats(engine.module)
     experts = sum("experts" in name for name, _ in engine.module.named_parameters())
     others = len(list(engine.module.parameters())) - experts
-    layers = len(engine.module.layers)
     assert 0 <= moved["gathers"] - 2 * experts - others <= others, moved  # a plan may gather others for backward, too
-    assert moved["reduces"] == experts + layers + others, moved  # and which experts were used
+    assert moved["reduces"] == experts + others, moved
     trains = [message for message in messages if "trains this DeepSpeed engine" in message]
     assert len(trains) == 1 and f"{experts} of them in leaf modules" in trains[0], messages
     engine.destroy()

@@ -67,7 +67,8 @@ def rank_defers_replicas(rank, world, inner):
     assert deferred[0] == pytest.approx(losses, rel=1e-6)
     close(deferred[1], grads)
     close(deferred[1], reference_grads(world))
-    assert deferred[2]["replica_bytes"] * MICROBATCHES == stats["replica_bytes"] > 0
+    flags = 4 * len(grads) * MICROBATCHES if inner == "eager" else 0  # which parameters were used
+    assert deferred[2]["replica_bytes"] * MICROBATCHES == stats["replica_bytes"] - flags > 0
     assert deferred[2]["reduces"] == stats["reduces"]
     again = run(rank, inner, "shards", mesh)
     assert all(torch.equal(one, other) for one, other in zip(deferred[1], again[1]))

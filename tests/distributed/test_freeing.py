@@ -183,7 +183,7 @@ def growth(ranks, few, many, prepare):
     grown = []
     counts = ranks(2).run(rank_makes_many, few, many, prepare, timeout=600)
     for (before, threads_before), (after, threads_after) in counts:
-        assert threads_after == threads_before
+        assert threads_after <= threads_before
         grown.append(after - before)
     return max(grown)
 

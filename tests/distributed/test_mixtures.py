@@ -1,7 +1,6 @@
 """Mixtures of experts from transformers whose ranks route differently."""
 
 import functools
-import warnings
 
 import pytest
 import torch
@@ -9,10 +8,11 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
+from tests.support.mixtures import MixtureModel
 from tests.support.models import hugging_face, hugging_face_loss
 from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
+from tests.support.units import routed_loss
 from zcompile.state.sharded_model import state_of
 
 INNERS = (None, "aot_eager", "inductor")
@@ -75,17 +75,9 @@ def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name
 
 
 @on_ranks(2)
-def test_a_loop_that_is_no_unit_is_warned_of(rank, world):
-    model = zcompile.shard(MixtureModel(StackedExperts), units=[])
-    x = torch.randn(40, WIDTH)
-    with pytest.warns(UserWarning, match=r"gathered parameter 'layers.0.experts.\w+' .*units=\[StackedExperts\]"):
-        for _ in range(2):
-            model(x, list(range(EXPERTS))).sum().backward()
-    quiet = zcompile.shard(MixtureModel(StackedExperts))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            quiet(x, list(range(EXPERTS))).sum().backward()
+def test_a_loop_that_is_no_unit_trains_as_unsharded(rank, world):
+    """In eager: its experts are in a block, of which each rank uses other parameters."""
+    train_beside(rank, world, lambda model: zcompile.shard(model, units=[]), make=MixtureModel, loss=routed_loss)
 
 
 @on_ranks(2)

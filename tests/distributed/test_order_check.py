@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import zcompile
+from tests.support.blocks import OneOfTwo, shard_in_blocks
 from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
@@ -22,22 +22,11 @@ LATE_S = scaled(2)  # how late a rank is
 DIFFERENT = "ranks started different gathers and reduces"
 
 
-class Experts(nn.Module):
-    """Two layers of one size, of which a forward reads one."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-
-    def forward(self, x, second: bool = False):
-        return (self.b if second else self.a)(x)
-
-
 def experts(seconds=LONG_S, mesh=None, period_s=NEVER_S):
     """A sharded model. The thread that compares its ranks does so once in `period_s`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(order_watch, "PERIOD_S", period_s)
-        return zcompile.shard(Experts(), mesh or short_mesh(seconds))
+        return shard_in_blocks(OneOfTwo(), mesh or short_mesh(seconds))
 
 
 def values_of(model):

@@ -9,9 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import zcompile
+from tests.support.blocks import OneOfTwo, shard_in_blocks
 from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
@@ -19,24 +18,12 @@ from zcompile.ranks import order_watch
 from zcompile.ranks.order_watch import difference
 from zcompile.ranks.process_groups import Groups
 
-
-class Two(nn.Module):
-    """Two layers, of which a forward reads one."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, width, bias=False)
-
-    def forward(self, x, second: bool):
-        return (self.b if second else self.a)(x)
-
-
 MESSAGE = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weight' on rank [01]"
 
 
 @on_ranks(2)
 def test_ranks_that_read_different_parameters_of_one_size_are_told(rank, world):
-    model = zcompile.shard(Two(), short_mesh(scaled(5)))
+    model = shard_in_blocks(OneOfTwo(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
     with pytest.raises(RuntimeError, match=MESSAGE):
         for _ in range(100):
@@ -47,7 +34,7 @@ def test_ranks_that_read_different_parameters_of_one_size_are_told(rank, world):
 @pytest.mark.parametrize("trains", [False, True])
 @on_ranks(2)
 def test_ranks_that_wait_for_parameters_of_other_sizes_are_told_long_before_the_timeout(rank, world, trains):
-    model = zcompile.shard(Two(7), short_mesh(1000))
+    model = shard_in_blocks(OneOfTwo(7), short_mesh(1000))
     model(torch.ones(1, 6), False)
     begin = time.monotonic()
     with torch.set_grad_enabled(trains), pytest.raises(RuntimeError, match=MESSAGE):
@@ -60,7 +47,7 @@ def test_ranks_that_wait_for_parameters_of_other_sizes_are_told_long_before_the_
 @on_ranks(2)
 def test_a_rank_that_comes_late_is_told_why_its_wait_ends(rank, world):
     """Rank 1 is in a wait when the thread finds the difference."""
-    model = zcompile.shard(Two(), short_mesh(scaled(5)))
+    model = shard_in_blocks(OneOfTwo(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
     model(torch.ones(1, 6), rank == 1)
     with pytest.raises(RuntimeError, match=MESSAGE):
@@ -71,7 +58,7 @@ def test_a_rank_that_comes_late_is_told_why_its_wait_ends(rank, world):
 
 @on_ranks(2)
 def test_ranks_that_do_the_same_are_not_told(rank, world):
-    model = zcompile.shard(Two(), short_mesh(scaled(5)))
+    model = shard_in_blocks(OneOfTwo(), short_mesh(scaled(5)))
     for _ in range(50):
         time.sleep(0.04 * rank)
         for second in (False, True):

@@ -27,11 +27,13 @@ class Watched(Part):
 
     def __init__(self, op, raises):
         super().__init__()
-        self.op, self.raises, self.seen = op, raises, []
+        self.op, self.raises, self.seen, self.unsharded = op, raises, [], None
 
     def forward(self, x):
         hidden = self.op(x @ self.a)
-        self.seen += [weakref.ref(hidden), weakref.ref(self.a)]
+        self.seen.append(weakref.ref(hidden))
+        self.unsharded = weakref.ref(self.a)
+        assert self.unsharded().untyped_storage().nbytes() > 0
         if self.raises:
             raise Fault
         return hidden @ self.b
@@ -42,7 +44,8 @@ def nothing_is_left(model):
     gc.collect()
     (part,) = model[0].parts
     assert part.seen and all(each() is None for each in part.seen)
-    leaves = [weakref.ref(each.leaf) for each in state_of(model[0]).units.parameters.values()]
+    assert part.unsharded().untyped_storage().nbytes() == 0
+    leaves = [weakref.ref(each.leaf) for each in state_of(model[0]).units.parameters.values()] + [part.unsharded]
     del part
     model.clear()
     gc.collect()

@@ -52,7 +52,7 @@ CPP_LAYERS = (
     ("p2p",),
     ("runtime",),
     ("ops",),
-    ("bindings", "saved_tensors"),
+    ("bindings",),
 )
 
 
@@ -212,7 +212,7 @@ def test_no_file_is_too_long():
 
 @pytest.mark.parametrize(
     "names, budget",
-    [(("csrc", "passes", "zcompile", "setup.py"), 30_510), (("tests",), 24_820)],
+    [(("csrc", "passes", "zcompile", "setup.py"), 30_460), (("tests",), 24_870)],
     ids=["product", "tests"],
 )
 def test_lines_keep_to_their_budget(names, budget):

@@ -22,22 +22,25 @@ from zcompile.sharding.parameter_table import call_with_table, is_own_shard, loo
 from zcompile.sharding.substituted_parameters import layout_of, read_given
 from zcompile.sharding.traced_reads import Others, given_in_trace, traced_members
 from zcompile.state.attributes import (
+    BLOCK,
+    IN_UNIT,
+    IS_OPEN,
     LEAF,
+    OPENED,
     RECIPE,
     SHARDED,
     STATE,
     TABLE_IS_READ,
     UNIT,
     UNITS_BELOW,
-    UNSHARDED,
 )
-from zcompile.state.forward_scope import counting_call, is_in_forward, never_compiled_alone
+from zcompile.state.forward_scope import counting_call, is_in_forward, never_compiled_alone, with_around
 from zcompile.state.placement import Layout
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, replaced_message
 
+Around = Callable[[Any, Any, Any, Any], Any]  # (call, module, args, kwargs) -> call(module, *args, **kwargs)
 Layouts = tuple[tuple[str, Layout], ...]  # name and layout of each parameter of a module
-_MakeReader = Callable[[str, Layout, torch.dtype | None], Callable[[Any], torch.Tensor]]
 
 _LEAF = object()
 
@@ -49,8 +52,10 @@ class Kind:
     layouts: Layouts
     param_dtype: torch.dtype | None
     single_rank: bool = False  # nothing is sharded, so that a read only casts
-    in_unit: bool = False
+    opened: tuple[str, ...] = ()  # names of parameters that a unit gathers together
+    in_unit: bool = False  # also of a module without parameters
     is_unit: bool = False
+    is_block: bool = False
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
     looks: bool = False  # see [Note: modules that look into their parameters]
@@ -64,13 +69,13 @@ class Contributor(NamedTuple):
     Attributes:
         applies: (base class, kind) -> whether modules of that class get the members.
         members: (base class, kind) -> name -> member.
-        around: runs the forward of such a module; see `counting_call`. At most one contributor of a class has it.
+        around: runs the forward of such a module; see `counting_call`. That of a later contributor is outermost.
         swapped, restored: called with a module after it got its class, and after it got its own back.
     """
 
     applies: Callable[[type, Kind], bool]
     members: Callable[[type, Kind], dict[str, Any]]
-    around: Callable[..., Any] | None = None
+    around: Around | None = None
     swapped: Callable[[nn.Module], None] | None = None
     restored: Callable[[nn.Module], None] | None = None
 
@@ -111,18 +116,45 @@ def install_readers(
                 by_module.setdefault(module, {})[attribute] = sharded.layout
     in_units = {below for module in model.modules() if UNIT in module.__dict__ for below in module.modules()}
     for module, attributes in by_module.items():
-        in_unit = module in in_units
-        module.__dict__[STATE] = units if in_unit else state
+        own = module.__dict__
+        own[STATE] = units if module in in_units else state
+        unit = own.get(IN_UNIT)
+        opened = tuple(name for name in attributes if unit is not None and unit.has(own[SHARDED + name]))
         is_root = module is model and units is not None
         layouts = tuple(attributes.items())
-        is_unit, has_units = UNIT in module.__dict__, UNITS_BELOW in module.__dict__
+        is_unit, has_units = UNIT in own, UNITS_BELOW in own
         looks = looks_into_table(module, list(attributes))
         state.forward_checks.eager_without_grad |= looks
+        in_unit, is_block = unit is not None and not unit.is_root, BLOCK in own
         of_torch = module is model and str(type(module).forward.__module__).startswith("torch.")
-        table = module._parameters.items() if attributes else ()
+        table = own["_parameters"].items() if attributes else ()
         others = tuple((name, value is None) for name, value in table if name not in attributes)
-        kind = Kind(layouts, param_dtype, single_rank, in_unit, is_unit, has_units, is_root, looks, others, of_torch)
+        kind = Kind(
+            layouts,
+            param_dtype,
+            single_rank,
+            opened,
+            in_unit=in_unit,
+            is_unit=is_unit,
+            is_block=is_block,
+            has_units=has_units,
+            is_root=is_root,
+            looks=looks,
+            others=others,
+            of_torch=of_torch,
+        )
         _swap_class(module, kind)
+
+
+def _inside(inner: Around | None, outer: Around | None) -> Around | None:
+    """`outer` around `inner`, or that of both which there is."""
+    if inner is None or outer is None:
+        return outer or inner
+
+    def around(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        return outer(with_around(inner, call), module, args, kwargs)
+
+    return never_compiled_alone(around)
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -139,6 +171,8 @@ class _TracedParameter(NamedTuple):
 
 class _TracedModel:
     """Stands for the `ShardedModel` of such modules."""
+
+    call_outermost = None
 
     @staticmethod
     def enter_forward() -> bool:
@@ -182,6 +216,8 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(UNIT, None)
         module.__dict__.pop(UNITS_BELOW, None)
+        for name in (BLOCK, IN_UNIT, OPENED):
+            module.__dict__.pop(name, None)
         if module.__dict__.get(STATE) is state:
             del module.__dict__[STATE]
             base, kind = vars(type(module))[RECIPE]
@@ -207,23 +243,21 @@ def _sharded_class(base: type, kind: Kind) -> type:
     """
     layouts, param_dtype = kind.layouts, kind.param_dtype
     make = _casting_reader if kind.single_rank else _gathering_reader
-    if kind.in_unit:
-        make = functools.partial(_unit_reader, make)
-    namespace: dict[str, Any] = {
-        name: property(make(name, layout, param_dtype), _refuse_assignment(name)) for name, layout in layouts
-    }
-    if kind.in_unit:
-        namespace |= {UNSHARDED + name: None for name, _ in layouts}
+    readers = {name: make(name, layout, param_dtype) for name, layout in layouts}
+    readers |= {name: _unit_reader(readers[name], name) for name in kind.opened}
+    namespace: dict[str, Any] = {name: property(read, _refuse_assignment(name)) for name, read in readers.items()}
+    if kind.opened:
+        namespace[IS_OPEN] = False
     if layouts:
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__delattr__": _delattr}
         namespace["_save_to_state_dict"] = _save_to_state_dict
     namespace |= traced_members(base, bool(layouts), kind.others)
     if kind.of_torch:
         namespace["forward"] = _own_forward(base)
-    around = call_with_table if kind.looks else None
+    around: Around | None = call_with_table if kind.looks else None
     for contributor in contributors_of(base, kind):
         namespace |= contributor.members(base, kind)
-        around = contributor.around or around
+        around = _inside(around, contributor.around)
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
     made: type = _sharded_metaclass(type(base))(base.__name__, (_Unregistered, base), namespace)
     setattr(made, RECIPE, (base, kind))
@@ -323,16 +357,13 @@ def _gathering_reader(name: str, layout: Layout, param_dtype: torch.dtype | None
     return never_compiled_alone(read)
 
 
-def _unit_reader(
-    make_reader: _MakeReader, name: str, layout: Layout, param_dtype: torch.dtype | None
-) -> Callable[[Any], torch.Tensor]:
-    """Reads a parameter of a unit: what the unit has gathered, while its forward runs. Else as `make_reader` does."""
-    read_alone, unsharded_name = make_reader(name, layout, param_dtype), UNSHARDED + name
+def _unit_reader(read_alone: Callable[[Any], torch.Tensor], name: str) -> Callable[[Any], torch.Tensor]:
+    """Reads a parameter of a unit: what is in the table, while the unit is open."""
 
     def read(self: Any) -> torch.Tensor:
-        unsharded: torch.Tensor | None = getattr(self, unsharded_name)
-        is_given = torch.compiler.is_compiling() and given_in_trace(self, name) is not None
-        return read_alone(self) if unsharded is None or is_given else unsharded
+        if not getattr(self, IS_OPEN) or (torch.compiler.is_compiling() and given_in_trace(self, name) is not None):
+            return read_alone(self)
+        return cast(torch.Tensor, self.__dict__["_parameters"][name])
 
     return never_compiled_alone(read)
 

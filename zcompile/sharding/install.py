@@ -19,6 +19,7 @@ from zcompile.sharding.plan import ShardPlan
 from zcompile.state.ignored_parameters import UnreducedParameters
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.training.optimizer_steps import count_steps
+from zcompile.units.blocks import make_blocks, order_blocks
 from zcompile.units.find import implementations
 from zcompile.units.order import make_units, order_units
 
@@ -32,6 +33,7 @@ def install(model: nn.Module, plan: ShardPlan, state: ShardedModel) -> None:
     several, param_dtype = plan.mesh.size() > 1, plan.options.param_dtype
     with raised_on_all_ranks(plan.mesh):
         units = make_units(state, model, plan.units, param_dtype)
+        blocks = make_blocks(state, model, param_dtype)
         only_casts = not several and not state.others and plan.options.gradient_divide_factor in (None, 1.0)
         install_readers(state, model, param_dtype, only_casts and not _has_layouts(state), units=state.units)
     _connect(state)
@@ -39,6 +41,7 @@ def install(model: nn.Module, plan: ShardPlan, state: ShardedModel) -> None:
         count_steps(each)
     state.use_transport("auto")
     order_units(state, units)
+    order_blocks(state, blocks)
     state.forward_checks.experts = implementations(model) if plan.gathers else []
     state.forward_checks.unreduced = UnreducedParameters(model) if several else None
     if param_dtype is not None:

@@ -5,9 +5,12 @@ SHARDED = "_zcompile_sharded_"  # + parameter name: its ShardedParameter
 STATE = "_zcompile_state"  # the ShardedModel
 AROUND = "_zcompile_around"  # of the class of units: calls their forward, and other entries
 RECIPE = "_zcompile_recipe"  # of the class of a module: what `class_swap._sharded_class` made it of
-UNIT = "_zcompile_unit"  # of a module that is one: its Unit
+UNIT = "_zcompile_unit"  # of a module that is one: its Unit; of an unsharded parameter: a weak reference to its Unit
 UNITS_BELOW = "_zcompile_units_below"  # of a module that calls units: these
-UNSHARDED = "_zcompile_unsharded_"  # + parameter name: the unsharded parameter, while a forward of its unit runs
+BLOCK = "_zcompile_block"  # of a module that is a block: its Unit
+IN_UNIT = "_zcompile_in_unit"  # of a module with parameters: the Unit that gathers them; also of other modules below it
+OPENED = "_zcompile_opened"  # of a module that was called outermost: the blocks which such a call opens
+IS_OPEN = "_zcompile_is_open"  # of a module whose `_parameters` has unsharded parameters, which its unit gathered
 TABLE_IS_READ = "_zcompile_table_is_read"  # of a module whose reads give what is in `_parameters`, for now
 
 MODEL = "_zcompile_model"

@@ -74,6 +74,18 @@ def announcing(announce: Callable[[Any], None]) -> Iterator[None]:
         _thread.announced_depth, _thread.announce = before  # type: ignore[assignment]
 
 
+@never_compiled_alone
+def is_compiled_call(module: Any) -> bool:
+    """Whether a call of `module` here is compiled, or Dynamo may compile what it calls."""
+    callback: Any = get_eval_frame_callback()
+    return module._compiled_call_impl is not None or (callback is not None and callback is not False)
+
+
+def with_around(around: Callable[[Any, Any, Any, Any], Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a function of a module and its arguments, as `around` runs it."""
+    return never_compiled_alone(lambda module, /, *args, **kwargs: around(call, module, args, kwargs))
+
+
 @torch.compiler.disable
 def _enter(*states: ShardedModel) -> bool:
     """Before a forward that is not inside of another, or is compiled: whether it must run in eager."""
@@ -104,9 +116,12 @@ def counting_call(
         _thread.looks_again = False
         if enters and _enter(self.__dict__[STATE]):
             return call_eagerly(base.__call__, (self, *args), kwargs)
+        call_outermost = self.__dict__[STATE].call_outermost if _thread.forwards == 0 else None
         _thread.forwards += 1
         try:
             call = base.__call__  # looked up now: tracers of modules patch it
+            if call_outermost is not None:
+                return call_outermost(call if around is None else with_around(around, call), self, args, kwargs)
             return call(self, *args, **kwargs) if around is None else around(call, self, args, kwargs)
         finally:
             _thread.forwards -= 1
@@ -166,7 +181,7 @@ def call_eagerly(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _without_module(method: Callable[..., Any]) -> Callable[..., Any]:
-    return never_compiled_alone(lambda module, *args, **kwargs: method(*args, **kwargs))
+    return never_compiled_alone(lambda module, /, *args, **kwargs: method(*args, **kwargs))
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -199,9 +214,14 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             _thread.announce(module)
         if _enter(*states):
             return call_eagerly(method, args, kwargs)
+        state = module.__dict__.get(STATE)
+        call_outermost = state.call_outermost if state is not None and _thread.forwards == 0 else None
         _thread.forwards += 1
         try:
-            return method(*args, **kwargs) if around is None else around(_without_module(method), module, args, kwargs)
+            call = _without_module(method)
+            if call_outermost is not None:
+                return call_outermost(call if around is None else with_around(around, call), module, args, kwargs)
+            return method(*args, **kwargs) if around is None else around(call, module, args, kwargs)
         finally:
             _thread.forwards -= 1
 

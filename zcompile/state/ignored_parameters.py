@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zcompile.state.attributes import UNIT
+
 
 class UnreducedParameters:
     """Warns once, at their first backward, of parameters that were ignored, or added after `zcompile.shard`.
@@ -45,7 +47,7 @@ class UnreducedParameters:
         model = self.model()
         named = model.named_parameters() if model is not None else ()
         own = ((name, each) for name, each in named if isinstance(each, nn.Parameter) and not isinstance(each, DTensor))
-        return {name: each for name, each in own if each.requires_grad}
+        return {name: each for name, each in own if each.requires_grad and not hasattr(each, UNIT)}
 
     def warn(self) -> None:
         """Name them."""

@@ -82,6 +82,8 @@ class ShardedModel:
         self.forward_checks = ForwardChecks()
         self.provenance = Provenance()
         self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
+        self.block_order: Any = None  # the `BlockOrder` of the blocks in which eager code gathers
+        self.call_outermost: Any = None  # calls a module outside of every other forward; see units/blocks.py
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
         self.others: list[ShardedModel] = []  # of the first domain: those of the others, in their order
         self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
@@ -175,16 +177,12 @@ class ShardedModel:
         has_others = self.forward_checks.eager_without_grad and not torch.is_grad_enabled()
         for other in self.others:
             has_others |= other.enter_forward()
-        repeated, times = self.runtime.begin_forward()
-        if repeated >= 0:
-            looped = next(each for each in self.parameters.values() if each.index == repeated)
-            self.forward_checks.warn_of_loop(looped, times)
         for sharded in self.parameters.values():
             parameter: Any = sharded.parameter
             leaf: Any = sharded.leaf_reference()  # modules hold it
             if leaf is None:  # and were taken out of the model
                 continue
-            if sharded.owner_parameters.get(sharded.attribute) is not parameter:
+            if sharded.is_replaced():
                 has_others = True
             if parameter.requires_grad is not leaf.requires_grad:
                 leaf.requires_grad = parameter.requires_grad

@@ -35,6 +35,7 @@ class ShardedParameter:
     layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
+    unsharded: nn.Parameter | None = None  # that the owners have, while their unit is open
     zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
 
     @property
@@ -69,6 +70,11 @@ class ShardedParameter:
     def has_hooks(self) -> bool:
         """Whether users registered hooks for its gradient."""
         return bool(self.parameter._backward_hooks or self.parameter._post_accumulate_grad_hooks)
+
+    def is_replaced(self) -> bool:
+        """Whether somebody put something else into the module's table; see substituted_parameters.py."""
+        found = self.owner_parameters.get(self.attribute)
+        return found is not self.parameter and (found is None or found is not self.unsharded)
 
     def local(self) -> torch.Tensor:
         """This rank's shard, in the memory that the optimizer changes."""
@@ -113,7 +119,7 @@ class ShardedParameter:
         if grad is None:  # a compiled graph that found the parameter to have no effect
             return
         parameter: Any = self.parameter
-        if self.owner_parameters.get(self.attribute) is not parameter:
+        if self.is_replaced():
             raise RuntimeError(replaced_message(self.name))
         if not parameter.requires_grad:
             return

@@ -24,18 +24,22 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from zcompile.ranks.process_groups import all_gather_over_mesh
-from zcompile.state.attributes import UNIT, UNITS_BELOW
+from zcompile.state.attributes import IN_UNIT, UNIT, UNITS_BELOW
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.units.unit import Reduction, Unit, deliver_rest
+
+if TYPE_CHECKING:
+    from zcompile.units.forward import UnitCall
 
 Event = tuple[str, int]  # GATHER or REDUCE, and the index of a unit
 GATHER, REDUCE = "gather", "reduce"
@@ -58,13 +62,14 @@ def make_units(
     if of_units is None:
         return made
     of_units.runtime.join(state.runtime)
-    of_units.runtime.keep_in_flight()
     for path, module in modules.items():
         below = set(module.modules())
         sharded = [each for each in of_units.parameters.values() if each.owners[0][0] in below]
         if sharded:
             made.append(Unit(path or type(module).__name__, len(made), of_units, sharded, param_dtype))
             module.__dict__[UNIT] = made[-1]
+            for each in below:
+                each.__dict__[IN_UNIT] = made[-1]
             if (parent := _caller_of(root, path)) is not None:
                 parent.__dict__.setdefault(UNITS_BELOW, []).append(made[-1])
     return made
@@ -87,7 +92,7 @@ def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
         state.unit_order = state.units.unit_order = order
 
 
-class _List:
+class EventList:
     """Collectives in their order, and how many of them this rank has started or made up for."""
 
     def __init__(self, events: Sequence[Event]):
@@ -112,13 +117,13 @@ class UnitOrder:
         """
         self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
         indices = range(len(self.units))
-        self.forward = _List([(GATHER, i) for i in indices])
-        self.backward = _List([(kind, i) for i in reversed(indices) for kind in (GATHER, REDUCE)])
+        self.forward = EventList([(GATHER, i) for i in indices])
+        self.backward = EventList([(kind, i) for i in reversed(indices) for kind in (GATHER, REDUCE)])
         self.in_root = False  # a forward of the whole model runs
         self.rounds = 0  # forwards of the whole model whose backward has begun and not ended
         self.begun_rounds = 0  # in this backward
         self.callback: weakref.ref[Any] | None = None  # of the backward that runs, whose graph alone holds it
-        self.shown: list[Any] = []  # runs whose units were gathered again in this backward
+        self.calls_in_backward: list[UnitCall] = []  # that this backward came to
         self.reductions: deque[Reduction] = deque()  # started, and not waited for
         self.undecided: list[Reduction] = []  # with parameters that this rank did not use
         self.backwards, self.next_comparison = 0, 1
@@ -135,6 +140,7 @@ class UnitOrder:
         self.in_root = True
         for unit in self.units:  # also of those that this rank will skip: it reduces what others reduce
             unit.follow_requires_grad()
+            unit.close()  # what the graph of a gradient has kept
         self.forward.at, self.forward.done = 0, []
         self.gather_first(self.forward)
 
@@ -181,13 +187,17 @@ class UnitOrder:
         return gathered
 
     @torch.compiler.disable
-    def reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> None:
-        """Reduce the gradients of one forward of `unit`: None for a parameter that is frozen or that was not used."""
+    def reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
+        """Reduce the gradients that `unit` has, zeros where it has none.
+
+        Args:
+            shards: of its parameters.
+        """
         self.queue_callback()
         event = (REDUCE, unit.index)
         self.backward.done.append(event)
         self.come_to(self.backward, event)
-        self.start_reduce(unit, grads, leaves)
+        self.start_reduce(unit, shards)
 
     def made_up_for(self, unit: Unit) -> bool:
         """Whether a rank that leaves `unit` out of this forward has done, or will do, what other ranks do for it."""
@@ -195,11 +205,11 @@ class UnitOrder:
 
     # --- lists -------------------------------------------------------------------------------------------------------
 
-    def is_whole(self, events: _List) -> bool:
+    def is_whole(self, events: EventList) -> bool:
         """Whether `events` are of the whole model now. What is gathered ahead is then used, or dropped, in time."""
         return self.in_root if events is self.forward else self.rounds > 0
 
-    def come_to(self, events: _List, event: Event) -> int | None:
+    def come_to(self, events: EventList, event: Event) -> int | None:
         """Make up for what comes before `event`; its position. None if it is in addition to the list."""
         whole = self.is_whole(events)
         position = events.find(event, events.at)
@@ -215,7 +225,7 @@ class UnitOrder:
         events.at = position + 1
         return position
 
-    def make_up(self, events: _List, end: int) -> None:
+    def make_up(self, events: EventList, end: int) -> None:
         """Do what other ranks do, up to `end`, for units that this rank did not call."""
         while events.at < end:
             kind, index = events.events[events.at]
@@ -229,7 +239,7 @@ class UnitOrder:
                 del gathered
                 self.gather_ahead(events, position)
             else:
-                self.start_reduce(unit, [None] * len(unit.sharded), unit.leaves())
+                self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
         """One of several forwards has been through backward, on all ranks."""
@@ -237,13 +247,13 @@ class UnitOrder:
         self.backward.at = 0
         self.rounds -= 1
 
-    def start_gather(self, events: _List, position: int) -> list[torch.Tensor]:
+    def start_gather(self, events: EventList, position: int) -> list[torch.Tensor]:
         gathered = events.ahead.pop(position, None)
         if events.ahead:  # of a forward that was left
             self.drop_ahead(events)
         return self.units[events.events[position][1]].start_gather() if gathered is None else gathered
 
-    def gather_ahead(self, events: _List, position: int) -> None:
+    def gather_ahead(self, events: EventList, position: int) -> None:
         """Start the next gather behind `position`, while the unit there computes."""
         ahead = next((at for at in range(position + 1, len(events.events)) if events.events[at][0] == GATHER), None)
         if ahead is None or ahead in events.ahead or self.units[events.events[ahead][1]].is_whole():
@@ -252,14 +262,14 @@ class UnitOrder:
         if both <= self.budget_bytes:
             events.ahead[ahead] = self.units[events.events[ahead][1]].start_gather()
 
-    def gather_first(self, events: _List) -> None:
+    def gather_first(self, events: EventList) -> None:
         """Start the first gather, before this rank comes to its unit."""
         if events.events and events.events[0][0] == GATHER and 0 not in events.ahead:
             first = self.units[events.events[0][1]]
             if first.nbytes <= self.budget_bytes and not first.is_whole():
                 events.ahead[0] = first.start_gather()
 
-    def drop_ahead(self, events: _List) -> None:
+    def drop_ahead(self, events: EventList) -> None:
         for position, gathered in sorted(events.ahead.items()):
             self.units[events.events[position][1]].wait(gathered)
         events.ahead.clear()
@@ -275,7 +285,17 @@ class UnitOrder:
             self.gather_first(self.backward)
 
     def queue_callback(self) -> None:
-        """Have autograd call `finish_backward` at the end of this backward."""
+        """Have autograd call `finish_backward` at the end of this backward.
+
+        Raises:
+            RuntimeError: this backward is compiled, and would reduce gradients before they are there.
+        """
+        if compiled_autograd.in_compiled_autograd_region:
+            raise RuntimeError(
+                "zcompile: compiled autograd cannot trace the backward of parameter "
+                f"'{self.units[0].sharded[0].name}', which an eager forward read. Compile the model "
+                '(model.compile(backend="zcompile")), or run its backward without compiled autograd.'
+            )
         self.abandon_if_raised()
         if self.callback is None:
             self.begun_rounds, self.backward.done = 0, []
@@ -289,8 +309,8 @@ class UnitOrder:
         if self.callback is not None and self.callback() is None:
             self.abandon()
 
-    def start_reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> None:
-        self.reductions.append(unit.start_reduce(grads, leaves))
+    def start_reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
+        self.reductions.append(unit.start_reduce(unit.take_grads(), shards))
         while len(self.reductions) > 1:  # one is on its way while backward goes on
             self.finish(self.reductions.popleft())
 
@@ -303,27 +323,38 @@ class UnitOrder:
     @torch.compiler.disable
     def finish_backward(self) -> None:
         """Backward has ended on this rank."""
-        while self.rounds > 0:
-            self.end_round()
-        self.drop_ahead(self.backward)
-        while self.reductions:
-            self.finish(self.reductions.popleft())
-        undecided, self.undecided = self.undecided, []
-        deliver_rest(undecided)
-        self.hide()
+        try:
+            while self.rounds > 0:
+                self.end_round()
+            self.reduce_rest()
+            self.drop_ahead(self.backward)
+            while self.reductions:
+                self.finish(self.reductions.popleft())
+            undecided, self.undecided = self.undecided, []
+            deliver_rest(undecided)
+        finally:  # a hook of users may raise
+            self.close_units()
         self.backward.at, self.callback = 0, None
         if self.begun_rounds == 1:
             self.backwards += 1
             if self.backwards == self.next_comparison:  # when the model's own collectives have ended, too
                 Variable._execution_engine.queue_callback(self.compare)
 
-    def hide(self) -> None:
-        """Backward is over, also for units of which nothing told."""
-        for run in self.shown:
-            run.end()
-        self.shown.clear()
+    def reduce_rest(self) -> None:
+        """Reduce gradients that came behind the backward of their unit, or without one, as by a side output."""
+        shards = {call.unit.index: call.shards for call in self.calls_in_backward}
         for unit in self.units:
-            unit.hide()
+            if unit.has_grads:
+                self.reduce(unit, shards.get(unit.index) or unit.leaves())
+
+    def close_units(self) -> None:
+        """Backward is over, also for units of which nothing told."""
+        calls, self.calls_in_backward = self.calls_in_backward, []
+        for call in calls:
+            call.end_backward()
+        keep = any(call.creates_graph for call in calls)
+        for unit in self.units:
+            unit.close(keep)
 
     def abandon(self) -> None:
         """Drop what a backward left that raised."""
@@ -332,7 +363,9 @@ class UnitOrder:
         self.reductions.clear()
         self.undecided.clear()
         self.drop_ahead(self.backward)
-        self.hide()
+        for unit in self.units:
+            unit.drop_grads()
+        self.close_units()
         self.backward.at, self.rounds, self.callback = 0, 0, None
 
     # --- the order of the lists --------------------------------------------------------------------------------------
@@ -355,5 +388,5 @@ class UnitOrder:
             each for event in backward for each in ([event] if event[1] in trains else [event, (REDUCE, event[1])])
         ]
         never = [(GATHER, i) for i in range(len(self.units)) if (GATHER, i) not in called]
-        self.forward = _List(forward + never)
-        self.backward = _List([(kind, i) for _, i in reversed(never) for kind in (GATHER, REDUCE)] + backward)
+        self.forward = EventList(forward + never)
+        self.backward = EventList([(kind, i) for _, i in reversed(never) for kind in (GATHER, REDUCE)] + backward)

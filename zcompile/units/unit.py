@@ -3,27 +3,36 @@
 [Note: units]
 A module that reads other parameters on each rank, as a loop over experts does, cannot gather what it reads: a
 collective needs every rank. So its forward first gathers all of its parameters, in the order of `named_parameters`.
-While it runs, a read gives what is there. Code that is compiled inside of it therefore has no collective, and may
-differ between ranks. Nothing stays unsharded between forward and backward: what autograd saves of a parameter is
-replaced by a note (csrc/saved_tensors.cpp), and backward gathers the unit again before its first read. All gradients
-are reduced together, zeros for what this rank did not use. So that a parameter that no rank used has no gradient, as
+While it runs, its modules have unsharded `nn.Parameter`s in their `_parameters`, so that any way to read them is right.
+Code that is compiled inside of it therefore has no collective, and may differ between ranks. The unsharded parameters
+are leaves of autograd's graph, which stay the same objects for as long as the model. Their memory comes and goes
+(csrc/runtime/unsharded_memory.h): it is freed behind forward, and backward gathers the unit again before its first
+read. Autograd accumulates into their `.grad`, and when the backward of a forward of the unit ends, all gradients are
+reduced together, zeros for what this rank did not use. So that a parameter that no rank used has no gradient, as
 unsharded, ranks also reduce which ones they used: the unit has a parameter of its own for that, whose gradient says so.
 
 What is gathered, and when, is decided by where the program is (in forward, in backward, in a checkpoint), and never by
 what a rank happens to have in memory. In which order units come is in units/order.py.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from zcompile.state.attributes import UNSHARDED
+from zcompile._C import free_memory
+from zcompile.state.attributes import IS_OPEN, UNIT
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from zcompile.units.forward import UnitCall
 
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
@@ -58,14 +67,26 @@ class Unit:
             param_dtype: as that of `zcompile.shard`.
         """
         self.name, self.index, self.sharded = name, index, list(sharded)
-        self.is_open = False  # its forward runs
+        self.names = {each.name for each in self.sharded}
+        self.is_block = not state.are_units  # see [Note: blocks] in units/blocks.py
+        self.opener: Callable[[], nn.Module | None] = lambda: None  # the module of a block; none: the root block
+        self.in_forward = False
         self.calls = 0
+        self.call: UnitCall | None = None  # of the forward that runs, if autograd records it
+        self.calls_in_backward = 0
+        self.is_open = False  # its modules have the unsharded parameters
+        self.is_filled = False  # these have memory
+        self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
+        self.storages: frozenset[int] = frozenset()  # of `unsharded`
+        self.has_grads = False  # some of `unsharded` do
         self.dtypes: list[torch.dtype] = []
         self.nbytes = 0
         self.param_dtype = param_dtype
         leaves = self.leaves()
         self.follow_dtypes(leaves)
         count = len(self.sharded)
+        # Lets autograd record where a forward begins.
+        self.anchor = torch.empty(0, device=leaves[0].device, requires_grad=True)
         self.world: int = state.groups.world
         self.use = torch.zeros(count, device=leaves[0].device)  # the shard of [world * count]; its values say nothing
         self.use_index = state.runtime.add(
@@ -75,6 +96,7 @@ class Unit:
             chunk=count,
             replicated=False,
             reduce_dtype=None,
+            is_counted=False,
         )
 
     def follow_dtypes(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -91,23 +113,107 @@ class Unit:
         shapes = [self.sharded[i].shape for i in positions]
         return _Group(dtype, positions, [size for shape in shapes for size in shape], [len(shape) for shape in shapes])
 
+    def has(self, sharded: ShardedParameter) -> bool:
+        """Whether `sharded` is one of its parameters."""
+        return sharded.name in self.names
+
     def leaves(self) -> list[torch.Tensor]:
         """The shards, in the order of `sharded`."""
         return [each.leaf for each in self.sharded]
 
     def has_given_parameters(self) -> bool:
         """Whether a module has another tensor in place of a parameter; see substituted_parameters.py."""
-        return any(each.owner_parameters.get(each.attribute) is not each.parameter for each in self.sharded)
+        return any(each.is_replaced() for each in self.sharded)
 
     def is_whole(self) -> bool:
         """Inside of `zcompile.unshard`, of all ranks: nobody gathers it."""
         return any(each.is_whole for each in self.sharded)
 
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the block of what no other block has. Its memory stays until backward."""
+        return self.is_block and self.opener() is None
+
+    @property
+    def order(self) -> Any:
+        """The `UnitOrder` that it is in."""
+        state = self.sharded[0].state
+        return state.block_order if self.is_block else state.unit_order
+
+    def trains(self) -> bool:
+        """Whether some of its parameters need gradients."""
+        return any(each.parameter.requires_grad for each in self.sharded)
+
     def follow_requires_grad(self) -> None:
         """Let leaves train as parameters do, whose `requires_grad` users set."""
-        for sharded in self.sharded:
-            if sharded.leaf.requires_grad is not sharded.parameter.requires_grad:
-                sharded.leaf.requires_grad_(sharded.parameter.requires_grad)
+        with torch._C._DisableFuncTorch():
+            for i, sharded in enumerate(self.sharded):
+                trains = sharded.parameter.requires_grad
+                for leaf in (sharded.leaf, *self.unsharded[i : i + 1]):
+                    if leaf.requires_grad is not trains:
+                        leaf.requires_grad = trains  # torch.func refuses `requires_grad_`
+
+    def open(self, gathered: Sequence[torch.Tensor]) -> None:
+        """Let the modules have unsharded parameters, whose memory is that of `gathered`."""
+        if [each.dtype for each in self.unsharded] != self.dtypes:
+            with torch.inference_mode(False), torch._C._DisableFuncTorch():
+                self.unsharded = [self._make_unsharded(*each) for each in zip(self.sharded, gathered, strict=True)]
+            self.storages = frozenset(each.untyped_storage()._cdata for each in self.unsharded)
+        self.sharded[0].state.runtime.fill(self.unsharded, gathered)
+        self.is_filled = True
+        self.versions = [each._version for each in self.unsharded]
+        self.open_again()
+
+    def open_again(self) -> None:
+        """Let the modules have the unsharded parameters, which have memory."""
+        self.is_open = True
+        for sharded, parameter in zip(self.sharded, self.unsharded):
+            sharded.unsharded = parameter
+            for module, attribute in sharded.owners:
+                module.__dict__["_parameters"][attribute] = parameter
+                module.__dict__[IS_OPEN] = True
+
+    def _make_unsharded(self, sharded: ShardedParameter, gathered: torch.Tensor) -> nn.Parameter:
+        trains = sharded.parameter.requires_grad
+        parameter = nn.Parameter(torch.empty_like(gathered), requires_grad=gathered.is_floating_point())
+        if parameter.requires_grad:  # a frozen tensor refuses hooks
+            parameter.register_post_accumulate_grad_hook(_note_grad)
+            parameter.requires_grad = trains
+        setattr(parameter, UNIT, weakref.ref(self))
+        return parameter
+
+    def close(self, keep: bool = False) -> None:
+        """Let the modules have the DTensors again, unless they are about to read the unsharded parameters.
+
+        Args:
+            keep: the memory of the unsharded parameters, which something else than a backward will read.
+        """
+        if self.in_forward or self.calls_in_backward:
+            return
+        if self.is_open:
+            self.is_open = False
+            for sharded in self.sharded:
+                sharded.unsharded = None
+                for module, attribute in sharded.owners:
+                    module.__dict__["_parameters"][attribute] = sharded.parameter
+                    module.__dict__.pop(IS_OPEN, None)
+        if self.is_filled and not keep:
+            self.is_filled = False
+            free_memory(self.unsharded)
+
+    def take_grads(self) -> list[torch.Tensor | None]:
+        """The gradients of the unsharded parameters, which have none from then on; None for one that was not used.
+
+        Raises:
+            RuntimeError: autograd was to record how they come to be.
+        """
+        grads = [each.grad for each in self.unsharded] or [None] * len(self.sharded)
+        self.drop_grads()
+        if any(grad is not None and grad.requires_grad for grad in grads):
+            raise RuntimeError(
+                "zcompile: a gradient of a gradient (create_graph=True) through a sharded parameter is not supported"
+            )
+        return grads
 
     def start_gather(self) -> list[torch.Tensor]:
         """Unsharded parameters on their way, in the order of `sharded`; read them after `wait`."""
@@ -116,11 +222,23 @@ class Unit:
         gathered: list[Any] = [None] * len(leaves)
         for group in self.groups:
             shards = [leaves[i] for i in group.positions]
-            with torch._C._DisableTorchDispatch():  # a selective checkpoint counts ops, and this may start another unit
+            with self._own_transfer():
                 started = gather_group_start(shards, group.sizes, group.dims, group.dtype)
             for i, tensor in zip(group.positions, started):
                 gathered[i] = tensor
         return gathered
+
+    @contextlib.contextmanager
+    def _own_transfer(self) -> Iterator[None]:
+        """Inside, transfers are the unit's own: it waits for them, and neither a selective checkpoint, which counts
+        ops, nor torch.func sees them."""
+        runtime = self.sharded[0].state.runtime
+        runtime.keep_in_flight(True)
+        try:
+            with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+                yield
+        finally:
+            runtime.keep_in_flight(False)
 
     def wait(self, gathered: Sequence[torch.Tensor]) -> None:
         """Wait for what `start_gather` returned.
@@ -128,7 +246,7 @@ class Unit:
         Raises:
             RuntimeError: another rank did not answer; names rank and parameter.
         """
-        with torch._C._DisableTorchDispatch():
+        with self._own_transfer():
             for tensor in gathered:
                 gather_wait(tensor)
 
@@ -150,38 +268,37 @@ class Unit:
             wires.append(torch.zeros(shape, dtype=self.dtypes[i], device=device) if grad is None else grad)
         flags = torch.tensor(used, dtype=self.use.dtype).to(self.use.device, non_blocking=True)
         wires.append(flags.repeat(self.world))  # each rank gets its slice of this, too
-        started = reduce_group_start(wires, [*(leaves[i] for i in trained), self.use])
+        with self._own_transfer():
+            started = reduce_group_start(wires, [*(leaves[i] for i in trained), self.use])
         gives = [used[i] or self.sharded[i].zeros_if_unused for i in trained]
         return Reduction(self, trained, gives, started, wires)
 
-    def show(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let reads of the parameters give `tensors`."""
-        for sharded, tensor in zip(self.sharded, tensors, strict=True):
-            for module, attribute in sharded.owners:
-                module.__dict__[UNSHARDED + attribute] = tensor
+    def drop_grads(self) -> None:
+        """Let the unsharded parameters have no gradients."""
+        self.has_grads = False
+        for each in self.unsharded:
+            each.grad = None
 
-    def is_shown(self) -> bool:
-        """Whether reads of the parameters give what was gathered."""
-        return any(UNSHARDED + attribute in module.__dict__ for module, attribute in self.sharded[0].owners)
-
-    def hide(self) -> None:
-        """Let reads of the parameters gather again."""
-        for sharded in self.sharded:
-            for module, attribute in sharded.owners:
-                module.__dict__.pop(UNSHARDED + attribute, None)
-
-    def refuse_writes(self, shown: Sequence[torch.Tensor]) -> None:
+    def refuse_writes(self) -> None:
         """
         Raises:
             RuntimeError: forward wrote to a parameter, which is a copy.
         """
-        for sharded, tensor in zip(self.sharded, shown):
-            if not tensor.is_inference() and tensor._version > 0:
+        for sharded, parameter, version in zip(self.sharded, self.unsharded, self.versions):
+            if parameter._version != version:
                 raise RuntimeError(
                     f"zcompile: parameter '{sharded.name}' was modified in place through its owning module on rank "
                     f"{dist.get_rank()}. That writes to a gathered copy and is lost: modify the DTensor in "
                     "model.parameters() under torch.no_grad(), or initialise before zcompile.shard()."
                 )
+
+
+def _note_grad(parameter: torch.Tensor) -> None:
+    """The post-accumulate hook of every unsharded parameter. It holds nothing; see [Note: what frees a model]."""
+    unit: Unit | None = getattr(parameter, UNIT)()
+    if unit is not None and not unit.has_grads:
+        unit.has_grads = True
+        unit.order.queue_callback()
 
 
 @dataclass

@@ -165,7 +165,6 @@ class Generation:
 
     def replay(self, recording: Recording) -> None:
         """Gather what a forward gathered, and drop it."""
-        self.state.runtime.begin_forward()
         sharded = list(self.state.parameters.values())
         for indices, dtype in recording:
             each = [sharded[i] for i in indices]

@@ -1,0 +1,27 @@
+"""Small models whose modules are blocks: see [Note: blocks] in zcompile/units/blocks.py."""
+
+from collections import OrderedDict
+
+import pytest
+from torch import nn
+
+import zcompile
+from zcompile.units import blocks
+
+
+def shard_in_blocks(model, *args, **how):
+    """`zcompile.shard(model, ...)`, with blocks of any size."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(blocks, "MIN_BLOCK_BYTES", 1)
+        return zcompile.shard(model, *args, **how)
+
+
+class OneOfTwo(nn.Sequential):
+    """Two layers, of which a forward reads one without calling it: a closed block, so that the read gathers alone."""
+
+    def __init__(self, width=6):
+        layers = {"a": nn.Linear(6, 6, bias=False), "b": nn.Linear(6, width, bias=False)}
+        super().__init__(OrderedDict(layers))
+
+    def forward(self, x, second: bool = False):
+        return nn.functional.linear(x, (self.b if second else self.a).weight)

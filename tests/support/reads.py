@@ -1,0 +1,132 @@
+"""Ways in which a forward reads its parameters."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+
+
+class Reader(nn.Module):
+    """Adds to its output what `way` reads of it, and keeps the width of its input."""
+
+    way = "an attribute"
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.list = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(3)])
+        self.dict = nn.ParameterDict({"x": nn.Parameter(torch.randn(WIDTH)), "y": nn.Parameter(torch.randn(WIDTH))})
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.normed = weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        y = self.b(F.gelu(self.a(x))) @ self.w + sum(each for each in self.list) + self.dict["x"] * self.dict["y"]
+        return y.tanh() + x + 0.1 * torch.tanh(WAYS[self.way](self, x))
+
+
+def squares(parameters):
+    return 0.1 * sum(each.square().sum() for each in parameters)
+
+
+def doubled(module, x):
+    return functional_call(module.a, {"weight": module.a.weight * 2, "bias": module.a.bias * 2}, (x,)).square().mean()
+
+
+def ensemble(module, x):
+    weights = {name: torch.stack([each, each * 2]) for name, each in module.a.named_parameters()}
+    return vmap(lambda one: functional_call(module.a, one, (x,)).square().mean())(weights).sum()
+
+
+def wrapped_again(module, x):
+    again = nn.ParameterList([module.a.weight, module.w])
+    return sum(each.square().sum() for each in again) * x.mean()
+
+
+def by_kind(module, x):
+    """Reads only what is an nn.Parameter."""
+    return squares(each for each in (module.w, module.a.weight, module.dict["x"]) if isinstance(each, nn.Parameter))
+
+
+def inner_loop(module, x):
+    step = grad(lambda w: (x @ w).square().mean())(module.w.detach())
+    return (x @ (module.w - 0.1 * step)).square().mean()
+
+
+def by_autograd(module, x):
+    if not (module.w.requires_grad and torch.is_grad_enabled()):
+        return module.w.mean()
+    (step,) = torch.autograd.grad((x @ module.w).square().mean(), module.w)
+    return step.detach().mean() * module.w.mean()
+
+
+def metadata(module, x):
+    first = next(module.parameters())
+    assert first.is_leaf and first.device == x.device and module.a.weight.shape == (7, WIDTH)
+    return x.to(first.dtype).mean() + first.new_zeros(()) + torch.zeros_like(module.w).sum()
+
+
+def edited_clone(module, x):
+    clone = module.w.clone()
+    clone.mul_(2)
+    return (x @ clone).mean()
+
+
+def of_all_linear_layers(module, x):
+    return squares(each.weight for each in module.modules() if type(each).__name__.endswith("Linear"))
+
+
+WAYS = {
+    "an attribute": lambda m, x: F.linear(x, m.a.weight).square().mean(),
+    "an attribute by its name": lambda m, x: (x @ getattr(m, "w")).mean() + getattr(m.a, "bias").sum(),  # noqa: B009
+    "parameters()": lambda m, x: squares(m.parameters()),
+    "parameters() of a submodule": lambda m, x: squares(m.a.parameters()),
+    "named_parameters()": lambda m, x: sum((x.mean() * p).sum() for n, p in m.named_parameters() if "weight" in n),
+    "get_parameter": lambda m, x: F.linear(x, m.get_parameter("a.weight")).square().mean(),
+    "_parameters": lambda m, x: (x @ m._parameters["w"]).square().mean(),
+    "a list, iterated": lambda m, x: sum((x * each).square().mean() for each in m.list),
+    "a list, indexed": lambda m, x: (x * m.list[1]).mean() + (x * m.list[-1]).mean(),
+    "a list, sliced": lambda m, x: (torch.stack(list(m.list[:2])).sum(0) * x).square().mean(),
+    "a list, copied": lambda m, x: (x * copy.copy(m.list)[0]).mean(),
+    "a list, wrapped again": wrapped_again,
+    "a dict, by values and items": lambda m, x: sum((x * p).mean() for p in m.dict.values())
+    + sum((x * p).square().mean() for _, p in m.dict.items()),
+    "a dict, by keys": lambda m, x: sum((x * m.dict[key]).mean() for key in m.dict.keys()),  # noqa: SIM118
+    "by its kind": by_kind,
+    "its metadata": metadata,
+    "detached": lambda m, x: (x @ m.w.detach()).mean() + (x @ m.w.data).square().mean(),
+    "a clone that is edited": edited_clone,
+    "all linear layers": of_all_linear_layers,
+    "state_dict()": lambda m, x: (x @ m.state_dict()["w"]).mean(),
+    "functional_call of a submodule": doubled,
+    "functional_call with own parameters": lambda m, x: functional_call(m.a, dict(m.a.named_parameters()), x).mean(),
+    "functional_call under vmap": ensemble,
+    "a checkpoint": lambda m, x: checkpoint(lambda y: (y @ m.w).square().mean(), x, use_reentrant=False),
+    "a reentrant checkpoint": lambda m, x: checkpoint(lambda y: (y @ m.w).square().mean(), x, use_reentrant=True),
+    "a checkpoint of parameters()": lambda m, x: checkpoint(
+        lambda y: y.mean() * squares(m.parameters()), x, use_reentrant=False
+    ),
+    "autograd.grad": by_autograd,
+    "vmap over a weight": lambda m, x: vmap(lambda row: (x * row).sum())(m.w).square().mean(),
+    "vmap of a submodule": lambda m, x: vmap(lambda v: m.a(v).sum())(x).mean(),
+    "func.grad": inner_loop,
+    "func.jvp": lambda m, x: jvp(lambda y: (y @ m.w).square(), (x,), (torch.ones_like(x),))[1].mean(),
+    "func.vjp": lambda m, x: vjp(lambda y: (y @ m.w).square().sum(), x)[1](torch.ones(()))[0].mean(),
+    "func.jacrev": lambda m, x: jacrev(lambda y: (y @ m.w).sum(0))(x).square().mean(),
+    "torch's attention": lambda m, x: m.attention(x[None], x[None], x[None], need_weights=False)[0].mean(),
+    "torch's recurrent layer": lambda m, x: m.recurrent(x[None])[0].square().mean(),
+    "a parametrization": lambda m, x: m.normed(x).square().mean() + m.normed.weight.sum(),
+    "autocast": lambda m, x: torch.autocast("cpu", torch.bfloat16)(lambda: (x @ m.w).float().mean())(),
+}
+
+
+def reading(way):
+    """A subclass of `Reader` that reads in this way."""
+    return type("Reader", (Reader,), {"way": way})

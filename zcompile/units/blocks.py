@@ -1,0 +1,233 @@
+"""Blocks: how eager code gathers the parameters that no unit has.
+
+[Note: blocks]
+A model that runs in eager gathers block by block, as under FSDP2. A block is one of the modules that repeat, such as a
+layer of a transformer; what no block has is gathered together, as the root block. Each is a `Unit`: while its forward
+runs, its modules have unsharded parameters. The root block is open in every outermost forward that reads it, and keeps
+its memory until backward, which would read it at once.
+
+Blocks stay closed in compiled code, whose graphs gather each parameter where it is read; see class_swap.py. All ranks
+run the same blocks, as under FSDP2. So nothing is made up for, and backward needs no node of its own: hooks on results
+open a block, and hooks on what it was given end it.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zcompile.sharding.class_swap import Contributor, contribute
+from zcompile.state.attributes import BLOCK, IN_UNIT, OPENED, STATE, UNIT
+from zcompile.state.forward_scope import is_compiled_call, never_compiled_alone
+from zcompile.state.sharded_model import ShardedModel
+from zcompile.units.forward import UnitCall, call_inside, hook_calling, records_graph
+from zcompile.units.order import GATHER, EventList, UnitOrder, in_backward
+from zcompile.units.unit import Unit
+
+# A smaller block is gathered with what no block has: its transfer would take about as long as that of nothing.
+MIN_BLOCK_BYTES = 1 << 20
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that repeat in `model`: children of its outermost lists and sequences that are worth a transfer.
+
+    Those of units, which are no blocks, are left out.
+    """
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside:
+            continue
+        if UNIT in module.__dict__:
+            inside |= set(module.modules())
+        if module in inside or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        for child in module.children():
+            is_called = type(child).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+            nbytes = sum(each.numel() * each.itemsize for each in child.parameters())
+            if is_called and child not in inside and UNIT not in child.__dict__ and nbytes >= MIN_BLOCK_BYTES:
+                blocks.append(child)
+                inside |= set(child.modules())
+    return blocks
+
+
+def make_blocks(state: ShardedModel, model: nn.Module, param_dtype: torch.dtype | None) -> list[Unit]:
+    """Let the modules of `model`, whose shards are those of `state`, be blocks. Its units are known.
+
+    Parameters with another layout than that of a plain tensor are in no block: each is gathered when it is read.
+    """
+    blocks = find_blocks(model)
+    block_of = {below: block for block in blocks for below in block.modules()}
+    members: dict[nn.Module | None, list[Any]] = {None: []} | {block: [] for block in blocks}
+    for sharded in state.parameters.values():
+        if sharded.layout.is_plain and not sharded.layout.domain:
+            owners = {block_of.get(module) for module, _ in sharded.owners}
+            members[owners.pop() if len(owners) == 1 else None].append(sharded)
+    names = {module: name for name, module in model.named_modules()}
+    made: list[Unit] = []
+    for block, parameters in members.items():
+        if not parameters:
+            continue
+        unit = Unit("the model" if block is None else names[block], len(made), state, parameters, param_dtype)
+        made.append(unit)
+        if block is not None:
+            unit.opener = weakref.ref(block)
+            block.__dict__[BLOCK] = unit
+        for owner in (owner for each in parameters for owner, _ in each.owners):
+            owner.__dict__[IN_UNIT] = unit
+        for each in () if block is None else block.modules():
+            each.__dict__.setdefault(IN_UNIT, unit)
+    return made
+
+
+def order_blocks(state: ShardedModel, blocks: list[Unit]) -> None:
+    """Let outermost forwards of modules of `state` open `blocks`."""
+    if blocks:
+        state.block_order = BlockOrder(blocks, state.mesh, state.machine.memory_bytes // 16)
+        state.call_outermost = _call_outermost
+
+
+class BlockOrder(UnitOrder):
+    """What a model's blocks have on the way. Each forward, and each backward, is taken for the next one's order."""
+
+    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
+        super().__init__(units, mesh, budget_bytes)
+        self.forward, self.backward = EventList([]), EventList([])
+
+    def enter_root(self) -> None:
+        """An outermost forward begins."""
+        self.abandon_if_raised()
+        self.drop_ahead(self.forward)
+        self.in_root = True
+        for unit in self.units:
+            unit.close()  # what a forward without a backward has left
+        self.forward.at, self.forward.done = 0, []
+        self.gather_first(self.forward)
+
+    def leave_root(self, result: Any) -> None:
+        """It ended."""
+        self.in_root = False
+        self.drop_ahead(self.forward)
+        if self.forward.done != self.forward.events:
+            self.forward = EventList(self.forward.done)
+            closed = [event for event in reversed(self.forward.done) if not self.units[event[1]].is_root]
+            self.backward = EventList(closed)
+
+    def is_whole(self, events: EventList) -> bool:
+        """Whether the next gather may be started ahead."""
+        return self.in_root if events is self.forward else self.callback is not None
+
+    def come_to(self, events: EventList, event: tuple[str, int]) -> int | None:
+        """The position of `event` in the last forward or backward; None if it was not there."""
+        position = events.find(event, events.at)
+        if position is not None:
+            events.at = position + 1
+        return position
+
+    def finish_backward(self) -> None:
+        """Backward has ended on this rank."""
+        done = [event for event in self.backward.done if event[0] == GATHER]
+        super().finish_backward()
+        if done != self.backward.events:
+            self.backward = EventList(done)
+
+
+class _BlockCall(UnitCall):
+    """One forward of a block that autograd records, and its backward."""
+
+    def end_backward(self) -> None:
+        if self.is_in_backward:
+            super().end_backward()
+            if self.unit.has_grads:
+                self.order.reduce(self.unit, self.shards)
+
+
+def _connect(call: _BlockCall, result: Any) -> Any:
+    """`result`, whose backward opens the block first."""
+    values, structure = tree_flatten(result)
+    is_changed = False
+    for i, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.layout == torch.strided and value.untyped_storage()._cdata in call.unit.storages:
+            values[i] = value = value.clone()  # a parameter itself, or a view of it, would lose its memory
+            is_changed = True
+        if value.requires_grad and not value.is_leaf:
+            value.register_hook(hook_calling(lambda: call.begin_backward))
+    return tree_unflatten(values, structure) if is_changed else result
+
+
+@torch.compiler.disable(recursive=False)
+def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`call(module, *args, **kwargs)` while `unit` is open."""
+    if unit.in_forward or unit.has_given_parameters() or (in_backward() and unit.is_open):
+        return call(module, *args, **kwargs)
+    begun: _BlockCall | None = None
+    unit.in_forward = True
+    try:
+        unit.follow_requires_grad()
+        unit.open(unit.order.gather(unit))
+        if records_graph():
+            begun = unit.call = _BlockCall(unit)
+            begun.end_with_gradients_of((args, kwargs))
+        result = call(module, *args, **kwargs)
+        unit.refuse_writes()
+        return result if begun is None else _connect(begun, result)
+    finally:
+        unit.in_forward, unit.call = False, None
+        if begun is None or not in_backward():  # a checkpoint computes again what backward is about to read
+            keep = torch._C._are_functorch_transforms_active() or (unit.is_root and begun is not None)
+            unit.close(keep)
+
+
+@never_compiled_alone
+def _call_block(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or is_compiled_call(module):
+        return call(module, *args, **kwargs)
+    return _call_open(module.__dict__[BLOCK], call, module, *args, **kwargs)
+
+
+@never_compiled_alone
+def _call_outermost(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """`call(module, *args, **kwargs)`, which is inside of no other forward."""
+    if is_compiled_call(module):
+        return call(module, *args, **kwargs)
+    for unit in _opened_by(module):
+        call = functools.partial(_call_open, unit, call)
+    if in_backward():  # a checkpoint computes again
+        return call(module, *args, **kwargs)
+    order: BlockOrder = module.__dict__[STATE].block_order
+    order.enter_root()
+    try:
+        result = call(module, *args, **kwargs)
+    except BaseException:
+        order.leave_root_by_error()
+        raise
+    order.leave_root(result)
+    return result
+
+
+def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
+    """The blocks of which an outermost call of `module` reads a part, and that no call inside of it opens."""
+    opened: tuple[Unit, ...] | None = module.__dict__.get(OPENED)
+    if opened is None:
+        inside = set(module.modules())
+        units = dict.fromkeys(each.__dict__.get(IN_UNIT) for each in inside)
+        opened = tuple(each for each in units if each is not None and each.is_block and each.opener() not in inside)
+        module.__dict__[OPENED] = opened
+    return opened
+
+
+contribute(Contributor(lambda base, kind: kind.is_block, lambda *_: {}, around=_call_block))
+contribute(
+    Contributor(
+        lambda base, kind: kind.in_unit and not (kind.is_unit or kind.is_block),
+        lambda *_: {},
+        around=call_inside,
+    )
+)
