@@ -1,16 +1,12 @@
 #include "runtime/in_flight.h"
 
-#include <algorithm>
 #include <exception>
-#include <iterator>
 
 namespace zcompile {
 
 namespace {
 
-bool share_storage(const at::Tensor& a, const at::Tensor& b) {
-  return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
-}
+const c10::StorageImpl* key_of(const at::Tensor& destination) { return destination.storage().unsafeGetStorageImpl(); }
 
 }  // namespace
 
@@ -28,28 +24,25 @@ InFlightTable& InFlightTable::instance() {
 
 void InFlightTable::start(InFlight in_flight) {
   std::lock_guard lock(mutex_);
-  in_flight_.push_back(std::move(in_flight));
+  const auto* key = key_of(in_flight.destination);
+  in_flight_.emplace(key, std::move(in_flight));
 }
 
 std::optional<std::pair<std::shared_ptr<Model>, InFlight>> InFlightTable::finish(const at::Tensor& destination) {
   std::lock_guard lock(mutex_);
-  for (auto& candidate : in_flight_) {
-    if (!share_storage(candidate.destination, destination)) continue;
-    auto model = candidate.model.lock();
-    if (!model) return std::nullopt;
-    auto in_flight = std::move(candidate);
-    candidate = std::move(in_flight_.back());
-    in_flight_.pop_back();
-    return std::pair(std::move(model), std::move(in_flight));
-  }
-  return std::nullopt;
+  const auto found = in_flight_.find(key_of(destination));
+  if (found == in_flight_.end()) return std::nullopt;
+  auto model = found->second.model.lock();
+  if (!model) return std::nullopt;
+  auto in_flight = std::move(found->second);
+  in_flight_.erase(found);
+  return std::pair(std::move(model), std::move(in_flight));
 }
 
 void InFlightTable::cache_on_arrival(const at::Tensor& unsharded, ParamState* param) {
   std::lock_guard lock(mutex_);
-  for (auto& in_flight : in_flight_) {
-    if (share_storage(in_flight.destination, unsharded)) in_flight.cache_for = param;
-  }
+  const auto [begin, end] = in_flight_.equal_range(key_of(unsharded));
+  for (auto each = begin; each != end; ++each) each->second.cache_for = param;
 }
 
 void InFlightTable::abandon(const std::weak_ptr<Model>& model) {
@@ -65,14 +58,15 @@ void InFlightTable::forget(const std::weak_ptr<Model>& model) { take_all_of(mode
 
 // Compares owners, and shares no model: the lock must not be held when one ends.
 std::vector<InFlight> InFlightTable::take_all_of(const std::weak_ptr<Model>& model, bool with_kept) {
-  const auto is_of_model = [&](const InFlight& in_flight) {
-    return (with_kept || !in_flight.is_kept) && !in_flight.model.owner_before(model) &&
-           !model.owner_before(in_flight.model);
-  };
   std::vector<InFlight> taken;
   std::lock_guard lock(mutex_);
-  std::copy_if(in_flight_.begin(), in_flight_.end(), std::back_inserter(taken), is_of_model);
-  std::erase_if(in_flight_, is_of_model);
+  std::erase_if(in_flight_, [&](auto& entry) {
+    auto& in_flight = entry.second;
+    if (in_flight.model.owner_before(model) || model.owner_before(in_flight.model)) return false;
+    if (in_flight.is_kept && !with_kept) return false;
+    taken.push_back(std::move(in_flight));
+    return true;
+  });
   return taken;
 }
 

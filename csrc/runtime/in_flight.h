@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -59,7 +60,8 @@ class InFlightTable {
   std::vector<InFlight> take_all_of(const std::weak_ptr<Model>& model, bool with_kept);
 
   std::mutex mutex_;
-  std::vector<InFlight> in_flight_;  // a handful: what is prefetched
+  // By the storage of the destination. A cached parameter may be in flight several times.
+  std::unordered_multimap<const c10::StorageImpl*, InFlight> in_flight_;
 };
 
 }  // namespace zcompile
