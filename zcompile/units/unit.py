@@ -68,6 +68,11 @@ class Unit:
         """
         self.name, self.index, self.sharded = name, index, list(sharded)
         self.names = {each.name for each in self.sharded}
+        # Of each of `sharded`, the `_parameters` of the modules that read it, and its name there.
+        self.tables = [
+            [(module.__dict__["_parameters"], name) for module, name in each.owners] for each in self.sharded
+        ]
+        self.owners = weakref.WeakSet(module for each in self.sharded for module, _ in each.owners)
         self.is_block = not state.are_units  # see [Note: blocks] in units/blocks.py
         self.opener: Callable[[], nn.Module | None] = lambda: None  # the module of a block; none: the root block
         self.in_forward = False
@@ -167,11 +172,12 @@ class Unit:
     def open_again(self) -> None:
         """Let the modules have the unsharded parameters, which have memory."""
         self.is_open = True
-        for sharded, parameter in zip(self.sharded, self.unsharded):
+        for sharded, parameter, tables in zip(self.sharded, self.unsharded, self.tables):
             sharded.unsharded = parameter
-            for module, attribute in sharded.owners:
-                module.__dict__["_parameters"][attribute] = parameter
-                module.__dict__[IS_OPEN] = True
+            for table, name in tables:
+                table[name] = parameter
+        for module in self.owners:
+            module.__dict__[IS_OPEN] = True
 
     def _make_unsharded(self, sharded: ShardedParameter, gathered: torch.Tensor) -> nn.Parameter:
         trains = sharded.parameter.requires_grad
@@ -192,11 +198,12 @@ class Unit:
             return
         if self.is_open:
             self.is_open = False
-            for sharded in self.sharded:
+            for sharded, tables in zip(self.sharded, self.tables):
                 sharded.unsharded = None
-                for module, attribute in sharded.owners:
-                    module.__dict__["_parameters"][attribute] = sharded.parameter
-                    module.__dict__.pop(IS_OPEN, None)
+                for table, name in tables:
+                    table[name] = sharded.parameter
+            for module in self.owners:
+                module.__dict__.pop(IS_OPEN, None)
         if self.is_filled and not keep:
             self.is_filled = False
             free_memory(self.unsharded)
