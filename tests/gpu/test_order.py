@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import zcompile
+from tests.support.blocks import OneOfTwo, shard_in_blocks
 from tests.support.ranks import Ranks, on_gpus
 from zcompile.state.sharded_model import state_of
 
@@ -25,7 +25,7 @@ def sharded(rows):
     """Two layers over NCCL, the second of so many rows."""
     mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S)), "cuda")
     layers = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(64, rows, bias=False)]).cuda()
-    model = zcompile.shard(layers, mesh)
+    model = shard_in_blocks(layers, mesh)
     state_of(model).use_transport("nccl")
     return model
 
@@ -104,25 +104,14 @@ def test_a_gather_that_nccl_refuses_is_an_error_that_names_the_parameter(pause_s
     assert re.search(r"rank 0 (can no longer|cannot) gather.*'[01].weight'", str(answers[0])), answers
 
 
-class Either(nn.Module):
-    """Two layers of one size, of which a forward reads one."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
-    def forward(self, x, second):
-        return (self.b if second else self.a)(x)
-
-
 def rank_replica_reads_another(rank, world, transport):
     mesh = dist.init_device_mesh("cuda", (2, world // 2))
-    model = zcompile.shard(Either().cuda(), mesh)
+    model = shard_in_blocks(OneOfTwo().cuda(), mesh)
     state_of(model).use_transport(transport)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for second in (False, True, mesh.get_coordinate()[0] == 1):
         optimizer.zero_grad()
-        model(torch.ones(1, 64, device="cuda"), second).sum().backward()
+        model(torch.ones(1, 6, device="cuda"), second).sum().backward()
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         try:
             optimizer.step()

@@ -30,6 +30,7 @@ from zcompile.state.attributes import (
     RECIPE,
     SHARDED,
     STATE,
+    TABLE,
     TABLE_IS_READ,
     UNIT,
     UNITS_BELOW,
@@ -216,7 +217,7 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(UNIT, None)
         module.__dict__.pop(UNITS_BELOW, None)
-        for name in (BLOCK, IN_UNIT, OPENED):
+        for name in (BLOCK, IN_UNIT, OPENED, TABLE):
             module.__dict__.pop(name, None)
         if module.__dict__.get(STATE) is state:
             del module.__dict__[STATE]
@@ -229,6 +230,8 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
 
 def _swap_class(module: nn.Module, kind: Kind) -> None:
     base = type(module)
+    if kind.layouts:
+        module.__dict__[TABLE] = module.__dict__["_parameters"]
     module.__class__ = _sharded_class(cast(Hashable, base), kind)
     for contributor in contributors_of(base, kind):
         if contributor.swapped is not None:
@@ -363,7 +366,7 @@ def _unit_reader(read_alone: Callable[[Any], torch.Tensor], name: str) -> Callab
     def read(self: Any) -> torch.Tensor:
         if not getattr(self, IS_OPEN) or (torch.compiler.is_compiling() and given_in_trace(self, name) is not None):
             return read_alone(self)
-        return cast(torch.Tensor, self.__dict__["_parameters"][name])
+        return cast(torch.Tensor, getattr(self, TABLE)[name])
 
     return never_compiled_alone(read)
 

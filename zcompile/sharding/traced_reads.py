@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile.state.attributes import LEAF
+from zcompile.state.attributes import LEAF, TABLE
 from zcompile.state.forward_scope import is_in_forward, look_again, never_compiled_alone
 
 Others = tuple[tuple[str, bool], ...]  # names in a module's table that are not sharded, each with whether it is None
@@ -34,7 +34,7 @@ class TracedTable:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.own: dict[str, Any] = module.__dict__["_parameters"]
+        self.own: dict[str, Any] = getattr(module, TABLE)
 
     def __contains__(self, name: str) -> bool:
         _asked.clear()
@@ -114,7 +114,7 @@ def _table(self: Any) -> Any:
 
 
 def _set_table(self: Any, table: Any) -> None:
-    self.__dict__["_parameters"] = table
+    self.__dict__["_parameters"] = self.__dict__[TABLE] = table
 
 
 def _reader_of_other(name: str, is_none: bool) -> Any:
@@ -127,7 +127,7 @@ def _reader_of_other(name: str, is_none: bool) -> Any:
             if is_none:
                 return None  # without a guard: a module that registers a parameter by that name gets another class
         try:
-            return self.__dict__["_parameters"][name]
+            return getattr(self, TABLE)[name]
         except KeyError:  # it was taken out of the table
             raise AttributeError(name) from None
 
