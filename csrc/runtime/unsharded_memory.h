@@ -1,4 +1,4 @@
-// Tensors that stay while their memory comes and goes: what the modules of a unit have as parameters.
+// Tensors that stay while their memory comes and goes: the unsharded parameters of units.
 //
 // Autograd saves such a tensor, or views of it, in forward. Its storage is empty between forward and backward.
 #pragma once

@@ -2,13 +2,13 @@
 
 [Note: blocks]
 A model that runs in eager gathers block by block, as under FSDP2. A block is one of the modules that repeat, such as a
-layer of a transformer; what no block has is gathered together, as the root block. Each is a `Unit`: while its forward
+layer of a transformer; other parameters are gathered together, as the root block. Each is a `Unit`: while its forward
 runs, its modules have unsharded parameters. The root block is open in every outermost forward that reads it, and keeps
 its memory until backward, which would read it at once.
 
 Blocks stay closed in compiled code, whose graphs gather each parameter where it is read; see class_swap.py. All ranks
 run the same blocks, as under FSDP2. So nothing is made up for, and backward needs no node of its own: hooks on results
-open a block, and hooks on what it was given end it.
+open a block, and hooks on its inputs end it.
 """
 
 import functools
@@ -29,7 +29,7 @@ from zcompile.units.forward import UnitCall, call_inside, hook_calling, records_
 from zcompile.units.order import GATHER, EventList, UnitOrder, in_backward
 from zcompile.units.unit import Unit
 
-# A smaller block is gathered with what no block has: its transfer would take about as long as that of nothing.
+# A smaller block joins the root block: the time of its transfer would be latency alone.
 MIN_BLOCK_BYTES = 1 << 20
 
 
@@ -105,7 +105,7 @@ class BlockOrder(UnitOrder):
         self.drop_ahead(self.forward)
         self.in_root = True
         for unit in self.units:
-            unit.close()  # what a forward without a backward has left
+            unit.close()  # after a forward without a backward
         self.forward.at, self.forward.done = 0, []
         self.gather_first(self.forward)
 

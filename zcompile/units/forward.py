@@ -56,7 +56,7 @@ class UnitCall:
 
 
 def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[torch.Tensor], None]:
-    """A hook of a tensor that calls `method()()`, unless what that is a method of is gone."""
+    """A hook of a tensor that calls `method()()`, unless `method()` is None: its object is gone."""
 
     @never_compiled_alone
     def run(_: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def records_graph() -> bool:
-    """Whether autograd records what a unit computes, by itself: torch.func does so otherwise."""
+    """Whether autograd records the forward of a unit, and no transform of torch.func does."""
     return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
 
