@@ -5,6 +5,8 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <cstdio>
@@ -194,9 +196,34 @@ void gather_wait(const at::Tensor& unsharded) { wait_for(unsharded, "gather_wait
 
 namespace {
 
+// Whether the backward that runs here accumulates into the leaf of `param`, or returns its gradient. One of inputs
+// alone (`autograd.grad(loss, x)`) does neither, though compiled code reduces in it.
+bool takes_gradient(const ParamState& param) {
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  if (executed == nullptr || executed->empty()) return true;
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(alive(param.leaf));
+  const auto found = executed->find(node.get());
+  return found != executed->end() && found->second.should_execute();
+}
+
+// A zero-bubble pipeline runs a backward of inputs, which keeps the graph, and then asks model.parameters() for their
+// gradients. Compiled code has another leaf, whose gradients it would not find.
+void refuse_split_backward(const Model& model, const ParamState& param) {
+  const bool is_split = model.is_caching() && !model.keeps_in_flight() &&
+                        in_backward() &&
+                        torch::autograd::get_current_graph_task_keep_graph() && !takes_gradient(param);
+  TORCH_CHECK(
+      !is_split, "zcompile: a split backward, of inputs alone with its graph kept, came to parameter '", param.name,
+      "' on rank ", model.rank(),
+      " inside of zcompile.accumulate. Compiled code has no gradients of parameters apart: run a zero-bubble pipeline "
+      "in eager.");
+}
+
 // Adds to what is unreduced, at the width of the main parameter. Zeros stand in for what the reduce would give.
 at::Tensor defer_reduce(const Model& model, ParamState* param, const at::Tensor& grad) {
-  if (param->unreduced.defined()) {
+  if (!model.keeps_in_flight() && !takes_gradient(*param)) {
+    // Nobody reads it.
+  } else if (param->unreduced.defined()) {
     param->unreduced.add_(grad);
   } else {
     param->unreduced = grad.to(param->shard.scalar_type(), /*non_blocking=*/false, /*copy=*/true).contiguous();
@@ -213,6 +240,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
   const OneThread guard(params.front()->name, model.rank());
   const auto transport = model.transport();
   std::vector<at::Tensor> wires, results;
+  for (const auto* param : params) refuse_split_backward(model, *param);
   if (model.defers_reduces()) {
     for (size_t i = 0; i < params.size(); ++i) results.push_back(defer_reduce(model, params[i], grads[i]));
     return results;
@@ -266,6 +294,7 @@ at::Tensor reduce_rows_start(
   auto& model = model_of(param);
   const OneThread guard(param->name, model.rank());
   const auto transport = model.transport();
+  refuse_split_backward(model, *param);
   if (model.defers_reduces()) {
     auto dense = at::empty(param->shape, grad.options().dtype(dtype));
     const auto flat = flat_indices(indices);

@@ -389,6 +389,8 @@ def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     """`nn.Module._save_to_state_dict`, which refuses values that were assigned to `.data` and lost."""
     for state in {each.state for each in sharded_parameters_of(self)}:
         state.refuse_assigned_data()
+        if state.microbatches.accumulates and not is_in_forward():
+            state.close_tables()
     super(type(self), self)._save_to_state_dict(*args, **kwargs)
 
 

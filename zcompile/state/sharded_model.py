@@ -158,6 +158,17 @@ class ShardedModel:
         self.microbatches.accumulates = False
         self.runtime.end_caching()
 
+    @property
+    def orders(self) -> list[Any]:
+        """The `UnitOrder` and `BlockOrder` that there are."""
+        return [order for order in (self.unit_order, self.block_order) if order is not None]
+
+    def close_tables(self) -> None:
+        """Let modules have DTensors where they have unsharded parameters from one microbatch to the next."""
+        for order in self.orders:
+            for unit in order.units:
+                unit.close_tables()
+
     def limit_microbatch_cache(self, microbatch_cache_bytes: int | None) -> None:
         """Take the option of a compile as `microbatch_cache_limit`, also for microbatches that have begun."""
         self.microbatches.cache_bytes = microbatch_cache_bytes

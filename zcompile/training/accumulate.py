@@ -34,6 +34,8 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
               the parameter's dtype. Hooks of parameters run at the end. Parameters of units (`units` of
               `zcompile.shard`) are reduced in each microbatch all the same.
 
+            Gradients of split backwards (zero-bubble pipelines) are reduced at the block's end.
+
             With "shards" and "last", `.grad` is right only after the block, and a block that raises leaves the
             gradients that were there before it.
 
@@ -69,6 +71,8 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
         deferral.drop()
         raise
     else:
+        for order in state.orders:
+            order.reduce_assigned()
         end_accumulating(state)
         deferral.finish()
     finally:
@@ -77,7 +81,11 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
     """Parameters do not change from here on: gradients add up in place, and what is gathered stays unsharded, up to
-    `microbatch_cache_bytes`. Units, and what other domains have, are gathered anew."""
+    `microbatch_cache_bytes`. What other domains have is gathered anew."""
+    if state.block_order is not None:
+        state.block_order.keep(microbatch_cache_bytes)
+    if state.unit_order is not None:
+        microbatch_cache_bytes = state.unit_order.keep(microbatch_cache_bytes)
     state.begin_accumulating(microbatch_cache_bytes)
     for other in models_of(state)[1:]:
         other.begin_accumulating(other.microbatch_cache_limit())
@@ -85,5 +93,7 @@ def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None
 
 def end_accumulating(state: ShardedModel) -> None:
     """Parameters may change again."""
+    for order in state.orders:
+        order.release()
     for model in models_of(state):
         model.end_accumulating()

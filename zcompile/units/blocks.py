@@ -95,18 +95,15 @@ def order_blocks(state: ShardedModel, blocks: list[Unit]) -> None:
 class BlockOrder(UnitOrder):
     """What a model's blocks have on the way. Each forward, and each backward, is taken for the next one's order."""
 
+    may_skip = False
+
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         super().__init__(units, mesh, budget_bytes)
         self.forward, self.backward = EventList([]), EventList([])
 
     def enter_root(self) -> None:
         """An outermost forward begins."""
-        self.abandon_if_raised()
-        self.drop_ahead(self.forward)
-        self.in_root = True
-        for unit in self.units:
-            unit.close()  # after a forward without a backward
-        self.forward.at, self.forward.done = 0, []
+        self.begin_forward()
         self.gather_first(self.forward)
 
     def leave_root(self, result: Any) -> None:
@@ -171,7 +168,7 @@ def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any,
     unit.in_forward = True
     try:
         unit.follow_requires_grad()
-        unit.open(unit.order.gather(unit))
+        unit.order.open(unit)
         if records_graph():
             begun = unit.call = _BlockCall(unit)
             begun.end_with_gradients_of((args, kwargs))

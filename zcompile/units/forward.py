@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zcompile.sharding.class_swap import Contributor, contribute
@@ -21,12 +22,14 @@ class UnitCall:
         self.unit = unit
         self.order: UnitOrder = unit.order
         self.shards = unit.leaves()  # which modules may drop before a backward reads them
-        self.is_in_backward = self.creates_graph = False
+        self.is_in_backward = self.creates_graph = self.was_split = False
+        unit.calls_ahead.add(self)
 
     @torch.compiler.disable
     def begin_backward(self) -> None:
         """Before backward reads the first parameter: gather the unit again, unless it is there."""
         if not self.is_in_backward:
+            self.note_split_backward()
             self.is_in_backward, self.creates_graph = True, torch.is_grad_enabled()
             self.order.queue_callback()
             self.order.calls_in_backward.append(self)
@@ -34,8 +37,26 @@ class UnitCall:
                 if self.unit.is_root and self.unit.is_filled:
                     self.unit.open_again()
                 else:
-                    self.unit.open(self.order.gather(self.unit))
+                    self.order.open(self.unit)
             self.unit.calls_in_backward += 1
+
+    def note_split_backward(self) -> None:
+        """
+        Raises:
+            RuntimeError: this is a zero-bubble pipeline's backward of inputs, and it will not find the parameters.
+        """
+        unit, was_split = self.unit, self.was_split
+        is_split = unit.in_split_backward()
+        unit.calls_ahead.discard(self)
+        unit.is_split |= is_split and unit.is_kept
+        self.was_split = is_split and not unit.is_kept
+        self.order.splits = max(0, self.order.splits + self.was_split - was_split)
+        if self.was_split and unit.sharded[0].state.microbatches.accumulates:
+            raise RuntimeError(
+                "zcompile: a split backward, of inputs alone with its graph kept, came to parameter "
+                f"'{unit.sharded[0].name}' on rank {dist.get_rank()}, which zcompile.accumulate did not keep "
+                "unsharded: no memory was left. Run backwards of inputs and parameters together, or use more ranks."
+            )
 
     @torch.compiler.disable
     def end_backward(self) -> None:
@@ -145,7 +166,7 @@ def _begin(module: Any, given: Any) -> "tuple[UnitCall, torch.Tensor] | None":
     unit: Unit = module.__dict__[UNIT]
     unit.calls += 1
     unit.follow_requires_grad()
-    unit.open(unit.order.gather(unit))
+    unit.order.open(unit)
     if not records_graph():
         return None
     unit.call = call = UnitCall(unit)
@@ -232,7 +253,8 @@ def _pass_by(unit: Unit, result: Any) -> Any:
     if order.made_up_for(unit) or unit.is_whole() or unit.has_given_parameters():
         return result
     unit.follow_requires_grad()
-    order.gather(unit)
+    order.open(unit)
+    unit.close()
     if not records_graph():
         return result
     call = UnitCall(unit)

@@ -21,6 +21,8 @@ the order of one that called all units that others called.
 """
 
 import functools
+import itertools
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -110,6 +112,8 @@ class UnitOrder:
     Code around a unit may be compiled. So methods that are called from outside of this file are hidden from Dynamo.
     """
 
+    may_skip = True  # a rank may leave out a unit that others call
+
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         """
         Args:
@@ -120,6 +124,7 @@ class UnitOrder:
         self.forward = EventList([(GATHER, i) for i in indices])
         self.backward = EventList([(kind, i) for i in reversed(indices) for kind in (GATHER, REDUCE)])
         self.in_root = False  # a forward of the whole model runs
+        self.splits = 0  # forwards of units with a backward of inputs alone, but none of parameters yet
         self.rounds = 0  # forwards of the whole model whose backward has begun and not ended
         self.begun_rounds = 0  # in this backward
         self.callback: weakref.ref[Any] | None = None  # of the backward that runs, whose graph alone holds it
@@ -135,14 +140,27 @@ class UnitOrder:
         """A forward of the whole model begins."""
         if in_backward():  # a checkpoint recomputes
             return
-        self.abandon_if_raised()
-        self.drop_ahead(self.forward)
-        self.in_root = True
+        self.begin_forward()
         for unit in self.units:  # also of those that this rank will skip: it reduces what others reduce
             unit.follow_requires_grad()
-            unit.close()  # what the graph of a gradient has kept
-        self.forward.at, self.forward.done = 0, []
         self.gather_first(self.forward)
+
+    def begin_forward(self) -> None:
+        """Nothing is left of the forward and the backward before."""
+        self.abandon_if_raised()
+        if self.splits > 0 and torch.is_grad_enabled():
+            self.splits = 0
+            warnings.warn(
+                "zcompile: a backward of inputs alone kept its graph, and the next forward came before a backward of "
+                "parameters. A pipeline that splits backwards (zero-bubble) must run inside of "
+                "zcompile.accumulate(model): elsewhere, parameters get no gradients from it.",
+                stacklevel=2,
+            )
+        self.drop_ahead(self.forward)
+        self.in_root = True
+        for unit in self.units:
+            unit.close()  # after a forward without a backward, or what the graph of a gradient has kept
+        self.forward.at, self.forward.done = 0, []
 
     @torch.compiler.disable
     def leave_root(self, result: Any) -> None:
@@ -172,19 +190,22 @@ class UnitOrder:
             self.drop_ahead(self.forward)
 
     @torch.compiler.disable
-    def gather(self, unit: Unit) -> list[torch.Tensor]:
-        """The unsharded parameters of `unit`, for its forward or backward to read, in the order of `unit.sharded`."""
+    def open(self, unit: Unit) -> None:
+        """Let the modules of `unit` have unsharded parameters, for its forward or backward to read."""
         events = self.backward if in_backward() else self.forward
         if events is self.backward:
             self.queue_callback()
         event = (GATHER, unit.index)
         events.done.append(event)
         position = self.come_to(events, event)
-        gathered = self.start_gather(events, position) if position is not None else unit.start_gather()
-        unit.wait(gathered)
+        if unit.is_here:
+            unit.open_again()
+        else:
+            gathered = self.start_gather(events, position) if position is not None else unit.start_gather()
+            unit.wait(gathered)
+            unit.open(gathered)
         if position is not None and self.is_whole(events):
             self.gather_ahead(events, position)
-        return gathered
 
     @torch.compiler.disable
     def reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
@@ -231,14 +252,14 @@ class UnitOrder:
             kind, index = events.events[events.at]
             position, unit = events.at, self.units[index]
             events.at += 1
-            if kind == GATHER and unit.is_whole():
-                continue
-            if kind == GATHER:
+            if kind == GATHER and unit.needs_gather():
                 gathered = self.start_gather(events, position)
                 unit.wait(gathered)
+                if unit.is_kept:  # which others, too, have from here on
+                    unit.open(gathered)
                 del gathered
                 self.gather_ahead(events, position)
-            else:
+            elif kind == REDUCE:
                 self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
@@ -256,7 +277,7 @@ class UnitOrder:
     def gather_ahead(self, events: EventList, position: int) -> None:
         """Start the next gather behind `position`, while the unit there computes."""
         ahead = next((at for at in range(position + 1, len(events.events)) if events.events[at][0] == GATHER), None)
-        if ahead is None or ahead in events.ahead or self.units[events.events[ahead][1]].is_whole():
+        if ahead is None or ahead in events.ahead or not self.units[events.events[ahead][1]].needs_gather():
             return
         both = self.units[events.events[position][1]].nbytes + self.units[events.events[ahead][1]].nbytes
         if both <= self.budget_bytes:
@@ -266,7 +287,7 @@ class UnitOrder:
         """Start the first gather, before this rank comes to its unit."""
         if events.events and events.events[0][0] == GATHER and 0 not in events.ahead:
             first = self.units[events.events[0][1]]
-            if first.nbytes <= self.budget_bytes and not first.is_whole():
+            if first.nbytes <= self.budget_bytes and first.needs_gather():
                 events.ahead[0] = first.start_gather()
 
     def drop_ahead(self, events: EventList) -> None:
@@ -367,6 +388,33 @@ class UnitOrder:
             unit.drop_grads()
         self.close_units()
         self.backward.at, self.rounds, self.callback = 0, 0, None
+
+    # --- microbatches ------------------------------------------------------------------------------------------------
+
+    def keep(self, nbytes: int) -> int:
+        """From here on, what forwards open stays open, up to `nbytes` of unsharded parameters; how many are left."""
+        for unit in self.units:
+            unit.is_kept = unit.nbytes <= nbytes
+            nbytes -= unit.nbytes if unit.is_kept else 0
+        return nbytes
+
+    def release(self) -> None:
+        """From here on, nothing stays open."""
+        for unit in self.units:
+            unit.is_kept = unit.is_split = False
+            unit.close()
+
+    def reduce_assigned(self) -> None:
+        """Reduce gradients that the program itself gave to unsharded parameters, as zero-bubble pipelines do."""
+        given = [any(each.grad is not None for each in unit.unsharded) for unit in self.units]
+        if self.may_skip:
+            given = [any(by_rank) for by_rank in zip(*all_gather_over_mesh(self.mesh, given))]
+        for unit in itertools.compress(self.units, given):
+            self.start_reduce(unit, unit.leaves())
+        while self.reductions:
+            self.finish(self.reductions.popleft())
+        undecided, self.undecided = self.undecided, []
+        deliver_rest(undecided)
 
     # --- the order of the lists --------------------------------------------------------------------------------------
 

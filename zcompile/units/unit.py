@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+from torch.autograd.graph import get_gradient_edge
 
 from zcompile._C import free_memory
 from zcompile.state.attributes import IS_OPEN, UNIT
@@ -81,6 +83,9 @@ class Unit:
         self.calls_in_backward = 0
         self.is_open = False  # its modules have the unsharded parameters
         self.is_filled = False  # these have memory
+        self.is_kept = False  # inside of `zcompile.accumulate`, these keep it from the first forward on
+        self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward is to come
+        self.is_split = False  # kept, and had a backward of inputs alone: that of parameters may come at any time
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
         self.storages: frozenset[int] = frozenset()  # of `unsharded`
         self.has_grads = False  # some of `unsharded` do
@@ -133,6 +138,15 @@ class Unit:
     def is_whole(self) -> bool:
         """Inside of `zcompile.unshard`, of all ranks: nobody gathers it."""
         return any(each.is_whole for each in self.sharded)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all ranks have it, since it was kept."""
+        return self.is_kept and self.is_filled
+
+    def needs_gather(self) -> bool:
+        """Whether ranks gather it before they read it."""
+        return not self.is_here and not self.is_whole()
 
     @property
     def is_root(self) -> bool:
@@ -188,14 +202,27 @@ class Unit:
         setattr(parameter, UNIT, weakref.ref(self))
         return parameter
 
+    def in_split_backward(self) -> bool:
+        """Whether this backward is one of inputs alone, which a zero-bubble pipeline runs before that of parameters."""
+        trained = [each for each in self.unsharded if each.requires_grad] if _keeps_graph() else []
+        executes = torch._C._will_engine_execute_node
+        return bool(trained) and not any(executes(get_gradient_edge(each).node) for each in trained)
+
     def close(self, keep: bool = False) -> None:
         """Let the modules have the DTensors again, unless they are about to read the unsharded parameters.
 
         Args:
             keep: the memory of the unsharded parameters, which something else than a backward will read.
         """
-        if self.in_forward or self.calls_in_backward:
+        if self.in_forward or self.calls_in_backward or (self.is_kept and (self.is_split or self.calls_ahead)):
             return
+        self.close_tables()
+        if self.is_filled and not keep and not self.is_kept:
+            self.is_filled = False
+            free_memory(self.unsharded)
+
+    def close_tables(self) -> None:
+        """Let the modules have the DTensors again."""
         if self.is_open:
             self.is_open = False
             for sharded, tables in zip(self.sharded, self.tables):
@@ -204,9 +231,6 @@ class Unit:
                     table[name] = sharded.parameter
             for module in self.owners:
                 module.__dict__.pop(IS_OPEN, None)
-        if self.is_filled and not keep:
-            self.is_filled = False
-            free_memory(self.unsharded)
 
     def take_grads(self) -> list[torch.Tensor | None]:
         """The gradients of the unsharded parameters, which have none from then on; None for one that was not used.

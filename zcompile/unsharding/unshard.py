@@ -56,6 +56,8 @@ def unshard(
 def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare: bool) -> Iterator[list[nn.Parameter]]:
     """As `unshard`; `compare`: whether all ranks must have the same values to store."""
     _check_entry(selected, writeback)
+    for state in {each.state for each in selected}:
+        state.close_tables()
     whole = [_gather(sharded) for sharded in selected]
     versions = [parameter._version for parameter in whole]
     _exchange(selected, whole)

@@ -1,0 +1,197 @@
+"""Backwards in parts: of inputs alone, and of inputs first and parameters later, as zero-bubble pipelines run them."""
+
+import contextlib
+import itertools
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from tests.support.blocks import shard_in_blocks
+from tests.support.ranks import on_ranks
+from tests.support.reference import close, same_grads
+from zcompile.state.sharded_model import state_of
+from zcompile.training.deferred_reduces import REDUCE
+
+FORMS = {
+    "root block": zcompile.shard,
+    "blocks": shard_in_blocks,
+    "units": lambda model, **how: zcompile.shard(model, units=[nn.Linear], **how),
+}
+
+
+def make():
+    """The same two models."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
+    torch.manual_seed(0)
+    return reference, nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
+
+
+def inputs(microbatch, rank):
+    generator = torch.Generator().manual_seed(10 * microbatch + rank)
+    return torch.randn(3, 6, generator=generator).requires_grad_()
+
+
+def by_grad(loss, x):
+    torch.autograd.grad(loss, x)
+
+
+def by_inputs(loss, x):
+    loss.backward(inputs=[x])
+
+
+def keeping_the_graph(loss, x):
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+
+
+def backwards_of_inputs(model, rank, of_inputs):
+    """Trains with microbatch 1; of microbatch 0, only the input has a gradient, or that of the input comes first."""
+    x = inputs(0, rank)
+    of_inputs(1000 * model(x).square().mean(), x)
+    model(inputs(1, rank)).square().mean().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduce", REDUCE)
+@on_ranks(2)
+def test_a_backward_of_inputs_adds_no_gradient_of_parameters(rank, world, reduce, compiled):
+    for (form, shard), of_inputs in itertools.product(FORMS.items(), (by_grad, by_inputs, keeping_the_graph)):
+        if compiled and (form == "blocks" or of_inputs is keeping_the_graph):  # as the root block; donates its buffers
+            continue
+        torch._dynamo.reset()
+        reference, model = make()
+        shard(model)
+        if compiled:
+            model.compile(backend="zcompile", options={"inner": "aot_eager"})
+        with zcompile.accumulate(model, reduce=reduce):
+            backwards_of_inputs(model, rank, of_inputs)
+        for other in range(world):
+            backwards_of_inputs(reference, other, of_inputs)
+        for each in reference.parameters():
+            each.grad /= world
+        same_grads(model, reference)
+
+
+def zero_bubble(model, rank):
+    """Three microbatches: the parameters' gradients of the first two come late, around a whole backward of the third.
+
+    Returns the gradients of inputs.
+    """
+    batches = [inputs(i, rank) for i in range(3)]
+    losses = [model(x).square().mean() for x in batches]
+    later = [stage_backward_input([losses[i]], None, [batches[i]], model.parameters())[1] for i in range(2)]
+    stage_backward_weight(model.parameters(), later[0])
+    losses[2].backward()
+    stage_backward_weight(model.parameters(), later[1])
+    return [x.grad for x in batches]
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+@on_ranks(2)
+def test_zero_bubble_accumulates_the_gradients_of_whole_backwards(rank, world, reduce):
+    for shard in FORMS.values():
+        reference, model = make()
+        shard(model)
+        for _ in range(2):
+            with zcompile.accumulate(model, reduce=reduce):
+                ours = zero_bubble(model, rank)
+        for _ in range(2):
+            theirs = [zero_bubble(reference, other) for other in range(world)][rank]
+        for each in reference.parameters():
+            each.grad /= world
+        same_grads(model, reference)
+        for mine, right in zip(ours, theirs, strict=True):
+            close(mine, right, 1e-6, "gradient of an input")
+
+
+@on_ranks(2)
+def test_blocks_are_gathered_once_inside_of_accumulate(rank, world):
+    """As FSDP2's, with `set_reshard_after_backward(False)`; and parameters are DTensors again behind it."""
+    for shard in FORMS.values():
+        _, model = make()
+        shard(model)
+        whole = sum(each.nbytes for each in model.parameters())
+        zcompile.reset_stats(model)
+        with zcompile.accumulate(model):
+            for i in range(3):
+                model(inputs(i, rank)).square().mean().backward()
+                assert all(isinstance(each, DTensor) for each in model.state_dict().values())
+        assert zcompile.stats(model)["gathered_bytes"] == {"float32": whole}
+        assert all(isinstance(each.grad, DTensor) for each in model.parameters())
+        model(inputs(0, rank)).square().mean().backward()
+        assert zcompile.stats(model)["gathered_bytes"]["float32"] > whole
+
+
+@on_ranks(2)
+def test_a_split_backward_that_cannot_be_right_is_refused(rank, world):
+    """Of compiled code, and of blocks that have no memory to stay; the message names a parameter."""
+    for is_compiled in (False, True):
+        _, model = make()
+        zcompile.shard(model)
+        state_of(model).limit_microbatch_cache(0)
+        if is_compiled:
+            model.compile(backend="zcompile", options={"inner": "aot_eager"})
+        refused = pytest.raises(RuntimeError)
+        with torch._functorch.config.patch(donated_buffer=False), refused as raised, zcompile.accumulate(model):
+            zero_bubble(model, rank)
+        assert re.search("split backward.* parameter '", str(raised.value.__cause__)), raised.value.__cause__
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+        model(inputs(0, rank)).sum().backward()
+
+
+@on_ranks(2)
+def test_zero_bubble_outside_of_accumulate_is_warned_of(rank, world):
+    """There modules have DTensors after their forward, which are in no graph. Other backwards are not warned of."""
+    for shard in FORMS.values():
+        _, model = make()
+        shard(model)
+        x = inputs(0, rank)
+        loss = model(x).square().mean()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x)
+        zero_bubble(model, rank)
+        with pytest.warns(UserWarning, match="zero-bubble"):
+            model(x)
+
+
+@on_ranks(4)
+def test_a_zero_bubble_schedule_trains(rank, world):
+    """Two pipeline ranks with two stages each, of which both data-parallel ranks have shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    numbers = ((0, 3), (1, 2))[mesh.get_local_rank("pipeline")]
+    reference = [make()[0] for _ in range(4)]
+    parts = [zcompile.shard(make()[1], mesh["data"], units=[nn.Linear] if number < 2 else []) for number in numbers]
+    group = mesh["pipeline"].get_group()
+    stages = [
+        PipelineStage(part, number, 4, torch.device("cpu"), group=group)
+        for part, number in zip(parts, numbers, strict=True)
+    ]
+
+    def loss(output, target):
+        return (output - target).square().mean() / 4
+
+    schedule = ScheduleZBVZeroBubble(stages, 4, loss_fn=loss, scale_grads=False)
+    batches = [torch.cat([inputs(i, data) for i in range(4)]).detach() for data in range(2)]
+    batch = batches[mesh.get_local_rank("data")]
+    for _ in range(2):
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(zcompile.accumulate(part))
+            schedule.step(batch, target=batch) if 0 in numbers else schedule.step()
+        for each in (chunk for whole in batches for chunk in whole.chunk(4)):
+            (loss(nn.Sequential(*reference)(each), each) / 2).backward()
+    for part, number in zip(parts, numbers, strict=True):
+        same_grads(part, reference[number])
