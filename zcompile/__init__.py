@@ -25,6 +25,7 @@ from zcompile.calibration.measure_machine import calibrate
 from zcompile.costs.formulas.registry import register_cost
 from zcompile.costs.formulas.work import TensorSize, Work
 from zcompile.integrations.deepspeed.flag import watch
+from zcompile.sharding.precision import MixedPrecision
 from zcompile.sharding.shard import shard
 from zcompile.state.forward_scope import register_forward_method
 from zcompile.state.placement import Placement
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 watch()
 
 __all__ = [
+    "MixedPrecision",
     "Placement",
     "TensorSize",
     "Work",

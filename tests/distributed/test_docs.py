@@ -41,10 +41,10 @@ class LanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
+        self.embed, self.norm, self.head = nn.Embedding(VOCABULARY, 6), nn.LayerNorm(6), nn.Linear(6, VOCABULARY)
 
     def forward(self, input_ids, labels=None):
-        logits = self.head(self.embed(input_ids).tanh())
+        logits = self.head(self.norm(self.embed(input_ids)).tanh())
         targets = input_ids if labels is None else labels
         return Output(nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits)
 
@@ -125,6 +125,14 @@ def check_quick_start(names, rank, world):
     assert zcompile.stats(names["model"])["compiled"] == "compiled by this process"
 
 
+def check_precision(names, rank, world):
+    """Norms travel in fp32, others in bf16, and are read by what computes in that."""
+    model = names["model"]
+    model(**names["batches"][0]).loss.backward()
+    wide = 2 * sum(each.nbytes for each in model.norm.parameters())  # the root block: gathered for forward alone
+    assert zcompile.stats(model)["gathered_bytes"]["float32"] in (wide, wide // 2)
+
+
 def check_checkpoint(names, rank, world):
     model = names["model"]
     same_parameters(model, LanguageModel())
@@ -163,6 +171,7 @@ def check_zero3(names, rank, world):
 
 CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("README.md", "Quick start"): check_quick_start,
+    ("docs/guide.md", "Precision"): check_precision,
     ("docs/guide.md", "Checkpoints"): check_checkpoint,
     ("docs/guide.md", "Is it faster, and why"): check_explained,
     ("docs/guide.md", "Compile once"): check_artifact,

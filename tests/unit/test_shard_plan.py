@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import zcompile
@@ -39,7 +40,8 @@ def model():
 
 
 def plan(model, mesh, placement=ROWS, **options):
-    options = ShardOptions(**options)
+    policy = MixedPrecisionPolicy(options.pop("param_dtype", None), options.pop("reduce_dtype", None))
+    options = ShardOptions(policy, **options)
     parameters = [each for each in model.parameters() if id(each) not in options.ignored]
     return plan_shards(model, mesh, options, [(each, placement) for each in parameters])
 

@@ -27,6 +27,7 @@ from zcompile.explanation.triton_target import triton_without_gpu
 from zcompile.explanation.workloads import BadInput, Workload, load
 from zcompile.options import Plan, Settings
 from zcompile.sharding.class_swap import install_tracing_readers
+from zcompile.sharding.precision import MixedPrecision, casts_of
 
 STATES = 4  # weight, gradient and two moments
 
@@ -111,8 +112,10 @@ def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: b
     """
     names: dict[int, str] = {}
     seen: dict[int, nn.Parameter] = {}
+    casts = casts_of(workload.model, MixedPrecision(dtype), {}, units=[])
     for path, module in list(workload.model.named_modules()):
-        for leaf, attribute in install_tracing_readers(module, dtype, single_rank, seen):
+        of_module = casts.get(module, (None, None))
+        for leaf, attribute in install_tracing_readers(module, dtype, of_module, single_rank, seen):
             names.setdefault(id(leaf), f"{path}.{attribute}" if path else attribute)
     return names
 

@@ -12,6 +12,7 @@ from zcompile.ranks.process_groups import device_of, shard_group_of
 from zcompile.ranks.shared_errors import Progress, raised_on_all_ranks
 from zcompile.sharding.meta_init import materialize, move_buffers
 from zcompile.sharding.plan import ShardPlan
+from zcompile.sharding.precision import MixedPrecision
 from zcompile.state.attributes import MODEL
 from zcompile.state.placement import Placement, as_dtensor, layout_for, local_shard, part_of
 from zcompile.state.sharded_model import ShardedModel, models_of
@@ -67,9 +68,8 @@ def _shard_modules(state: ShardedModel, model: nn.Module, plan: ShardPlan, progr
                 if state.units is not None and module in in_units:
                     of_module = state.units
                 owner = module, attribute
-                sharded = _shard_parameter(
-                    of_module, name, materialized, owner, device, plan.options.reduce_dtype, placement
-                )
+                policy = plan.policies[id(original)]
+                sharded = _shard_parameter(of_module, name, materialized, owner, device, policy, placement)
                 done[id(original)] = sharded
                 carry_hooks(original, sharded.parameter)
             else:
@@ -98,7 +98,7 @@ def _shard_parameter(
     parameter: nn.Parameter,
     owner: tuple[nn.Module, str],
     device: torch.device,
-    reduce_dtype: torch.dtype | None,
+    policy: MixedPrecision,
     placement: Placement,
 ) -> ShardedParameter:
     """One parameter of `state`: this rank's shard, as a DTensor and as a leaf, and known to the runtime.
@@ -107,7 +107,7 @@ def _shard_parameter(
         owner: a module that reads it, which holds the leaf from then on, and the name of its attribute.
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
-    layout = layout_for(parameter.detach(), placement, world, state.domain)
+    layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype)
     local = local_shard(part, dim, world, state.groups.rank).to(device, copy=True).contiguous()
     leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, state)
@@ -118,7 +118,7 @@ def _shard_parameter(
         shape=list(layout.shape),
         chunk=-(-rows // world) * (part.numel() // max(rows, 1)) if part.ndim else part.numel(),
         replicated=part.ndim == 0,
-        reduce_dtype=reduce_dtype,
+        reduce_dtype=policy.reduce_dtype,
     )
     dtensor = as_dtensor(parameter.detach(), local, state.mesh, dim)
     trains = parameter.requires_grad

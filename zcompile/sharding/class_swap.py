@@ -9,7 +9,7 @@ and modules without parameters get a class of their own, too; see [Note: inside 
 
 import copyreg
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +22,7 @@ from zcompile.sharding.parameter_table import call_with_table, is_own_shard, loo
 from zcompile.sharding.substituted_parameters import layout_of, read_given
 from zcompile.sharding.traced_reads import Others, given_in_trace, traced_members
 from zcompile.state.attributes import (
+    AROUND,
     BLOCK,
     IN_UNIT,
     IS_OPEN,
@@ -42,6 +43,7 @@ from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, rep
 
 Around = Callable[[Any, Any, Any, Any], Any]  # (call, module, args, kwargs) -> call(module, *args, **kwargs)
 Layouts = tuple[tuple[str, Layout], ...]  # name and layout of each parameter of a module
+Casts = tuple[torch.dtype | None, torch.dtype | None]  # of inputs and of outputs; None: as they come
 
 _LEAF = object()
 
@@ -51,7 +53,7 @@ class Kind:
     """What modules of one class have in common."""
 
     layouts: Layouts
-    param_dtype: torch.dtype | None
+    casts: Casts = (None, None)
     single_rank: bool = False  # nothing is sharded, so that a read only casts
     opened: tuple[str, ...] = ()  # names of parameters that a unit gathers together
     in_unit: bool = False  # also of a module without parameters
@@ -61,7 +63,7 @@ class Kind:
     is_root: bool = False  # the whole model, which has units
     looks: bool = False  # see [Note: modules that look into their parameters]
     others: Others = ()
-    of_torch: bool = False  # it is the whole model, and torch.compile would wrap its call; see `_own_forward`
+    of_torch: bool = False  # torch.compile would wrap its call; see `_own_forward`
 
 
 class Contributor(NamedTuple):
@@ -97,7 +99,7 @@ def contributors_of(base: type, kind: Kind) -> list[Contributor]:
 def install_readers(
     state: ShardedModel,
     model: nn.Module,
-    param_dtype: torch.dtype | None,
+    casts: Mapping[nn.Module, Casts],
     single_rank: bool,
     units: ShardedModel | None = None,
 ) -> None:
@@ -132,7 +134,7 @@ def install_readers(
         others = tuple((name, value is None) for name, value in table if name not in attributes)
         kind = Kind(
             layouts,
-            param_dtype,
+            casts.get(module, (None, None)),
             single_rank,
             opened,
             in_unit=in_unit,
@@ -181,11 +183,12 @@ class _TracedModel:
 
 
 def install_tracing_readers(
-    module: nn.Module, param_dtype: torch.dtype, single_rank: bool, seen: dict[int, nn.Parameter]
+    module: nn.Module, param_dtype: torch.dtype, casts: Casts, single_rank: bool, seen: dict[int, nn.Parameter]
 ) -> list[tuple[nn.Parameter, str]]:
     """Let `module` read as one of a sharded model does, so that it can be traced without ranks, though not run.
 
     Args:
+        casts: of its inputs and results.
         single_rank: that of a model on one rank, which only casts.
         seen: id of a parameter -> its leaf, for parameters that several modules read; this module's are added.
 
@@ -196,14 +199,14 @@ def install_tracing_readers(
     for name, parameter in own.items():
         module.__dict__[LEAF + name] = seen.setdefault(id(parameter), parameter)
         module.__dict__[SHARDED + name] = _TracedParameter(parameter)
-    if own:
+    if own or casts != (None, None):
         module.__dict__[STATE] = _TracedModel
         layouts = tuple(
-            (name, Layout(tuple(parameter.shape), own_dtype=parameter.dtype not in TRAINABLE))
+            (name, Layout(tuple(parameter.shape), dtype=param_dtype if parameter.dtype in TRAINABLE else None))
             for name, parameter in own.items()
         )
         others = tuple((name, True) for name in module._parameters if name not in own)
-        _swap_class(module, Kind(layouts, param_dtype, single_rank, others=others))
+        _swap_class(module, Kind(layouts, casts, single_rank, others=others))
     return [(module.__dict__[LEAF + name], name) for name in own]
 
 
@@ -244,9 +247,9 @@ def _sharded_class(base: type, kind: Kind) -> type:
 
     Cached: equal blocks have one class, and so share compiled code.
     """
-    layouts, param_dtype = kind.layouts, kind.param_dtype
+    layouts = kind.layouts
     make = _casting_reader if kind.single_rank else _gathering_reader
-    readers = {name: make(name, layout, param_dtype) for name, layout in layouts}
+    readers = {name: make(name, layout) for name, layout in layouts}
     readers |= {name: _unit_reader(readers[name], name) for name in kind.opened}
     namespace: dict[str, Any] = {name: property(read, _refuse_assignment(name)) for name, read in readers.items()}
     if kind.opened:
@@ -261,6 +264,7 @@ def _sharded_class(base: type, kind: Kind) -> type:
     for contributor in contributors_of(base, kind):
         namespace |= contributor.members(base, kind)
         around = _inside(around, contributor.around)
+    namespace[AROUND] = None if around is None else staticmethod(around)
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
     made: type = _sharded_metaclass(type(base))(base.__name__, (_Unregistered, base), namespace)
     setattr(made, RECIPE, (base, kind))
@@ -268,10 +272,10 @@ def _sharded_class(base: type, kind: Kind) -> type:
 
 
 def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
-    """A forward that is not torch's, for a root of a class of torch.nn.
+    """A forward that is not torch's, for a module of a class of torch.nn.
 
-    Why: Dynamo compiles no function of torch.nn that eager code calls. For `torch.compile(model)`, torch therefore
-    wraps the call of such a root, and traces what must run before a forward; `model.compile()` compiles nothing.
+    Why: Dynamo compiles no function of torch.nn that eager code calls. For `torch.compile(module)`, torch therefore
+    wraps the call of such a module, and traces what must run before a forward; `module.compile()` compiles nothing.
     """
 
     @functools.wraps(base.forward)
@@ -310,24 +314,24 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     return _sharded_class, vars(made)[RECIPE]
 
 
-def _casting_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
+def _casting_reader(name: str, layout: Layout) -> Callable[[Any], torch.Tensor]:
     """Reads a leaf that is the unsharded parameter already."""
-    leaf_name, param_dtype = LEAF + name, layout.dtype_for(param_dtype)
+    leaf_name, dtype = LEAF + name, layout.dtype
 
     def read(self: Any) -> torch.Tensor:
         leaf: torch.Tensor = getattr(self, leaf_name)
         if torch.compiler.is_compiling():
-            if (given := given_in_trace(self, name, param_dtype)) is not None:
+            if (given := given_in_trace(self, name, dtype)) is not None:
                 return given
-        elif (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
+        elif (other := _read_otherwise(self, name, leaf)) is not _LEAF:
             return cast(torch.Tensor, other)
-        return leaf if param_dtype is None else as_parameter(leaf.to(param_dtype))
+        return leaf if dtype is None else as_parameter(leaf.to(dtype))
 
     return never_compiled_alone(read)
 
 
 @never_compiled_alone
-def _read_otherwise(module: Any, name: str, leaf: torch.Tensor, param_dtype: torch.dtype | None) -> object:
+def _read_otherwise(module: Any, name: str, leaf: torch.Tensor) -> object:
     """What an eager read of `module.name` gives if it is not what `leaf` leads to; else `_LEAF`, and that is ready."""
     parameter = module._parameters[name]
     if not is_in_forward():
@@ -336,25 +340,25 @@ def _read_otherwise(module: Any, name: str, leaf: torch.Tensor, param_dtype: tor
     if parameter is not sharded.parameter:
         if TABLE_IS_READ in module.__dict__:
             return parameter
-        return _LEAF if is_own_shard(sharded, parameter) else read_given(module, name, param_dtype)
+        return _LEAF if is_own_shard(sharded, parameter) else read_given(module, name)
     if leaf.requires_grad is not parameter.requires_grad:
         leaf.requires_grad_(parameter.requires_grad)
     return _LEAF
 
 
-def _gathering_reader(name: str, layout: Layout, param_dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor]:
+def _gathering_reader(name: str, layout: Layout) -> Callable[[Any], torch.Tensor]:
     """Reads a leaf that is a shard of a parameter of `layout`."""
     leaf_name, shape, is_plain = LEAF + name, list(layout.shape), layout.is_plain
-    domain, param_dtype = (layout.domain,) if layout.domain else (), layout.dtype_for(param_dtype)
+    domain, dtype = (layout.domain,) if layout.domain else (), layout.dtype
 
     def read(self: Any) -> torch.Tensor:
         leaf = getattr(self, leaf_name)
         if torch.compiler.is_compiling():
-            if (given := given_in_trace(self, name, param_dtype)) is not None:
+            if (given := given_in_trace(self, name, dtype)) is not None:
                 return given
-        elif (other := _read_otherwise(self, name, leaf, param_dtype)) is not _LEAF:
+        elif (other := _read_otherwise(self, name, leaf)) is not _LEAF:
             return cast(torch.Tensor, other)
-        gathered: torch.Tensor = gather(leaf, shape, leaf.dtype if param_dtype is None else param_dtype, *domain)
+        gathered: torch.Tensor = gather(leaf, shape, leaf.dtype if dtype is None else dtype, *domain)
         return as_parameter(gathered if is_plain else layout.as_read(gathered))
 
     return never_compiled_alone(read)

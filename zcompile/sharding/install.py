@@ -1,9 +1,7 @@
 """Lets the modules of a model read its sharded parameters, and optimizers step on them."""
 
-import functools
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -30,12 +28,12 @@ def install(model: nn.Module, plan: ShardPlan, state: ShardedModel) -> None:
     Raises:
         RuntimeError: a rank could not; names it.
     """
-    several, param_dtype = plan.mesh.size() > 1, plan.options.param_dtype
+    several = plan.mesh.size() > 1
     with raised_on_all_ranks(plan.mesh):
-        units = make_units(state, model, plan.units, param_dtype)
-        blocks = make_blocks(state, model, param_dtype)
+        units = make_units(state, model, plan.units)
+        blocks = make_blocks(state, model)
         only_casts = not several and not state.others and plan.options.gradient_divide_factor in (None, 1.0)
-        install_readers(state, model, param_dtype, only_casts and not _has_layouts(state), units=state.units)
+        install_readers(state, model, plan.casts, only_casts and not _has_layouts(state), units=state.units)
     _connect(state)
     for each in models_of(state):
         count_steps(each)
@@ -44,8 +42,6 @@ def install(model: nn.Module, plan: ShardPlan, state: ShardedModel) -> None:
     order_blocks(state, blocks)
     state.forward_checks.experts = implementations(model) if plan.gathers else []
     state.forward_checks.unreduced = UnreducedParameters(model) if several else None
-    if param_dtype is not None:
-        model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
 
 
 def _connect(state: ShardedModel) -> None:
@@ -63,12 +59,3 @@ def _connect(state: ShardedModel) -> None:
 def _has_layouts(state: ShardedModel) -> bool:
     """Whether modules read a parameter otherwise than it is gathered."""
     return not all(sharded.layout.is_plain for each in models_of(state) for sharded in each.parameters.values())
-
-
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A forward pre-hook that casts floating-point inputs to `dtype`."""
-
-    def cast_tensor(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return torch.utils._pytree.tree_map(cast_tensor, (args, kwargs))

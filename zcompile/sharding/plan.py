@@ -1,14 +1,15 @@
 """The plan of `zcompile.shard`: where each parameter goes, and which modules are units; without other ranks."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile.costs.formulas.registry import registered_costs
+from zcompile.sharding.class_swap import Casts
+from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
 from zcompile.state.placement import Placement, PlacementFunction
 from zcompile.units.find import UnitLike, default_units, find_units
 
@@ -19,8 +20,8 @@ Placements = list[tuple[nn.Parameter, Placement]]  # of each parameter that is s
 class ShardOptions:
     """The arguments of `zcompile.shard`, which documents them."""
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    policy: MixedPrecision = field(default_factory=MixedPrecision)
+    own_policies: Mapping[UnitLike, MixedPrecision] = field(default_factory=dict)
     ignored: frozenset[int] = frozenset()  # ids of parameters
     units: tuple[UnitLike, ...] | None = None
     native_reduce: bool = False
@@ -37,6 +38,8 @@ class ShardPlan:
         meshes: of the other domains, in the order of their first parameters.
         placements: of each parameter that is sharded, by its id.
         units: path -> module of each unit.
+        policies: of mixed precision, of each parameter, by its id.
+        casts: see precision.py.
         gathers: whether a read of a parameter gathers or casts it. One rank without `param_dtype` does neither.
         options_text: the arguments of `zcompile.shard`, in words; artifacts must have been made with equal ones.
         description: lines that must be equal on all ranks.
@@ -47,6 +50,8 @@ class ShardPlan:
     meshes: tuple[DeviceMesh, ...]
     placements: dict[int, Placement]
     units: dict[str, nn.Module]
+    policies: dict[int, MixedPrecision]
+    casts: dict[nn.Module, Casts]
     gathers: bool
     options_text: str
     description: tuple[str, ...]
@@ -65,13 +70,15 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
     """
     lines = [*_parameter_lines(model, options.ignored), *_placement_lines(placements)]
     # One rank has whole parameters. Its loops over experts would still cast the weights of all for each.
-    gathers = mesh.size() > 1 or options.param_dtype is not None
+    policies = policies_of(model, options.policy, options.own_policies)
+    gathers = mesh.size() > 1 or any(policy.param_dtype is not None for policy in policies.values())
     wanted = default_units(model) if options.units is None else options.units
     units = find_units(model, wanted) if gathers else {}
     if options.units is None:
         units = {path: unit for path, unit in units.items() if spread_parameter(unit, placements, mesh) is None}
+    own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}
     options_text = (
-        f"units={list(units)} param_dtype={options.param_dtype} reduce_dtype={options.reduce_dtype} "
+        f"units={list(units)} {options.policy} {own or ''} "
         f"gradient_divide_factor={options.gradient_divide_factor} native_reduce={options.native_reduce}"
     )
     costs = (f"the cost of {op} in version {version}" for op, version in registered_costs())
@@ -85,6 +92,8 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
         tuple(others),
         {id(parameter): placement for parameter, placement in placements},
         units,
+        {id(each): policies[module] for module in reversed(policies) for each in module.parameters(recurse=False)},
+        casts_of(model, options.policy, options.own_policies, list(units.values())),
         gathers,
         options_text,
         (*lines, options_text, *costs),

@@ -21,14 +21,13 @@ _GATHERED = "_zcompile_flat_weights"  # the weights in the order of `_flat_weigh
 
 def recurrent_members(base: type, kind: Kind) -> dict[str, Any]:
     """Members for the class of a sharded recurrent layer."""
-    param_dtype = kind.param_dtype
     one_by_one = kind.single_rank or kind.in_unit  # a read of a weight then starts no transfer
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the graph's passes then see to it that each weight travels once
             return super(type(self), self).forward(*args, **kwargs)
         gather_all = _read_one_by_one if one_by_one else _gather_together
-        self.__dict__[_GATHERED] = gather_all(self, param_dtype)
+        self.__dict__[_GATHERED] = gather_all(self)
         try:
             return super(type(self), self).forward(*args, **kwargs)
         finally:
@@ -36,7 +35,7 @@ def recurrent_members(base: type, kind: Kind) -> dict[str, Any]:
 
     def flat_weights(self: Any) -> list[torch.Tensor | None]:
         if torch.compiler.is_compiling():
-            return _read_one_by_one(self, param_dtype)
+            return _read_one_by_one(self)
         gathered: list[torch.Tensor | None] | None = self.__dict__.get(_GATHERED)
         return [self._parameters.get(name) for name in self._flat_weights_names] if gathered is None else gathered
 
@@ -64,27 +63,28 @@ def _nothing(self: Any) -> None:
 
 
 @never_compiled_alone
-def _read_one_by_one(self: Any, param_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+def _read_one_by_one(self: Any) -> list[torch.Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
 @never_compiled_alone
-def _gather_together(self: Any, param_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+def _gather_together(self: Any) -> list[torch.Tensor | None]:
     """All weights of the layer, gathered in one transfer. One by one where some are not sharded, or others for now."""
     names: list[str] = self._flat_weights_names
     parameters = [self._parameters.get(name) for name in names]
     own = [self.__dict__.get(SHARDED + name) for name in names]
     if any(each is None or each.parameter is not parameter for each, parameter in zip(own, parameters)):
-        return _read_one_by_one(self, param_dtype)
+        return _read_one_by_one(self)
     leaves = [self.__dict__[LEAF + name] for name in names]
     is_plain = all(each.layout.is_plain and each.layout.domain == 0 for each in own)
-    if len({leaf.dtype for leaf in leaves}) > 1 or not is_plain:
-        return _read_one_by_one(self, param_dtype)
+    dtypes = {each.layout.dtype or leaf.dtype for each, leaf in zip(own, leaves)}
+    if len(dtypes) > 1 or not is_plain:
+        return _read_one_by_one(self)
     for leaf, parameter in zip(leaves, parameters):
         leaf.requires_grad_(parameter.requires_grad)
     sizes = [size for parameter in parameters for size in parameter.shape]
     dims = [parameter.ndim for parameter in parameters]
-    gathered: list[torch.Tensor | None] = gather_group(leaves, sizes, dims, param_dtype or leaves[0].dtype)
+    gathered: list[torch.Tensor | None] = gather_group(leaves, sizes, dims, dtypes.pop())
     return gathered
 
 

@@ -9,7 +9,7 @@
 | install | install.py | modules read them, units have an order, a transport is chosen |
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from zcompile.sharding.agree import agree
 from zcompile.sharding.build import build
 from zcompile.sharding.install import install
 from zcompile.sharding.plan import ShardOptions, plan_shards
+from zcompile.sharding.precision import MixedPrecision
 from zcompile.sharding.validate import validate
 from zcompile.state.placement import PlacementFunction
 from zcompile.units.find import UnitLike
@@ -32,8 +33,10 @@ def shard(
     *,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = True,
     ignored_params: Iterable[nn.Parameter] = (),
-    units: Iterable[UnitLike] | None = None,
+    units: Iterable[UnitLike] | Mapping[UnitLike, MixedPrecision] | None = None,
     native_reduce: bool = False,
     shard_placement_fn: PlacementFunction | None = None,
     gradient_divide_factor: float | None = None,
@@ -51,10 +54,13 @@ def shard(
             made by its `reset_parameters()`; the unsharded model never exists on one rank).
         mesh: 1-D (shard), or 2-D (replicate x shard). Default: all ranks of the default process group.
         param_dtype: dtype on the wire and in compute; main parameters keep theirs. Frozen parameters of other dtypes
-            (integers, bool, float8) travel and are read as they are. Floating-point inputs of `model` are cast to it.
-            Default: that of the main parameters, which `torch.autocast` narrows.
+            (integers, bool, float8) travel and are read as they are. Floating-point inputs of `model`, of modules that
+            repeat in it (children of its outermost lists and sequences) and of units are cast to it. Default: that of
+            the main parameters, which `torch.autocast` narrows.
         reduce_dtype: a narrower dtype for gradients on the wire. The sum is fp32 in any case (fp64 for fp64), in rank
             order.
+        output_dtype: to which floating-point results of `model` are cast. Default: they stay as they are.
+        cast_forward_inputs: whether inputs are cast to `param_dtype`.
         ignored_params: parameters that stay as they are: whole on each rank, and their gradients are not reduced. So
             are those of parameters and modules that are added after `shard`. The first backward that reaches one warns.
         units: modules, or classes of modules, whose forward reads other parameters on each rank, as a loop over the
@@ -62,7 +68,10 @@ def shard(
             it are gathered together, whatever of them it reads; backward gathers them again, and reduces all gradients
             together. Compiled code ends before a unit and begins again inside of it and behind it. A unit inside of
             another is a part of that. Every step moves every unit, also one that no rank calls. Default: modules that
-            loop over experts, as far as that can be seen (README.md); an empty list for none.
+            loop over experts, as far as that can be seen (README.md); an empty list for none. Or a mapping of modules
+            or classes to a `zcompile.MixedPrecision`, FSDP2's `MixedPrecisionPolicy`: the dtypes of their parameters,
+            inputs and outputs in place of the four arguments above. They hold for the modules inside, too. Units are
+            then those of the default.
         native_reduce: reduce by the reduce-scatter of NCCL (or gloo) where the transport is one of them. It adds up
             in its own order, in the dtype of the wire, so numbers depend on the backend, the number of ranks and
             their links. bf16 gradients are added up in bf16, unless `reduce_dtype`, which may then be the wider one,
@@ -93,10 +102,10 @@ def shard(
         )
     mesh = default_mesh(model) if mesh is None else mesh
     options = ShardOptions(
-        param_dtype,
-        reduce_dtype,
+        MixedPrecision(param_dtype, reduce_dtype, output_dtype, cast_forward_inputs),
+        dict(units) if isinstance(units, Mapping) else {},
         frozenset(id(parameter) for parameter in ignored_params),
-        None if units is None else tuple(units),
+        None if units is None or isinstance(units, Mapping) else tuple(units),
         native_reduce,
         shard_placement_fn,
         gradient_divide_factor,

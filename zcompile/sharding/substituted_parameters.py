@@ -15,8 +15,8 @@ from zcompile.state.attributes import SHARDED
 from zcompile.state.sharded_parameter import ShardedParameter
 
 
-def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) -> torch.Tensor | None:
-    """The unsharded value of what `module` has in place of its parameter `name`, in `param_dtype`; None for None.
+def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The unsharded value of what `module` has in place of its parameter `name`; None for None.
 
     Of a DTensor, the gradient is the mean over the ranks of its mesh, as for the parameter itself.
 
@@ -39,8 +39,7 @@ def read_given(module: nn.Module, name: str, param_dtype: torch.dtype | None) ->
             "model.named_parameters(), or whole tensors inside of zcompile.unshard(model) alone. To change a parameter "
             "for good, copy values into the DTensor in model.parameters() under torch.no_grad()."
         )
-    dtype = sharded.layout.dtype_for(param_dtype)
-    return unsharded if dtype is None else unsharded.to(dtype)
+    return unsharded if sharded.layout.dtype is None else unsharded.to(sharded.layout.dtype)
 
 
 def layout_of(parameter: Any) -> tuple[Any, ...] | None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile.options import TRAINABLE
 from zcompile.sharding.plan import Placements, ShardOptions, spread_parameter
+from zcompile.sharding.precision import check_policies
 from zcompile.state.attributes import STATE
 from zcompile.state.placement import check_placement, placement_of
 from zcompile.units.find import check_units, find_units
@@ -43,7 +44,8 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
         TypeError, ValueError: see `check_mesh`.
     """
     check_mesh(mesh)
-    error = check_model(model, mesh, options.ignored, options.param_dtype, options.reduce_dtype)
+    error = check_model(model, mesh, options.ignored)
+    error = error or check_policies(model, options.policy, options.own_policies, options.ignored)
     error = error or check_divide_factor(options.gradient_divide_factor)
     if error is not None:
         return [], error
@@ -84,16 +86,11 @@ def _check_rows(units: dict[str, nn.Module], placements: Placements, mesh: Devic
     return None
 
 
-def check_model(
-    model: nn.Module, mesh: DeviceMesh, ignored: Container[int], *dtypes: torch.dtype | None
-) -> Exception | None:
+def check_model(model: nn.Module, mesh: DeviceMesh, ignored: Container[int]) -> Exception | None:
     """The first reason why `model` cannot be sharded, or None. Returned, not raised, so that ranks can agree first."""
     rank = dist.get_rank()
     if not isinstance(model, nn.Module):
         return TypeError(f"zcompile.shard: expected an nn.Module, got {type(model).__name__}.")
-    for dtype in dtypes:
-        if dtype is not None and not dtype.is_floating_point:
-            return TypeError(f"zcompile.shard: param_dtype and reduce_dtype must be floating-point, not {dtype}.")
     if any(STATE in module.__dict__ for module in model.modules()):
         return RuntimeError(f"zcompile.shard: this model was sharded already (rank {rank}); call zcompile.shard once.")
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in ignored}

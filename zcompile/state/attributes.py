@@ -3,10 +3,11 @@
 LEAF = "_zcompile_leaf_"  # + parameter name: the plain local shard that the module's property gathers
 SHARDED = "_zcompile_sharded_"  # + parameter name: its ShardedParameter
 STATE = "_zcompile_state"  # the ShardedModel
-AROUND = "_zcompile_around"  # of the class of units: calls their forward, and other entries
+AROUND = "_zcompile_around"  # of the class of a module: runs its forward, and other entries; None: nothing does
 RECIPE = "_zcompile_recipe"  # of the class of a module: what `class_swap._sharded_class` made it of
 UNIT = "_zcompile_unit"  # of a module that is one: its Unit; of an unsharded parameter: a weak reference to its Unit
 UNITS_BELOW = "_zcompile_units_below"  # of a module that calls units: these
+CASTS = "_zcompile_casts"  # of the class of a module that casts its inputs or results: see sharding/precision.py
 BLOCK = "_zcompile_block"  # of a module that is a block: its Unit
 IN_UNIT = "_zcompile_in_unit"  # of a module with parameters: the Unit that gathers them; also of other modules below it
 OPENED = "_zcompile_opened"  # of a module that was called outermost: the blocks which such a call opens

@@ -81,9 +81,14 @@ def is_compiled_call(module: Any) -> bool:
     return module._compiled_call_impl is not None or (callback is not None and callback is not False)
 
 
+@never_compiled_alone
+def _run(around: Callable[..., Any], call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return around(call, module, args, kwargs)
+
+
 def with_around(around: Callable[[Any, Any, Any, Any], Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a function of a module and its arguments, as `around` runs it."""
-    return never_compiled_alone(lambda module, /, *args, **kwargs: around(call, module, args, kwargs))
+    """`call`, a function of a module and its arguments, as `around` runs it. Dynamo traces this function."""
+    return functools.partial(_run, around, call)
 
 
 @torch.compiler.disable
@@ -204,12 +209,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not states:
         return
 
-    around = getattr(module, AROUND, None)  # of a unit
+    around = getattr(module, AROUND, None)
+    call = _without_module(method)
 
     @functools.wraps(method)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return method(*args, **kwargs)
+            return method(*args, **kwargs) if around is None else around(call, module, args, kwargs)
         if _thread.forwards == _thread.announced_depth:
             _thread.announce(module)
         if _enter(*states):
@@ -218,7 +224,6 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         call_outermost = state.call_outermost if state is not None and _thread.forwards == 0 else None
         _thread.forwards += 1
         try:
-            call = _without_module(method)
             if call_outermost is not None:
                 return call_outermost(call if around is None else with_around(around, call), module, args, kwargs)
             return method(*args, **kwargs) if around is None else around(call, module, args, kwargs)

@@ -97,7 +97,7 @@ class Layout:
         dim: along which the parameter is cut.
         inner: of a DTensor that modules read as such.
         domain: number of the domain; see [Note: domains].
-        own_dtype: whether it is gathered in its own dtype whatever `param_dtype` is; see `TRAINABLE`.
+        dtype: in which it is gathered; None for the dtype that it has then.
         local: of a DTensor that modules read as this rank's part of it.
     """
 
@@ -105,17 +105,13 @@ class Layout:
     dim: int = 0
     inner: Inner | None = None
     domain: int = 0
-    own_dtype: bool = False
+    dtype: torch.dtype | None = None
     local: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether what is gathered is what modules read."""
         return self.dim == 0 and self.inner is None
-
-    def dtype_for(self, param_dtype: torch.dtype | None) -> torch.dtype | None:
-        """The dtype to gather in, by the option of `zcompile.shard`; None for the parameter's own."""
-        return None if self.own_dtype else param_dtype
 
     def as_read(self, gathered: torch.Tensor) -> torch.Tensor:
         """What modules read of what was gathered. Traced by Dynamo."""
@@ -134,8 +130,14 @@ def part_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local().contiguous() if isinstance(parameter, DTensor) else parameter
 
 
-def layout_for(parameter: torch.Tensor, placement: Placement, world: int, domain: int) -> Layout:
-    """The layout of `parameter`, which `world` ranks share."""
+def layout_for(
+    parameter: torch.Tensor, placement: Placement, world: int, domain: int, param_dtype: torch.dtype | None
+) -> Layout:
+    """The layout of `parameter`, which `world` ranks share.
+
+    Args:
+        param_dtype: to gather in; parameters that cannot train, as those of integers, keep their own.
+    """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)
     if dim > 0:
@@ -145,7 +147,7 @@ def layout_for(parameter: torch.Tensor, placement: Placement, world: int, domain
         inner = Inner(
             parameter.device_mesh, id(parameter.device_mesh), parameter.placements, parameter.shape, parameter.stride()
         )
-    return Layout(shape, dim, inner, domain, own_dtype=part.dtype not in TRAINABLE, local=placement.local)
+    return Layout(shape, dim, inner, domain, param_dtype if part.dtype in TRAINABLE else None, placement.local)
 
 
 def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:

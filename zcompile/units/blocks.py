@@ -25,6 +25,7 @@ from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import BLOCK, IN_UNIT, OPENED, STATE, UNIT
 from zcompile.state.forward_scope import is_compiled_call, never_compiled_alone
 from zcompile.state.sharded_model import ShardedModel
+from zcompile.units.find import repeated_modules
 from zcompile.units.forward import UnitCall, call_inside, hook_calling, records_graph
 from zcompile.units.order import GATHER, EventList, UnitOrder, in_backward
 from zcompile.units.unit import Unit
@@ -33,35 +34,13 @@ from zcompile.units.unit import Unit
 MIN_BLOCK_BYTES = 1 << 20
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that repeat in `model`: children of its outermost lists and sequences that are worth a transfer.
-
-    Those of units, which are no blocks, are left out.
-    """
-    blocks: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module in inside:
-            continue
-        if UNIT in module.__dict__:
-            inside |= set(module.modules())
-        if module in inside or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            continue
-        for child in module.children():
-            is_called = type(child).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
-            nbytes = sum(each.numel() * each.itemsize for each in child.parameters())
-            if is_called and child not in inside and UNIT not in child.__dict__ and nbytes >= MIN_BLOCK_BYTES:
-                blocks.append(child)
-                inside |= set(child.modules())
-    return blocks
-
-
-def make_blocks(state: ShardedModel, model: nn.Module, param_dtype: torch.dtype | None) -> list[Unit]:
+def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
     """Let the modules of `model`, whose shards are those of `state`, be blocks. Its units are known.
 
     Parameters with another layout than that of a plain tensor are in no block: each is gathered when it is read.
     """
-    blocks = find_blocks(model)
+    units = {module for module in model.modules() if UNIT in module.__dict__}
+    blocks = repeated_modules(model, units, MIN_BLOCK_BYTES)
     block_of = {below: block for block in blocks for below in block.modules()}
     members: dict[nn.Module | None, list[Any]] = {None: []} | {block: [] for block in blocks}
     for sharded in state.parameters.values():
@@ -73,7 +52,7 @@ def make_blocks(state: ShardedModel, model: nn.Module, param_dtype: torch.dtype 
     for block, parameters in members.items():
         if not parameters:
             continue
-        unit = Unit("the model" if block is None else names[block], len(made), state, parameters, param_dtype)
+        unit = Unit("the model" if block is None else names[block], len(made), state, parameters)
         made.append(unit)
         if block is not None:
             unit.opener = weakref.ref(block)

@@ -23,6 +23,31 @@ def default_units(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if loops_over_experts(module)]
 
 
+def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: int = 1) -> list[nn.Module]:
+    """The modules that repeat in `model`: children of its outermost lists and sequences.
+
+    Args:
+        units: which are left out, with what is inside of them.
+        min_bytes: of the parameters of such a child; smaller ones are searched for lists inside of them.
+    """
+    repeated: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside:
+            continue
+        if module in units:
+            inside |= set(module.modules())
+        if module in inside or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        for child in module.children():
+            is_called = type(child).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+            nbytes = sum(each.numel() * each.itemsize for each in child.parameters())
+            if is_called and child not in inside and child not in units and nbytes >= min_bytes:
+                repeated.append(child)
+                inside |= set(child.modules())
+    return repeated
+
+
 def loops_over_experts(module: nn.Module) -> bool:
     """Whether `module` reads experts one by one, so that other ranks may read others.
 

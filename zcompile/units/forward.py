@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zcompile.sharding.class_swap import Contributor, contribute
-from zcompile.state.attributes import AROUND, IN_UNIT, UNIT, UNITS_BELOW
+from zcompile.state.attributes import IN_UNIT, UNIT, UNITS_BELOW
 from zcompile.state.forward_scope import call_eagerly, never_compiled_alone
 from zcompile.units.order import UnitOrder, in_backward
 from zcompile.units.unit import Unit
@@ -261,11 +261,5 @@ def _pass_by(unit: Unit, result: Any) -> Any:
     return _connect(call, _Entry.apply(call, unit.anchor), result, ())
 
 
-contribute(
-    Contributor(
-        lambda base, kind: kind.is_unit,
-        lambda base, kind: {AROUND: staticmethod(call_unit)},
-        around=call_unit,
-    )
-)
+contribute(Contributor(lambda base, kind: kind.is_unit, lambda *_: {}, around=call_unit))
 contribute(Contributor(lambda base, kind: kind.has_units and not kind.is_unit, lambda *_: {}, around=call_parent))

@@ -52,9 +52,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def make_units(
-    state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Module], param_dtype: torch.dtype | None
-) -> list[Unit]:
+def make_units(state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Module]) -> list[Unit]:
     """Let `modules` (path -> module) of `root`, the model of `state`, be units; they have no order yet.
 
     Those without a sharded parameter are left out.
@@ -68,7 +66,7 @@ def make_units(
         below = set(module.modules())
         sharded = [each for each in of_units.parameters.values() if each.owners[0][0] in below]
         if sharded:
-            made.append(Unit(path or type(module).__name__, len(made), of_units, sharded, param_dtype))
+            made.append(Unit(path or type(module).__name__, len(made), of_units, sharded))
             module.__dict__[UNIT] = made[-1]
             for each in below:
                 each.__dict__[IN_UNIT] = made[-1]

@@ -60,13 +60,11 @@ class Unit:
         index: int,
         state: ShardedModel,
         sharded: Sequence[ShardedParameter],
-        param_dtype: torch.dtype | None,
     ):
         """
         Args:
             index: among the units of a model.
             sharded: the parameters of the module and of those below it, in the order of `named_parameters`.
-            param_dtype: as that of `zcompile.shard`.
         """
         self.name, self.index, self.sharded = name, index, list(sharded)
         self.names = {each.name for each in self.sharded}
@@ -91,7 +89,6 @@ class Unit:
         self.has_grads = False  # some of `unsharded` do
         self.dtypes: list[torch.dtype] = []
         self.nbytes = 0
-        self.param_dtype = param_dtype
         leaves = self.leaves()
         self.follow_dtypes(leaves)
         count = len(self.sharded)
@@ -111,8 +108,7 @@ class Unit:
 
     def follow_dtypes(self, leaves: Sequence[torch.Tensor]) -> None:
         """Gather in the dtypes that parameters have now, which `module.to()` changes."""
-        wanted = [each.layout.dtype_for(self.param_dtype) for each in self.sharded]
-        dtypes = [dtype or leaf.dtype for dtype, leaf in zip(wanted, leaves, strict=True)]
+        dtypes = [each.layout.dtype or leaf.dtype for each, leaf in zip(self.sharded, leaves, strict=True)]
         if dtypes != self.dtypes:
             self.dtypes = dtypes
             self.groups = [self._group(dtype) for dtype in dict.fromkeys(dtypes)]

@@ -84,7 +84,7 @@ class Takeover(EngineMethods):
             self.lean_step.install()
         self.hooks.remove()
         _let_timer_synchronize(self.engine, False)
-        install_readers(state, self.engine.module, None, single_rank=False, units=state.units)
+        install_readers(state, self.engine.module, {}, single_rank=False, units=state.units)
         log.info(
             "zcompile: trains this DeepSpeed engine, %d parameters, %d of them in leaf modules; transport %s: %s",
             len(self.partitions),
@@ -107,7 +107,7 @@ class Takeover(EngineMethods):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     self.add(of_module, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
-        units = make_units(state, self.engine.module, leaves, None)
+        units = make_units(state, self.engine.module, leaves)
         state.use_transport("auto")
         order_units(state, units)
 

@@ -1,0 +1,126 @@
+"""The dtypes of parameters, inputs and outputs of each module, by FSDP2's mixed-precision policies.
+
+A policy holds for a module and for those below it, unless they have their own. Parameters are gathered in its
+`param_dtype`. Inputs are cast to that where FSDP2 casts them: at the model, at modules that repeat, at units, and at
+modules with a policy of their own. Outputs are cast to the `output_dtype` of the module's own policy; the model's own
+is that of the arguments of `zcompile.shard`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Container, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecision
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zcompile.sharding.class_swap import Casts, Contributor, contribute
+from zcompile.state.attributes import CASTS
+from zcompile.state.forward_scope import never_compiled_alone
+from zcompile.units.find import UnitLike, repeated_modules
+
+OwnPolicies = Mapping[UnitLike, MixedPrecision]
+
+
+def policies_of(model: nn.Module, default: MixedPrecision, own: OwnPolicies) -> dict[nn.Module, MixedPrecision]:
+    """The policy of each module of `model`: that of the innermost module around it with one of its own."""
+    policies: dict[nn.Module, MixedPrecision] = {}
+
+    def spread(module: nn.Module, policy: MixedPrecision) -> None:
+        policy = _own_policy(module, own) or policy
+        if policies.setdefault(module, policy) is policy:
+            for child in module.children():
+                spread(child, policy)
+
+    spread(model, default)
+    return policies
+
+
+def _own_policy(module: nn.Module, own: OwnPolicies) -> MixedPrecision | None:
+    """What `own` has for `module` itself, else for its class."""
+    if module in own:
+        return own[module]
+    return next((policy for each, policy in own.items() if isinstance(each, type) and isinstance(module, each)), None)
+
+
+def casts_of(
+    model: nn.Module, default: MixedPrecision, own: OwnPolicies, units: Collection[nn.Module]
+) -> dict[nn.Module, Casts]:
+    """To which dtypes modules of `model` cast their inputs and their outputs."""
+    root = getattr(model, "_orig_mod", model)  # of torch.compile
+    policies = policies_of(model, default, own)
+    with_own = {module for module in policies if _own_policy(module, own) is not None} | {root}
+    casts: dict[nn.Module, Casts] = {}
+    for module in {*repeated_modules(model, units), *units, *with_own}:
+        policy = policies[module]
+        inputs = policy.param_dtype if policy.cast_forward_inputs else None
+        casts[module] = inputs, policy.output_dtype if module in with_own else None
+    return casts
+
+
+def check_policies(
+    model: nn.Module, default: MixedPrecision, own: OwnPolicies, ignored: Container[int]
+) -> Exception | None:
+    """Why a policy cannot be followed, or None. Returned, not raised, so that ranks can agree first."""
+    for policy in (default, *own.values()):
+        if not isinstance(policy, MixedPrecision):
+            return TypeError(f"zcompile.shard: the policy of a module is a MixedPrecision, not {policy!r}.")
+        for dtype in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype):
+            if dtype is not None and not dtype.is_floating_point:
+                return TypeError(
+                    f"zcompile.shard: param_dtype, reduce_dtype and output_dtype must be floating-point, not {dtype}."
+                )
+    names = {module: path for path, module in model.named_modules()}
+    for each in own:
+        if all(module is not each and not (isinstance(each, type) and isinstance(module, each)) for module in names):
+            return ValueError(f"zcompile.shard: the model has no {each!r}, for which `units` has a policy.")
+    first: dict[int, tuple[str, MixedPrecision]] = {}
+    for module, policy in policies_of(model, default, own).items():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            name = f"{names[module]}.{attribute}".removeprefix(".")
+            other, its_policy = first.setdefault(id(parameter), (name, policy))
+            if policy != its_policy:
+                return ValueError(
+                    f"zcompile.shard: parameter '{name}' is tied to '{other}', whose module has another policy of "
+                    "mixed precision. Give both modules the same one."
+                )
+    return None
+
+
+@never_compiled_alone
+def _cast(dtype: torch.dtype, container: Any) -> Any:
+    """`container` with its floating-point tensors in `dtype`; the same object if they are."""
+    values, structure = tree_flatten(container)
+    is_changed = False
+    for i, value in enumerate(values):
+        values[i] = _cast_leaf(dtype, value)
+        is_changed |= values[i] is not value
+    return tree_unflatten(values, structure) if is_changed else container
+
+
+@never_compiled_alone
+def _cast_leaf(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # one that torch's pytree does not know
+        old = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
+        new = {name: _cast(dtype, each) for name, each in old.items()}
+        return value if all(new[name] is old[name] for name in old) else dataclasses.replace(value, **new)
+    return value
+
+
+@never_compiled_alone
+def _call_cast(call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+    inputs, outputs = getattr(module, CASTS)
+    if inputs is not None:
+        args, kwargs = _cast(inputs, (args, kwargs))
+    result = call(module, *args, **kwargs)
+    return result if outputs is None else _cast(outputs, result)
+
+
+contribute(
+    Contributor(lambda base, kind: kind.casts != (None, None), lambda base, kind: {CASTS: kind.casts}, _call_cast)
+)
