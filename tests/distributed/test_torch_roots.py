@@ -84,3 +84,21 @@ def test_unshard_shows_whole_parameters(rank, world, prepare):
         torch.testing.assert_close(loss_of(model, 0, rank), loss_of(reference, 0, rank))
     assert torch.equal(full(sharded(model)[0].weight), torch.zeros(5, 6))
     torch.testing.assert_close(loss_of(model, 0, rank), loss_of(reference, 0, rank))
+
+
+@pytest.mark.parametrize("make", [small, linear])
+@on_ranks(2)
+def test_a_compiled_part_is_as_a_compiled_root(rank, world, make):
+    """A module of torch.nn inside of a sharded model, compiled and called by itself, by whichever backend."""
+    for backend in ("zcompile", "aot_eager"):
+        torch._dynamo.reset()
+        part = zcompile.shard(nn.ModuleDict({"part": make()}))["part"]
+        compiled_part = torch.compile(part, backend=backend)
+        assert loss_of(compiled_part, 0, rank) > 0
+        zeros = {name: torch.zeros_like(parameter) for name, parameter in compiled_part.named_parameters()}
+        assert torch.equal(functional_call(compiled_part, zeros, (torch.ones(2, 6),)), torch.zeros(2, 6))
+        assert loss_of(compiled_part, 0, rank) > 0
+        first = next(part.parameters())
+        first.data = torch.zeros_like(first)
+        with pytest.raises(RuntimeError, match=r"'.data' of parameter 'part\."):
+            loss_of(compiled_part, 0, rank)

@@ -114,7 +114,7 @@ def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
         f"{sharded.name} {list(sharded.shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad} "
         f"cut along {sharded.layout.dim} in domain {each.domain}"
         for each in models_of(state)
-        for sharded in each.parameters.values()
+        for sharded in each.in_modules()
     ]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reads = [

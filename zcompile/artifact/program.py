@@ -142,7 +142,7 @@ class Program:
         self.watched: Any = ""  # global functions that the code calls, and its process groups, as one expression
         self.found: tuple[Any, ...] = ()  # what they were
         self._check_functions(model, artifact.facts["functions"], name)
-        self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.parameters.values()]
+        self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.in_modules()]
         classes = {type(module) for module in model.modules()}
         self.forwards = [(each, each.forward) for each in classes]
         self.hooks = _Hooks(model)

@@ -246,7 +246,7 @@ def _without_folder(line: str) -> str:
 
 def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[Line]:
     """What decides which parameters travel, in which order and groups: a line for each thing that ranks must share."""
-    known = {id(sharded.leaf): sharded for model in _models(args) for sharded in model.parameters.values()}
+    known = {id(sharded.leaf): sharded for model in _models(args) for sharded in model.in_modules()}
 
     def line(read: _Read) -> Line:
         if read.position is None:

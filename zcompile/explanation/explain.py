@@ -31,7 +31,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
         ValueError: an unknown option, or a transport that is not possible here.
     """
     settings, state = parse_options(options), state_of(model)
-    names = {id(sharded.leaf): name for name, sharded in state.parameters.items()}
+    names = {id(sharded.leaf): sharded.name for sharded in state.in_modules()}
     transport = state.transport.transport
     if settings.transport != "auto":
         transport = state.choose(settings.transport).transport

@@ -129,7 +129,7 @@ def install_readers(
         looks = looks_into_table(module, list(attributes))
         state.forward_checks.eager_without_grad |= looks
         in_unit, is_block = unit is not None and not unit.is_root, BLOCK in own
-        of_torch = module is model and str(type(module).forward.__module__).startswith("torch.")
+        of_torch = str(type(module).forward.__module__).startswith("torch.")
         table = own["_parameters"].items() if attributes else ()
         others = tuple((name, value is None) for name, value in table if name not in attributes)
         kind = Kind(

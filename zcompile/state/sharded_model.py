@@ -143,8 +143,7 @@ class ShardedModel:
         shards_bytes = sum(
             -(-math.prod(each.shape) // model.runtime.world) * each.leaf.itemsize
             for model in models_of(self)
-            for each in model.parameters.values()
-            if each.leaf_reference() is not None  # its modules were not taken out of the model
+            for each in model.in_modules()
         )
         return max(0, self.machine.memory_bytes - 4 * shards_bytes) // 4
 
@@ -157,6 +156,10 @@ class ShardedModel:
         """From here on, parameters may change again."""
         self.microbatches.accumulates = False
         self.runtime.end_caching()
+
+    def in_modules(self) -> list[ShardedParameter]:
+        """The parameters whose modules the program has not taken out of the model and freed."""
+        return [sharded for sharded in self.parameters.values() if sharded.leaf_reference() is not None]
 
     @property
     def orders(self) -> list[Any]:

@@ -26,7 +26,7 @@ from zcompile.state.attributes import BLOCK, IN_UNIT, OPENED, STATE, UNIT
 from zcompile.state.forward_scope import is_compiled_call, never_compiled_alone
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.units.find import repeated_modules
-from zcompile.units.forward import UnitCall, call_inside, hook_calling, records_graph
+from zcompile.units.forward import UnitCall, call_inside, records_graph
 from zcompile.units.order import GATHER, EventList, UnitOrder, in_backward
 from zcompile.units.unit import Unit
 
@@ -133,8 +133,8 @@ def _connect(call: _BlockCall, result: Any) -> Any:
         if value.layout == torch.strided and value.untyped_storage()._cdata in call.unit.storages:
             values[i] = value = value.clone()  # a parameter itself, or a view of it, would lose its memory
             is_changed = True
-        if value.requires_grad and not value.is_leaf:
-            value.register_hook(hook_calling(lambda: call.begin_backward))
+        if value.requires_grad:
+            call.begin_with_gradient_of(value)
     return tree_unflatten(values, structure) if is_changed else result
 
 
@@ -193,8 +193,9 @@ def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
     opened: tuple[Unit, ...] | None = module.__dict__.get(OPENED)
     if opened is None:
         inside = set(module.modules())
-        units = dict.fromkeys(each.__dict__.get(IN_UNIT) for each in inside)
-        opened = tuple(each for each in units if each is not None and each.is_block and each.opener() not in inside)
+        units: dict[Unit | None, None] = dict.fromkeys(each.__dict__.get(IN_UNIT) for each in inside)
+        blocks = (each for each in units if each is not None and each.is_block)
+        opened = tuple(each for each in blocks if each.opener is None or each.opener() not in inside)
         module.__dict__[OPENED] = opened
     return opened
 

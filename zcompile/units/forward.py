@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _get_sequence_nr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zcompile.sharding.class_swap import Contributor, contribute
@@ -23,7 +24,14 @@ class UnitCall:
         self.order: UnitOrder = unit.order
         self.shards = unit.leaves()  # which modules may drop before a backward reads them
         self.is_in_backward = self.creates_graph = self.was_split = False
+        self.begins_at = _get_sequence_nr()
         unit.calls_ahead.add(self)
+
+    def begin_with_gradient_of(self, result: torch.Tensor) -> None:
+        """Begin backward when `result` has its gradient, unless it was there before this forward."""
+        node = result.grad_fn
+        if node is not None and node._sequence_nr() >= self.begins_at:
+            result.register_hook(hook_calling(lambda: self.begin_backward))
 
     @torch.compiler.disable
     def begin_backward(self) -> None:
@@ -51,7 +59,7 @@ class UnitCall:
         unit.is_split |= is_split and unit.is_kept
         self.was_split = is_split and not unit.is_kept
         self.order.splits = max(0, self.order.splits + self.was_split - was_split)
-        if self.was_split and unit.sharded[0].state.microbatches.accumulates:
+        if self.was_split and unit.state.microbatches.accumulates:
             raise RuntimeError(
                 "zcompile: a split backward, of inputs alone with its graph kept, came to parameter "
                 f"'{unit.sharded[0].name}' on rank {dist.get_rank()}, which zcompile.accumulate did not keep "
@@ -227,8 +235,8 @@ def _watch(unit: Unit, result: Any) -> None:
     call: UnitCall | None = unit.call
     if call is not None and records_graph() and not in_backward():
         for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
-                value.register_hook(hook_calling(lambda: call.begin_backward))
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                call.begin_with_gradient_of(value)
 
 
 @torch._dynamo.disable(recursive=False, reason="what it calls is a unit: see zcompile.shard")

@@ -16,9 +16,10 @@ what a rank happens to have in memory. In which order units come is in units/ord
 """
 
 import contextlib
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,15 +67,10 @@ class Unit:
             index: among the units of a model.
             sharded: the parameters of the module and of those below it, in the order of `named_parameters`.
         """
-        self.name, self.index, self.sharded = name, index, list(sharded)
-        self.names = {each.name for each in self.sharded}
-        # Of each of `sharded`, the `_parameters` of the modules that read it, and its name there.
-        self.tables = [
-            [(module.__dict__["_parameters"], name) for module, name in each.owners] for each in self.sharded
-        ]
-        self.owners = weakref.WeakSet(module for each in self.sharded for module, _ in each.owners)
+        self.name, self.index = name, index
+        self.model = weakref.ref(state)  # which has its units
         self.is_block = not state.are_units  # see [Note: blocks] in units/blocks.py
-        self.opener: Callable[[], nn.Module | None] = lambda: None  # the module of a block; none: the root block
+        self.opener: weakref.ref[nn.Module] | None = None  # of a block its module; None: the root block
         self.in_forward = False
         self.calls = 0
         self.call: UnitCall | None = None  # of the forward that runs, if autograd records it
@@ -87,17 +83,35 @@ class Unit:
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
         self.storages: frozenset[int] = frozenset()  # of `unsharded`
         self.has_grads = False  # some of `unsharded` do
-        self.dtypes: list[torch.dtype] = []
-        self.nbytes = 0
-        leaves = self.leaves()
-        self.follow_dtypes(leaves)
-        count = len(self.sharded)
-        # Lets autograd record where a forward begins.
-        self.anchor = torch.empty(0, device=leaves[0].device, requires_grad=True)
+        device = sharded[0].leaf.device
+        self.anchor = torch.empty(0, device=device, requires_grad=True)  # lets autograd record where a forward begins
         self.world: int = state.groups.world
-        self.use = torch.zeros(count, device=leaves[0].device)  # the shard of [world * count]; its values say nothing
-        self.use_index = state.runtime.add(
-            name=f"{name}: which parameters were used",
+        self._take(sharded)
+
+    @property
+    def state(self) -> ShardedModel:
+        """The model of its parameters."""
+        state = self.model()
+        assert state is not None, f"unit '{self.name}' was called after its model was freed"
+        return state
+
+    def _take(self, sharded: Sequence[ShardedParameter]) -> None:
+        """Have the parameters `sharded`."""
+        self.sharded = list(sharded)
+        self.names = {each.name for each in self.sharded}
+        # Of each of `sharded`, the `_parameters` of the modules that read it, and its name there.
+        self.tables = [
+            [(module.__dict__["_parameters"], name) for module, name in each.owners] for each in self.sharded
+        ]
+        self.owners = weakref.WeakSet(module for each in self.sharded for module, _ in each.owners)
+        self.dtypes: list[torch.dtype] = []
+        self.groups: list[_Group] = []
+        self.nbytes = 0
+        self.follow_dtypes(self.leaves())
+        count = len(self.sharded)
+        self.use = torch.zeros(count, device=self.anchor.device)  # the shard of [world * count]; its values say nothing
+        self.use_index = self.state.runtime.add(
+            name=f"{self.name}: which parameters were used",
             shard=self.use,
             shape=[self.world * count],
             chunk=count,
@@ -105,6 +119,13 @@ class Unit:
             reduce_dtype=None,
             is_counted=False,
         )
+
+    def drop_freed(self) -> None:
+        """Forget parameters whose modules the program has freed, on all ranks: `del model.layers[-1]`."""
+        alive = [each.leaf_reference() is not None for each in self.sharded]
+        if not all(alive):
+            self.unsharded = list(itertools.compress(self.unsharded, alive))
+            self._take(list(itertools.compress(self.sharded, alive)))
 
     def follow_dtypes(self, leaves: Sequence[torch.Tensor]) -> None:
         """Gather in the dtypes that parameters have now, which `module.to()` changes."""
@@ -147,13 +168,12 @@ class Unit:
     @property
     def is_root(self) -> bool:
         """Whether it is the block of what no other block has. Its memory stays until backward."""
-        return self.is_block and self.opener() is None
+        return self.is_block and self.opener is None
 
     @property
     def order(self) -> Any:
         """The `UnitOrder` that it is in."""
-        state = self.sharded[0].state
-        return state.block_order if self.is_block else state.unit_order
+        return self.state.block_order if self.is_block else self.state.unit_order
 
     def trains(self) -> bool:
         """Whether some of its parameters need gradients."""
@@ -161,6 +181,7 @@ class Unit:
 
     def follow_requires_grad(self) -> None:
         """Let leaves train as parameters do, whose `requires_grad` users set."""
+        self.drop_freed()
         with torch._C._DisableFuncTorch():
             for i, sharded in enumerate(self.sharded):
                 trains = sharded.parameter.requires_grad
@@ -174,7 +195,7 @@ class Unit:
             with torch.inference_mode(False), torch._C._DisableFuncTorch():
                 self.unsharded = [self._make_unsharded(*each) for each in zip(self.sharded, gathered, strict=True)]
             self.storages = frozenset(each.untyped_storage()._cdata for each in self.unsharded)
-        self.sharded[0].state.runtime.fill(self.unsharded, gathered)
+        self.state.runtime.fill(self.unsharded, gathered)
         self.is_filled = True
         self.versions = [each._version for each in self.unsharded]
         self.open_again()
@@ -244,6 +265,7 @@ class Unit:
 
     def start_gather(self) -> list[torch.Tensor]:
         """Unsharded parameters on their way, in the order of `sharded`; read them after `wait`."""
+        self.drop_freed()
         leaves = self.leaves()
         self.follow_dtypes(leaves)
         gathered: list[Any] = [None] * len(leaves)
@@ -259,7 +281,7 @@ class Unit:
     def _own_transfer(self) -> Iterator[None]:
         """Inside, transfers are the unit's own: it waits for them, and neither a selective checkpoint, which counts
         ops, nor torch.func sees them."""
-        runtime = self.sharded[0].state.runtime
+        runtime = self.state.runtime
         runtime.keep_in_flight(True)
         try:
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():

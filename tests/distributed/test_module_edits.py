@@ -1,0 +1,81 @@
+"""Modules of a sharded model that the program exchanges or drops, as under FSDP2, on all ranks alike."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support.blocks import shard_in_blocks
+from tests.support.ranks import on_ranks
+from tests.support.reference import train_beside
+
+FORMS = {
+    "root block": zcompile.shard,
+    "blocks": shard_in_blocks,
+    "units": lambda model: zcompile.shard(model, units=[nn.Linear]),
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh() + x
+        return self.head(x)
+
+
+def loss_of(model, step, rank):
+    return model(torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+
+def drop_a_layer(model):
+    del model.layers[1]
+
+
+def drop_most_layers(model):
+    model.layers = model.layers[:1]
+
+
+def drop_the_head(model):
+    model.head = nn.Identity()
+
+
+EDITS = {each.__name__: each for each in (drop_a_layer, drop_most_layers, drop_the_head)}
+
+
+def edited(model, edit, shard, is_compiled, runs_before):
+    """`model`, sharded and edited; `runs_before`: after a step's forward and backward."""
+    shard(model)
+    if is_compiled:
+        model.compile(backend="zcompile", options={"inner": "aot_eager"})
+    if runs_before:
+        loss_of(model, 0, 0).backward()
+        model.zero_grad()
+    edit(model)
+    return model
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+@on_ranks(2)
+def test_what_is_left_trains(rank, world, edit, is_compiled):
+    def make():
+        model = Net()
+        if not makes_ours.pop():
+            EDITS[edit](model)
+        return model
+
+    for form, shard in FORMS.items():
+        for runs_before in (False, True):
+            torch._dynamo.reset()
+            makes_ours = [True, False]  # from the end: the reference comes first
+            prepare = functools.partial(
+                edited, edit=EDITS[edit], shard=shard, is_compiled=is_compiled, runs_before=runs_before
+            )
+            train_beside(rank, world, prepare, make=make, loss=loss_of, steps=2)
