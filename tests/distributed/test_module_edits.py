@@ -71,7 +71,7 @@ def test_what_is_left_trains(rank, world, edit, is_compiled):
             EDITS[edit](model)
         return model
 
-    for form, shard in FORMS.items():
+    for shard in FORMS.values():
         for runs_before in (False, True):
             torch._dynamo.reset()
             makes_ours = [True, False]  # from the end: the reference comes first

@@ -109,7 +109,9 @@ WAYS = {
     "functional_call with own parameters": lambda m, x: functional_call(m.a, dict(m.a.named_parameters()), x).mean(),
     "functional_call under vmap": ensemble,
     "a checkpoint": lambda m, x: checkpoint(lambda y: (y @ m.w).square().mean(), x, use_reentrant=False),
-    "a reentrant checkpoint": lambda m, x: checkpoint(lambda y: (y @ m.w).square().mean(), x, use_reentrant=True),
+    "a reentrant checkpoint": lambda m, x: checkpoint(  # of an input that has a gradient, as it needs
+        lambda y: (y @ m.w).square().mean(), x + 0 * m.w.sum(), use_reentrant=True
+    ),
     "a checkpoint of parameters()": lambda m, x: checkpoint(
         lambda y: y.mean() * squares(m.parameters()), x, use_reentrant=False
     ),

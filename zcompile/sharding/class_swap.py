@@ -20,7 +20,7 @@ from zcompile.graph.ops import GATHER as gather
 from zcompile.options import TRAINABLE
 from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
 from zcompile.sharding.substituted_parameters import layout_of, read_given
-from zcompile.sharding.traced_reads import Others, given_in_trace, traced_members
+from zcompile.sharding.traced_reads import Others, given_in_trace, open_for_read, traced_members
 from zcompile.state.attributes import (
     AROUND,
     BLOCK,
@@ -368,7 +368,10 @@ def _unit_reader(read_alone: Callable[[Any], torch.Tensor], name: str) -> Callab
     """Reads a parameter of a unit: what is in the table, while the unit is open."""
 
     def read(self: Any) -> torch.Tensor:
-        if not getattr(self, IS_OPEN) or (torch.compiler.is_compiling() and given_in_trace(self, name) is not None):
+        if torch.compiler.is_compiling():
+            if not getattr(self, IS_OPEN) or given_in_trace(self, name) is not None:
+                return read_alone(self)
+        elif not getattr(self, IS_OPEN) and not open_for_read(self):
             return read_alone(self)
         return cast(torch.Tensor, getattr(self, TABLE)[name])
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile.state.attributes import LEAF, TABLE
+from zcompile.state.attributes import IN_UNIT, IS_OPEN, LEAF, TABLE
 from zcompile.state.forward_scope import is_in_forward, look_again, never_compiled_alone
 
 Others = tuple[tuple[str, bool], ...]  # names in a module's table that are not sharded, each with whether it is None
@@ -110,7 +110,23 @@ def _table(self: Any) -> Any:
     if torch.compiler.is_compiling():
         return TracedTable(self)
     look_again()
+    unit = self.__dict__.get(IN_UNIT)
+    if unit is not None and unit.order is not None and unit.order.in_compiled:
+        open_for_read(self)
     return self.__dict__["_parameters"]
+
+
+@never_compiled_alone
+def open_for_read(module: Any) -> bool:
+    """Let `module` have unsharded parameters, since code that is not compiled is about to read one; whether it has."""
+    unit = module.__dict__[IN_UNIT]
+    if not unit.is_block or unit.order is None or not is_in_forward():
+        return False
+    if not unit.is_open:
+        if unit.is_whole() or unit.has_given_parameters():
+            return False
+        unit.order.read(unit)
+    return bool(getattr(module, IS_OPEN, False))
 
 
 def _set_table(self: Any, table: Any) -> None:

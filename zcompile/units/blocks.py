@@ -6,9 +6,10 @@ layer of a transformer; other parameters are gathered together, as the root bloc
 runs, its modules have unsharded parameters. The root block is open in every outermost forward that reads it, and keeps
 its memory until backward, which would read it at once.
 
-Blocks stay closed in compiled code, whose graphs gather each parameter where it is read; see class_swap.py. All ranks
-run the same blocks, as under FSDP2. So nothing is made up for, and backward needs no node of its own: hooks on results
-open a block, and hooks on its inputs end it.
+Blocks stay closed in compiled code, whose graphs gather each parameter where it is read; see class_swap.py. If eager
+code reads a parameter of a closed block, between two graphs or outside of the block's call, this opens the block until
+the outermost forward ends. All ranks run the same blocks, as under FSDP2. So nothing is made up for, and backward needs
+no node of its own: hooks on results open a block, and hooks on its inputs end it.
 """
 
 import functools
@@ -37,16 +38,21 @@ MIN_BLOCK_BYTES = 1 << 20
 def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
     """Let the modules of `model`, whose shards are those of `state`, be blocks. Its units are known.
 
-    Parameters with another layout than that of a plain tensor are in no block: each is gathered when it is read.
+    Parameters with another layout than that of a plain tensor are in no block: each is gathered when it is read. A
+    module has one block: if two blocks share a parameter, all parameters of its modules are in the root block.
     """
     units = {module for module in model.modules() if UNIT in module.__dict__}
     blocks = repeated_modules(model, units, MIN_BLOCK_BYTES)
-    block_of = {below: block for block in blocks for below in block.modules()}
+    block_of: dict[nn.Module, nn.Module | None] = {below: block for block in blocks for below in block.modules()}
     members: dict[nn.Module | None, list[Any]] = {None: []} | {block: [] for block in blocks}
-    for sharded in state.parameters.values():
-        if sharded.layout.is_plain and not sharded.layout.domain:
-            owners = {block_of.get(module) for module, _ in sharded.owners}
-            members[owners.pop() if len(owners) == 1 else None].append(sharded)
+    plain = [each for each in state.parameters.values() if each.layout.is_plain and not each.layout.domain]
+    for sharded in plain:
+        modules = [module for module, _ in sharded.owners]
+        if len({block_of.get(module) for module in modules}) > 1:
+            for module in modules:
+                block_of[module] = None
+    for sharded in plain:
+        members[block_of.get(sharded.owners[0][0])].append(sharded)
     names = {module: name for name, module in model.named_modules()}
     made: list[Unit] = []
     for block, parameters in members.items():
@@ -79,13 +85,55 @@ class BlockOrder(UnitOrder):
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         super().__init__(units, mesh, budget_bytes)
         self.forward, self.backward = EventList([]), EventList([])
+        self.in_compiled = False  # an outermost forward that is compiled runs; reads between its graphs open blocks
+        self.read_units: list[Unit] = []  # which reads have opened in this forward
+        self.reads: list[_BlockCall] = []  # those of `read_units` that autograd records
+        self.has_read = False  # some may have memory since an earlier forward
+
+    @torch.compiler.disable
+    def read(self, unit: Unit) -> None:
+        """Eager code reads a parameter of `unit`, which no call has opened. It stays open until the forward ends.
+
+        Such a gather is not taken for the next forward's: where ranks read other parameters, they are told so.
+        """
+        unit.follow_requires_grad()
+        if unit.is_here:
+            unit.open_again()
+        else:
+            gathered = unit.start_gather()
+            unit.wait(gathered)
+            unit.open(gathered)
+        self.has_read = True
+        if not in_backward():
+            self.read_units.append(unit)
+            if records_graph():
+                self.reads.append(_BlockCall(unit))
+
+    @torch.compiler.disable
+    def end_reads(self, result: Any) -> Any:
+        """`result` of the outermost forward, whose backward opens again what reads have opened."""
+        units, reads = self.read_units, self.reads
+        self.read_units, self.reads = [], []
+        for call in reads:
+            result = _connect(call, result)
+        for unit in units:
+            unit.refuse_writes()
+            unit.close(keep=bool(reads))
+        return result
+
+    @torch.compiler.disable
+    def drop_reads(self) -> None:
+        """Free what reads of an earlier forward have opened."""
+        self.has_read = False
+        for unit in self.units:
+            unit.close()
 
     def enter_root(self) -> None:
         """An outermost forward begins."""
         self.begin_forward()
         self.gather_first(self.forward)
 
-    def leave_root(self, result: Any) -> None:
+    def leave_root(self, result: Any) -> Any:
         """It ended."""
         self.in_root = False
         self.drop_ahead(self.forward)
@@ -93,6 +141,12 @@ class BlockOrder(UnitOrder):
             self.forward = EventList(self.forward.done)
             closed = [event for event in reversed(self.forward.done) if not self.units[event[1]].is_root]
             self.backward = EventList(closed)
+        return self.end_reads(result) if self.read_units else result
+
+    @torch.compiler.disable
+    def leave_root_by_error(self) -> None:
+        super().leave_root_by_error()
+        self.end_reads(None)
 
     def is_whole(self, events: EventList) -> bool:
         """Whether the next gather may be started ahead."""
@@ -147,7 +201,8 @@ def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any,
     unit.in_forward = True
     try:
         unit.follow_requires_grad()
-        unit.order.open(unit)
+        if not (unit.is_open and unit in unit.order.read_units):
+            unit.order.open(unit)
         if records_graph():
             begun = unit.call = _BlockCall(unit)
             begun.end_with_gradients_of((args, kwargs))
@@ -171,21 +226,35 @@ def _call_block(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 @never_compiled_alone
 def _call_outermost(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """`call(module, *args, **kwargs)`, which is inside of no other forward."""
+    order: BlockOrder = module.__dict__[STATE].block_order
     if is_compiled_call(module):
-        return call(module, *args, **kwargs)
+        return _call_compiled(order, call, module, args, kwargs)
     for unit in _opened_by(module):
         call = functools.partial(_call_open, unit, call)
     if in_backward():  # a checkpoint computes again
         return call(module, *args, **kwargs)
-    order: BlockOrder = module.__dict__[STATE].block_order
     order.enter_root()
     try:
         result = call(module, *args, **kwargs)
     except BaseException:
         order.leave_root_by_error()
         raise
-    order.leave_root(result)
-    return result
+    return order.leave_root(result)
+
+
+@never_compiled_alone
+def _call_compiled(order: BlockOrder, call: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    if order.has_read and not in_backward():
+        order.drop_reads()
+    order.in_compiled = True
+    try:
+        result = call(module, *args, **kwargs)
+    except BaseException:
+        order.in_compiled = False
+        order.end_reads(None)
+        raise
+    order.in_compiled = False
+    return order.end_reads(result) if order.read_units else result
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:

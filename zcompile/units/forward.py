@@ -42,7 +42,7 @@ class UnitCall:
             self.order.queue_callback()
             self.order.calls_in_backward.append(self)
             if not self.unit.is_open:  # by another call, or by a checkpoint that computed this one again
-                if self.unit.is_root and self.unit.is_filled:
+                if self.unit.is_filled:
                     self.unit.open_again()
                 else:
                     self.order.open(self.unit)
