@@ -6,12 +6,14 @@
 #include "p2p/schedule/cache_layout.h"
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/schedule/staleness.h"
+#include "runtime/gather_reduce.h"
 #include "runtime/model.h"
 #include "runtime/unsharded_memory.h"
 #include "transport/descriptor_sockets.h"
 #include "transport/process_groups.h"
 #include "transport/shard_layout.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
@@ -398,6 +400,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_adam_schedule(module);
   bind_sharing(module);
   bind_model(module);
+  module.def(
+      "wait_for_gathers",
+      [](const std::vector<at::Tensor>& gathered) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        for (const auto& tensor : gathered) gather_wait(tensor);
+      },
+      py::arg("gathered"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "wait_for_reduces",
+      [](const std::vector<at::Tensor>& pending) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        for (const auto& tensor : pending) reduce_wait(tensor);
+      },
+      py::arg("pending"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "free_memory",
       [](const std::vector<at::Tensor>& tensors) {

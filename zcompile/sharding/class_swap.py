@@ -425,6 +425,8 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     state.watch(sharded)
     for module, attribute in sharded.owners:
         module._parameters[attribute] = sharded.parameter
+        if (unit := module.__dict__.get(IN_UNIT)) is not None:
+            unit.follow_parameters()
     state.follow_storage(sharded)
 
 

@@ -35,7 +35,7 @@ class ShardedParameter:
     layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
-    unsharded: nn.Parameter | None = None  # that the owners have, while their unit is open
+    unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
     zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
 
     @property

@@ -29,7 +29,7 @@ from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch.autograd.graph import get_gradient_edge
 
-from zcompile._C import free_memory
+from zcompile._C import free_memory, wait_for_gathers, wait_for_reduces
 from zcompile.state.attributes import IS_OPEN, UNIT
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from zcompile.units.forward import UnitCall
 
 gather_group_start = torch.ops.zcompile.gather_group_start.default
-gather_wait = torch.ops.zcompile.gather_wait.default
 reduce_group_start = torch.ops.zcompile.reduce_group_start.default
-reduce_wait = torch.ops.zcompile.reduce_wait.default
 
 
 class _Group(NamedTuple):
@@ -99,10 +97,13 @@ class Unit:
         """Have the parameters `sharded`."""
         self.sharded = list(sharded)
         self.names = {each.name for each in self.sharded}
-        # Of each of `sharded`, the `_parameters` of the modules that read it, and its name there.
-        self.tables = [
-            [(module.__dict__["_parameters"], name) for module, name in each.owners] for each in self.sharded
-        ]
+        # Of each module that reads some of `sharded`: its `_parameters`, and the positions of these by their names.
+        tables: dict[nn.Module, dict[str, int]] = {}
+        for i, each in enumerate(self.sharded):
+            for module, name in each.owners:
+                tables.setdefault(module, {})[name] = i
+        self.tables = [(module.__dict__["_parameters"], positions) for module, positions in tables.items()]
+        self.follow_parameters()
         self.owners = weakref.WeakSet(module for each in self.sharded for module, _ in each.owners)
         self.dtypes: list[torch.dtype] = []
         self.groups: list[_Group] = []
@@ -120,12 +121,21 @@ class Unit:
             is_counted=False,
         )
 
+    def follow_parameters(self) -> None:
+        """Close with the DTensors that users see now: `load_state_dict(assign=True)` exchanges them."""
+        self.closed = self._by_name([each.parameter for each in self.sharded])
+
+    def _by_name(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+        """What each of `tables` gets if `parameters` are in the order of `sharded`."""
+        return [{name: parameters[i] for name, i in positions.items()} for _, positions in self.tables]
+
     def drop_freed(self) -> None:
         """Forget parameters whose modules the program has freed, on all ranks: `del model.layers[-1]`."""
         alive = [each.leaf_reference() is not None for each in self.sharded]
         if not all(alive):
             self.unsharded = list(itertools.compress(self.unsharded, alive))
             self._take(list(itertools.compress(self.sharded, alive)))
+            self.opened = self._by_name(self.unsharded) if self.unsharded else []
 
     def follow_dtypes(self, leaves: Sequence[torch.Tensor]) -> None:
         """Gather in the dtypes that parameters have now, which `module.to()` changes."""
@@ -195,6 +205,9 @@ class Unit:
             with torch.inference_mode(False), torch._C._DisableFuncTorch():
                 self.unsharded = [self._make_unsharded(*each) for each in zip(self.sharded, gathered, strict=True)]
             self.storages = frozenset(each.untyped_storage()._cdata for each in self.unsharded)
+            self.opened = self._by_name(self.unsharded)
+            for sharded, parameter in zip(self.sharded, self.unsharded):
+                sharded.unsharded = parameter
         self.state.runtime.fill(self.unsharded, gathered)
         self.is_filled = True
         self.versions = [each._version for each in self.unsharded]
@@ -203,10 +216,8 @@ class Unit:
     def open_again(self) -> None:
         """Let the modules have the unsharded parameters, which have memory."""
         self.is_open = True
-        for sharded, parameter, tables in zip(self.sharded, self.unsharded, self.tables):
-            sharded.unsharded = parameter
-            for table, name in tables:
-                table[name] = parameter
+        for (table, _), opened in zip(self.tables, self.opened):
+            table.update(opened)
         for module in self.owners:
             module.__dict__[IS_OPEN] = True
 
@@ -242,10 +253,8 @@ class Unit:
         """Let the modules have the DTensors again."""
         if self.is_open:
             self.is_open = False
-            for sharded, tables in zip(self.sharded, self.tables):
-                sharded.unsharded = None
-                for table, name in tables:
-                    table[name] = sharded.parameter
+            for (table, _), closed in zip(self.tables, self.closed):
+                table.update(closed)
             for module in self.owners:
                 module.__dict__.pop(IS_OPEN, None)
 
@@ -296,8 +305,7 @@ class Unit:
             RuntimeError: another rank did not answer; names rank and parameter.
         """
         with self._own_transfer():
-            for tensor in gathered:
-                gather_wait(tensor)
+            wait_for_gathers(gathered)
 
     def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> "Reduction":
         """Start to reduce all gradients in one transfer.
@@ -367,8 +375,7 @@ class Reduction:
         Raises:
             RuntimeError: another rank did not answer; names rank and parameter.
         """
-        for tensor, wire in zip(self.started, self.wires, strict=True):
-            reduce_wait(tensor, wire)
+        wait_for_reduces(self.started)
         self.wires = []
 
     def deliver_used(self) -> bool:
