@@ -217,3 +217,22 @@ def rank_clips_inside(rank, world, reduce, shape):
 @pytest.mark.parametrize("reduce, shape", [("last", (2,)), ("shards", (2, 2))])
 def test_gradients_that_are_not_reduced_yet_are_not_clipped(ranks, reduce, shape):
     ranks(len(shape) * 2).run(rank_clips_inside, reduce, shape)
+
+
+@on_ranks(2)
+def test_what_a_program_does_to_grad_inside_of_the_block_is_done_at_its_end(rank, world):
+    """To what was there before, too; a schedule of pipelines divides gradients by the number of microbatches."""
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+    grads = []
+    for factor in (1, 4):
+        torch.manual_seed(0)
+        model = zcompile.shard(torch.nn.Linear(6, 5))
+        model(x).square().mean().backward()
+        with zcompile.accumulate(model, reduce="last"):
+            for _ in range(3):
+                model(x).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.grad /= factor
+        grads.append([parameter.grad.to_local() for parameter in model.parameters()])
+    for whole, divided in zip(*grads, strict=True):
+        assert whole.abs().sum() > 0 and torch.equal(whole / 4, divided)

@@ -1,6 +1,5 @@
 """Backwards in parts: of inputs alone, and of inputs first and parameters later, as zero-bubble pipelines run them."""
 
-import contextlib
 import itertools
 import re
 import warnings
@@ -8,10 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
 
 import zcompile
@@ -165,33 +161,3 @@ def test_zero_bubble_outside_of_accumulate_is_warned_of(rank, world):
         zero_bubble(model, rank)
         with pytest.warns(UserWarning, match="zero-bubble"):
             model(x)
-
-
-@on_ranks(4)
-def test_a_zero_bubble_schedule_trains(rank, world):
-    """Two pipeline ranks with two stages each, of which both data-parallel ranks have shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    numbers = ((0, 3), (1, 2))[mesh.get_local_rank("pipeline")]
-    reference = [make()[0] for _ in range(4)]
-    parts = [zcompile.shard(make()[1], mesh["data"], units=[nn.Linear] if number < 2 else []) for number in numbers]
-    group = mesh["pipeline"].get_group()
-    stages = [
-        PipelineStage(part, number, 4, torch.device("cpu"), group=group)
-        for part, number in zip(parts, numbers, strict=True)
-    ]
-
-    def loss(output, target):
-        return (output - target).square().mean() / 4
-
-    schedule = ScheduleZBVZeroBubble(stages, 4, loss_fn=loss, scale_grads=False)
-    batches = [torch.cat([inputs(i, data) for i in range(4)]).detach() for data in range(2)]
-    batch = batches[mesh.get_local_rank("data")]
-    for _ in range(2):
-        with contextlib.ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(zcompile.accumulate(part))
-            schedule.step(batch, target=batch) if 0 in numbers else schedule.step()
-        for each in (chunk for whole in batches for chunk in whole.chunk(4)):
-            (loss(nn.Sequential(*reference)(each), each) / 2).backward()
-    for part, number in zip(parts, numbers, strict=True):
-        same_grads(part, reference[number])

@@ -36,6 +36,8 @@ class ShardedParameter:
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
     unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
+    has_deferred: bool = False  # `.grad` is a factor; see `defer_grad`
+    earlier_grad: torch.Tensor | None = None  # what it was before
     zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
 
     @property
@@ -126,7 +128,8 @@ class ShardedParameter:
         microbatches = getattr(leaf, MODEL).microbatches
         accumulates = microbatches.accumulates  # of each parameter in each step, so the usual path is short
         if accumulates and microbatches.deferred is Deferred.REDUCES:
-            return  # zeros
+            self.defer_grad(grad)
+            return
         hooks = parameter._backward_hooks
         if hooks:
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
@@ -142,6 +145,30 @@ class ShardedParameter:
             run_post_accumulate_hooks(self.name, parameter)
         if accumulates and not hooks:  # which see the gradient of each backward alone
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
+
+    def defer_grad(self, zeros: torch.Tensor) -> None:
+        """Let `.grad` be ones until the sum of gradients is reduced, which then is multiplied by what they are.
+
+        So what the program does to `.grad` meanwhile is not lost: a pipeline's schedule divides it by the number of
+        microbatches.
+        """
+        parameter: Any = self.parameter
+        if not self.has_deferred:
+            self.has_deferred, self.earlier_grad = True, parameter.grad
+            parameter.grad = DTensor(zeros.fill_(1), parameter._spec, requires_grad=False)
+
+    def take_deferred(self) -> torch.Tensor | None:
+        """The factor of the sum of gradients, if some were deferred; `.grad` is what it was before, times the same."""
+        parameter: Any = self.parameter
+        if not self.has_deferred:
+            return None
+        factor, earlier = parameter.grad, self.earlier_grad
+        self.has_deferred, self.earlier_grad, parameter.grad = False, None, earlier
+        if factor is None:
+            return None
+        if earlier is not None:
+            parameter.grad._local_tensor.mul_(factor._local_tensor)
+        return cast(torch.Tensor, factor._local_tensor)
 
     def without_base(self, grad: torch.Tensor) -> torch.Tensor:
         """`grad` less what the reduce that made it began from; see `add_grad`."""

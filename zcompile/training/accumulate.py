@@ -37,7 +37,8 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
             Gradients of split backwards (zero-bubble pipelines) are reduced at the block's end.
 
             With "shards" and "last", `.grad` is right only after the block, and a block that raises leaves the
-            gradients that were there before it.
+            gradients that were there before it. With "last", it is ones inside: by what the program multiplies or
+            divides these, the gradients are multiplied and divided at the end.
 
     Raises:
         RuntimeError: `model` is not sharded; an optimizer steps with its parameters inside.

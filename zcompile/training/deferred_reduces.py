@@ -91,6 +91,8 @@ class DeferredReduces(Deferral):
         for state in self.states:
             for sharded in state.parameters.values():
                 state.runtime.take_unreduced(sharded.index)
+                if sharded.has_deferred:
+                    sharded.has_deferred, sharded.parameter.grad = False, sharded.earlier_grad
 
     def _defer(self, what: Deferred) -> None:
         for state in self.states:
@@ -122,11 +124,13 @@ def _reduce(state: ShardedModel) -> None:
     for sharded, grad in unreduced.items():
         if sharded.index not in used:
             continue
-        leaf = sharded.leaf
+        leaf, factor = sharded.leaf, sharded.take_deferred()
         with torch.no_grad():
             if grad is None:
                 grad = leaf.new_zeros(sharded.shape)
             leaf.grad = torch.ops.zcompile.reduce(grad, leaf, state.domain)
+            if factor is not None:
+                leaf.grad.mul_(factor)
         sharded.post_accumulate_grad(leaf)
 
 

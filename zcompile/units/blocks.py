@@ -173,7 +173,7 @@ class _BlockCall(UnitCall):
     def end_backward(self) -> None:
         if self.is_in_backward:
             super().end_backward()
-            if self.unit.has_grads:
+            if self.unit.has_grads and not self.unit.is_split:
                 self.order.reduce(self.unit, self.shards)
 
 

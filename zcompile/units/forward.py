@@ -112,7 +112,7 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[None, None]:
         call: UnitCall = ctx.call
         call.end_backward()
-        if call.unit.trains():
+        if call.unit.trains() and not call.unit.is_split:
             call.order.reduce(call.unit, call.shards)
         return None, None
 

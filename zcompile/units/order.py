@@ -364,7 +364,7 @@ class UnitOrder:
         """Reduce gradients that came behind the backward of their unit, or without one, as by a side output."""
         shards = {call.unit.index: call.shards for call in self.calls_in_backward}
         for unit in self.units:
-            if unit.has_grads:
+            if unit.has_grads and not unit.is_split:
                 self.reduce(unit, shards.get(unit.index) or unit.leaves())
 
     def close_units(self) -> None:

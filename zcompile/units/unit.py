@@ -77,7 +77,7 @@ class Unit:
         self.is_filled = False  # these have memory
         self.is_kept = False  # inside of `zcompile.accumulate`, these keep it from the first forward on
         self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward is to come
-        self.is_split = False  # kept, and had a backward of inputs alone: that of parameters may come at any time
+        self.is_split = False  # kept, and had a backward of inputs alone: gradients stay here until the block ends
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
         self.storages: frozenset[int] = frozenset()  # of `unsharded`
         self.has_grads = False  # some of `unsharded` do

@@ -1,0 +1,86 @@
+"""Schedules of torch.distributed.pipelining: stages whose parameters are sharded over the data-parallel ranks."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import zcompile
+from tests.support.blocks import shard_in_blocks
+from tests.support.ranks import on_ranks
+from tests.support.reference import same_grads
+
+MICROBATCHES = 4
+STAGES = {  # of each of the two pipeline ranks
+    "ScheduleGPipe": ((0,), (1,)),
+    "Schedule1F1B": ((0,), (1,)),
+    "ScheduleInterleaved1F1B": ((0, 2), (1, 3)),
+    "ScheduleInterleavedZeroBubble": ((0, 2), (1, 3)),
+    "ScheduleZBVZeroBubble": ((0, 3), (1, 2)),
+}
+
+
+def stage_of(number):
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
+
+
+def loss_of(output, target):
+    return (output - target).square().mean()
+
+
+def as_units(model, mesh):
+    return zcompile.shard(model, mesh, units=[nn.Linear])
+
+
+def as_one_block(model, mesh):
+    return zcompile.shard(model, mesh)
+
+
+def compiled(model, mesh):
+    zcompile.shard(model, mesh)
+    model.compile(backend="zcompile", options={"inner": "aot_eager"})
+    return model
+
+
+FORMS = {"one block": as_one_block, "blocks": shard_in_blocks, "units": as_units, "compiled": compiled}
+CASES = [  # torch itself compiles no stage whose backward is split
+    pytest.param(name, form, reduce, marks=[] if reduce == "last" or form == "blocks" else pytest.mark.slow)
+    for name in STAGES
+    for form in FORMS
+    for reduce in ("each", "last")
+    if form != "compiled" or "Zero" not in name
+]
+
+
+@pytest.mark.parametrize("name, form, reduce", CASES)
+@on_ranks(4)
+def test_a_schedule_gives_the_gradients_of_one_process(rank, world, name, form, reduce):
+    """Its first step infers shapes by a backward of its own, and its last one divides `.grad` by the microbatches."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    numbers = STAGES[name][mesh.get_local_rank("pipeline")]
+    count = 2 * len(numbers)
+    reference = [stage_of(number) for number in range(count)]
+    parts = [FORMS[form](stage_of(number), mesh["data"]) for number in numbers]
+    group = mesh["pipeline"].get_group()
+    stages = [PipelineStage(part, i, count, torch.device("cpu"), group=group) for part, i in zip(parts, numbers)]
+    schedule = getattr(schedules, name)(stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        batches = torch.randn(2, 2 * MICROBATCHES, 6, generator=generator)
+        batch = batches[mesh.get_local_rank("data")]
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(zcompile.accumulate(part, reduce=reduce))
+                part.zero_grad()
+            schedule.step(*([batch] if 0 in numbers else []), **({"target": batch} if count - 1 in numbers else {}))
+        for each in batches:
+            (loss_of(nn.Sequential(*reference)(each), each) / 2).backward()
+        for part, number in zip(parts, numbers, strict=True):
+            same_grads(part, reference[number])
+        for each in reference:
+            each.zero_grad()
