@@ -1,15 +1,17 @@
 """Modules of a sharded model that the program exchanges or drops, as under FSDP2, on all ranks alike."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import zcompile
 from tests.support.blocks import shard_in_blocks
 from tests.support.ranks import on_ranks
-from tests.support.reference import train_beside
+from tests.support.reference import close, train_beside
 
 FORMS = {
     "root block": zcompile.shard,
@@ -79,3 +81,30 @@ def test_what_is_left_trains(rank, world, edit, is_compiled):
                 edited, edit=EDITS[edit], shard=shard, is_compiled=is_compiled, runs_before=runs_before
             )
             train_beside(rank, world, prepare, make=make, loss=loss_of, steps=2)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@on_ranks(2)
+def test_values_are_followed_however_they_are_exchanged(rank, world, swaps):
+    """By copies, by assignments, and by `torch.utils.swap_tensors`."""
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        for assign, is_compiled in itertools.product((False, True), repeat=2):
+            torch._dynamo.reset()
+            model, other = zcompile.shard(Net()), Net()
+            if is_compiled:
+                model.compile(backend="zcompile", options={"inner": "aot_eager"})
+            loss_of(model, 0, rank).backward()
+            whole = other.state_dict()
+            placed = {
+                name: distribute_tensor(whole[name], each.device_mesh, each.placements)
+                for name, each in model.state_dict().items()
+            }
+            model.load_state_dict(placed, assign=assign)
+            for step in range(2):
+                close(loss_of(model, step, rank), loss_of(other, step, rank), 1e-6, f"{assign=} {is_compiled=}")
+            model.double(), other.double()
+            x = torch.randn(3, 6, dtype=torch.float64)
+            close(model(x), other(x), 1e-12, f"{assign=} {is_compiled=}, in fp64")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

@@ -84,6 +84,23 @@ def test_a_file_that_everybody_may_write_is_refused(tmp_path):
         read(tmp_path / "model.zc")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_another_user_is_refused(tmp_path):
+    write(tmp_path / "model.zc", DATA)
+    os.chown(tmp_path / "model.zc", 12345, -1)
+    with pytest.raises(ArtifactError, match="belongs to the user of number 12345"):
+        read(tmp_path / "model.zc")
+
+
+def test_a_folder_in_which_everybody_may_replace_files_is_refused(tmp_path):
+    write(tmp_path / "model.zc", DATA)
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(ArtifactError, match="every user of this machine may replace files in its folder"):
+        read(tmp_path / "model.zc")
+    os.chmod(tmp_path, 0o1777)  # as of /tmp
+    assert read(tmp_path / "model.zc") == DATA
+
+
 def test_a_file_that_its_group_may_write_is_warned_of(tmp_path):
     write(tmp_path / "model.zc", DATA)
     os.chmod(tmp_path / "model.zc", 0o664)
@@ -91,15 +108,16 @@ def test_a_file_that_its_group_may_write_is_warned_of(tmp_path):
         assert read(tmp_path / "model.zc") == DATA
 
 
-def test_a_written_file_is_its_owners_alone_and_leaves_no_other(tmp_path):
-    old = os.umask(0)
+@pytest.mark.parametrize("umask, mode", [(0, 0o644), (0o077, 0o600)])
+def test_a_written_file_is_its_owners_alone_and_leaves_no_other(tmp_path, umask, mode):
+    old = os.umask(umask)
     try:
         write(tmp_path / "model.zc", b"earlier")
         write(tmp_path / "model.zc", DATA)
     finally:
         os.umask(old)
     assert [path.name for path in tmp_path.iterdir()] == ["model.zc"]
-    assert stat.S_IMODE((tmp_path / "model.zc").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "model.zc").stat().st_mode) == mode
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import stat
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,7 +93,8 @@ def read(path: Path, sha256: str | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: there is none.
-        ArtifactError: others than its owner and group may write it, it has another SHA-256, or it cannot be read.
+        ArtifactError: others than this user, root and its group may write or replace it, it has another SHA-256, or it
+            cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -110,7 +111,18 @@ def read(path: Path, sha256: str | None = None) -> bytes:
 
 
 def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Refuse a file that anybody may write, and warn of one that its group may write."""
+    """Refuse a file that other users may write or replace, and warn of one that its group may write."""
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ArtifactError(
+            f"zcompile: {path} is refused: it belongs to the user of number {status.st_uid}, and loading it runs what "
+            "is in it. If you trust it, copy it."
+        )
+    folder = path.parent.stat().st_mode
+    if folder & stat.S_IWOTH and not folder & stat.S_ISVTX:
+        raise ArtifactError(
+            f"zcompile: {path} is refused: every user of this machine may replace files in its folder, and loading it "
+            f"runs what is in it. Move it, or `chmod o-w {path.parent}`."
+        )
     if status.st_mode & stat.S_IWOTH:
         raise ArtifactError(
             f"zcompile: {path} is refused: every user of this machine may write it, and loading it runs what is in "
@@ -125,19 +137,19 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, and that its owner alone may write.
+    """Write a file that is there whole or not at all, that its owner alone may write, and that the umask lets read.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

@@ -217,6 +217,7 @@ class ShardedModel:
         """Raise if somebody has assigned to `.data` of a parameter. It is told once, and the shard is as it was.
 
         A DTensor's values are in its local tensor. An assignment to its `.data` changes something else, and is lost.
+        If the local tensor is another one, too, `torch.utils.swap_tensors` was at work, and the leaf follows.
 
         Raises:
             RuntimeError: names the parameter.
@@ -224,7 +225,8 @@ class ShardedModel:
         sharded, names = list(self.parameters.values()), []
         while (index := self.runtime.assigned_data([each.parameter for each in sharded])) >= 0:
             self.runtime.guard_data(index, sharded[index].parameter)
-            names.append(sharded[index].name)
+            if not self.follow_storage(sharded[index]):
+                names.append(sharded[index].name)
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RuntimeError(
@@ -234,17 +236,18 @@ class ShardedModel:
                 "zcompile.unshard(model, writeback=True)."
             )
 
-    def follow_storage(self, sharded: ShardedParameter) -> None:
+    def follow_storage(self, sharded: ShardedParameter) -> bool:
         """Take a new leaf if the parameter's storage was exchanged, as `module.to()` and
-        `load_state_dict(assign=True)` do."""
+        `load_state_dict(assign=True)` do; whether it was."""
         local = sharded.local()
         if local.untyped_storage().data_ptr() == sharded.leaf.untyped_storage().data_ptr() and local.numel() > 0:
-            return
+            return False
         leaf = nn.Parameter(local, requires_grad=sharded.parameter.requires_grad)
         setattr(leaf, MODEL, self)
         sharded.leaf_reference = weakref.ref(leaf)
         self.runtime.replace(sharded.index, leaf)
         self.install_leaf(sharded)
+        return True
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise RuntimeError(

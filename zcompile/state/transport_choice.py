@@ -191,7 +191,8 @@ def _write_cache(key: str, times: dict[str, float]) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.with_suffix(f".{os.getpid()}").write_text(json.dumps(_read_cache() | {key: times}, indent=1))
-        file.with_suffix(f".{os.getpid()}").replace(file)
+        unfinished = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
+        unfinished.write_text(json.dumps(_read_cache() | {key: times}, indent=1))
+        unfinished.replace(file)
     except OSError as error:
         log.warning("zcompile: the measured transports could not be kept in %s: %s", file, error)
