@@ -108,3 +108,52 @@ def test_values_are_followed_however_they_are_exchanged(rank, world, swaps):
             close(model(x), other(x), 1e-12, f"{assign=} {is_compiled=}, in fp64")
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.small, self.big = nn.Linear(6, 2), nn.Linear(6, 6)
+
+    def forward(self, x):
+        extra = self.small(x).sum() if "small" in self._modules else 0
+        return self.big(x).tanh() + extra
+
+
+class Prunes(nn.Module):
+    """Its last part loses a layer while the first one runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+        self.prunes = False
+
+    def forward(self, x):
+        x = self.parts[0](x)
+        if self.prunes:
+            del self.parts[1].small
+        return self.parts[1](x)
+
+
+def shard_in_parts(model):
+    zcompile.shard(model, units=[Part])
+
+
+@pytest.mark.parametrize("shard", [shard_in_blocks, shard_in_parts])
+@on_ranks(2)
+def test_a_gather_on_its_way_lacks_what_is_dropped(rank, world, shard):
+    """Parameters that are left would have the memory of those before them, which may be too small."""
+    torch.manual_seed(0)
+    model, reference = Prunes(), Prunes()
+    reference.load_state_dict(model.state_dict())
+    shard(model)
+    for step in range(3):
+        model.prunes = reference.prunes = step == 1
+        for each in (model, reference):
+            loss_of(each, step, 0).backward()  # the same data on all ranks
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        assert len(gradients) == (6 if step else 8)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name])
+        model.zero_grad()
+        reference.zero_grad()

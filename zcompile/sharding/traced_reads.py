@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 
 from zcompile.state.attributes import IN_UNIT, IS_OPEN, LEAF, TABLE
 from zcompile.state.forward_scope import is_in_forward, look_again, never_compiled_alone
@@ -120,8 +121,8 @@ def _table(self: Any) -> Any:
 def open_for_read(module: Any) -> bool:
     """Let `module` have unsharded parameters, since code that is not compiled is about to read one; whether it has."""
     unit = module.__dict__[IN_UNIT]
-    if not unit.is_block or unit.order is None or not is_in_forward():
-        return False
+    if not unit.is_block or unit.order is None or not is_in_forward() or TracingContext.try_get() is not None:
+        return False  # Dynamo itself looks at attributes of modules while it traces
     if not unit.is_open:
         if unit.is_whole() or unit.has_given_parameters():
             return False

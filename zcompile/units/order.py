@@ -294,6 +294,14 @@ class UnitOrder:
             self.units[events.events[position][1]].wait(gathered)
         events.ahead.clear()
 
+    def drop_of_ahead(self, unit: Unit, dropped: Sequence[bool]) -> None:
+        """Let gathers of `unit` that are on their way lack the parameters that are `dropped`."""
+        for events in (self.forward, self.backward):
+            for position, gathered in events.ahead.items():
+                if events.events[position][1] == unit.index:
+                    unit.wait(list(itertools.compress(gathered, dropped)))
+                    events.ahead[position] = [each for each, drop in zip(gathered, dropped, strict=True) if not drop]
+
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:

@@ -133,6 +133,7 @@ class Unit:
         """Forget parameters whose modules the program has freed, on all ranks: `del model.layers[-1]`."""
         alive = [each.leaf_reference() is not None for each in self.sharded]
         if not all(alive):
+            self.order.drop_of_ahead(self, [not each for each in alive])
             self.unsharded = list(itertools.compress(self.unsharded, alive))
             self._take(list(itertools.compress(self.sharded, alive)))
             self.opened = self._by_name(self.unsharded) if self.unsharded else []
