@@ -35,13 +35,17 @@ def fingerprint(
         memory_bytes: that the plan is made for, see `zcompile.options.Settings.plan`.
     """
     state = state_of(model)
-    return {
-        **machine(state.mesh.device_type),
-        **settings_of(state, settings, mode, memory_bytes),
-        **structure(model, state),
-        **modes(model),
-        "inputs": inputs(args, kwargs),
-    }
+    before, state.in_compiled = state.in_compiled, False  # what is read here is not what a forward reads
+    try:
+        return {
+            **machine(state.mesh.device_type),
+            **settings_of(state, settings, mode, memory_bytes),
+            **structure(model, state),
+            **modes(model),
+            "inputs": inputs(args, kwargs),
+        }
+    finally:
+        state.in_compiled = before
 
 
 def machine(device_type: str) -> dict[str, str]:

@@ -176,6 +176,7 @@ class _TracedModel:
     """Stands for the `ShardedModel` of such modules."""
 
     call_outermost = None
+    in_compiled = False
 
     @staticmethod
     def enter_forward() -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from zcompile.state.attributes import IN_UNIT, IS_OPEN, LEAF, TABLE
+from zcompile.state.attributes import IN_UNIT, IS_OPEN, LEAF, STATE, TABLE
 from zcompile.state.forward_scope import is_in_forward, look_again, never_compiled_alone
 
 Others = tuple[tuple[str, bool], ...]  # names in a module's table that are not sharded, each with whether it is None
@@ -111,8 +111,8 @@ def _table(self: Any) -> Any:
     if torch.compiler.is_compiling():
         return TracedTable(self)
     look_again()
-    unit = self.__dict__.get(IN_UNIT)
-    if unit is not None and unit.order is not None and unit.order.in_compiled:
+    state = self.__dict__.get(STATE)
+    if state is not None and state.in_compiled and IN_UNIT in self.__dict__:
         open_for_read(self)
     return self.__dict__["_parameters"]
 

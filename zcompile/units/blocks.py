@@ -85,7 +85,6 @@ class BlockOrder(UnitOrder):
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         super().__init__(units, mesh, budget_bytes)
         self.forward, self.backward = EventList([]), EventList([])
-        self.in_compiled = False  # an outermost forward that is compiled runs; reads between its graphs open blocks
         self.read_units: list[Unit] = []  # which reads have opened in this forward
         self.reads: list[_BlockCall] = []  # those of `read_units` that autograd records
         self.has_read = False  # some may have memory since an earlier forward
@@ -228,7 +227,7 @@ def _call_outermost(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """`call(module, *args, **kwargs)`, which is inside of no other forward."""
     order: BlockOrder = module.__dict__[STATE].block_order
     if is_compiled_call(module):
-        return _call_compiled(order, call, module, args, kwargs)
+        return _call_compiled(call, module, args, kwargs)
     for unit in _opened_by(module):
         call = functools.partial(_call_open, unit, call)
     if in_backward():  # a checkpoint computes again
@@ -243,17 +242,19 @@ def _call_outermost(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 @never_compiled_alone
-def _call_compiled(order: BlockOrder, call: Any, module: Any, args: Any, kwargs: Any) -> Any:
+def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    state: ShardedModel = module.__dict__[STATE]
+    order: BlockOrder = state.block_order
     if order.has_read and not in_backward():
         order.drop_reads()
-    order.in_compiled = True
+    state.in_compiled = True
     try:
         result = call(module, *args, **kwargs)
     except BaseException:
-        order.in_compiled = False
+        state.in_compiled = False
         order.end_reads(None)
         raise
-    order.in_compiled = False
+    state.in_compiled = False
     return order.end_reads(result) if order.read_units else result
 
 

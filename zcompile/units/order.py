@@ -111,7 +111,6 @@ class UnitOrder:
     """
 
     may_skip = True  # a rank may leave out a unit that others call
-    in_compiled = False  # of blocks
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         """
