@@ -209,8 +209,7 @@ bool takes_gradient(const ParamState& param) {
 // A zero-bubble pipeline runs a backward of inputs, which keeps the graph, and then asks model.parameters() for their
 // gradients. Compiled code has another leaf, whose gradients it would not find.
 void refuse_split_backward(const Model& model, const ParamState& param) {
-  const bool is_split = model.is_caching() && !model.keeps_in_flight() &&
-                        in_backward() &&
+  const bool is_split = model.is_caching() && !model.keeps_in_flight() && in_backward() &&
                         torch::autograd::get_current_graph_task_keep_graph() && !takes_gradient(param);
   TORCH_CHECK(
       !is_split, "zcompile: a split backward, of inputs alone with its graph kept, came to parameter '", param.name,
