@@ -17,6 +17,7 @@ class Tied(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)) for _ in range(3))
         self.layers[2][0].weight = self.layers[0][0].weight
         self.layers[1][2].bias = self.layers[1][0].bias  # inside of one block
+        self.layers[2][2].weight = self.layers[1][2].weight  # by a module that shares its bias inside of its block
 
     def forward(self, x):
         for layer in self.layers:

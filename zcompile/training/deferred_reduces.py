@@ -92,7 +92,8 @@ class DeferredReduces(Deferral):
             for sharded in state.parameters.values():
                 state.runtime.take_unreduced(sharded.index)
                 if sharded.has_deferred:
-                    sharded.has_deferred, sharded.parameter.grad = False, sharded.earlier_grad
+                    sharded.parameter.grad = sharded.earlier_grad
+                    sharded.has_deferred, sharded.earlier_grad = False, None
 
     def _defer(self, what: Deferred) -> None:
         for state in self.states:

@@ -46,11 +46,9 @@ def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
     block_of: dict[nn.Module, nn.Module | None] = {below: block for block in blocks for below in block.modules()}
     members: dict[nn.Module | None, list[Any]] = {None: []} | {block: [] for block in blocks}
     plain = [each for each in state.parameters.values() if each.layout.is_plain and not each.layout.domain]
-    for sharded in plain:
-        modules = [module for module, _ in sharded.owners]
-        if len({block_of.get(module) for module in modules}) > 1:
-            for module in modules:
-                block_of[module] = None
+    owners = [{module for module, _ in sharded.owners} for sharded in plain]
+    while shared := [each for each in owners if len({block_of.get(module) for module in each}) > 1]:
+        block_of |= dict.fromkeys(set().union(*shared))  # which may tear apart what these modules share with others
     for sharded in plain:
         members[block_of.get(sharded.owners[0][0])].append(sharded)
     names = {module: name for name, module in model.named_modules()}
@@ -109,15 +107,16 @@ class BlockOrder(UnitOrder):
                 self.reads.append(_BlockCall(unit))
 
     @torch.compiler.disable
-    def end_reads(self, result: Any) -> Any:
+    def end_reads(self, result: Any, has_raised: bool = False) -> Any:
         """`result` of the outermost forward, whose backward opens again what reads have opened."""
         units, reads = self.read_units, self.reads
         self.read_units, self.reads = [], []
         for call in reads:
             result = _connect(call, result)
         for unit in units:
-            unit.refuse_writes()
             unit.close(keep=bool(reads))
+        for unit in () if has_raised else units:
+            unit.refuse_writes()
         return result
 
     @torch.compiler.disable
@@ -145,7 +144,7 @@ class BlockOrder(UnitOrder):
     @torch.compiler.disable
     def leave_root_by_error(self) -> None:
         super().leave_root_by_error()
-        self.end_reads(None)
+        self.end_reads(None, has_raised=True)
 
     def is_whole(self, events: EventList) -> bool:
         """Whether the next gather may be started ahead."""
@@ -252,7 +251,7 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
         result = call(module, *args, **kwargs)
     except BaseException:
         state.in_compiled = False
-        order.end_reads(None)
+        order.end_reads(None, has_raised=True)
         raise
     state.in_compiled = False
     return order.end_reads(result) if order.read_units else result
