@@ -337,7 +337,12 @@ void bind_model(py::module& module) {
           },
           ReleaseGil())
       .def(
-          "connect_nccl", [](const Model& model) { connect_nccl(names_of(model.groups())); }, ReleaseGil())
+          "connect_nccl",
+          [](const Model& model) {
+            const auto& groups = model.groups();
+            connect_nccl(names_of(groups), model.native_reduce() ? "" : groups.reduce);
+          },
+          ReleaseGil())
       .def(
           "abort_nccl",
           [](const Model& model) {

@@ -89,12 +89,15 @@ std::string nccl_failure(const std::string& group) {
   return error == c10d::ErrorType::TIMEOUT ? "a collective took longer than the timeout" : "NCCL lost another rank";
 }
 
-void connect_nccl(const std::set<std::string>& groups) {
+void connect_nccl(const std::set<std::string>& groups, const std::string& exchanging_group) {
   for (const auto& name : groups) {
     if (!nccl_of(name)) continue;
     const auto group = resolve_group(name);
-    const auto sent = at::zeros({1}, at::TensorOptions(at::kByte).device(at::kCUDA));
-    all_gather(*group, at::empty({group->getSize()}, sent.options()), sent)->wait();
+    const auto sent = at::zeros({group->getSize()}, at::TensorOptions(at::kByte).device(at::kCUDA));
+    const auto received = at::empty_like(sent);
+    all_gather(*group, received, sent.narrow(0, 0, 1))->wait();
+    const std::vector<int64_t> splits(group->getSize(), 1);
+    if (name == exchanging_group) all_to_all(*group, received, sent, splits, splits)->wait();
   }
 }
 

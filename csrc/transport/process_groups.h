@@ -36,9 +36,10 @@ void fail_together(const std::string& group, c10::Device device, const std::func
 // closed or has no NCCL.
 std::string nccl_failure(const std::string& group);
 
-// Makes NCCL's communicator of each group now, on all its ranks together. Making one waits for the other ranks on the
-// host, for which NCCL has no timeout and from which nothing but the end of the process wakes it.
-void connect_nccl(const std::set<std::string>& groups);
+// Makes NCCL's communicator of each of `groups` now, on all its ranks together, and those connections of
+// `exchanging_group` that its first all-to-all would make; empty: of none. Making either waits for the other ranks on
+// the host. NCCL has no timeout for that, and torch's watchdog sees the collective only afterwards.
+void connect_nccl(const std::set<std::string>& groups, const std::string& exchanging_group);
 
 // Ends NCCL's collectives of all these groups on this rank, with wrong results: a host that waits for a device that
 // waits for another rank goes on. None can be started afterwards. Waits until no collective is being started: NCCL may
