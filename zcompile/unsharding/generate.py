@@ -27,7 +27,6 @@ from zcompile.state.forward_scope import announces, announcing
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.unsharding.unshard import sharded_parameters_in
 
-gather_start = torch.ops.zcompile.gather_start.default
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
 
@@ -168,12 +167,9 @@ class Generation:
         sharded = list(self.state.parameters.values())
         for indices, dtype in recording:
             each = [sharded[i] for i in indices]
-            if len(each) == 1:
-                started = [gather_start(each[0].leaf, list(each[0].shape), dtype)]
-            else:
-                sizes = [size for one in each for size in one.shape]
-                started = gather_group_start([one.leaf for one in each], sizes, [len(one.shape) for one in each], dtype)
-            for tensor in started:
+            sizes = [size for one in each for size in one.shape]
+            leaves, dims = [one.leaf for one in each], [len(one.shape) for one in each]
+            for tensor in gather_group_start(leaves, sizes, dims, dtype):
                 gather_wait(tensor)
 
 
