@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils.checkpoint import checkpoint
@@ -200,6 +201,23 @@ def test_gradients_of_several_domains_accumulate(rank, world, inner):
     same_grads(model, reference)
 
 
+@on_ranks(4)
+def test_meshes_may_be_slices_of_equal_ones(rank, world):
+    """Torch gives DTensors the first of equal meshes, so that their mesh and the one of `shard` have other roots."""
+    first = mesh_of("cpu", dp=2, tp=2)
+    spread_dense(Dense(), first["tp"], sequence=False)
+    second = mesh_of("cpu", replicate=2, dp=1, tp=2)
+    torch.manual_seed(0)
+    reference = Dense()
+    torch.manual_seed(0)
+    spread = spread_dense(Dense(), second["tp"], sequence=False)
+    assert spread.blocks[0].feed.up.weight.device_mesh._get_root_mesh() != second
+    model = zcompile.shard(spread, second["replicate", "dp"])
+    token_loss(model, 0, rank // 2).backward()
+    (sum(token_loss(reference, 0, data_rank) for data_rank in range(2)) / 2).backward()
+    same_grads(model, reference)
+
+
 def refuses(text, model, *args, error=Exception, **how):
     with pytest.raises(error, match=text):
         zcompile.shard(model, *args, **how)
@@ -212,8 +230,8 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world):
     refuses("'blocks.0.attention.q.weight' .* is a DTensor over .*'tp'.*Pass zcompile.shard a mesh", spread)
     refuses("is a DTensor over .*'tp'.* already, which overlaps", spread, mesh["tp"])
     refuses("is a DTensor over .*already, which overlaps", fully_shard(Dense(), mesh=mesh["dp"]), mesh["dp"])
-    other = mesh_of("cpu", dp=2, tp=2, pp=1)
-    refuses("has another root", spread, other["dp"])
+    other = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("dp", "tp"))
+    refuses("'tp'.*, a slice of a mesh with other ranks than that of .*'dp'", spread, other["dp"])
     uneven = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.ndim == 2 else None}
     refuses("'weight' .* dimension 1 does not divide by 4 ranks", nn.Linear(6, 4), **uneven)
     refuses("no dimension 3", nn.Linear(6, 4), shard_placement_fn=lambda parameter: Shard(3))

@@ -198,9 +198,10 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
             f"{where} is a DTensor over {inner.mesh_dim_names}. Pass zcompile.shard a mesh of the same root that has "
             "named dimensions, such as mesh=world_mesh['dp']."
         )
-    if mesh._get_root_mesh() != inner._get_root_mesh():
+    # Not the root: of equal meshes, torch gives a DTensor the one that was made first.
+    if mesh._flatten_rank_map != inner._flatten_rank_map:
         return RuntimeError(
-            f"{where} is a DTensor over {inner.mesh_dim_names}, whose mesh has another root than the mesh "
+            f"{where} is a DTensor over {inner.mesh_dim_names}, a slice of a mesh with other ranks than that of "
             f"{mesh.mesh_dim_names}. Slice both from one init_device_mesh."
         )
     if len(placements) > MOST_INNER:
