@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -15,30 +16,15 @@ namespace zcompile {
 
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-template <typename Ptr>
-struct NodeTraits;
-
+// An autograd node of class `T`.
 template <typename T>
-struct NodeTraits<std::shared_ptr<T>> {
-  using Weak = std::weak_ptr<T>;
-  template <typename Derived>
-  static std::shared_ptr<Derived> make() {
-    return std::make_shared<Derived>();
+NodePtr make_node() {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
+    return std::make_shared<T>();
+  } else {
+    return c10::make_intrusive<T>();
   }
-  static Weak weak(const std::shared_ptr<T>& node) { return node; }
-};
-
-template <typename T>
-struct NodeTraits<c10::intrusive_ptr<T>> {
-  using Weak = c10::weak_intrusive_ptr<T>;
-  template <typename Derived>
-  static c10::intrusive_ptr<Derived> make() {
-    return c10::make_intrusive<Derived>();
-  }
-  static Weak weak(const c10::intrusive_ptr<T>& node) { return Weak(node); }
-};
-
-using WeakNode = NodeTraits<NodePtr>::Weak;
+}
 
 // `received` gets every rank's `sent`, in rank order.
 template <typename Group>

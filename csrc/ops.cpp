@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <mutex>
 
 #include "runtime/gather_reduce.h"
 #include "runtime/model.h"
@@ -255,15 +254,12 @@ at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*
 // --- autograd -------------------------------------------------------------------------------------------------------
 
 // The backward of gather. It remembers the shard only to name the param, so it saves no variable and checks no
-// version: an optimizer step between forward and backward does not matter to it. Of a real shard it has the memory and
-// not the leaf, which its next edge has: a node may outlive its graph, for as long as somebody refers to it weakly.
+// version: an optimizer step between forward and backward does not matter to it.
 struct ReduceBackward : public torch::autograd::Node {
   at::Tensor shard;
   int64_t domain = 0;
 
-  // The highest number, as of the nodes that accumulate: the engine takes it as soon as its gradients are there. With
-  // the number of the first gather, it would wait for all that was recorded since, and a node may be shared by the
-  // graphs of several steps.
+  // The highest number, as of the nodes that accumulate: the engine takes it as soon as its gradients are there.
   ReduceBackward() : Node(std::numeric_limits<uint64_t>::max()) {}
 
   std::string name() const override { return "ReduceBackward"; }
@@ -282,38 +278,9 @@ struct ReduceBackward : public torch::autograd::Node {
   }
 };
 
-// `memory`: the shard, or what has its memory.
-NodePtr make_backward(const at::Tensor& shard, const at::Tensor& memory, int64_t domain) {
-  auto node = NodeTraits<NodePtr>::make<ReduceBackward>();
-  node->shard = memory;
-  node->domain = domain;
-  node->set_next_edges(torch::autograd::collect_next_edges(shard));
-  return node;
-}
-
 bool is_real(const at::Tensor& tensor) {
   const auto keys = tensor.unsafeGetTensorImpl()->key_set();
   return !keys.has(c10::DispatchKey::Python) && !keys.has(c10::DispatchKey::Functionalize) && !tensor.is_meta();
-}
-
-// [Note: one reduce per parameter]
-// A parameter that is read twice must be reduced once, after its gradients were summed: twice the bytes otherwise, and
-// another rounding than in the compiled graph. In eager, all gathers of a parameter that are alive share one backward
-// node; autograd sums what flows into it before it runs. Graphs of earlier steps that somebody holds take part in that,
-// and change nothing: what flows in is counted per backward.
-void attach_shared_backward(ParamState& param, const at::Tensor& shard, const at::Tensor& unsharded) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  const auto shared = param.backward.find(unsharded.scalar_type());
-  if (shared != param.backward.end()) {
-    if (auto node = shared->second.lock()) {
-      torch::autograd::impl::set_gradient_edge(unsharded, {std::move(node), 0});
-      return;
-    }
-  }
-  auto node = make_backward(shard, param.shard, param.model->domain());
-  torch::autograd::set_history(unsharded, node);
-  param.backward.insert_or_assign(unsharded.scalar_type(), NodeTraits<NodePtr>::weak(node));
 }
 
 // Lets the gradient of `unsharded`, which was gathered from `shard`, be reduced, and writes to `unsharded` be seen.
@@ -323,11 +290,12 @@ void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool different
     param->unsharded_versions.push_back(unsharded.unsafeGetTensorImpl()->version_counter());
   }
   if (!differentiable) return;
-  if (param) {
-    attach_shared_backward(*param, shard, unsharded);
-  } else {
-    torch::autograd::set_history(unsharded, make_backward(shard, shard, domain));
-  }
+  auto node = make_node<ReduceBackward>();
+  auto& reduce = static_cast<ReduceBackward&>(*node);
+  reduce.shard = shard;
+  reduce.domain = domain;
+  node->set_next_edges(torch::autograd::collect_next_edges(shard));
+  torch::autograd::set_history(unsharded, std::move(node));
 }
 
 // The layers of torch.func's transforms. A gathered parameter is a constant to them; they would wrap the shard, whose

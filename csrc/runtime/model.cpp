@@ -44,7 +44,6 @@ void Model::replace(int64_t index, const at::Tensor& leaf) {
   Registry::instance().remove(&param);
   param.leaf = weak_of(leaf);
   param.shard = leaf.detach();
-  param.backward.clear();
   param.unsharded_versions.clear();
   cache_.drop(param);
   param.accumulation.clear();

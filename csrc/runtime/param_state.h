@@ -37,9 +37,7 @@ struct ParamState : ShardedParam {
   std::weak_ptr<Model> owner;  // the same; see [Note: who owns a model]
   WeakTensor leaf = weak_of({});
 
-  // Eager only; see [Note: one reduce per parameter] and [Note: writes to an unsharded parameter are lost] in ops.cpp.
-  std::map<at::ScalarType, WeakNode> backward;
-  std::vector<c10::VariableVersion> unsharded_versions;
+  std::vector<c10::VariableVersion> unsharded_versions;  // see [Note: writes to an unsharded parameter are lost]
 
   uint64_t forward_version = 0;  // of the main parameter, when a forward gathered it last
 

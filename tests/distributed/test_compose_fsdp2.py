@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import zcompile
+from tests.support.blocks import shard_in_blocks
 from tests.support.parallel import (
     Dense,
     Experts,
@@ -31,7 +32,7 @@ def dense(kind, dp, tp, policy=FP32):
     torch.manual_seed(0)
     model = spread_dense(Dense(), mesh["tp"], sequence=False)
     if kind == "zcompile":
-        return zcompile.shard(model, mesh["dp"], param_dtype=policy.param_dtype)
+        return shard_in_blocks(model, mesh["dp"], param_dtype=policy.param_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
     return fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
@@ -48,7 +49,7 @@ def mixture(kind, efsdp, ep, shard=ROWS, policy=FP32):
     if kind == "zcompile":
         placement = expert_placement(model, mesh["efsdp"], shard)
         dtype = policy.param_dtype
-        return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement, param_dtype=dtype)
+        return shard_in_blocks(model, mesh._flatten("dp"), shard_placement_fn=placement, param_dtype=dtype)
     for experts in (each for each in model.modules() if isinstance(each, Experts)):
         fully_shard(experts, mesh=mesh["efsdp"], shard_placement_fn=lambda parameter: shard, mp_policy=policy)
         for parameter in experts.parameters():  # a mean over fewer ranks, and over gloo FSDP2 takes no other divisor
@@ -100,6 +101,49 @@ def test_placements_shards_and_steps_are_those_of_fsdp2(ranks, make, sizes):
 @on_ranks(4)
 def test_steps_in_bf16_are_those_of_fsdp2(rank, world, make):
     rank_is_beside_fsdp2(rank, world, 1e-2, make, 2, 2, policy=BF16)
+
+
+def kinds_in_forward(model, parents):
+    """Of each parameter of the modules `parents`, in the order in which their forwards begin: what a forward sees."""
+    seen = []
+
+    def look(module, *_):
+        for name, parameter in module.named_parameters(recurse=False):
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            kind = isinstance(parameter, nn.Parameter), parameter.is_leaf, parameter.requires_grad
+            seen.append((name, placements, tuple(parameter.shape), *kind))
+
+    hooks = [module.register_forward_pre_hook(look) for module in model.modules() if isinstance(module, parents)]
+    token_loss(model, 0, model.data_rank).backward()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("make", [dense, mixture])
+@on_ranks(4)
+def test_forwards_see_the_parameters_that_fsdp2_shows_them(rank, world, make):
+    ours, theirs = (make(kind, 2, 2) for kind in ("zcompile", "fsdp2"))
+    for model in (ours, theirs):
+        model.data_rank = rank // 2 if make is dense else rank
+        next(model.parameters()).requires_grad_(False)
+    seen = kinds_in_forward(ours, (nn.Linear, nn.LayerNorm))
+    assert seen == kinds_in_forward(theirs, (nn.Linear, nn.LayerNorm)) and len(seen) > 10
+    assert any(placements for _, placements, *_ in seen) == (make is dense)
+
+
+@on_ranks(4)
+def test_a_write_to_a_parameter_of_tensor_parallelism_is_refused(rank, world):
+    model = dense("zcompile", 2, 2)
+    up = model.blocks[0].feed.up
+
+    @torch.no_grad()
+    def write(*_):
+        up.weight.mul_(2)
+
+    up.register_forward_pre_hook(write)
+    with pytest.raises(RuntimeError, match=rf"'blocks.0.feed.up.weight' was modified in place .* on rank {rank}"):
+        token_loss(model, 0, rank // 2)
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -33,7 +33,6 @@ PYTHON_LAYERS = (
     ("zcompile.state", "zcompile.ranks.host_barrier"),
     (
         "zcompile.sharding.class_swap",
-        "zcompile.sharding.parameter_table",
         "zcompile.sharding.substituted_parameters",
         "zcompile.sharding.traced_reads",
     ),

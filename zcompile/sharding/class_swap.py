@@ -1,10 +1,11 @@
-"""Modules of a sharded model get a class of their own, with one property per parameter, which gathers it.
+"""Modules of a sharded model get a class of their own, with one property per parameter.
 
 Other members come from contributors: generation, recurrent layers, PEFT, units. This file does not know them.
 
 Dynamo traces the property like any Python code, so a compiled graph has one gather where the module reads a parameter.
-In eager it gathers inside of forwards; outside of them it returns the DTensor. So calls of all modules must be noticed,
-and modules without parameters get a class of their own, too; see [Note: inside of a forward] in forward_scope.py.
+In eager code it returns the unsharded parameter inside of forwards, whose block is opened if no call has done so;
+outside of them it returns the DTensor. So calls of all modules must be noticed, and modules without parameters get a
+class of their own, too; see [Note: inside of a forward] in forward_scope.py.
 """
 
 import copyreg
@@ -15,10 +16,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zcompile.graph.ops import GATHER as gather
 from zcompile.options import TRAINABLE
-from zcompile.sharding.parameter_table import call_with_table, is_own_shard, looks_into_table
 from zcompile.sharding.substituted_parameters import layout_of, read_given
 from zcompile.sharding.traced_reads import Others, given_in_trace, open_for_read, traced_members
 from zcompile.state.attributes import (
@@ -32,7 +33,6 @@ from zcompile.state.attributes import (
     SHARDED,
     STATE,
     TABLE,
-    TABLE_IS_READ,
     UNIT,
     UNITS_BELOW,
 )
@@ -45,8 +45,6 @@ Around = Callable[[Any, Any, Any, Any], Any]  # (call, module, args, kwargs) -> 
 Layouts = tuple[tuple[str, Layout], ...]  # name and layout of each parameter of a module
 Casts = tuple[torch.dtype | None, torch.dtype | None]  # of inputs and of outputs; None: as they come
 
-_LEAF = object()
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -55,13 +53,11 @@ class Kind:
     layouts: Layouts
     casts: Casts = (None, None)
     single_rank: bool = False  # nothing is sharded, so that a read only casts
-    opened: tuple[str, ...] = ()  # names of parameters that a unit gathers together
     in_unit: bool = False  # also of a module without parameters
     is_unit: bool = False
     is_block: bool = False
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
-    looks: bool = False  # see [Note: modules that look into their parameters]
     others: Others = ()
     of_torch: bool = False  # torch.compile would wrap its call; see `_own_forward`
 
@@ -122,12 +118,12 @@ def install_readers(
         own = module.__dict__
         own[STATE] = units if module in in_units else state
         unit = own.get(IN_UNIT)
-        opened = tuple(name for name in attributes if unit is not None and unit.has(own[SHARDED + name]))
         is_root = module is model and units is not None
         layouts = tuple(attributes.items())
         is_unit, has_units = UNIT in own, UNITS_BELOW in own
-        looks = looks_into_table(module, list(attributes))
-        state.forward_checks.eager_without_grad |= looks
+        if getattr(module, "_is_hooked", False):  # set by transformers
+            has_inner = any(layout.inner is not None for layout in attributes.values())
+            state.forward_checks.eager_without_grad |= has_inner
         in_unit, is_block = unit is not None and not unit.is_root, BLOCK in own
         of_torch = str(type(module).forward.__module__).startswith("torch.")
         table = own["_parameters"].items() if attributes else ()
@@ -136,13 +132,11 @@ def install_readers(
             layouts,
             casts.get(module, (None, None)),
             single_rank,
-            opened,
             in_unit=in_unit,
             is_unit=is_unit,
             is_block=is_block,
             has_units=has_units,
             is_root=is_root,
-            looks=looks,
             others=others,
             of_torch=of_torch,
         )
@@ -249,19 +243,17 @@ def _sharded_class(base: type, kind: Kind) -> type:
     Cached: equal blocks have one class, and so share compiled code.
     """
     layouts = kind.layouts
-    make = _casting_reader if kind.single_rank else _gathering_reader
-    readers = {name: make(name, layout) for name, layout in layouts}
-    readers |= {name: _unit_reader(readers[name], name) for name in kind.opened}
-    namespace: dict[str, Any] = {name: property(read, _refuse_assignment(name)) for name, read in readers.items()}
-    if kind.opened:
-        namespace[IS_OPEN] = False
+    namespace: dict[str, Any] = {
+        name: property(_reader(name, layout, kind.single_rank), _refuse_assignment(name)) for name, layout in layouts
+    }
     if layouts:
+        namespace[IS_OPEN] = False
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__delattr__": _delattr}
         namespace["_save_to_state_dict"] = _save_to_state_dict
     namespace |= traced_members(base, bool(layouts), kind.others)
     if kind.of_torch:
         namespace["forward"] = _own_forward(base)
-    around: Around | None = call_with_table if kind.looks else None
+    around: Around | None = None
     for contributor in contributors_of(base, kind):
         namespace |= contributor.members(base, kind)
         around = _inside(around, contributor.around)
@@ -315,68 +307,48 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     return _sharded_class, vars(made)[RECIPE]
 
 
-def _casting_reader(name: str, layout: Layout) -> Callable[[Any], torch.Tensor]:
-    """Reads a leaf that is the unsharded parameter already."""
-    leaf_name, dtype = LEAF + name, layout.dtype
+def _reader(name: str, layout: Layout, single_rank: bool) -> Callable[[Any], torch.Tensor]:
+    """Reads a parameter of `layout`. In eager code, that is the unsharded one if the module's block is open.
+
+    Args:
+        single_rank: the leaf is the unsharded parameter already.
+    """
+    leaf_name, shape, is_plain, dtype = LEAF + name, list(layout.shape), layout.is_plain, layout.dtype
+    domain = (layout.domain,) if layout.domain else ()
 
     def read(self: Any) -> torch.Tensor:
-        leaf: torch.Tensor = getattr(self, leaf_name)
         if torch.compiler.is_compiling():
             if (given := given_in_trace(self, name, dtype)) is not None:
                 return given
-        elif (other := _read_otherwise(self, name, leaf)) is not _LEAF:
-            return cast(torch.Tensor, other)
-        return leaf if dtype is None else as_parameter(leaf.to(dtype))
-
-    return never_compiled_alone(read)
-
-
-@never_compiled_alone
-def _read_otherwise(module: Any, name: str, leaf: torch.Tensor) -> object:
-    """What an eager read of `module.name` gives if it is not what `leaf` leads to; else `_LEAF`, and that is ready."""
-    parameter = module._parameters[name]
-    if not is_in_forward():
-        return parameter
-    sharded: ShardedParameter = module.__dict__[SHARDED + name]
-    if parameter is not sharded.parameter:
-        if TABLE_IS_READ in module.__dict__:
-            return parameter
-        return _LEAF if is_own_shard(sharded, parameter) else read_given(module, name)
-    if leaf.requires_grad is not parameter.requires_grad:
-        leaf.requires_grad_(parameter.requires_grad)
-    return _LEAF
-
-
-def _gathering_reader(name: str, layout: Layout) -> Callable[[Any], torch.Tensor]:
-    """Reads a leaf that is a shard of a parameter of `layout`."""
-    leaf_name, shape, is_plain = LEAF + name, list(layout.shape), layout.is_plain
-    domain, dtype = (layout.domain,) if layout.domain else (), layout.dtype
-
-    def read(self: Any) -> torch.Tensor:
+            if getattr(self, IS_OPEN):
+                return cast(torch.Tensor, getattr(self, TABLE)[name])
+        elif (found := _read_eagerly(self, name)) is not None:
+            return found
         leaf = getattr(self, leaf_name)
-        if torch.compiler.is_compiling():
-            if (given := given_in_trace(self, name, dtype)) is not None:
-                return given
-        elif (other := _read_otherwise(self, name, leaf)) is not _LEAF:
-            return cast(torch.Tensor, other)
+        if single_rank:
+            return cast(torch.Tensor, leaf if dtype is None else as_parameter(leaf.to(dtype)))
         gathered: torch.Tensor = gather(leaf, shape, leaf.dtype if dtype is None else dtype, *domain)
         return as_parameter(gathered if is_plain else layout.as_read(gathered))
 
     return never_compiled_alone(read)
 
 
-def _unit_reader(read_alone: Callable[[Any], torch.Tensor], name: str) -> Callable[[Any], torch.Tensor]:
-    """Reads a parameter of a unit: what is in the table, while the unit is open."""
+@never_compiled_alone
+def _read_eagerly(module: Any, name: str) -> torch.Tensor | None:
+    """The parameter `name` for eager code; None if it must be gathered alone.
 
-    def read(self: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            if not getattr(self, IS_OPEN) or given_in_trace(self, name) is not None:
-                return read_alone(self)
-        elif not getattr(self, IS_OPEN) and not open_for_read(self):
-            return read_alone(self)
-        return cast(torch.Tensor, getattr(self, TABLE)[name])
-
-    return never_compiled_alone(read)
+    That is so inside of a forward if no block can be opened: the parameter is read outside of its unit's call, or
+    `zcompile.unshard` has others of its block.
+    """
+    table: dict[str, Any] = module.__dict__[TABLE]
+    found = table[name]
+    if not is_in_forward():
+        return cast(torch.Tensor, found)
+    sharded: ShardedParameter = module.__dict__[SHARDED + name]
+    if found is not sharded.parameter:
+        is_unsharded = found is sharded.unsharded or (getattr(module, IS_OPEN) and not isinstance(found, DTensor))
+        return found if is_unsharded else read_given(module, name)
+    return cast(torch.Tensor, table[name]) if open_for_read(module) else None
 
 
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:

@@ -12,7 +12,9 @@ class ForwardChecks:
     Attributes:
         unreduced: parameters that train without being reduced; None on one rank, where no gradient is reduced.
         experts: the modules of Hugging Face that could compute their experts in another way.
-        eager_without_grad: see [Note: modules that look into their parameters].
+        eager_without_grad: a plan of transformers has exchanged the forward of linear layers, for kernels that know no
+            DTensors. Without gradients, the new one reads local tensors of `module._parameters`, which has unsharded
+            parameters in eager code alone.
     """
 
     unreduced: UnreducedParameters | None = None

@@ -37,6 +37,7 @@ def never_compiled_alone(function: Any) -> Any:
 
 class _Thread(threading.local):
     forwards = 0  # that this thread is in
+    is_eager = False  # inside of `call_eagerly`
     looks_again = False  # whether the next call of a module looks for parameters that others replace
     announced_depth = -1  # where this many are, `announce` is called with each module that begins another one
     announce: Callable[[Any], None]
@@ -77,6 +78,8 @@ def announcing(announce: Callable[[Any], None]) -> Iterator[None]:
 @never_compiled_alone
 def is_compiled_call(module: Any) -> bool:
     """Whether a call of `module` here is compiled, or Dynamo may compile what it calls."""
+    if _thread.is_eager:
+        return False
     callback: Any = get_eval_frame_callback()
     return module._compiled_call_impl is not None or (callback is not None and callback is not False)
 
@@ -115,12 +118,13 @@ def counting_call(
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return traced_call(self, *args, **kwargs) if around is None else around(traced_call, self, args, kwargs)
-        if not is_root and _thread.forwards == _thread.announced_depth:
-            _thread.announce(self)
-        enters = _thread.forwards == 0 or _thread.looks_again or self._compiled_call_impl is not None
-        _thread.looks_again = False
-        if enters and _enter(self.__dict__[STATE]):
-            return call_eagerly(base.__call__, (self, *args), kwargs)
+        if not _thread.is_eager:
+            if not is_root and _thread.forwards == _thread.announced_depth:
+                _thread.announce(self)
+            enters = _thread.forwards == 0 or _thread.looks_again or self._compiled_call_impl is not None
+            _thread.looks_again = False
+            if enters and _enter(self.__dict__[STATE]):
+                return call_eagerly(__call__, (self, *args), kwargs)
         call_outermost = self.__dict__[STATE].call_outermost if _thread.forwards == 0 else None
         _thread.forwards += 1
         try:
@@ -176,13 +180,13 @@ def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable
 def call_eagerly(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`call(*args, **kwargs)`, as in a forward and without compiled code."""
-    _thread.forwards += 1
+    """`call(*args, **kwargs)` without compiled code."""
+    was_eager, _thread.is_eager = _thread.is_eager, True
     try:
         with torch.compiler.set_stance("force_eager"):
             return call(*args, **kwargs)
     finally:
-        _thread.forwards -= 1
+        _thread.is_eager = was_eager
 
 
 def _without_module(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,10 +220,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return method(*args, **kwargs) if around is None else around(call, module, args, kwargs)
-        if _thread.forwards == _thread.announced_depth:
-            _thread.announce(module)
-        if _enter(*states):
-            return call_eagerly(method, args, kwargs)
+        if not _thread.is_eager:
+            if _thread.forwards == _thread.announced_depth:
+                _thread.announce(module)
+            if _enter(*states):
+                return call_eagerly(counted, args, kwargs)
         state = module.__dict__.get(STATE)
         call_outermost = state.call_outermost if state is not None and _thread.forwards == 0 else None
         _thread.forwards += 1

@@ -13,7 +13,7 @@ is this rank's part of it. Modules read a DTensor over the inner meshes again.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -114,15 +114,31 @@ class Layout:
         return self.dim == 0 and self.inner is None
 
     def as_read(self, gathered: torch.Tensor) -> torch.Tensor:
-        """What modules read of what was gathered. Traced by Dynamo."""
-        if self.dim > 0:
-            gathered = gathered.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
-        if self.inner is None:
-            return gathered
+        """The parameter that modules read, made of what was gathered. Traced by Dynamo."""
+        return self.as_parameter(self.as_part(gathered))
+
+    def as_part(self, gathered: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter, made of what was gathered."""
+        return gathered.movedim(0, self.dim).flatten(self.dim, self.dim + 1) if self.dim > 0 else gathered
+
+    def as_parameter(self, part: torch.Tensor) -> torch.Tensor:
+        """The parameter of which this rank has `part`."""
         inner = self.inner
+        if inner is None:
+            return part
         return DTensor.from_local(
-            gathered, inner.mesh, inner.placements, run_check=False, shape=inner.shape, stride=inner.stride
+            part, inner.mesh, inner.placements, run_check=False, shape=inner.shape, stride=inner.stride
         )
+
+    def gathered_grad(self, grad: Any, world: int) -> torch.Tensor:
+        """`grad`, a gradient of `as_read(gathered)`, as the gradient of `gathered`, which `world` ranks share."""
+        if self.inner is not None:
+            if grad.placements != self.inner.placements:  # as the backward of `DTensor.from_local` does
+                grad = grad.redistribute(placements=self.inner.placements)
+            grad = grad.to_local()
+        if self.dim > 0:
+            grad = grad.unflatten(self.dim, (world, -1)).movedim(self.dim, 0).contiguous()
+        return cast(torch.Tensor, grad)
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:

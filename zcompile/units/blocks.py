@@ -38,18 +38,17 @@ MIN_BLOCK_BYTES = 1 << 20
 def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
     """Let the modules of `model`, whose shards are those of `state`, be blocks. Its units are known.
 
-    Parameters with another layout than that of a plain tensor are in no block: each is gathered when it is read. A
-    module has one block: if two blocks share a parameter, all parameters of its modules are in the root block.
+    A module has one block: if two blocks share a parameter, all parameters of its modules are in the root block.
     """
     units = {module for module in model.modules() if UNIT in module.__dict__}
     blocks = repeated_modules(model, units, MIN_BLOCK_BYTES)
     block_of: dict[nn.Module, nn.Module | None] = {below: block for block in blocks for below in block.modules()}
     members: dict[nn.Module | None, list[Any]] = {None: []} | {block: [] for block in blocks}
-    plain = [each for each in state.parameters.values() if each.layout.is_plain and not each.layout.domain]
-    owners = [{module for module, _ in sharded.owners} for sharded in plain]
+    of_blocks = [each for domain in (state, *state.others) for each in domain.parameters.values()]
+    owners = [{module for module, _ in sharded.owners} for sharded in of_blocks]
     while shared := [each for each in owners if len({block_of.get(module) for module in each}) > 1]:
         block_of |= dict.fromkeys(set().union(*shared))  # which may tear apart what these modules share with others
-    for sharded in plain:
+    for sharded in of_blocks:
         members[block_of.get(sharded.owners[0][0])].append(sharded)
     names = {module: name for name, module in model.named_modules()}
     made: list[Unit] = []
@@ -182,7 +181,7 @@ def _connect(call: _BlockCall, result: Any) -> Any:
     for i, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
             continue
-        if value.layout == torch.strided and value.untyped_storage()._cdata in call.unit.storages:
+        if call.unit.has_memory_of(value):
             values[i] = value = value.clone()  # a parameter itself, or a view of it, would lose its memory
             is_changed = True
         if value.requires_grad:

@@ -149,7 +149,7 @@ def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> An
         return result
     tensors = [values[i] for i in needed]
     # A parameter itself, or a view of it, would lose its memory.
-    tensors = [each.clone() if each.untyped_storage()._cdata in call.unit.storages else each for each in tensors]
+    tensors = [each.clone() if call.unit.has_memory_of(each) else each for each in tensors]
     for i, tensor in zip(needed, _Exit.apply(call, entry, *tensors), strict=True):
         values[i] = tensor
     return tree_unflatten(values, structure)

@@ -28,7 +28,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
+from zcompile import _C
 from zcompile._C import free_memory, wait_for_gathers, wait_for_reduces
 from zcompile.state.attributes import IS_OPEN, UNIT
 from zcompile.state.sharded_model import ShardedModel
@@ -42,12 +44,23 @@ reduce_group_start = torch.ops.zcompile.reduce_group_start.default
 
 
 class _Group(NamedTuple):
-    """Parameters that are gathered in one transfer: those of one dtype."""
+    """Parameters that are gathered in one transfer: those of one domain and dtype."""
 
+    domain: int
     dtype: torch.dtype
     positions: list[int]  # in Unit.sharded
     sizes: list[int]
     dims: list[int]
+
+
+class _Domain(NamedTuple):
+    """Parameters whose gradients are reduced in one transfer: those of one domain; see placement.py."""
+
+    number: int
+    runtime: _C.Model
+    world: int  # ranks that share the shards
+    positions: list[int]  # in Unit.sharded
+    use: torch.Tensor  # a shard for the flags that say which parameters ranks used; its values say nothing
 
 
 class Unit:
@@ -79,11 +92,11 @@ class Unit:
         self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward is to come
         self.is_split = False  # kept, and had a backward of inputs alone: gradients stay here until the block ends
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
+        self.parts: list[torch.Tensor] = []  # what this rank has of them: of a DTensor its local tensor
         self.storages: frozenset[int] = frozenset()  # of `unsharded`
         self.has_grads = False  # some of `unsharded` do
         device = sharded[0].leaf.device
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # lets autograd record where a forward begins
-        self.world: int = state.groups.world
         self._take(sharded)
 
     @property
@@ -96,7 +109,6 @@ class Unit:
     def _take(self, sharded: Sequence[ShardedParameter]) -> None:
         """Have the parameters `sharded`."""
         self.sharded = list(sharded)
-        self.names = {each.name for each in self.sharded}
         # Of each module that reads some of `sharded`: its `_parameters`, and the positions of these by their names.
         tables: dict[nn.Module, dict[str, int]] = {}
         for i, each in enumerate(self.sharded):
@@ -109,17 +121,9 @@ class Unit:
         self.groups: list[_Group] = []
         self.nbytes = 0
         self.follow_dtypes(self.leaves())
-        count = len(self.sharded)
-        self.use = torch.zeros(count, device=self.anchor.device)  # the shard of [world * count]; its values say nothing
-        self.use_index = self.state.runtime.add(
-            name=f"{self.name}: which parameters were used",
-            shard=self.use,
-            shape=[self.world * count],
-            chunk=count,
-            replicated=False,
-            reduce_dtype=None,
-            is_counted=False,
-        )
+        self.has_cut_columns = any(each.layout.dim > 0 for each in self.sharded)
+        numbers = [each.layout.domain for each in self.sharded]
+        self.domains = [self._domain([i for i, each in enumerate(numbers) if each == n]) for n in sorted(set(numbers))]
 
     def follow_parameters(self) -> None:
         """Close with the DTensors that users see now: `load_state_dict(assign=True)` exchanges them."""
@@ -135,6 +139,7 @@ class Unit:
         if not all(alive):
             self.order.drop_of_ahead(self, [not each for each in alive])
             self.unsharded = list(itertools.compress(self.unsharded, alive))
+            self.parts = list(itertools.compress(self.parts, alive))
             self._take(list(itertools.compress(self.sharded, alive)))
             self.opened = self._by_name(self.unsharded) if self.unsharded else []
 
@@ -143,17 +148,31 @@ class Unit:
         dtypes = [each.layout.dtype or leaf.dtype for each, leaf in zip(self.sharded, leaves, strict=True)]
         if dtypes != self.dtypes:
             self.dtypes = dtypes
-            self.groups = [self._group(dtype) for dtype in dict.fromkeys(dtypes)]
+            kinds = [(each.layout.domain, dtype) for each, dtype in zip(self.sharded, dtypes)]
+            self.groups = [
+                self._group(*kind, [i for i, each in enumerate(kinds) if each == kind]) for kind in dict.fromkeys(kinds)
+            ]
             self.nbytes = sum(math.prod(each.shape) * dtype.itemsize for each, dtype in zip(self.sharded, dtypes))
 
-    def _group(self, dtype: torch.dtype) -> _Group:
-        positions = [i for i, each in enumerate(self.dtypes) if each == dtype]
+    def _group(self, domain: int, dtype: torch.dtype, positions: list[int]) -> _Group:
         shapes = [self.sharded[i].shape for i in positions]
-        return _Group(dtype, positions, [size for shape in shapes for size in shape], [len(shape) for shape in shapes])
+        sizes = [size for shape in shapes for size in shape]
+        return _Group(domain, dtype, positions, sizes, [len(shape) for shape in shapes])
 
-    def has(self, sharded: ShardedParameter) -> bool:
-        """Whether `sharded` is one of its parameters."""
-        return sharded.name in self.names
+    def _domain(self, positions: list[int]) -> _Domain:
+        """The domain of the parameters at `positions`, whose runtime gets a parameter more: the flags of use."""
+        model, count = self.sharded[positions[0]].state, len(self.sharded)
+        use = torch.zeros(count, device=self.anchor.device)
+        model.runtime.add(
+            name=f"{self.name}: which parameters were used",
+            shard=use,
+            shape=[model.groups.world * count],
+            chunk=count,
+            replicated=False,
+            reduce_dtype=None,
+            is_counted=False,
+        )
+        return _Domain(model.domain, model.runtime, model.groups.world, positions, use)
 
     def leaves(self) -> list[torch.Tensor]:
         """The shards, in the order of `sharded`."""
@@ -186,6 +205,11 @@ class Unit:
         """The `UnitOrder` that it is in."""
         return self.state.block_order if self.is_block else self.state.unit_order
 
+    def has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is an unsharded parameter, or a view of one, which loses its memory with the unit."""
+        part: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        return part.layout == torch.strided and part.untyped_storage()._cdata in self.storages
+
     def trains(self) -> bool:
         """Whether some of its parameters need gradients."""
         return any(each.parameter.requires_grad for each in self.sharded)
@@ -202,14 +226,18 @@ class Unit:
 
     def open(self, gathered: Sequence[torch.Tensor]) -> None:
         """Let the modules have unsharded parameters, whose memory is that of `gathered`."""
+        if self.has_cut_columns:
+            with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
+                gathered = [each.layout.as_part(gathered[i]) for i, each in enumerate(self.sharded)]
         if [each.dtype for each in self.unsharded] != self.dtypes:
-            with torch.inference_mode(False), torch._C._DisableFuncTorch():
-                self.unsharded = [self._make_unsharded(*each) for each in zip(self.sharded, gathered, strict=True)]
-            self.storages = frozenset(each.untyped_storage()._cdata for each in self.unsharded)
+            with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
+                self.parts = [torch.empty_like(each) for each in gathered]
+                self.unsharded = [self._make_unsharded(*each) for each in zip(self.sharded, self.parts, strict=True)]
+            self.storages = frozenset(each.untyped_storage()._cdata for each in self.parts)
             self.opened = self._by_name(self.unsharded)
             for sharded, parameter in zip(self.sharded, self.unsharded):
                 sharded.unsharded = parameter
-        self.state.runtime.fill(self.unsharded, gathered)
+        self.state.runtime.fill(self.parts, gathered)
         self.is_filled = True
         self.versions = [each._version for each in self.unsharded]
         self.open_again()
@@ -222,9 +250,9 @@ class Unit:
         for module in self.owners:
             module.__dict__[IS_OPEN] = True
 
-    def _make_unsharded(self, sharded: ShardedParameter, gathered: torch.Tensor) -> nn.Parameter:
+    def _make_unsharded(self, sharded: ShardedParameter, part: torch.Tensor) -> nn.Parameter:
         trains = sharded.parameter.requires_grad
-        parameter = nn.Parameter(torch.empty_like(gathered), requires_grad=gathered.is_floating_point())
+        parameter = nn.Parameter(sharded.layout.as_parameter(part), requires_grad=part.is_floating_point())
         if parameter.requires_grad:  # a frozen tensor refuses hooks
             parameter.register_post_accumulate_grad_hook(_note_grad)
             parameter.requires_grad = trains
@@ -248,7 +276,7 @@ class Unit:
         self.close_tables()
         if self.is_filled and not keep and not self.is_kept:
             self.is_filled = False
-            free_memory(self.unsharded)
+            free_memory(self.parts)
 
     def close_tables(self) -> None:
         """Let the modules have the DTensors again."""
@@ -282,7 +310,7 @@ class Unit:
         for group in self.groups:
             shards = [leaves[i] for i in group.positions]
             with self._own_transfer():
-                started = gather_group_start(shards, group.sizes, group.dims, group.dtype)
+                started = gather_group_start(shards, group.sizes, group.dims, group.dtype, group.domain)
             for i, tensor in zip(group.positions, started):
                 gathered[i] = tensor
         return gathered
@@ -291,13 +319,14 @@ class Unit:
     def _own_transfer(self) -> Iterator[None]:
         """Inside, transfers are the unit's own: it waits for them, and neither a selective checkpoint, which counts
         ops, nor torch.func sees them."""
-        runtime = self.state.runtime
-        runtime.keep_in_flight(True)
+        for domain in self.domains:
+            domain.runtime.keep_in_flight(True)
         try:
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
                 yield
         finally:
-            runtime.keep_in_flight(False)
+            for domain in self.domains:
+                domain.runtime.keep_in_flight(False)
 
     def wait(self, gathered: Sequence[torch.Tensor]) -> None:
         """Wait for what `start_gather` returned.
@@ -309,27 +338,33 @@ class Unit:
             wait_for_gathers(gathered)
 
     def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> "Reduction":
-        """Start to reduce all gradients in one transfer.
+        """Start to reduce all gradients, in one transfer for each domain.
 
         Args:
             grads: in the order of `sharded`; None for a parameter that this rank did not use.
             leaves: their shards, which a graph may hold for longer than the modules do.
         """
-        trained = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        if not trained:
-            return Reduction(self, [], [], [], [])
-        used = [grads[i] is not None for i in range(len(leaves))]
-        wires = []
-        for i in trained:
-            grad = grads[i]
-            shape, device = self.sharded[i].shape, leaves[i].device
-            wires.append(torch.zeros(shape, dtype=self.dtypes[i], device=device) if grad is None else grad)
-        flags = torch.tensor(used, dtype=self.use.dtype).to(self.use.device, non_blocking=True)
-        wires.append(flags.repeat(self.world))  # each rank gets its slice of this, too
-        with self._own_transfer():
-            started = reduce_group_start(wires, [*(leaves[i] for i in trained), self.use])
-        gives = [used[i] or self.sharded[i].zeros_if_unused for i in trained]
-        return Reduction(self, trained, gives, started, wires)
+        used = [grad is not None for grad in grads]
+        reduction = Reduction(self)
+        for number, _, world, positions, use in self.domains:
+            trained = [i for i in positions if leaves[i].requires_grad]
+            if trained:
+                wires = [self._wire(i, grads[i], world) for i in trained]
+                own = [used[i] and each.layout.domain == number for i, each in enumerate(self.sharded)]
+                flags = torch.tensor(own, dtype=use.dtype).to(use.device, non_blocking=True)
+                wires.append(flags.repeat(world))  # each rank gets its slice of this, too
+                with self._own_transfer():
+                    *reduced, counts = reduce_group_start(wires, [*(leaves[i] for i in trained), use], number)
+                gives = [used[i] or self.sharded[i].zeros_if_unused for i in trained]
+                reduction.add(trained, gives, reduced, counts, wires)
+        return reduction
+
+    def _wire(self, i: int, grad: torch.Tensor | None, world: int) -> torch.Tensor:
+        """`grad` of the parameter at position `i` as it is reduced: zeros for None."""
+        layout = self.sharded[i].layout
+        if grad is None:
+            return torch.zeros(layout.shape, dtype=self.dtypes[i], device=self.anchor.device)
+        return layout.gathered_grad(grad, world)
 
     def drop_grads(self) -> None:
         """Let the unsharded parameters have no gradients."""
@@ -364,11 +399,27 @@ class Reduction:
     """Gradients of one forward of a unit, on their way."""
 
     unit: Unit
-    trained: list[int]  # positions in unit.sharded
-    used: list[bool]  # by this rank, or to be treated so; for each of `trained`
-    started: list[torch.Tensor]  # for each of `trained`, and the counts of use
-    wires: list[torch.Tensor] = field(repr=False)  # read until the wait
+    trained: list[int] = field(default_factory=list)  # positions in unit.sharded
+    used: list[bool] = field(default_factory=list)  # by this rank, or to be treated so; for each of `trained`
+    started: list[torch.Tensor] = field(default_factory=list)  # for each of `trained`
+    counts: list[torch.Tensor] = field(default_factory=list)  # of ranks that used each of unit.sharded; of each domain
+    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # read until the wait
     rest: list[int] = field(default_factory=list)  # of `trained`, by index: what `deliver_used` left
+
+    def add(
+        self,
+        trained: list[int],
+        used: list[bool],
+        started: list[torch.Tensor],
+        counts: torch.Tensor,
+        wires: list[torch.Tensor],
+    ) -> None:
+        """Take the gradients of a domain, too."""
+        self.trained += trained
+        self.used += used
+        self.started += started
+        self.counts.append(counts)
+        self.wires += wires
 
     def wait(self) -> None:
         """Wait for them.
@@ -376,7 +427,7 @@ class Reduction:
         Raises:
             RuntimeError: another rank did not answer; names rank and parameter.
         """
-        wait_for_reduces(self.started)
+        wait_for_reduces([*self.started, *self.counts])
         self.wires = []
 
     def deliver_used(self) -> bool:
@@ -396,7 +447,8 @@ def deliver_rest(reductions: Sequence[Reduction]) -> None:
     """Give what is left to the parameters that any rank used. Waits for the device."""
     if not reductions:
         return
-    counts = torch.cat([reduction.started[-1] for reduction in reductions]).tolist()
+    # Each domain counts the uses of its own parameters alone.
+    counts = torch.cat([torch.stack(reduction.counts).sum(0) for reduction in reductions]).tolist()
     sums: dict[tuple[int, int], tuple[ShardedParameter, torch.Tensor]] = {}  # by unit and position, in one order
     begin = 0
     for reduction in reductions:

@@ -27,7 +27,7 @@ What is used beside public methods of the three libraries:
 | models | `_resolve_parallel_plans`, and styles' `should_use_local_tensors` | plans with names for wildcards |
 | models | `_mesh_manager`, `_device_mesh`, `_tp_size`, `_fsdp_size` (set here) | as `from_pretrained` leaves them |
 | models | `_is_distributed_loading_by_transformers` (set here) | the same |
-| modules | `_is_hooked` (read in sharding/parameter_table.py) | a plan has exchanged the forward |
+| modules | `_is_hooked` (read in sharding/class_swap.py) | a plan has exchanged the forward |
 | `Trainer` | `create_accelerator_and_postprocess` (public) | its accelerator |
 | `Trainer` | `is_fsdp_enabled` (public, set here) | the mode |
 """
