@@ -43,7 +43,7 @@ def test_a_plan_as_a_course():
     gradients = 4 * 10 // 2
     again = [(40 + ms, nbytes + gradients, full) for ms, nbytes, full in once]
     assert course.memory == [*once, *again, (80, 1000 + gradients, 1000), (85, 1000 + gradients, 1000)]
-    assert course.peak_bytes == 1120 and course.transfers == [(10 * i + 1, 10 * i + 3) for i in range(8)]
+    assert course.peak_bytes == 1120
 
 
 def test_a_plan_of_microbatches_that_share_gathers():

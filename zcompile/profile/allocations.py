@@ -36,7 +36,7 @@ TELLS = {
     "c10d::": "transport",  # staging of a backend
     "gloo:": "transport",
 }
-GATHER = re.compile(r"zcompile::gather (?P<parameter>\S+)(?P<more> and \d+ more)? \(")
+GATHER = re.compile(r"zcompile::gather \S+(?P<more> and \d+ more)? \(")
 CPU, CUDA = 0, 1  # "Device Type" in traces
 
 

@@ -148,35 +148,6 @@ def _stack(axes: Axes, memory: Mapping[str, Any], scale: int) -> None:
         low = high
 
 
-def draw_lifetimes(results: Results) -> Figure | None:
-    """One step of the fastest engine that tells: streams, the transfers of its plan, and lifetimes of parameters."""
-    engines = {name: engine for name, engine in finished(results).items() if engine.get("lifetimes")}
-    if not engines:
-        return None
-    name, engine = min(engines.items(), key=lambda item: item[1]["step_ms"]["median"])
-    rows = [
-        (stream, COMPUTE if stream.startswith(("compute", "ops")) else EXPOSED, bars)
-        for stream, bars in engine["lifetimes"]["streams"].items()
-    ]
-    if plan := engine.get("plan"):
-        rows.append(("plan: transfers", PLAN, plan["transfers"]))
-    lifetimes: dict[str, list[tuple[float, float]]] = {}
-    for lifetime in engine["lifetimes"]["parameters"]:
-        label = f"{lifetime['parameter']} ({lifetime['nbytes'] / 2**20:.3g} MiB)"
-        lifetimes.setdefault(label, []).append((lifetime["begin_ms"], lifetime["end_ms"]))
-    rows += [(label, NEUTRAL, bars) for label, bars in lifetimes.items()]
-    figure = Figure(figsize=(7, 0.9 + 0.2 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    for i, (_, color, bars) in enumerate(rows):
-        axes.broken_barh([(begin, end - begin) for begin, end in bars], (i - 0.35, 0.7), color=color, linewidth=0)
-    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize=7)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("ms since the step began")
-    axes.set_title(name, loc="left", fontsize=9)
-    return figure
-
-
 def draw_losses(results: Results) -> Figure:
     """Losses of each engine that trains."""
     figure = Figure(figsize=(7, 3), layout="constrained")
@@ -223,11 +194,6 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
         "dotted line the plan without activations and gradients. Of each 400th of the step the highest is drawn. On a "
         "GPU, the time is when the device got to what the host had asked for.",
         draw_kinds,
-    ),
-    "lifetimes": (
-        "One traced step: what streams (on a CPU, threads) did, when the plan has transfers, and below it how long "
-        "each of the largest parameters was unsharded, from the start of its gather until its memory was freed.",
-        draw_lifetimes,
     ),
     "losses": ("Losses, means over ranks. 'limit' is left out, for it does not train.", draw_losses),
     "steps": ("Every timed step, of its slowest rank.", draw_every_step),

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zcompile.profile.engines import file_name
-from zcompile.profile.lifetimes import StepLifetimes
 from zcompile.profile.memory import Memory
 from zcompile.profile.planned_step import PlannedStep
 from zcompile.profile.timeline import Parts
@@ -80,7 +79,6 @@ class Result:
         wire_bytes: gathered and reduced in a step.
         losses: of each step, means over ranks.
         tokens: of a step, over all ranks.
-        lifetimes: None also if zcompile gathers nothing.
         plan: of zcompile.
         missing: what could not be measured, and why.
         settings: as in `Engine`.
@@ -99,7 +97,6 @@ class Result:
     tokens: int | None
     parts: Parts | None
     memory: Memory | None
-    lifetimes: StepLifetimes | None
     plan: PlannedStep | None
     missing: list[str]
     about: str

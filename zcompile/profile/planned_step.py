@@ -7,7 +7,6 @@ from zcompile.explanation.explanation import Explanation
 from zcompile.explanation.planned_graph import in_order
 from zcompile.explanation.predict import GRADIENT_BYTES
 from zcompile.profile.memory import POINTS
-from zcompile.profile.timeline import Interval, union
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,6 @@ class PlannedStep:
 
     Attributes:
         memory: (ms since the step began, bytes, bytes without activations and gradients).
-        transfers: (begin, end) in ms of gathers and reduces. Those that follow each other without a gap are one.
         rests_on: where the figures of the machine come from.
         saved_bytes: that the forward of a microbatch saves for backward.
         activation_memory_budget: the share of activations that this is under.
@@ -26,7 +24,6 @@ class PlannedStep:
     exposed_ms: float
     peak_bytes: int
     memory: list[tuple[float, int, int]]
-    transfers: list[Interval]
     rests_on: str
     saved_bytes: int
     activation_memory_budget: float
@@ -42,7 +39,6 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
     earlier_bytes = GRADIENT_BYTES * -(-explained.parameters // explained.world)
     caches = microbatches > 1 and bool(explained.cached_graphs)
     memory: list[tuple[float, int, int]] = []
-    transfers: list[Interval] = []
     now_ms = exposed_ms = 0.0
     alone = in_order(explained.graphs)
     caching = in_order(explained.cached_graphs if caches else explained.graphs)
@@ -53,7 +49,6 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
             static = explained.static_bytes + hits * explained.cached_bytes
             held = saved_bytes + (microbatch > 0) * earlier_bytes
             memory += [(now_ms + ms, static + held + live, static + unsharded) for ms, live, unsharded in graph.memory]
-            transfers += [(now_ms + begin, now_ms + end) for begin, end in graph.transfers]
             now_ms += graph.total_ms
             exposed_ms += graph.exposed_ms
         now_ms += explained.adding_ms * (microbatch > 0 and not caches)
@@ -68,7 +63,6 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
         exposed_ms=exposed_ms,
         peak_bytes=peak_bytes,
         memory=curve,
-        transfers=union(transfers),
         rests_on=explained.rests_on,
         saved_bytes=explained.saved_bytes,
         activation_memory_budget=explained.activation_memory_budget,

@@ -28,7 +28,6 @@ from zcompile.profile.allocations import allocations_of
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.engines import find
 from zcompile.profile.job import PARENT, DeviceMemory, Job, Result
-from zcompile.profile.lifetimes import StepLifetimes, lifetimes_of_step
 from zcompile.profile.memory import Memory, memory_of_step
 from zcompile.profile.owned_storages import Walks, name_deepspeed_transfers
 from zcompile.profile.planned_step import PlannedStep, step_of
@@ -49,14 +48,6 @@ class Recording(NamedTuple):
     trace: dict[str, Any]
     walks: Walks
     peak_bytes: int | None  # None on a CPU
-
-
-class Analysis(NamedTuple):
-    """What a recording tells. None: it could not be read."""
-
-    memory: Memory | None
-    lifetimes: StepLifetimes | None
-    wire_bytes: int | None  # of a step
 
 
 class Run:
@@ -91,7 +82,7 @@ class Run:
         losses = self.mean_losses()
         self.snapshot()
         missing: list[str] = []
-        analysis = self.analysed(recording, missing) if recording else Analysis(None, None, None)
+        memory_by_kind, traced_bytes = self.analysed(recording, missing) if recording else (None, None)
         counted = None
         if wire_before is not None and wire_after is not None:
             counted = (wire_after - wire_before) // self.job.steps
@@ -100,13 +91,12 @@ class Run:
             first_step_s=first_step_s,
             **asdict(memory),
             host_ms=host_ms,
-            wire_bytes=analysis.wire_bytes if counted is None and self.engine.wire_is_traced else counted,
+            wire_bytes=traced_bytes if counted is None and self.engine.wire_is_traced else counted,
             losses=losses,
             parameters=self.parameters,
             tokens=self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks,
             parts=parts,
-            memory=analysis.memory,
-            lifetimes=analysis.lifetimes,
+            memory=memory_by_kind,
             plan=None,
             missing=missing,
             about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
@@ -256,11 +246,11 @@ class Run:
             trace = json.load(opened)
         return Recording(trace, walks, torch.cuda.max_memory_allocated() if self.cuda else None)
 
-    def analysed(self, recording: Recording, missing: list[str]) -> Analysis:
-        """Memory by kind, lifetimes, and bytes on the wire.
+    def analysed(self, recording: Recording, missing: list[str]) -> tuple[Memory | None, int | None]:
+        """Memory by kind, and bytes on the wire in a step.
 
-        Traces differ between versions of torch. So what cannot be read from one is added to `missing`, and the rest
-        is told.
+        Traces differ between versions of torch. So what cannot be read from one is None and added to `missing`, and
+        the rest is told.
         """
         trace = recording.trace
         device = torch.cuda.current_device() if self.cuda else None
@@ -273,18 +263,12 @@ class Run:
                 missing.append(f"{what} ({type(error).__name__}: {error})")
                 return None
 
-        allocations = attempt("list of allocations", lambda: allocations_of(trace, device))
+        def read_memory() -> Memory:
+            allocations, extra_bytes = allocations_of(trace, device), self.engine.extra_bytes()
+            return memory_of_step(trace, recording.walks, allocations, device, extra_bytes, recording.peak_bytes)
+
         wire = attempt("count of bytes on the wire", lambda: wire_bytes(trace, self.job.ranks) // RECORDED_STEPS)
-        if allocations is None:
-            return Analysis(None, None, wire)
-        transport_bytes = self.engine.extra_bytes
-        memory = attempt(
-            "memory by kind",
-            lambda: memory_of_step(
-                trace, recording.walks, allocations, device, transport_bytes(), recording.peak_bytes
-            ),
-        )
-        return Analysis(memory, attempt("lifetimes", lambda: lifetimes_of_step(trace, allocations)), wire)
+        return attempt("memory by kind", read_memory), wire
 
     def planned(self) -> PlannedStep | None:
         """What zcompile's plan predicts. All ranks trace the model again."""
