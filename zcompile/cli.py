@@ -147,12 +147,6 @@ def _add_profile_measurement(group: argparse._ArgumentGroup) -> None:
         help="seconds after which a run is ended (default: 600)",
     )
     add(
-        "--calibrate",
-        action="store_true",
-        help="first measure this machine, as `zcompile calibrate` does (default: only a GPU that has no table and was "
-        "not measured yet)",
-    )
-    add(
         "--untraced",
         action="store_true",
         help="only step times, peaks and losses, without the parts of a step and memory by kind: much quicker "
@@ -173,12 +167,6 @@ def _add_profile_output(group: argparse._ArgumentGroup) -> None:
         "--trace",
         action="store_true",
         help="keep a trace of two steps of each engine for ui.perfetto.dev: FOLDER/ENGINE.trace.json.gz (default: off)",
-    )
-    add(
-        "--snapshot",
-        action="store_true",
-        help="keep a CUDA memory snapshot of a step for pytorch.org/memory_viz: FOLDER/ENGINE.snapshot.pickle "
-        "(default: off)",
     )
 
 

@@ -76,11 +76,6 @@ def build():
         (["--ranks", "0"], "must be at least 1"),
         (["--steps", "many"], "invalid"),
         (["--untraced", "--trace"], "--untraced leaves nothing"),
-        pytest.param(
-            ["--snapshot"],
-            "--snapshot needs a GPU",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
-        ),
         (["--model", "7b", "--ranks", "1"], "take more ranks or a smaller model"),
         (["--module", f"{__file__}:build", "--checkpointing"], "--checkpointing has no meaning"),
         (["--module", f"{__file__}:build", "--batch", "4"], "--batch and --tokens have no meaning"),

@@ -37,10 +37,8 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         raise BadInput("--batch and --tokens have no meaning with --module: your batch(step, rank) decides")
     if arguments.steps < 2:
         raise BadInput("--steps must be at least 2, for a median and its spread")
-    if arguments.untraced and (arguments.trace or arguments.snapshot):
-        raise BadInput("--untraced leaves nothing for --trace or --snapshot to keep")
-    if arguments.snapshot and not gpus:
-        raise BadInput("--snapshot needs a GPU: it is of CUDA's allocator")
+    if arguments.untraced and arguments.trace:
+        raise BadInput("--untraced leaves nothing for --trace to keep")
     job = Job(
         engine="",
         device="cuda" if gpus else "cpu",
@@ -62,7 +60,6 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         folder="",
         cache="",
         keep_trace=arguments.trace,
-        keep_snapshot=arguments.snapshot,
     )
     return job, engines
 
@@ -100,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         TimeElapsedColumn(),
     )
     job, engines = job_of(arguments)
-    if "zcompile" in arguments.engines and (arguments.calibrate or _lacks_table(job)):
+    if "zcompile" in arguments.engines and _lacks_table(job):
         start_ranks(job.ranks, None)
     counted = count(job)
     report.clear(arguments.output)

@@ -137,7 +137,7 @@ def compare(
     workload = {
         key: value
         for key, value in vars(job).items()
-        if key not in ("engine", "folder", "trace", "cache", "keep_trace", "keep_snapshot")
+        if key not in ("engine", "folder", "trace", "cache", "keep_trace")
     }
     workload["parameters"] = counted.parameters if counted else None
     workload["flops"] = counted.flops if counted else None

@@ -42,14 +42,14 @@ class Job:
     folder: str
     cache: str
     keep_trace: bool
-    keep_snapshot: bool
 
     def file(self, name: str) -> Path:
         return Path(self.folder) / name
 
-    def kept(self, name: str) -> Path:
-        """A file of this engine in the folder of the report."""
-        return Path(self.folder).parents[1] / f"{file_name(self.engine)}.{name}"
+    @property
+    def kept_trace(self) -> Path:
+        """The file of this engine's trace in the folder of the report."""
+        return Path(self.folder).parents[1] / f"{file_name(self.engine)}.trace.json.gz"
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def clear(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "report.html", *(f"{picture}.png" for picture in PICTURES)):
             (folder / name).unlink(missing_ok=True)
-        for kept in (*folder.glob("*.trace.json.gz"), *folder.glob("*.snapshot.pickle")):
+        for kept in folder.glob("*.trace.json.gz"):
             kept.unlink()
     except OSError as error:
         raise BadInput(f"--output {folder}: {error.strerror}") from None

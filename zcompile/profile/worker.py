@@ -80,7 +80,6 @@ class Run:
             parts = parts.at_speed(statistics.median(step_ms))
         recording = self.recorded()
         losses = self.mean_losses()
-        self.snapshot()
         missing: list[str] = []
         memory_by_kind, traced_bytes = self.analysed(recording, missing) if recording else (None, None)
         counted = None
@@ -240,7 +239,7 @@ class Run:
             self.synchronize()
         if dist.get_rank() != 0:
             return None
-        file = self.job.kept("trace.json.gz") if self.job.keep_trace else self.job.file("recorded.json")
+        file = self.job.kept_trace if self.job.keep_trace else self.job.file("recorded.json")
         profiler.export_chrome_trace(str(file))
         with gzip.open(file) if file.suffix == ".gz" else file.open() as opened:
             trace = json.load(opened)
@@ -274,17 +273,6 @@ class Run:
         """What zcompile's plan predicts. All ranks trace the model again."""
         explained = self.engine.explain(self.batches()[0]) if self.job.trace else None
         return step_of(explained, self.job.accumulation) if explained else None
-
-    def snapshot(self) -> None:
-        """A step's allocations with where they were made, for docs.pytorch.org/memory_viz. All ranks take the step."""
-        if not (self.job.trace and self.job.keep_snapshot):
-            return
-        torch.cuda.memory._record_memory_history()
-        self.step()
-        self.synchronize()
-        if dist.get_rank() == 0:
-            torch.cuda.memory._dump_snapshot(str(self.job.kept("snapshot.pickle")))
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _to(batch: Any, device: str) -> Any:
