@@ -93,7 +93,13 @@ def _add_profile_model(group: argparse._ArgumentGroup, precisions: Mapping[str, 
         help="your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch) (default: the "
         "one that --model names)",
     )
-    add("--batch", type=positive, metavar="N", help="sequences per rank and microbatch (default: 1, or 8 for tiny)")
+    add(
+        "--batch",
+        dest="sequences",
+        type=positive,
+        metavar="N",
+        help="sequences per rank and microbatch (default: 1, or 8 for tiny)",
+    )
     add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
     about = "; ".join(f"{name}: {what}" for name, what in precisions.items())
     add("--precision", choices=precisions, help=f"{about} (default: bf16 on GPUs, fp32 on CPUs)")
@@ -111,6 +117,7 @@ def _add_profile_model(group: argparse._ArgumentGroup, precisions: Mapping[str, 
     )
     add(
         "--lr",
+        dest="learning_rate",
         type=float,
         default=2e-5,
         metavar="RATE",
@@ -141,6 +148,7 @@ def _add_profile_measurement(group: argparse._ArgumentGroup) -> None:
     add("--repeats", type=positive, default=2, metavar="N", help="runs of each engine, in turns (default: 2)")
     add(
         "--timeout",
+        dest="timeout_s",
         type=float,
         default=600.0,
         metavar="SECONDS",
@@ -165,6 +173,7 @@ def _add_profile_output(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--trace",
+        dest="keep_trace",
         action="store_true",
         help="keep a trace of two steps of each engine for ui.perfetto.dev: FOLDER/ENGINE.trace.json.gz (default: off)",
     )

@@ -34,6 +34,6 @@ def test_an_interruption_keeps_what_there_is(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compare.launch, "run", run)
     job, engines = job_of(Parser("profile", COMMANDS["profile"]).parse_args(["--engines", "eager,ddp,fsdp2"]))
-    results = compare.compare(job, None, engines, 2, tmp_path)["engines"]
+    results = compare.compare(job, {"parameters": None, "flops": None}, engines, 2, tmp_path)["engines"]
     assert results["eager"]["step_ms"]["median"] == 2.0 and results["eager"]["step_ms"]["repeats"] == [2.0]
     assert results["ddp"] == results["fsdp2"] == {"failed": "interrupted"}

@@ -3,11 +3,11 @@
 import argparse
 import signal
 import sys
+from dataclasses import fields
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zcompile.calibration.command import start_ranks
 from zcompile.calibration.results import read_calibration
@@ -33,35 +33,15 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         raise BadInput(f"{ranks} ranks need as many GPUs, and there are {gpus}")
     if arguments.module and arguments.checkpointing:
         raise BadInput("--checkpointing has no meaning with --module: checkpoint in your own model")
-    if arguments.module and (arguments.batch or arguments.tokens):
+    if arguments.module and (arguments.sequences or arguments.tokens):
         raise BadInput("--batch and --tokens have no meaning with --module: your batch(step, rank) decides")
     if arguments.steps < 2:
         raise BadInput("--steps must be at least 2, for a median and its spread")
-    if arguments.untraced and arguments.trace:
+    if arguments.untraced and arguments.keep_trace:
         raise BadInput("--untraced leaves nothing for --trace to keep")
-    job = Job(
-        engine="",
-        device="cuda" if gpus else "cpu",
-        ranks=ranks,
-        model=arguments.model,
-        module=arguments.module,
-        sequences=arguments.batch,
-        tokens=arguments.tokens,
-        checkpointing=arguments.checkpointing,
-        precision=arguments.precision or ("bf16" if gpus else "fp32"),
-        accumulation=arguments.accumulation,
-        warmup=arguments.warmup,
-        steps=arguments.steps,
-        learning_rate=arguments.lr,
-        seed=arguments.seed,
-        timeout_s=arguments.timeout,
-        trace=False,
-        untraced=arguments.untraced,
-        folder="",
-        cache="",
-        keep_trace=arguments.trace,
-    )
-    return job, engines
+    given = {field.name: getattr(arguments, field.name) for field in fields(Job) if hasattr(arguments, field.name)}
+    precision = arguments.precision or ("bf16" if gpus else "fp32")
+    return Job(**given | {"device": "cuda" if gpus else "cpu", "ranks": ranks, "precision": precision}), engines
 
 
 def _lacks_table(job: Job) -> bool:
@@ -89,23 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt  # which ends ranks, and reports what there is
 
     signal.signal(signal.SIGTERM, terminate)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     job, engines = job_of(arguments)
     if "zcompile" in arguments.engines and _lacks_table(job):
         start_ranks(job.ranks, None)
     counted = count(job)
     report.clear(arguments.output)
-    with Progress(*columns, console=console, transient=True) as progress:
-        runs = progress.add_task("counting", total=len(engines) * arguments.repeats, completed=-1)
+    with console.status("") as status:
 
         def tell(engine: str, repeat: int) -> None:
-            progress.update(runs, description=f"{engine}, repeat {repeat + 1} of {arguments.repeats}", advance=1)
+            status.update(f"{engine}, repeat {repeat + 1} of {arguments.repeats}")
 
         results = compare(job, counted, engines, arguments.repeats, arguments.output, tell)
     results["command"] = arguments.command_line

@@ -6,7 +6,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +24,22 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # relative difference of a loss that is more than rounding
 
 
-@dataclass(frozen=True)
-class Count:
-    """How large a model is, counted on the meta device.
+def count(job: Job) -> dict[str, int | None]:
+    """`parameters` of what `job` trains, and `flops` of a step on one rank, counted on the meta device.
 
-    Attributes:
-        flops: of one step on one rank; None if the model does not run on the meta device.
-    """
-
-    parameters: int
-    flops: int | None
-
-
-def count(job: Job) -> Count | None:
-    """Parameters and operations of what `job` trains. None for a user's module, which only the ranks build.
+    Both are None for a user's module, which only the ranks build; `flops` also if the model does not run there.
 
     Raises:
         BadInput: there is no such model, or it does not fit.
     """
     if job.module:
         function_of(job.module)
-        return None
+        return {"parameters": None, "flops": None}
     with torch.device("meta"):
         workload = load(job.model, None, job.sequences, job.tokens, checkpointing=False)
     parameters = sum(parameter.numel() for parameter in workload.model.parameters())
     _refuse_if_too_large(parameters, job)
-    return Count(parameters, _flops(workload, job.accumulation))
+    return {"parameters": parameters, "flops": _flops(workload, job.accumulation)}
 
 
 def _flops(workload: Workload, accumulation: int) -> int | None:
@@ -85,7 +75,7 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
 
 def compare(
     job: Job,
-    counted: Count | None,
+    counted: Mapping[str, int | None],
     engines: list[str],
     repeats: int,
     output: Path,
@@ -95,22 +85,21 @@ def compare(
 
     Args:
         job: what to train; its engine and folders are set here.
-        counted: the parameters and operations that `count` found; None if it could not.
+        counted: what `count` found.
         output: a folder for each engine's logs and traces.
         tell: called before each run.
 
     Returns:
         What report.py draws and `results.json` holds: `workload`, and `engines` by name. An engine has `step_ms`
         (`median`, `quartiles`, `repeats`, which are the medians of each, and `all`), `peak_bytes` and the rest of
-        `job.Result`. Or it has `failed`, an error line. Or it has `skipped`, the reason.
+        what `worker.Run.run` measured. Or it has `failed`, an error line. Or it has `skipped`, the reason.
     """
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-    failed: dict[str, str] = {}
-    skipped = {name: reason for name in engines if (reason := find(name)[0].missing(job.device))}
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    absent = {name: {"skipped": reason} for name in engines if (reason := find(name)[0].missing(job.device))}
     runs = (output / "runs").absolute()
     try:
         for repeat, name in itertools.product(range(repeats), engines):
-            if name in skipped or name in failed:
+            if name in absent:
                 continue
             tell(name, repeat)
             folder, cache = runs / f"{file_name(name)}-{repeat}", runs / f"{file_name(name)}-cache"
@@ -119,32 +108,20 @@ def compare(
             try:
                 trace = repeat == 0 and not job.untraced
                 run = replace(job, engine=name, folder=str(folder), cache=str(cache), trace=trace)
-                results[name].append(launch.run(run))
+                measured[name].append(launch.run(run))
             except launch.Failed as error:
-                failed[name] = str(error)
+                absent[name] = {"failed": str(error)}
     except KeyboardInterrupt:  # the rest is reported
-        failed |= {name: "interrupted" for name in engines if not results[name] and name not in failed}
-    engine_results: dict[str, Any] = {}
-    for name in engines:
-        if name in skipped:
-            engine_results[name] = {"skipped": skipped[name]}
-        elif name in failed:
-            engine_results[name] = {"failed": failed[name]}
-        else:
-            engine_results[name] = together(results[name], counted, job.precision)
-    compare_with_limit(engine_results)
-    mark_strays(engine_results, STRAYS[job.precision])
-    workload = {
-        key: value
-        for key, value in vars(job).items()
-        if key not in ("engine", "folder", "trace", "cache", "keep_trace")
-    }
-    workload["parameters"] = counted.parameters if counted else None
-    workload["flops"] = counted.flops if counted else None
-    return {"workload": workload, "repeats": repeats, "engines": engine_results}
+        absent = {name: {"failed": "interrupted"} for name in engines if not measured[name]} | absent
+    results = {name: absent.get(name) or together(measured[name], counted["flops"], job.precision) for name in engines}
+    compare_with_limit(results)
+    mark_strays(results, STRAYS[job.precision])
+    of_a_run = ("engine", "folder", "trace", "cache", "keep_trace")
+    workload = {key: value for key, value in vars(job).items() if key not in of_a_run}
+    return {"workload": workload | dict(counted), "repeats": repeats, "engines": results}
 
 
-def together(runs: list[dict[str, Any]], counted: Count | None, precision: str) -> dict[str, Any]:
+def together(runs: list[dict[str, Any]], flops: int | None, precision: str) -> dict[str, Any]:
     """The runs of one engine as one result: times of all steps, the highest peaks, and the rest of the first run."""
     times = sorted(time for run in runs for time in run["step_ms"])
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -160,8 +137,8 @@ def together(runs: list[dict[str, Any]], counted: Count | None, precision: str) 
         result[name] = None if None in values else max(values)
     result["tokens_per_s"] = result["tokens"] and result["tokens"] / (middle / 1e3)
     peak = next((flops for device, flops in PEAK_FLOPS.items() if device in result["about"]), None)
-    flops = counted.flops if counted and precision != "fp32" else None  # whose peak is another
-    result["mfu"] = flops / (middle / 1e3) / peak if flops and peak else None
+    # The peak is of bf16.
+    result["mfu"] = flops / (middle / 1e3) / peak if flops and peak and precision != "fp32" else None
     return result
 
 

@@ -3,37 +3,33 @@
 import threading
 from typing import Any
 
-from zcompile.profile.job import DeviceMemory
+INTERVAL_S = 0.005
 
 
 class ResidentMemory:
-    """The most resident memory of this process while it is entered, beyond what there was when this was made."""
+    """Resident memory of this process, beyond what there was when this was made; the most while it is entered."""
 
-    def __init__(self, interval_s: float = 0.005):
+    def __init__(self) -> None:
         import psutil
 
         self.process = psutil.Process()
-        self.interval_s = interval_s
-        self.before = self.now()
-        self.peak = 0
+        self.before = 0
+        self.before = self.grown_bytes()
 
-    def now(self) -> int:
-        return self.process.memory_info().rss
-
-    def grown(self) -> DeviceMemory:
-        return DeviceMemory(self.peak - self.before, None, None, self.now() - self.before)
+    def grown_bytes(self) -> int:
+        return self.process.memory_info().rss - self.before
 
     def __enter__(self) -> "ResidentMemory":
-        self.peak, self.done = self.now(), threading.Event()
+        self.peak_bytes, self.done = self.grown_bytes(), threading.Event()
         self.thread = threading.Thread(target=self._sample, daemon=True)
         self.thread.start()
         return self
 
     def _sample(self) -> None:
-        while not self.done.wait(self.interval_s):
-            self.peak = max(self.peak, self.now())
+        while not self.done.wait(INTERVAL_S):
+            self.peak_bytes = max(self.peak_bytes, self.grown_bytes())
 
     def __exit__(self, *_: Any) -> None:
         self.done.set()
         self.thread.join()
-        self.peak = max(self.peak, self.now())
+        self.peak_bytes = max(self.peak_bytes, self.grown_bytes())

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from zcompile.explanation.workloads import Workload, load
 from zcompile.profile.allocations import allocations_of
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.engines import find
-from zcompile.profile.job import PARENT, DeviceMemory, Job, Result
+from zcompile.profile.job import PARENT, Job
 from zcompile.profile.memory import Memory, memory_of_step
 from zcompile.profile.owned_storages import Walks, name_deepspeed_transfers
 from zcompile.profile.planned_step import PlannedStep, step_of
@@ -42,21 +42,13 @@ SLOWER = 1.05  # a trace that took so much longer shows another step
 RECORDED_STEPS = 2  # the first shows what was allocated before and is freed in it
 
 
-class Recording(NamedTuple):
-    """Of some steps: a trace with allocations, what the engine owned, and the allocator's peak in the last step."""
-
-    trace: dict[str, Any]
-    walks: Walks
-    peak_bytes: int | None  # None on a CPU
-
-
 class Run:
     """Trains with one engine and measures."""
 
     def __init__(self, job: Job):
         self.job = job
         self.cuda = job.device == "cuda"
-        self.memory = None if self.cuda else ResidentMemory()
+        self.resident = None if self.cuda else ResidentMemory()
         torch.manual_seed(job.seed)
         with torch.device(job.device):
             self.workload: Workload = load(job.model, job.module, job.sequences, job.tokens, job.checkpointing)
@@ -67,41 +59,41 @@ class Run:
         self.engine: Engine = entry.make(self.workload.model, training, options)
         self.losses: list[torch.Tensor] = []
 
-    def run(self) -> Result:
-        """Warm up, time, and only then trace."""
+    def run(self) -> dict[str, Any]:
+        """Warm up, time, and only then trace.
+
+        Returns:
+            On rank 0, the engine's entry of `results.json` but for its plan. Times of steps are those of the slowest
+            rank, all else is of rank 0. What is None has no meaning here or could not be measured.
+        """
         first_step_s = self.warm_up()
         dist.barrier()
         wire_before = self.engine.wire_bytes()
         step_ms, memory = self.timed_with_memory()
         wire_after = self.engine.wire_bytes()
-        host_ms = self.host_ms() if self.cuda else None  # before what traces and may slow every launch from then on
-        parts = self.parts(statistics.median(step_ms))
-        if parts and self.cuda:
-            parts = parts.at_speed(statistics.median(step_ms))
-        recording = self.recorded()
-        losses = self.mean_losses()
-        missing: list[str] = []
-        memory_by_kind, traced_bytes = self.analysed(recording, missing) if recording else (None, None)
-        counted = None
+        measured: dict[str, Any] = {
+            "step_ms": step_ms,
+            "first_step_s": first_step_s,
+            **memory,
+            "host_ms": self.host_ms() if self.cuda else None,  # before tracing, which may slow every later launch
+            "wire_bytes": None,  # gathered and reduced in a step
+            "losses": self.mean_losses(),
+            "parameters": self.parameters,
+            "tokens": self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks,
+            "parts": None,
+            "memory": None,  # by kind
+            "plan": None,
+            "missing": [],  # what could not be measured, and why
+            "about": f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
+            "settings": self.engine.settings,
+            "versions": {"torch": torch.__version__},
+        }
+        if self.job.trace:
+            measured["parts"] = self.parts(statistics.median(step_ms))
+            self.record(measured)
         if wire_before is not None and wire_after is not None:
-            counted = (wire_after - wire_before) // self.job.steps
-        return Result(
-            step_ms=step_ms,
-            first_step_s=first_step_s,
-            **asdict(memory),
-            host_ms=host_ms,
-            wire_bytes=traced_bytes if counted is None and self.engine.wire_is_traced else counted,
-            losses=losses,
-            parameters=self.parameters,
-            tokens=self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks,
-            parts=parts,
-            memory=memory_by_kind,
-            plan=None,
-            missing=missing,
-            about=f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
-            settings=self.engine.settings,
-            versions={"torch": torch.__version__},
-        )
+            measured["wire_bytes"] = (wire_after - wire_before) // self.job.steps
+        return measured
 
     def batches(self) -> list[Any]:
         first = len(self.losses) * self.job.accumulation
@@ -127,24 +119,29 @@ class Run:
         self.synchronize()
         return first_step_s
 
-    def timed_with_memory(self) -> tuple[list[float], DeviceMemory]:
-        """Times of steps of the slowest rank, and memory meanwhile."""
-        if self.memory is not None:
-            with self.memory:
+    def timed_with_memory(self) -> tuple[list[float], dict[str, int | None]]:
+        """Times of steps of the slowest rank, and memory meanwhile.
+
+        Memory is `peak_bytes` in use at once and `held_bytes` in use after the last step. On a GPU also
+        `reserved_bytes`, the most that the allocator held, and `retries`, how often it freed its cache to find memory.
+        """
+        if self.resident is not None:
+            with self.resident as resident:
                 step_ms = self.timed(self.job.steps)
-            step_ms = self.of_slowest_rank(step_ms)
-            return step_ms, self.memory.grown()
+            step_ms, held_bytes = self.of_slowest_rank(step_ms), resident.grown_bytes()
+            memory = {"peak_bytes": resident.peak_bytes, "reserved_bytes": None, "retries": None}
+            return step_ms, memory | {"held_bytes": held_bytes}
         torch.cuda.reset_peak_memory_stats()
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         step_ms = self.of_slowest_rank(self.timed(self.job.steps))
         extra_bytes = self.engine.extra_bytes()
         stats = torch.cuda.memory_stats()
-        return step_ms, DeviceMemory(
-            peak_bytes=stats["allocated_bytes.all.peak"] + extra_bytes,
-            reserved_bytes=stats["reserved_bytes.all.peak"] + extra_bytes,
-            retries=stats["num_alloc_retries"] - retries,
-            held_bytes=stats["allocated_bytes.all.current"] + extra_bytes,
-        )
+        return step_ms, {
+            "peak_bytes": stats["allocated_bytes.all.peak"] + extra_bytes,
+            "reserved_bytes": stats["reserved_bytes.all.peak"] + extra_bytes,
+            "retries": stats["num_alloc_retries"] - retries,
+            "held_bytes": stats["allocated_bytes.all.current"] + extra_bytes,
+        }
 
     def timed(self, count: int) -> list[float]:
         """Times of `count` steps, ms. On a GPU they are times between events, so that the host may run ahead."""
@@ -190,25 +187,22 @@ class Run:
         dist.all_reduce(losses)
         return (losses / self.job.ranks).tolist()
 
-    def parts(self, timed_ms: float) -> Parts | None:
-        """The parts of a step, on rank 0, from the fastest of a few traces.
+    def parts(self, timed_ms: float) -> Parts:
+        """The parts of a step, from the fastest of a few traces.
 
-        Tracing ends with the first trace that is about as fast as the timed steps.
+        Tracing ends with the first trace that is about as fast on rank 0 as the timed steps.
         """
-        if not self.job.trace:
-            return None
-        traces: list[Parts | None] = []
+        traces: list[Parts] = []
         again = [True]
         while again[0] and len(traces) < MOST_TRACES:
-            parts = self.traced()
-            traces.append(parts)
-            again = [self.cuda and parts is not None and parts.traced_ms > SLOWER * timed_ms]
+            traces.append(self.traced())
+            again = [self.cuda and traces[-1].traced_ms > SLOWER * timed_ms]
             dist.broadcast_object_list(again)
-        on_rank_0 = [parts for parts in traces if parts is not None]
-        return min(on_rank_0, key=lambda parts: parts.traced_ms) if dist.get_rank() == 0 else None
+        fastest = min(traces, key=lambda parts: parts.traced_ms)
+        return fastest.at_speed(timed_ms) if self.cuda else fastest
 
-    def traced(self) -> Parts | None:
-        """A trace of some steps, read on rank 0. All ranks profile, so that none waits for one that does."""
+    def traced(self) -> Parts:
+        """A trace of some steps. All ranks profile, so that none waits for one that does."""
         # What a GPU does is enough: to record every op slows the host, which then leaves the GPU idle.
         activities = [ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
@@ -218,12 +212,14 @@ class Run:
             self.synchronize()
         file = self.job.file(f"trace-{dist.get_rank()}.json")
         profiler.export_chrome_trace(str(file))
-        return parts_of_step(json.loads(file.read_text()), TRACED_STEPS) if dist.get_rank() == 0 else None
+        return parts_of_step(json.loads(file.read_text()), TRACED_STEPS)
 
-    def recorded(self) -> Recording | None:
-        """On rank 0, a second trace, with allocations and shapes, which would disturb the times of the first."""
-        if not self.job.trace:
-            return None
+    def record(self, measured: dict[str, Any]) -> None:
+        """Add memory by kind, and bytes on the wire, to what rank 0 measured.
+
+        They come from a second trace, with allocations and shapes, which would disturb the times of the first. Traces
+        differ between versions of torch, so what cannot be read from one is added to `missing`.
+        """
         if "deepspeed" in sys.modules:
             name_deepspeed_transfers()
         with (
@@ -238,36 +234,31 @@ class Run:
                 walks.again()
             self.synchronize()
         if dist.get_rank() != 0:
-            return None
+            return
+        peak_bytes = torch.cuda.max_memory_allocated() if self.cuda else None
+        device = torch.cuda.current_device() if self.cuda else None
         file = self.job.kept_trace if self.job.keep_trace else self.job.file("recorded.json")
         profiler.export_chrome_trace(str(file))
         with gzip.open(file) if file.suffix == ".gz" else file.open() as opened:
             trace = json.load(opened)
-        return Recording(trace, walks, torch.cuda.max_memory_allocated() if self.cuda else None)
-
-    def analysed(self, recording: Recording, missing: list[str]) -> tuple[Memory | None, int | None]:
-        """Memory by kind, and bytes on the wire in a step.
-
-        Traces differ between versions of torch. So what cannot be read from one is None and added to `missing`, and
-        the rest is told.
-        """
-        trace = recording.trace
-        device = torch.cuda.current_device() if self.cuda else None
-
-        def attempt(what: str, read: Callable[[], Any]) -> Any:
-            try:
-                return read()
-            except Exception as error:
-                traceback.print_exc()
-                missing.append(f"{what} ({type(error).__name__}: {error})")
-                return None
 
         def read_memory() -> Memory:
             allocations, extra_bytes = allocations_of(trace, device), self.engine.extra_bytes()
-            return memory_of_step(trace, recording.walks, allocations, device, extra_bytes, recording.peak_bytes)
+            return memory_of_step(trace, walks, allocations, device, extra_bytes, peak_bytes)
 
-        wire = attempt("count of bytes on the wire", lambda: wire_bytes(trace, self.job.ranks) // RECORDED_STEPS)
-        return attempt("memory by kind", read_memory), wire
+        def read_wire() -> int | None:
+            return wire_bytes(trace, self.job.ranks) // RECORDED_STEPS if self.engine.wire_is_traced else None
+
+        readers: tuple[tuple[str, str, Callable[[], Any]], ...] = (
+            ("memory", "memory by kind", read_memory),
+            ("wire_bytes", "count of bytes on the wire", read_wire),
+        )
+        for key, what, read in readers:
+            try:
+                measured[key] = read()
+            except Exception as error:
+                traceback.print_exc()
+                measured["missing"].append(f"{what} ({type(error).__name__}: {error})")
 
     def planned(self) -> PlannedStep | None:
         """What zcompile's plan predicts. All ranks trace the model again."""
@@ -295,10 +286,10 @@ def _end_with_parent() -> None:
         sys.exit(1)
 
 
-def _write(result: Result, job: Job) -> None:
+def _write(measured: dict[str, Any], job: Job) -> None:
     if dist.get_rank() == 0:
         file = job.file("result.json.new")
-        file.write_text(json.dumps(asdict(result)))
+        file.write_text(json.dumps(measured, default=asdict))
         file.replace(job.file("result.json"))
 
 
@@ -315,10 +306,10 @@ def main() -> None:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             dist.init_process_group("gloo")
         run = Run(job)
-        result = run.run()
-        _write(result, job)
-        result.plan = run.planned()  # last: a rank that fails here, while others wait for it, takes nothing with it
-        _write(result, job)
+        measured = run.run()
+        _write(measured, job)
+        measured["plan"] = run.planned()  # last: if a rank fails here, while others wait for it, nothing else is lost
+        _write(measured, job)
         dist.barrier()
     except BaseException as error:
         traceback.print_exc()
