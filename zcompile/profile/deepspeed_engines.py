@@ -1,42 +1,38 @@
 """DeepSpeed, by itself, with its compiler, and with zcompile."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 import zcompile
-from zcompile.profile.engine import Engine, Training, in_bf16
+from zcompile.profile.engine import Engine
 from zcompile.profile.zcompile_engines import counted_bytes
 
 
 class Zero3(Engine):
     """DeepSpeed's stage 3."""
 
+    casts_inputs = False
+
     def config(self) -> dict[str, Any]:
         """What this engine adds to the configuration of DeepSpeed."""
         return {}
 
-    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
+    def prepare(self, model: nn.Module) -> nn.Module:
         import deepspeed
 
-        self.training = training
-        self.options = options
-        self.settings = []
-        self.model = model
-        self.steps = 0
         optimizer = {
-            "lr": training.learning_rate,
+            "lr": self.training.learning_rate,
             "weight_decay": 1e-2,  # torch's default
             "torch_adam": True,
             "fused": True,
         }
         config = self.config() | {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": training.microbatches,
+            "gradient_accumulation_steps": self.training.microbatches,
             "gradient_clipping": 0.0,  # the other engines do not clip
-            "bf16": {"enabled": training.precision == "bf16"},
+            "bf16": {"enabled": self.training.precision == "bf16"},
             "torch_autocast": {"enabled": self.autocasts(), "dtype": "bfloat16"},
             "zero_optimization": {"stage": 3},
             "optimizer": {"type": "AdamW", "params": optimizer},
@@ -44,12 +40,16 @@ class Zero3(Engine):
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         if "compile" in config or "zcompile" in config:
             self.engine.compile()
+        return model
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
 
     def step(self, batches: list[Any]) -> torch.Tensor:
-        self.raise_rate(self.engine.optimizer)
+        self.raise_rate()
         losses = []
         for batch in batches:
-            loss = self.engine(in_bf16(batch) if self.training.precision == "bf16" else batch)
+            loss = self.engine(self.cast_input(batch))
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach().float())

@@ -1,6 +1,6 @@
 """What all engines that are compared have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,22 +37,25 @@ class Engine:
     """
 
     wire_is_traced = True  # whether torch.profiler sees all that it sends
+    casts_inputs = True  # whether the engine casts floating-point inputs itself
 
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         self.training = training
         self.options = options
         self.settings: list[str] = []
         self.model = self.prepare(model)
-        self.optimizer = torch.optim.AdamW(self.parameters_to_train(), lr=training.learning_rate, fused=True)
+        self.optimizer = self.make_optimizer()
         self.steps = 0
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard, compile, or whatever the engine does to a whole model in fp32."""
         raise NotImplementedError
 
-    def parameters_to_train(self) -> list[nn.Parameter]:
-        """What the optimizer updates."""
-        return list(self.model.parameters())
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return self.adamw(self.model.parameters())
+
+    def adamw(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.training.learning_rate, fused=True)
 
     def step(self, batches: list[Any]) -> torch.Tensor:
         """One step over the microbatches. Returns this rank's mean loss, []."""
@@ -65,13 +68,13 @@ class Engine:
         return [self.forward_backward(batch, share) for batch in batches]
 
     def update(self) -> None:
-        self.raise_rate(self.optimizer)
+        self.raise_rate()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def raise_rate(self, optimizer: Any) -> None:
+    def raise_rate(self) -> None:
         self.steps += 1
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self.training.learning_rate * min(1.0, self.steps / RATE_STEPS)
 
     def forward_backward(self, batch: Any, share: float) -> torch.Tensor:
@@ -82,8 +85,10 @@ class Engine:
         return loss.detach()
 
     def cast_input(self, batch: Any) -> Any:
-        """The batch as the model takes it. Most engines cast floating-point inputs themselves."""
-        return batch
+        """The batch as the model takes it."""
+        if self.casts_inputs or self.training.precision != "bf16":
+            return batch
+        return tree_map_only(torch.Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, batch)
 
     def autocasts(self) -> bool:
         return self.training.precision == "autocast"
@@ -102,10 +107,3 @@ class Engine:
     def explain(self, batch: Any) -> Explanation | None:
         """The plan of a microbatch, or None if the engine has no plan. All ranks must call it."""
         return None
-
-
-def in_bf16(batch: Any) -> Any:
-    """The batch with its floating-point tensors in bf16."""
-    return tree_map_only(
-        torch.Tensor, lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor, batch
-    )

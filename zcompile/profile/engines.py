@@ -15,23 +15,20 @@ from zcompile.explanation.workloads import BadInput
 from zcompile.options import Settings
 from zcompile.profile.deepspeed_engines import DeepCompile, Zero3, Zero3Zcompile
 from zcompile.profile.engine import Engine, Training
-from zcompile.profile.torch_engines import Ddp, Fsdp2, Fsdp2Compile, Limit, MainParameters, SimpleFsdp
-from zcompile.profile.tuned_engines import ZERO_CTA_POLICY, Fsdp2Tuned, SimpleFsdpTuned
+from zcompile.profile.torch_engines import (
+    ZERO_CTA_POLICY,
+    Ddp,
+    Fsdp2,
+    Fsdp2Compile,
+    Fsdp2Tuned,
+    Limit,
+    MainParameters,
+    SimpleFsdp,
+    SimpleFsdpTuned,
+)
 from zcompile.profile.zcompile_engines import Eager, EagerUnits, Zcompile
 
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
-
-
-def _needs_cuda(device: str) -> str | None:
-    return "needs CUDA" if device != "cuda" else None
-
-
-def _needs_deepspeed(device: str) -> str | None:
-    return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
-
-
-def _needs_deepspeed_and_cuda(device: str) -> str | None:
-    return _needs_cuda(device) or _needs_deepspeed(device)
 
 
 @dataclass(frozen=True)
@@ -41,16 +38,24 @@ class Entry:
     Attributes:
         make: makes it.
         about: what the help says of it.
-        missing: kind of device -> why the engine cannot run there, or None.
+        needs: packages, and "cuda".
         options: those of the backend's options that it takes.
         environment: variables that its ranks have from their start.
     """
 
     make: Callable[[nn.Module, Training, Mapping[str, Any]], Engine]
     about: str
-    missing: Callable[[str], str | None] = lambda device: None
+    needs: Collection[str] = ()
     options: Collection[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    def missing(self, device: str) -> str | None:
+        """Why the engine cannot run on such a device, or None."""
+        if "cuda" in self.needs and device != "cuda":
+            return "needs CUDA"
+        if "deepspeed" in self.needs and not importlib.util.find_spec("deepspeed"):
+            return "DeepSpeed is not installed"
+        return None
 
 
 ENGINES = {
@@ -75,10 +80,10 @@ ENGINES = {
     "simplefsdp+tuned": Entry(
         SimpleFsdpTuned, "simplefsdp under Inductor's overlap scheduler, with bucketing and low-contention collectives"
     ),
-    "zero3": Entry(Zero3, "DeepSpeed ZeRO-3", _needs_deepspeed),
-    "deepcompile": Entry(DeepCompile, "DeepSpeed ZeRO-3 with its compiler", _needs_deepspeed_and_cuda),
+    "zero3": Entry(Zero3, "DeepSpeed ZeRO-3", ("deepspeed",)),
+    "deepcompile": Entry(DeepCompile, "DeepSpeed ZeRO-3 with its compiler", ("cuda", "deepspeed")),
     "zero3+zcompile": Entry(
-        Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", _needs_deepspeed, options=ALL_OPTIONS
+        Zero3Zcompile, "DeepSpeed ZeRO-3 with zcompile's flag", ("deepspeed",), options=ALL_OPTIONS
     ),
 }
 

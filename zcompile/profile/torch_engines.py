@@ -1,31 +1,41 @@
-"""Engines of torch alone: FSDP2, DDP, SimpleFSDP, one rank without sharding, and the limit that no engine can pass."""
+"""Engines of torch alone: FSDP2, DDP, SimpleFSDP, one rank without sharding, and the limit that no engine can pass.
 
-from collections.abc import Mapping
+Those called tuned have the strongest settings that this torch has, each named in `Engine.settings`.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zcompile.profile.engine import Engine, Training, in_bf16
+from zcompile.profile.engine import Engine
+
+ZERO_CTA_POLICY = {"NCCL_CTA_POLICY": "2"}  # gathers by copy engines, where their buffers are symmetric memory
+PREFETCHED_BLOCKS = 2
+INPUT_BUFFERS = 2  # of reduces
+# Settings of torch._inductor.config.aten_distributed_optimizations.
+OVERLAP = (
+    "enable_overlap_scheduling",
+    "collective_bucketing",
+    "insert_overlap_deps",
+    "enable_low_contention_collectives",
+)
 
 
 class Limit(Engine):
     """Compute alone: unsharded weights in compute dtype, no communication, and Adam on a rank's share of fp32 state."""
 
-    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
-        super().__init__(model, training, options)
-        share = sum(parameter.numel() for parameter in self.model.parameters()) // dist.get_world_size()
-        # Not zeros, on which Adam takes another time.
-        state = nn.Parameter(torch.randn(share, device=next(self.model.parameters()).device))
-        state.grad = torch.randn_like(state)
-        self.state = torch.optim.AdamW([state], lr=training.learning_rate, fused=True)
+    casts_inputs = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         if self.training.precision == "bf16":
@@ -34,11 +44,15 @@ class Limit(Engine):
         model.compile()
         return model
 
-    def cast_input(self, batch: Any) -> Any:
-        return in_bf16(batch) if self.training.precision == "bf16" else batch
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        parameters = list(self.model.parameters())
+        share = sum(parameter.numel() for parameter in parameters) // dist.get_world_size()
+        state = nn.Parameter(torch.randn(share, device=parameters[0].device))  # on zeros Adam takes another time
+        state.grad = torch.randn_like(state)
+        return self.adamw([state])
 
     def update(self) -> None:
-        self.state.step()
+        self.optimizer.step()
         self.model.zero_grad()
 
 
@@ -48,13 +62,12 @@ class MainParameters(Engine):
     What other engines can be compared with on one rank: unlike `Limit`, it takes steps that train the model.
     """
 
-    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
-        if dist.get_world_size() != 1:
-            raise ValueError("the engine 'compiled' trains one rank on its own: take --ranks 1, or 'ddp'")
-        super().__init__(model, training, options)
+    casts_inputs = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        self.copies = list(model.parameters())
+        if dist.get_world_size() != 1:
+            raise ValueError("the engine 'compiled' trains one rank on its own: take --ranks 1, or 'ddp'")
+        self.copies: list[torch.Tensor] = list(model.parameters())
         self.main = self.copies
         if self.training.precision == "bf16":
             self.main = [nn.Parameter(copy.detach().clone()) for copy in self.copies]
@@ -63,22 +76,18 @@ class MainParameters(Engine):
         model.compile()
         return model
 
-    def parameters_to_train(self) -> list[nn.Parameter]:
-        return self.main
-
-    def cast_input(self, batch: Any) -> Any:
-        return in_bf16(batch) if self.training.precision == "bf16" else batch
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return self.adamw(self.main)
 
     def update(self) -> None:
-        has_copies = self.main is not self.copies
-        if has_copies:
-            for main, copy in zip(self.main, self.copies):
-                main.grad = None if copy.grad is None else copy.grad.float()
-                copy.grad = None
+        if self.main is self.copies:
+            return super().update()
+        for main, copy in zip(self.main, self.copies):
+            main.grad = None if copy.grad is None else copy.grad.float()
+            copy.grad = None
         super().update()
-        if has_copies:
-            with torch.no_grad():
-                torch._foreach_copy_(list[torch.Tensor](self.copies), list[torch.Tensor](self.main))
+        with torch.no_grad():
+            torch._foreach_copy_(self.copies, self.main)
 
 
 class Ddp(Engine):
@@ -115,11 +124,47 @@ class Fsdp2Compile(Fsdp2):
         return super().prepare(model)
 
 
+class Fsdp2Tuned(Fsdp2Compile):
+    """FSDP2 with compiled blocks and all that its users can set.
+
+    Gathers from symmetric memory, reduces on a communicator of their own from two input buffers, two blocks prefetched
+    each way, and no reshard of the last block after its forward.
+    """
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model = super().prepare(model)
+        blocks: list[FSDPModule] = [block for block in blocks_of(model) if isinstance(block, FSDPModule)]
+        has_links = torch.cuda.is_available() and 1 < dist.get_world_size() <= torch.cuda.device_count()
+        if has_links and os.environ.get("NCCL_CTA_POLICY") == "2":
+            self._set(blocks, "set_symm_mem_for_comm")
+        elif has_links:
+            self.settings.append("without symmetric memory: NCCL_CTA_POLICY=2 was not set")
+        self._set([model], "set_separate_reduce_scatter_group", True)
+        self._set([model], "set_reduce_scatter_max_input_buffers", INPUT_BUFFERS)
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + PREFETCHED_BLOCKS])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - PREFETCHED_BLOCKS) : i][::-1])
+        blocks[-1].set_reshard_after_forward(False)
+        self.settings.append(f"{PREFETCHED_BLOCKS} blocks prefetched each way, the last block kept for backward")
+        return model
+
+    def _set(self, modules: Sequence[Any], name: str, *args: Any) -> None:
+        """Call a setter of FSDP2 on each module, if this torch has it."""
+        if not hasattr(FSDPModule, name):
+            self.settings.append(f"{name}: not in torch {torch.__version__}")
+            return
+        for module in modules:
+            getattr(module, name)(*args)
+        self.settings.append(f"{name}({', '.join(map(str, args))})")
+
+
 class SimpleFsdp(Engine):
     """Reading a parameter computes a gather, so that one graph has all gathers (arXiv:2411.00284).
 
     Inductor orders them.
     """
+
+    casts_inputs = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
@@ -139,8 +184,25 @@ class SimpleFsdp(Engine):
         """Compile the sharded model. Subclasses have settings of their own."""
         model.compile()
 
-    def cast_input(self, batch: Any) -> Any:
-        return in_bf16(batch) if self.training.precision == "bf16" else batch
+
+class SimpleFsdpTuned(SimpleFsdp):
+    """SimpleFSDP under Inductor's overlap scheduler, which also buckets, with collectives that leave SMs free."""
+
+    def compile(self, model: nn.Module) -> None:
+        known = torch._inductor.config.get_config_copy()
+        options: dict[str, Any] = {"reorder_for_compute_comm_overlap": False}
+        for name in OVERLAP:
+            key = f"aten_distributed_optimizations.{name}"
+            if key not in known:
+                self.settings.append(f"{name}: not in torch {torch.__version__}")
+            elif importlib.util.find_spec("triton") is None:  # the scheduler times kernels and asks Triton for devices
+                self.settings.append(f"{name}: needs Triton")
+            elif name == "enable_low_contention_collectives" and not torch.cuda.is_available():
+                self.settings.append(f"{name}: needs CUDA")
+            else:
+                options[key] = True
+                self.settings.append(name)
+        model.compile(options=options)
 
 
 class Unsharded(nn.Module):

@@ -1,6 +1,5 @@
 """zcompile, compiled and not."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,21 +7,22 @@ from torch import nn
 
 import zcompile
 from zcompile.explanation.explanation import Explanation
-from zcompile.profile.engine import Engine, Training
+from zcompile.profile.engine import Engine
 from zcompile.profile.torch_engines import blocks_of
 from zcompile.state.sharded_model import state_of
 
 
 class Eager(Engine):
-    def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
-        super().__init__(model, training, options)
-        zcompile.fuse_optimizer(self.model, self.optimizer)
-
     def prepare(self, model: nn.Module) -> nn.Module:
         param_dtype = torch.bfloat16 if self.training.precision == "bf16" else None
         model = zcompile.shard(model, param_dtype=param_dtype, units=self.units_of(model))
         state_of(model).use_transport(self.options.get("transport", "auto"))
         return model
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer()
+        zcompile.fuse_optimizer(self.model, optimizer)
+        return optimizer
 
     def units_of(self, model: nn.Module) -> list[nn.Module] | None:
         """As `shard` takes them."""
