@@ -1,7 +1,6 @@
 """The pictures of a report. Each takes the results and draws one figure, or None if no engine has what it shows."""
 
 import io
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ KIND_COLORS = {  # from the bottom of the stack: what is always there, what engi
     "activations": ("#f2d7a0", "activations and the rest"),
 }
 PLAN = "#c0392b"
-LINE = 2000  # characters of a line of SVG
 
 Results = Mapping[str, Any]
 
@@ -29,33 +27,22 @@ def finished(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def svg_of(figure: Figure) -> str:
-    """The figure as an `svg` element with few lines.
-
-    Matplotlib draws each bar as a path of its own. Here neighbours of one style are one path, to a tenth of a point.
-    """
+    """The figure as an `svg` element."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
-    text = re.sub(r' d="[^"]*"', _rounded, text[text.index("<svg") :])
-    words = " ".join(text.split())
-    words = re.sub(r'" (clip-path="[^"]*" style="[^"]*")/> <path d="(?=[^"]*" \1/>)', "", words)
-    lines = [""]
-    for word in words.split(" "):
-        if len(lines[-1]) + len(word) >= LINE:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)
+    return text[text.index("<svg") :]
 
 
-def _rounded(path: "re.Match[str]") -> str:
-    return re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), path[0])
+def _plot(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7, height), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def draw_step_time(results: Results) -> Figure:
     """Stacked parts of a step, and over them the median and quartiles of the steps that were timed."""
     engines = finished(results)
-    figure = Figure(figsize=(7, 0.9 + 0.45 * len(engines)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _plot(0.9 + 0.45 * len(engines))
     names = sorted(engines, key=lambda name: -engines[name]["step_ms"]["median"])
     left = [0.0] * len(names)
     for part, color in (("compute", COMPUTE), ("exposed", EXPOSED), ("idle", IDLE)):
@@ -77,8 +64,7 @@ def draw_step_time(results: Results) -> Figure:
 def draw_memory(results: Results) -> Figure:
     """The peak of each engine."""
     engines = finished(results)
-    figure = Figure(figsize=(7, 0.6 + 0.4 * len(engines)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _plot(0.6 + 0.4 * len(engines))
     names = sorted(engines, key=lambda name: -engines[name]["peak_bytes"])
     bars = axes.barh(names, [engines[name]["peak_bytes"] / 2**30 for name in names], color=NEUTRAL, height=0.6)
     axes.bar_label(bars, fmt="%.2f", padding=3)
@@ -92,8 +78,7 @@ def draw_timeline(results: Results) -> Figure | None:
     engines = {name: engine["parts"] for name, engine in finished(results).items() if engine["parts"]}
     if not engines:
         return None
-    figure = Figure(figsize=(7, 0.9 + 0.5 * len(engines)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _plot(0.9 + 0.5 * len(engines))
     names = sorted(engines, key=lambda name: -engines[name]["step_ms"])
     for i, name in enumerate(names):
         for row, (what, color) in enumerate((("communication", EXPOSED), ("compute", COMPUTE))):
@@ -150,8 +135,7 @@ def _stack(axes: Axes, memory: Mapping[str, Any], scale: int) -> None:
 
 def draw_losses(results: Results) -> Figure:
     """Losses of each engine that trains."""
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _plot(3)
     for name, engine in finished(results).items():
         if name != "limit":  # it does not train
             axes.plot(range(1, len(engine["losses"]) + 1), engine["losses"], label=name, linewidth=1.2)
@@ -164,8 +148,7 @@ def draw_losses(results: Results) -> Figure:
 
 def draw_every_step(results: Results) -> Figure:
     """The time of each timed step."""
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _plot(3)
     for i, (name, engine) in enumerate(finished(results).items()):
         for repeat, times in enumerate(engine["step_ms"]["all"]):
             steps = [repeat * (len(times) + 2) + step for step in range(1, len(times) + 1)]

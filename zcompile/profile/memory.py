@@ -20,7 +20,7 @@ from typing import Any
 from zcompile.explanation.curve import thinned
 from zcompile.profile.allocations import KINDS, Allocation, end_unseen, has_totals, reports_of
 from zcompile.profile.owned_storages import WALK, OwnedStorage, Walks
-from zcompile.profile.timeline import clock, last_step
+from zcompile.profile.timeline import STEP, clock, ranges_of
 
 POINTS = 400  # of a curve
 
@@ -60,27 +60,23 @@ def memory_of_step(
     transport_bytes: of the transport, outside of the allocator.
     peak_bytes: the allocator's in the last step, on a GPU.
     """
-    reports = reports_of(trace, device)
-    times = sorted(
-        event["ts"]
-        for event in trace["traceEvents"]
-        if event.get("name") == WALK and event.get("cat") == "user_annotation"
-    )
+    times = [time for time, _ in ranges_of(trace, WALK)]
     allocations = allocations + tell_by_address(allocations, zip(times, walks.found), walks.before)
+    unknown = 0
     if device is None:
         end_unseen(allocations)
-    known = sum(block.nbytes for block in allocations if block.begins == -math.inf and not block.of_transport)
-    first = next(report for report in reports if device is None or has_totals(report))
-    counted = first["args"]["Total Allocated"] - first["args"]["Bytes"]  # before the trace
+    else:
+        known = sum(block.nbytes for block in allocations if block.begins == -math.inf and not block.of_transport)
+        first = next(filter(has_totals, reports_of(trace, device)))["args"]
+        # Less than none would be an error, which shows in a peak that is not the allocator's.
+        unknown = max(0, first["Total Allocated"] - first["Bytes"] - known)
     allocations += [
         Allocation(0, -block.nbytes, block.begins, block.ends, "transport")
         for block in allocations
         if block.of_transport
     ]
-    # Less than none would be an error, which shows in a peak that is not the allocator's.
-    unknown = 0 if device is None else max(0, counted - known)
     allocations += [Allocation(0, unknown, -math.inf), Allocation(0, transport_bytes, -math.inf, kind="transport")]
-    begin, end = last_step(trace)
+    begin, end = ranges_of(trace, STEP)[-1]
     device_time = clock(trace)
     points = thinned(list(bytes_over_time(allocations, begin, end)), POINTS, lambda point: sum(point[1].values()))
     ms = [round(max(0.0, (device_time(time) - device_time(begin)) / 1e3), 3) for time, _ in points]

@@ -1,5 +1,6 @@
 """What was measured as a table, pictures, and one page that holds both."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import matplotlib
 from rich.table import Table
 
 from zcompile.explanation.workloads import BadInput
-from zcompile.profile import results_json
 from zcompile.profile.figures import PICTURES, Results, finished, svg_of
 
 # If the host takes this share of a step to issue it, the GPU may wait for it; unless a trace has it idle for less.
@@ -123,7 +123,7 @@ def write(results: Results, folder: Path) -> list[Path]:
         What was written.
     """
     written = [folder / "results.json"]
-    written[0].write_text(results_json.dumps(results) + "\n")
+    written[0].write_text(json.dumps(results) + "\n")
     pictures = []
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         for name, (caption, draw) in PICTURES.items() if finished(results) else ():

@@ -9,7 +9,10 @@ from typing import Any
 
 STEP = "zcompile.profile::step"
 GAPS = 1000  # of a step: what is shorter is no pixel of a picture
+ANNOTATION = "user_annotation"  # the category of record_function's ranges
 MESSAGES = ("gloo:send", "gloo:recv")
+# How ops begin in which a CPU rank waits for others. Some waits, as FSDP2's, are in no op.
+HOST_WAITS = ("c10d::", "zcompile::gather", "zcompile::reduce", "_c10d_functional::wait_tensor")
 
 Interval = tuple[float, float]  # us, as in the trace, unless said otherwise
 Event = dict[str, Any]  # of a trace
@@ -52,32 +55,32 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
     and what zcompile's ops wait for. Events of zcompile's messages do not count, because they last until the wait.
     Compute is aten's ops and compiled graphs, but for such waits.
     """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    device = device_events(trace)
     if device:
         busiest = busiest_stream(device)
-        computes = [not (is_nccl(event) or is_ours(event)) and event["args"]["stream"] == busiest for event in device]
-        compute = [interval(event) for event, is_compute in zip(device, computes) if is_compute]
-        wire = [interval(event) for event, is_compute in zip(device, computes) if not is_compute]
+        compute: list[Interval] = []
+        wire: list[Interval] = []
+        for event in device:
+            is_compute = not (is_nccl(event) or is_ours(event)) and event["args"]["stream"] == busiest
+            (compute if is_compute else wire).append(interval(event))
         steps = [interval(event) for event in device]
     else:
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         ops = [event for event in events if event.get("cat") == "cpu_op"]
         computing = [event for event in ops if event["name"].startswith(("aten::", "## Call CompiledFxGraph"))]
-        waits = union(interval(event) for event in ops if _is_host_wait(event["name"]))
+        waits = union(interval(event) for event in ops if event["name"].startswith(HOST_WAITS))
         collectives = [event for event in events if event["name"].startswith("gloo:")]
         wire = [*waits, *(interval(event) for event in collectives if event["name"] not in MESSAGES)]
-        steps = [interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
         compute = subtract(union(map(interval, computing)), waits)
-    wire, compute = union(wire), union(compute)
+        steps = ranges_of(trace, STEP)
     begin, end = min(begin for begin, _ in steps), max(end for _, end in steps)
-    compute, wire = clip(compute, (begin, end)), clip(wire, (begin, end))
+    compute, wire = clip(union(compute), (begin, end)), clip(union(wire), (begin, end))
     lengths = (end - begin, length(compute), length(wire), length(subtract(wire, compute)))
     step_ms, compute_ms, communication_ms, exposed_ms = (us / count / 1e3 for us in lengths)
+    idle_ms = step_ms - compute_ms - exposed_ms
     last = (end - (end - begin) / count, end)
     timeline = {"compute": drawn(compute, last), "communication": drawn(wire, last)}
-    return Parts(
-        step_ms, step_ms, compute_ms, communication_ms, exposed_ms, step_ms - compute_ms - exposed_ms, timeline
-    )
+    return Parts(step_ms, step_ms, compute_ms, communication_ms, exposed_ms, idle_ms, timeline)
 
 
 def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
@@ -87,12 +90,15 @@ def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
     return [(round((begin - step[0]) / 1e3, 3), round((end - gap - step[0]) / 1e3, 3)) for begin, end in widened]
 
 
-def last_step(trace: dict[str, Any]) -> Interval:
-    """The last traced step, as the host saw it."""
-    steps = [
-        event for event in trace["traceEvents"] if event.get("name") == STEP and event.get("cat") == "user_annotation"
-    ]
-    return interval(max(steps, key=lambda event: event["ts"]))
+def ranges_of(trace: dict[str, Any], name: str) -> list[Interval]:
+    """The ranges of that name, as the host saw them, in order."""
+    events = trace["traceEvents"]
+    return sorted(interval(event) for event in events if event.get("name") == name and event.get("cat") == ANNOTATION)
+
+
+def device_events(trace: dict[str, Any]) -> list[Event]:
+    """What ran on GPUs."""
+    return [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
 def clock(trace: dict[str, Any]) -> Callable[[float], float]:
@@ -101,7 +107,7 @@ def clock(trace: dict[str, Any]) -> Callable[[float], float]:
     That is when the next kernel began, on the busiest stream, that was launched from then on. On a CPU there is one
     time.
     """
-    device = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    device = device_events(trace)
     if not device:
         return lambda host: host
     busiest = busiest_stream(device)
@@ -131,11 +137,6 @@ def busiest_stream(device: list[Event]) -> int:
         if event["cat"] == "kernel" and not is_nccl(event):
             busy[event["args"]["stream"]] += event["dur"]
     return busy.most_common(1)[0][0]
-
-
-def _is_host_wait(op: str) -> bool:
-    """Ops in which a CPU rank waits for others. Some waits, as FSDP2's, are in no op."""
-    return op.startswith(("c10d::", "zcompile::gather", "zcompile::reduce", "_c10d_functional::wait_tensor"))
 
 
 def interval(event: Event) -> Interval:

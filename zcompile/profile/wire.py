@@ -4,15 +4,7 @@ import math
 from typing import Any
 
 # Bytes of a dtype, by its names in the events of gloo and of NCCL.
-BYTES = {
-    "double": 8,
-    "long int": 8,
-    "long": 8,
-    "float": 4,
-    "int": 4,
-    "half": 2,
-    "bfloat16": 2,
-}
+BYTES = {"double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2}
 ONE_TO_ALL = ("broadcast", "barrier", "wait", "init", "send", "recv")  # what sets up or waits
 MESSAGE = "gloo:send"  # to one of the others, of zcompile on CPUs
 
