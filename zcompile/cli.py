@@ -345,7 +345,7 @@ COMMANDS = {
         "time into compute, exposed communication and idle, and memory by what it is for. Each engine runs in "
         "processes of its own, in turns.",
         "zcompile profile --model tiny --engines zcompile,fsdp2 --ranks 2",
-        packages=("jinja2", "matplotlib", "psutil", "rich"),
+        packages=("jinja2", "matplotlib", "psutil"),
     ),
     "explain": Command(
         "zcompile.explanation.command",

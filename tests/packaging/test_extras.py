@@ -17,7 +17,7 @@ sys.argv = {arguments!r}
 RUN_MODULE = "runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
 RUN_FILE = "sys.path.insert(0, 'examples'); runpy.run_path({!r}, run_name='__main__')"
 CASES = [
-    pytest.param("rich", RUN_MODULE.format("zcompile"), "zcompile profile", "profile", id="command"),
+    pytest.param("psutil", RUN_MODULE.format("zcompile"), "zcompile profile", "profile", id="command"),
     pytest.param("tqdm", RUN_FILE.format("examples/train.py"), "examples/train.py", "train", id="train"),
     pytest.param(
         "matplotlib", RUN_FILE.format("examples/moe.py"), "examples/moe.py", "train", id="moe", marks=pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zcompile.explanation.planned_graph import PlannedGraph
-from zcompile.explanation.text import GIB, MIB, Page, add_graph, table_text
+from zcompile.explanation.text import GIB, MIB, graph_text, table_text
 
 
 @dataclass(frozen=True)
@@ -62,36 +62,28 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __str__(self) -> str:
-        """What `print(zcompile.explain(model))` shows.
-
-        Raises:
-            ImportError: rich is not installed.
-        """
-        page = Page()
-        page.add(
+        """What `print(zcompile.explain(model))` shows."""
+        lines = [
             f"{self.parameters / 1e9:.2f} B parameters on {self.world} ranks, {self.hardware} over {self.transport}: "
             f"a step of {self.step_ms:.1f} ms, {self.exposed_ms:.2f} ms of it exposed communication; "
-            f"{self.peak_bytes / GIB:.2f} GiB at most."
-        )
-        page.add(
+            f"{self.peak_bytes / GIB:.2f} GiB at most.",
             f"Forward saves {self.saved_bytes / MIB:.1f} MiB for backward: "
-            f"activation_memory_budget {self.activation_memory_budget:g}."
-        )
-        for graph in self.graphs:
-            add_graph(page, graph)
+            f"activation_memory_budget {self.activation_memory_budget:g}.",
+            *map(graph_text, self.graphs),
+        ]
         if self.cached_graphs:
             first_ms, later_ms = self.microbatches_ms
-            page.add(
+            lines.append(
                 "Microbatches inside of zcompile.accumulate share what is gathered, "
                 f"{self.cached_bytes / GIB:.2f} GiB: {first_ms:.1f} ms for the first, {later_ms:.1f} ms for each other."
             )
         if any(graph.gathers for graph in self.graphs):
-            page.add(
+            lines.append(
                 "starts, arrives, dies: by number of node, where a gather starts, is waited for, and has its last "
                 "reader. Those of one bucket travel together, and its times are shared out by bytes."
             )
-        page.add(f"AdamW, fp32: {self.optimizer_ms:.2f} ms. Figures of the machine: {self.rests_on}.")
-        return str(page)
+        lines.append(f"AdamW, fp32: {self.optimizer_ms:.2f} ms. Figures of the machine: {self.rests_on}.\n")
+        return "\n".join(lines)
 
 
 def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> str:

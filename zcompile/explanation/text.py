@@ -1,85 +1,42 @@
-"""Planned graphs as text, laid out by rich."""
+"""Planned graphs as text."""
 
-import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from zcompile.explanation.planned_graph import Gather, PlannedGraph
 
-if TYPE_CHECKING:  # rich is optional
-    from rich.table import Table
-
 GIB, MIB = 1 << 30, 1 << 20
-WIDTH = 140  # columns of a page
 ROWS = 12  # of each graph's gathers: first the largest of those that are exposed, then the largest of all
+GATHER_COLUMNS = ("MiB", "dtype", "bucket", "starts", "arrives", "dies", "transfer us", "exposed us", "")
 
 
-class Page:
-    """Lines and tables, one below the other.
-
-    Raises:
-        ImportError: rich is not installed.
-    """
-
-    def __init__(self, width: int = WIDTH):
-        try:
-            from rich.console import Console
-        except ImportError as error:
-            raise ImportError(
-                "zcompile: a plan as a table needs rich: pip install 'zcompile[profile]', or use .to_json()"
-            ) from error
-        self.buffer = io.StringIO()
-        self.console = Console(file=self.buffer, width=width, highlight=False, markup=False, soft_wrap=True)
-
-    def add(self, *parts: "str | Table") -> None:
-        """Each part on a line of its own."""
-        self.console.print(*parts, sep="\n")
-
-    def __str__(self) -> str:
-        return self.buffer.getvalue()
+def table_text(first: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with a row of text for each of `rows`. The first column stands on the left, the others on the right."""
+    table = [(first, *columns), *rows]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = []
+    for label, *cells in table:
+        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([label.ljust(widths[0]), *right]).rstrip() + "\n")
+    return "".join(lines)
 
 
-def empty_table(first: str, *columns: str) -> "Table":
-    """A table without lines. The first column stands on the left, the others on the right."""
-    from rich.table import Table
-
-    table = Table(first, box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def add_graph(page: Page, graph: PlannedGraph, rows: int = ROWS) -> None:
+def graph_text(graph: PlannedGraph) -> str:
     """A heading with the figures of the graph, and a table of its gathers."""
-    page.add(_heading(graph), "")
+    lines = [_heading(graph), ""]
     for matrix in graph.rows:
-        page.add(
+        lines.append(
             f"of {matrix.parameter}, only the rows that the batch reads: {matrix.nbytes / MIB:.2f} MiB {matrix.dtype}"
         )
     for op, ms in graph.without_formula:
         share = ms / graph.compute_ms if graph.compute_ms else 0.0
-        page.add(f"{op} counts as the bytes of its tensors, {share:.1%} of compute: see zcompile.register_cost")
-    if not graph.gathers:
-        return
-    table = empty_table(
-        "parameter", "MiB", "dtype", "bucket", "starts", "arrives", "dies", "transfer us", "exposed us", ""
-    )
-    shown = sorted(graph.gathers, key=lambda gather: (-round(gather.exposed_us), -gather.nbytes))[:rows]
-    for gather in sorted(shown, key=lambda gather: gather.arrives):
-        table.add_row(*_row(gather))
-    page.add(table)
-    if len(graph.gathers) > rows:
-        page.add(f"and {len(graph.gathers) - rows} more: `.graphs[i].gathers` has all")
-
-
-def table_text(first: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a row of text for each of `rows`."""
-    table = empty_table(first, *columns)
-    for row in rows:
-        table.add_row(*row)
-    page = Page()
-    page.add(table)
-    return str(page)
+        lines.append(f"{op} counts as the bytes of its tensors, {share:.1%} of compute: see zcompile.register_cost")
+    if graph.gathers:
+        shown = sorted(graph.gathers, key=lambda gather: (-round(gather.exposed_us), -gather.nbytes))[:ROWS]
+        shown.sort(key=lambda gather: gather.arrives)
+        lines.append(table_text("parameter", GATHER_COLUMNS, map(_row, shown)).rstrip())
+    if len(graph.gathers) > ROWS:
+        lines.append(f"and {len(graph.gathers) - ROWS} more: `.graphs[i].gathers` has all")
+    return "\n".join(lines)
 
 
 def _heading(graph: PlannedGraph) -> str:

@@ -2,12 +2,10 @@
 
 import argparse
 import signal
-import sys
 from dataclasses import fields
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from zcompile.calibration.command import start_ranks
 from zcompile.calibration.results import read_calibration
@@ -60,7 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         BadInput: no such engine, option or model.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=200)
     terminated = False
 
     def terminate(*_: Any) -> None:
@@ -74,21 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
         start_ranks(job.ranks, None)
     counted = count(job)
     report.clear(arguments.output)
-    with console.status("") as status:
-
-        def tell(engine: str, repeat: int) -> None:
-            status.update(f"{engine}, repeat {repeat + 1} of {arguments.repeats}")
-
-        results = compare(job, counted, engines, arguments.repeats, arguments.output, tell)
+    results = compare(job, counted, engines, arguments.repeats, arguments.output)
     results["command"] = arguments.command_line
     written = report.write(results, arguments.output)
-    console.print(report.table(results))
-    for sentence in report.predictions(results):
-        console.print(sentence, markup=False, highlight=False)
+    print(report.title(results), report.table(results), *report.predictions(results), sep="\n")
     for name, why in report.absent(results).items():
-        console.print(f"[bold]{name}[/]: not measured: ", end="")
-        console.print(why, markup=False, highlight=False)
-    console.print(f"Report: {written[-1]}", highlight=False)
+        print(f"{name}: not measured: {why}")
+    print(f"Report: {written[-1]}")
     if terminated:
         return 128 + signal.SIGTERM
     return 0 if finished(results) else 1

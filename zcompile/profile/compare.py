@@ -5,7 +5,8 @@ import logging
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,6 @@ def compare(
     engines: list[str],
     repeats: int,
     output: Path,
-    tell: Callable[[str, int], None] = lambda engine, repeat: None,
 ) -> dict[str, Any]:
     """Train under each of `engines`, `repeats` times in turns, so that a drift of the machine shows.
 
@@ -87,7 +87,6 @@ def compare(
         job: what to train; its engine and folders are set here.
         counted: what `count` found.
         output: a folder for each engine's logs and traces.
-        tell: called before each run.
 
     Returns:
         What report.py draws and `results.json` holds: `workload`, and `engines` by name. An engine has `step_ms`
@@ -101,7 +100,7 @@ def compare(
         for repeat, name in itertools.product(range(repeats), engines):
             if name in absent:
                 continue
-            tell(name, repeat)
+            print(f"{name}, repeat {repeat + 1} of {repeats}", file=sys.stderr)
             folder, cache = runs / f"{file_name(name)}-{repeat}", runs / f"{file_name(name)}-cache"
             if repeat == 0:
                 shutil.rmtree(cache, ignore_errors=True)

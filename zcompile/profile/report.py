@@ -7,8 +7,8 @@ from typing import Any
 
 import jinja2
 import matplotlib
-from rich.table import Table
 
+from zcompile.explanation.text import table_text
 from zcompile.explanation.workloads import BadInput
 from zcompile.profile.figures import PICTURES, Results, finished, svg_of
 
@@ -79,15 +79,10 @@ def _row(name: str, engine: Mapping[str, Any], on_gpu: bool) -> list[str]:
     return row
 
 
-def table(results: Results) -> Table:
+def table(results: Results) -> str:
     """The same for a terminal."""
     head, body = rows(results)
-    made = Table(title=title(results))
-    for column in head:
-        made.add_column(column, justify="left" if column == "engine" else "right")
-    for row in body:
-        made.add_row(*row)
-    return made
+    return table_text(head[0], head[1:], body)
 
 
 def title(results: Results) -> str:
