@@ -68,115 +68,61 @@ def require(program: str, extra: str, *packages: str) -> None:
         sys.exit(2)
 
 
+def _add_model(add: Callable[..., object], model: str) -> None:
+    """The options that say which model. `model` is the default."""
+    about = "(decoders of Llama's shape), or a Hugging Face config by name or path; weights are random"
+    add("--model", default=model, metavar="NAME", help=f"{', '.join(SIZES)} {about} (default: {model})")
+    about = "your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch)"
+    add("--module", metavar="FILE.py:FUNCTION", help=f"{about} (default: the one that --model names)")
+    about = "sequences per rank and microbatch (default: 1, or 8 for tiny)"
+    add("--batch", dest="sequences", type=positive, metavar="N", help=about)
+    add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
+    about = "activation checkpointing: recompute each block's activations in backward (default: off)"
+    add("--checkpointing", action="store_true", help=about)
+
+
 def _add_profile(options: Parser) -> None:
     from zcompile.profile.engine import PRECISIONS  # here, because the engines import Inductor
     from zcompile.profile.engines import ENGINES
 
-    _add_profile_model(options.add_argument_group("model"), PRECISIONS)
-    _add_profile_measurement(options.add_argument_group("measurement"))
-    _add_profile_output(options.add_argument_group("output"))
+    add = options.add_argument_group("model").add_argument
+    _add_model(add, "tiny")
+    about = "; ".join(f"{name}: {what}" for name, what in PRECISIONS.items())
+    add("--precision", choices=PRECISIONS, help=f"{about} (default: bf16 on GPUs, fp32 on CPUs)")
+    about = "gradient accumulation: microbatches per step (default: 1)"
+    add("--accumulation", type=positive, default=1, metavar="N", help=about)
+    about = (
+        "learning rate of AdamW, after a warm-up of 20 steps; with a larger one, runs that differ by rounding may "
+        "diverge (default: 2e-5)"
+    )
+    add("--lr", dest="learning_rate", type=float, default=2e-5, metavar="RATE", help=about)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+    _add_profile_measurement(options.add_argument_group("measurement").add_argument)
+    add = options.add_argument_group("output").add_argument
+    about = "where the report goes: report.html, pictures, results.json (default: out/profile)"
+    add("--output", type=Path, default=Path("out/profile"), metavar="FOLDER", help=about)
+    about = "keep a trace of two steps of each engine for ui.perfetto.dev: FOLDER/ENGINE.trace.json.gz (default: off)"
+    add("--trace", dest="keep_trace", action="store_true", help=about)
     options.epilog = _listed("engines", {name: entry.about for name, entry in ENGINES.items()})
 
 
-def _add_profile_model(group: argparse._ArgumentGroup, precisions: Mapping[str, str]) -> None:
-    add = group.add_argument
-    add(
-        "--model",
-        default="tiny",
-        metavar="NAME",
-        help=f"{', '.join(SIZES)} (decoders of Llama's shape), or a Hugging Face config by name or path; weights are "
-        "random (default: tiny)",
+def _add_profile_measurement(add: Callable[..., object]) -> None:
+    about = (
+        "engines of the list below, or all; with options of the backend as in "
+        "zcompile:transport=nccl:save_for_backward_bytes=0 (default: zcompile,limit,fsdp2)"
     )
-    add(
-        "--module",
-        metavar="FILE.py:FUNCTION",
-        help="your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch) (default: the "
-        "one that --model names)",
-    )
-    add(
-        "--batch",
-        dest="sequences",
-        type=positive,
-        metavar="N",
-        help="sequences per rank and microbatch (default: 1, or 8 for tiny)",
-    )
-    add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
-    about = "; ".join(f"{name}: {what}" for name, what in precisions.items())
-    add("--precision", choices=precisions, help=f"{about} (default: bf16 on GPUs, fp32 on CPUs)")
-    add(
-        "--checkpointing",
-        action="store_true",
-        help="activation checkpointing: recompute each block's activations in backward (default: off)",
-    )
-    add(
-        "--accumulation",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="gradient accumulation: microbatches per step (default: 1)",
-    )
-    add(
-        "--lr",
-        dest="learning_rate",
-        type=float,
-        default=2e-5,
-        metavar="RATE",
-        help="learning rate of AdamW, after a warm-up of 20 steps; with a larger one, runs that differ by rounding may "
-        "diverge (default: 2e-5)",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
-
-
-def _add_profile_measurement(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--engines",
-        default="zcompile,limit,fsdp2",
-        metavar="NAME[,NAME...]",
-        help="engines of the list below, or all; with options of the backend as in "
-        "zcompile:transport=nccl:save_for_backward_bytes=0 (default: zcompile,limit,fsdp2)",
-    )
+    add("--engines", default="zcompile,limit,fsdp2", metavar="NAME[,NAME...]", help=about)
     add("--ranks", type=positive, metavar="N", help="processes (default: one per GPU, or 2 on CPUs)")
     add("--steps", type=positive, default=20, metavar="N", help="timed steps of each repeat, at least 2 (default: 20)")
-    add(
-        "--warmup",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="steps before them, in which engines compile; DeepCompile compiles again after five (default: 8)",
-    )
+    about = "steps before them, in which engines compile; DeepCompile compiles again after five (default: 8)"
+    add("--warmup", type=positive, default=8, metavar="N", help=about)
     add("--repeats", type=positive, default=2, metavar="N", help="runs of each engine, in turns (default: 2)")
-    add(
-        "--timeout",
-        dest="timeout_s",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="seconds after which a run is ended (default: 600)",
+    about = "seconds after which a run is ended (default: 600)"
+    add("--timeout", dest="timeout_s", type=float, default=600.0, metavar="SECONDS", help=about)
+    about = (
+        "only step times, peaks and losses, without the parts of a step and memory by kind: much quicker (default: off)"
     )
-    add(
-        "--untraced",
-        action="store_true",
-        help="only step times, peaks and losses, without the parts of a step and memory by kind: much quicker "
-        "(default: off)",
-    )
-
-
-def _add_profile_output(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--output",
-        type=Path,
-        default=Path("out/profile"),
-        metavar="FOLDER",
-        help="where the report goes: report.html, pictures, results.json (default: out/profile)",
-    )
-    add(
-        "--trace",
-        dest="keep_trace",
-        action="store_true",
-        help="keep a trace of two steps of each engine for ui.perfetto.dev: FOLDER/ENGINE.trace.json.gz (default: off)",
-    )
+    add("--untraced", action="store_true", help=about)
 
 
 def _listed(title: str, meanings: Mapping[str, str]) -> str:
@@ -190,70 +136,32 @@ def _listed(title: str, meanings: Mapping[str, str]) -> str:
 
 def _add_explain(options: Parser) -> None:
     add = options.add_argument_group("model").add_argument
-    add(
-        "--model",
-        default="2b",
-        metavar="NAME",
-        help=f"{', '.join(SIZES)} (decoders of Llama's shape), or a Hugging Face config by name or path (default: 2b)",
-    )
-    add(
-        "--module",
-        metavar="FILE.py:FUNCTION",
-        help="your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch) (default: the "
-        "one that --model names)",
-    )
-    add("--batch", type=positive, metavar="N", help="sequences per rank (default: 1, or 8 for tiny)")
-    add("--tokens", type=positive, metavar="N", help="tokens per sequence (default: that of the model)")
-    add(
-        "--precision",
-        choices=("fp32", "bf16"),
-        default="bf16",
-        help="dtype of compute and of gathers; main parameters are fp32 (default: bf16)",
-    )
-    add(
-        "--checkpointing",
-        action="store_true",
-        help="activation checkpointing: recompute each block's activations in backward (default: off)",
-    )
+    _add_model(add, "2b")
+    about = "dtype of compute and of gathers; main parameters are fp32 (default: bf16)"
+    add("--precision", choices=("fp32", "bf16"), default="bf16", help=about)
     add = options.add_argument_group("machine").add_argument
-    add(
-        "--ranks",
-        default="8",
-        metavar="N[,N...]",
-        help="numbers of ranks; the plan is that of the first (default: 8)",
-    )
-    add(
-        "--hardware",
-        default="h200",
-        metavar="NAME",
-        help=f"{', '.join(TABLES)}, or a file that `zcompile calibrate --output` wrote (default: h200)",
-    )
-    add(
-        "--transport",
-        metavar="NAME",
-        help="p2p or nccl, on CPUs gloo (default: p2p where all ranks share one NVLink domain, else nccl)",
-    )
+    about = "numbers of ranks; the plan is that of the first (default: 8)"
+    add("--ranks", default="8", metavar="N[,N...]", help=about)
+    about = f"{', '.join(TABLES)}, or a file that `zcompile calibrate --output` wrote (default: h200)"
+    add("--hardware", default="h200", metavar="NAME", help=about)
+    about = "p2p or nccl, on CPUs gloo (default: p2p where all ranks share one NVLink domain, else nccl)"
+    add("--transport", metavar="NAME", help=about)
     add = options.add_argument_group("what if").add_argument
-    add(
-        "--budgets",
-        default="",
-        metavar="MIB[,MIB...]",
-        help="also predict a step under these limits of unsharded parameters, in MiB; see the option "
-        "gather_budget_bytes (default: none)",
+    about = (
+        "also predict a step under these limits of unsharded parameters, in MiB; see the option gather_budget_bytes "
+        "(default: none)"
     )
-    add(
-        "--save-for-backward",
-        metavar="MIB",
-        help="unsharded parameters that forward saves for backward, in MiB (default: the size of the largest and an "
-        "eighth more if forward returns a loss, else 0)",
+    add("--budgets", default="", metavar="MIB[,MIB...]", help=about)
+    about = (
+        "unsharded parameters that forward saves for backward, in MiB (default: the size of the largest and an eighth "
+        "more if forward returns a loss, else 0)"
     )
-    add(
-        "--activation-budgets",
-        default="",
-        metavar="SHARE[,SHARE...]",
-        help="also predict a step that saves these shares of its activations for backward, from 1 (all) to 0; see the "
-        "option activation_memory_budget (default: none)",
+    add("--save-for-backward", default="", metavar="MIB", help=about)
+    about = (
+        "also predict a step that saves these shares of its activations for backward, from 1 (all) to 0; see the "
+        "option activation_memory_budget (default: none)"
     )
+    add("--activation-budgets", default="", metavar="SHARE[,SHARE...]", help=about)
     add = options.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="also write everything there, as JSON (default: no file)")
 

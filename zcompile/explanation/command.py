@@ -3,12 +3,11 @@
 import argparse
 import contextlib
 import json
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,24 +31,6 @@ from zcompile.sharding.precision import MixedPrecision, casts_of
 STATES = 4  # weight, gradient and two moments
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Predicted(NamedTuple):
-    """What the command prints.
-
-    Attributes:
-        by_ranks: one explanation for each number of ranks.
-        by_budget: one for each budget of unsharded parameters, on the first number of ranks.
-        by_activations: one for each share of activations, on the first number of ranks.
-        traced_s: how long tracing took.
-        graph_breaks: why Dynamo ended graphs, one sentence each. What runs between graphs is in no figure.
-    """
-
-    by_ranks: list[Explanation]
-    by_budget: list[Explanation]
-    by_activations: list[Explanation]
-    traced_s: float
-    graph_breaks: list[str]
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -120,54 +101,9 @@ def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: b
     return names
 
 
-def _default_cache_bytes(plan: Plan, parameters: int) -> int:
-    """The default of `microbatch_cache_bytes` on an empty device.
-
-    It is a quarter of what shards, gradients and two states leave.
-    """
-    share = -(-parameters // plan.link.world)
-    return max(0, plan.link.hardware.memory_bytes - STATES * torch.float32.itemsize * share) // 4
-
-
-def predicted(arguments: argparse.Namespace) -> Predicted:
-    """Raises:
-    BadInput: there is no such model, it cannot be traced, or a number is none.
-    """
-    ranks, budgets_mib = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
-    if not ranks:
-        raise BadInput("--ranks takes at least one number")
-    hardware, measured = _tables(arguments.hardware)
-    save_mib = _numbers("--save-for-backward", arguments.save_for_backward or "")
-    options: dict[str, Any] = {"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {}
-    links = [_link(hardware, arguments.transport, world) for world in ranks]
-    plans = [parse_options(options).plan(link, hardware.memory_bytes) for link in links]
-    by_share = _settings_of_shares(arguments.activation_budgets, options)
-    begin, before = time.monotonic(), Counter(counters["graph_break"])
-    traced: dict[bool, tuple[list[Traced], int]] = {}
-    for plan in plans:
-        if _is_alone(plan) not in traced:
-            traced[_is_alone(plan)] = _traced(arguments, plan)
-    traced_s, graph_breaks = time.monotonic() - begin, counters["graph_break"] - before
-
-    def predict(plan: Plan, graphs: list[Traced], cache_bytes: int = 0) -> Explanation:
-        link = measured.over(plan.link.wire.transport, plan.link.world)
-        return predict_step(graphs, plan, parameters, 1, cache_bytes, link)
-
-    parameters = traced[_is_alone(plans[0])][1]
-    by_ranks = [predict(plan, traced[_is_alone(plan)][0], _default_cache_bytes(plan, parameters)) for plan in plans]
-    budgets = [replace(plans[0], gather_budget_bytes=mib << 20) for mib in budgets_mib]
-    by_budget = [predict(plan, traced[_is_alone(plan)][0]) for plan in budgets]
-    shares = [settings.plan(links[0], hardware.memory_bytes) for settings in by_share]
-    by_activations = [predict(plan, _traced(arguments, plan)[0]) for plan in shares]
-    reasons = [reason.splitlines()[0] for reason in graph_breaks]
-    return Predicted(by_ranks, by_budget, by_activations, traced_s, reasons)
-
-
 def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]:
-    """Settings for each share of activations in `text`.
-
-    Raises:
-        BadInput: `text` is no list of numbers from 0 to 1.
+    """Raises:
+    BadInput: `text` is no list of numbers from 0 to 1.
     """
     try:
         shares = [float(share) for share in text.split(",") if share]
@@ -178,24 +114,62 @@ def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]
         ) from None
 
 
-def _is_alone(plan: Plan) -> bool:
-    """Whether it is for one rank, which casts parameters where several gather them."""
-    return plan.link.world == 1
-
-
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
-    """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs."""
+    """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs.
+
+    On one rank it casts parameters where several ranks gather them.
+    """
     hardware = plan.link.hardware
     on_device = contextlib.nullcontext() if hardware.name == CPU.name else attention_of_gpus(hardware)
     with FakeTensorMode(allow_non_fake_inputs=True), on_device, triton_without_gpu():
-        workload = load(arguments.model, arguments.module, arguments.batch, arguments.tokens, arguments.checkpointing)
+        workload = load(
+            arguments.model, arguments.module, arguments.sequences, arguments.tokens, arguments.checkpointing
+        )
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
-        names = install_trace_readers(workload, PRECISIONS[arguments.precision], _is_alone(plan))
+        names = install_trace_readers(workload, PRECISIONS[arguments.precision], single_rank=plan.link.world == 1)
         batch = workload.batch(0, 0)
         try:
             return trace(lambda: workload.model(batch), plan, lambda leaf: names.get(id(leaf))), parameters
         except RuntimeError as error:
             raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
+
+
+def _predicted(arguments: argparse.Namespace) -> dict[str, list[Explanation]]:
+    """Explanations by what differs between them: "ranks", "budgets" or "activation_budgets".
+
+    Raises:
+        BadInput: there is no such model, it cannot be traced, or a number is none.
+    """
+    ranks, budgets_mib = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
+    if not ranks:
+        raise BadInput("--ranks takes at least one number")
+    hardware, measured = _tables(arguments.hardware)
+    save_mib = _numbers("--save-for-backward", arguments.save_for_backward)
+    options: dict[str, Any] = {"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {}
+    links = [_link(hardware, arguments.transport, world) for world in ranks]
+    plans = [parse_options(options).plan(link, hardware.memory_bytes) for link in links]
+    shares = _settings_of_shares(arguments.activation_budgets, options)
+    traced: dict[bool, tuple[list[Traced], int]] = {}  # one rank has graphs of its own
+    for plan in plans:
+        if (plan.link.world == 1) not in traced:
+            traced[plan.link.world == 1] = _traced(arguments, plan)
+    graphs, parameters = traced[ranks[0] == 1]
+
+    def predict(graphs: list[Traced], plan: Plan, cache_bytes: int = 0) -> Explanation:
+        link = measured.over(plan.link.wire.transport, plan.link.world)
+        return predict_step(graphs, plan, parameters, 1, cache_bytes, link)
+
+    def cache_bytes(world: int) -> int:
+        """The default of `microbatch_cache_bytes` on an empty device: a quarter of what the model's state leaves."""
+        state_bytes = STATES * torch.float32.itemsize * -(-parameters // world)
+        return max(0, hardware.memory_bytes - state_bytes) // 4
+
+    of_shares = [settings.plan(links[0], hardware.memory_bytes) for settings in shares]
+    return {
+        "ranks": [predict(traced[world == 1][0], plan, cache_bytes(world)) for world, plan in zip(ranks, plans)],
+        "budgets": [predict(graphs, replace(plans[0], gather_budget_bytes=mib << 20)) for mib in budgets_mib],
+        "activation_budgets": [predict(_traced(arguments, plan)[0], plan) for plan in of_shares],
+    }
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -205,30 +179,26 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code 0.
 
     Raises:
-        BadInput: see `predicted`; or the file for JSON cannot be written.
+        BadInput: see `_predicted`; or the file for JSON cannot be written.
     """
-    by_ranks, by_budget, by_activations, traced_s, graph_breaks = predicted(arguments)
+    before = Counter(counters["graph_break"])
+    explained = _predicted(arguments)
     if arguments.json:
-        everything = {
-            "ranks": [asdict(explained) for explained in by_ranks],
-            "budgets": [asdict(explained) for explained in by_budget],
-            "activation_budgets": [asdict(explained) for explained in by_activations],
-        }
+        everything = {what: [asdict(each) for each in explanations] for what, explanations in explained.items()}
         try:
             arguments.json.write_text(json.dumps(everything, indent=1))
         except OSError as error:
             raise BadInput(str(error)) from error
-    print(by_ranks[0])
-    print(comparison("ranks", [(explained.world, explained) for explained in by_ranks]))
-    if by_budget:
-        print(comparison("budget MiB", [(explained.gather_budget_bytes >> 20, explained) for explained in by_budget]))
-    if by_activations:
-        by_share = [(explained.activation_memory_budget, explained) for explained in by_activations]
-        print(comparison("activation budget", by_share))
-    if graph_breaks:
+    print(explained["ranks"][0])
+    print(comparison("ranks", [(each.world, each) for each in explained["ranks"]]))
+    if by_budget := explained["budgets"]:
+        print(comparison("budget MiB", [(each.gather_budget_bytes >> 20, each) for each in by_budget]))
+    if by_share := explained["activation_budgets"]:
+        print(comparison("activation budget", [(each.activation_memory_budget, each) for each in by_share]))
+    if graph_breaks := counters["graph_break"] - before:
+        reasons = "; ".join(reason.splitlines()[0] for reason in graph_breaks)
         print(
-            f"Graph breaks, so that parts of the model are in no figure ({'; '.join(graph_breaks)}). "
+            f"Graph breaks, so that parts of the model are in no figure ({reasons}). "
             'TORCH_LOGS="graph_breaks" says where.'
         )
-    print(f"Traced in {traced_s:.1f} s.")
     return 0
