@@ -93,16 +93,17 @@ def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> 
         what: names the number that comes with each explanation, and by which they differ.
     """
     columns = ("step ms", "exposed ms", "slowed ms", "peak GiB", "saved MiB", "unsharded at once MiB", "gathered MiB")
-    return table_text(what, columns, [(str(number), *_figures(explained)) for number, explained in explanations])
-
-
-def _figures(explained: Explanation) -> tuple[str, ...]:
-    return (
-        f"{explained.step_ms:.1f}",
-        f"{explained.exposed_ms:.2f}",
-        f"{sum(graph.slowed_ms for graph in explained.graphs):.2f}",
-        f"{explained.peak_bytes / GIB:.2f}",
-        f"{explained.saved_bytes / MIB:.1f}",
-        f"{max(graph.unsharded_bytes for graph in explained.graphs) / MIB:.0f}",
-        f"{sum(graph.gathered_bytes for graph in explained.graphs) / MIB:.0f}",
-    )
+    rows = [
+        (
+            str(number),
+            f"{explained.step_ms:.1f}",
+            f"{explained.exposed_ms:.2f}",
+            f"{sum(graph.slowed_ms for graph in explained.graphs):.2f}",
+            f"{explained.peak_bytes / GIB:.2f}",
+            f"{explained.saved_bytes / MIB:.1f}",
+            f"{max(graph.unsharded_bytes for graph in explained.graphs) / MIB:.0f}",
+            f"{sum(graph.gathered_bytes for graph in explained.graphs) / MIB:.0f}",
+        )
+        for number, explained in explanations
+    ]
+    return table_text(what, columns, rows)

@@ -18,7 +18,6 @@ from zcompile.graph.ops import (
     GATHER_GROUP_START,
     GATHER_ROWS,
     GATHERS,
-    REDUCE_GROUP_START,
     REDUCES,
     calls,
     reduce_budget,
@@ -26,7 +25,7 @@ from zcompile.graph.ops import (
     transfer_bytes,
     value,
 )
-from zcompile.graph.param_lifetimes import ParamLifetime, ParamLifetimes
+from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan
 from zcompile.passes import pipeline
 
@@ -62,9 +61,11 @@ def predict_step(
     cached_graphs = tuple(_planned(graph, plan, link, traced_world, cached) for graph in traced) if cached else ()
     share = -(-parameters // link.world)
     optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.adam_rate()
-    static_bytes = share * STATE_BYTES
+    static_bytes, own_fraction = share * STATE_BYTES, 1.0
     if link.wire.transport == "p2p":
         static_bytes += 2 * share + STAGING_BYTES  # the cache of shards in compute dtype
+        # A rank's own piece of an unsharded parameter is that of its cached shard (csrc/p2p/aliased_params.h).
+        own_fraction = (link.world - 1) / link.world
     return Explanation(
         world=link.world,
         transport=link.wire.transport,
@@ -81,7 +82,7 @@ def predict_step(
         adding_ms=1e3 * 3 * GRADIENT_BYTES * share / link.hardware.bytes_s,
         rests_on=link.hardware.source,
         cached_graphs=cached_graphs,
-        cached_bytes=round(sum(cached.values()) * _unsharded_fraction(link)),
+        cached_bytes=round(sum(cached.values()) * own_fraction),
         activation_memory_budget=plan.activation_memory_budget,
     )
 
@@ -120,6 +121,7 @@ def _planned(
     gathers = [start for start in calls(graph, *GATHERS) if start not in hits]
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
     rows = tuple(Rows(*_key(node, names), *result_bytes(node)) for node in calls(graph, GATHER_ROWS))
+    most_first = sorted(costs.without_formula.items(), key=lambda item: (-item[1], item[0]))
     ms = _stretched(timeline)
     unsharded = lifetimes.unsharded_bytes(include_returned=True, exclude=hits)
     curve = [(ms(begin_s), *nbytes) for begin_s, nbytes in zip(timeline.begins_s, zip(live, unsharded))]
@@ -140,7 +142,7 @@ def _planned(
         saved_bytes=sum(sum(result_bytes(node)) for node in inputs) if traced.kind == "backward" else 0,
         least_exposed_ms=1e3 * min(least_s, timeline.exposed_s),
         held_by=_held_by(traced, plan, link, timeline, least_s) if cached is None else "",
-        without_formula=tuple((name, 1e3 * seconds) for name, seconds in _largest(costs.without_formula)),
+        without_formula=tuple((name, 1e3 * seconds) for name, seconds in most_first),
         memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
         transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
     )
@@ -158,11 +160,6 @@ def _held_by(traced: Traced, plan: Plan, link: Link, timeline: Timeline, least_s
     return max(parts, key=lambda part: parts[part])
 
 
-def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    """What takes most comes first."""
-    return sorted(seconds.items(), key=lambda item: (-item[1], item[0]))
-
-
 def _gathers(
     lifetimes: ParamLifetimes, timeline: Timeline, names: Mapping[Node, str], hits: Collection[Node]
 ) -> tuple[Gather, ...]:
@@ -170,13 +167,15 @@ def _gathers(
     hits: starts that find their parameter cached, which gather nothing.
     """
     transfers = {transfer.start: transfer for transfer in timeline.transfers}
-    groups = dict.fromkeys(lifetime.start for lifetime in lifetimes.lifetimes)
-    buckets = {start: i for i, start in enumerate(start for start in groups if start.target is GATHER_GROUP_START)}
-
-    def gather_of(lifetime: ParamLifetime) -> Gather:
+    starts = dict.fromkeys(lifetime.start for lifetime in lifetimes.lifetimes)
+    buckets = {start: i for i, start in enumerate(start for start in starts if start.target is GATHER_GROUP_START)}
+    gathers: list[Gather] = []
+    for lifetime in lifetimes.lifetimes:
+        if lifetime.start in hits:
+            continue
         transfer = transfers[lifetime.start]
         part = lifetime.nbytes / max(transfer.nbytes, 1)
-        return Gather(
+        gather = Gather(
             parameter=names.get(lifetime.shard, lifetime.shard.name),
             shape=tuple(value(lifetime.wait).shape),
             dtype=_dtype_name(lifetime.wait),
@@ -190,8 +189,8 @@ def _gathers(
             saved=lifetime.returned,
             cached=lifetime.start.target is GATHER_CACHED_START,
         )
-
-    return tuple(gather_of(lifetime) for lifetime in lifetimes.lifetimes if lifetime.start not in hits)
+        gathers.append(gather)
+    return tuple(gathers)
 
 
 def _gradient_fraction(link: Link) -> float:
@@ -200,14 +199,6 @@ def _gradient_fraction(link: Link) -> float:
     Peer to peer, half of it takes the place of cached shards that backward has done with (csrc/p2p/shard_cache.h).
     """
     return 0.5 if link.wire.transport == "p2p" else 1.0
-
-
-def _unsharded_fraction(link: Link) -> float:
-    """How much of an unsharded parameter has memory of its own.
-
-    Peer to peer, the rank's own piece is that of its cached shard (csrc/p2p/aliased_params.h).
-    """
-    return (link.world - 1) / link.world if link.wire.transport == "p2p" else 1.0
 
 
 def _key(start: Node, names: Mapping[Node, str]) -> Key:
@@ -234,12 +225,12 @@ def _shards(graph: Graph, named: Collection[Node]) -> set[Node]:
     """Inputs that are shards, which live as long as the model: those named, and what is gathered or reduced."""
     shards = set(named)
     for start in calls(graph, *GATHERS, GATHER_ROWS):
-        shards.update(_nodes(start, 0, several=start.target is GATHER_GROUP_START))
+        shards.update(_nodes(start.args[0]))
     for start in calls(graph, *REDUCES):
-        shards.update(_nodes(start, 1, several=start.target is REDUCE_GROUP_START))
+        shards.update(_nodes(start.args[1]))
     return shards
 
 
-def _nodes(start: Node, i: int, several: bool) -> list[Node]:
-    """The nodes that argument `i` is or, of a group, has."""
-    return list(cast(Sequence[Node], start.args[i])) if several else [cast(Node, start.args[i])]
+def _nodes(argument: object) -> list[Node]:
+    """The nodes that an argument is or, of a group, has."""
+    return [argument] if isinstance(argument, Node) else list(cast(Sequence[Node], argument))
