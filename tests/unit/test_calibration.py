@@ -124,10 +124,11 @@ def damaged(text):
     yield f"it is not of version {module.VERSION}", "[]"
     yield "it has no usable", json.dumps({name: each for name, each in read.items() if name != "bytes_s"})
     yield "no positive number", json.dumps({**read, "kernel_s": -1.0})
-    yield "no positive number", json.dumps({**read, "bytes_s": "fast"})
-    yield "it has no usable", json.dumps({**read, "matmul_flops_s": [["bfloat16", 0]]})
-    falling = {**read["wires"][0], "gather": [[1000, 2.0], [2000, 1.0]]}
-    yield "it has no usable", json.dumps({**read, "wires": [falling]})
+    yield "it has no usable", json.dumps({**read, "bytes_s": "fast"})
+    yield "no positive number", json.dumps({**read, "matmul_flops_s": [["bfloat16", 0]]})
+    unmeasured = {**read["wires"][0], "gather": [[1000, 2.0], [2000, 0.0]]}
+    yield "no positive number", json.dumps({**read, "wires": [unmeasured]})
+    yield "it has no usable", json.dumps({**read, "wires": [{"transport": "nccl"}]})
     yield "is of torch 1.0 and not", json.dumps({**read, "torch": "1.0"})
     yield "is of device abacus and not", json.dumps({**read, "device": "abacus"})
     yield "is of driver 1 and not", json.dumps({**read, "driver": "1"})

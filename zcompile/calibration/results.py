@@ -14,8 +14,8 @@ import platform
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,27 +74,21 @@ class Calibration:
             read = json.loads(text)
         except ValueError:
             raise ValueError("it is no JSON") from None
-        if not isinstance(read, dict) or read.get("version") != VERSION:
+        if not isinstance(read, dict) or read.pop("version", None) != VERSION:
             raise ValueError(f"it is not of version {VERSION}")
         try:
-            wires = tuple(_wire(wire) for wire in read["wires"])
-            given = {field.name: read[field.name] for field in fields(cls)}
-            pairs = {name: _rates(given[name]) for name in ("matmul_flops_s", "attention_flops_s")}
-            made = cls(**{**given, **pairs, "wires": wires})
+            wires = tuple(Wire(**_with_tuples(wire)) for wire in read.pop("wires"))
+            made = cls(**_with_tuples(read), wires=wires)
+            figures = [made.world, made.memory_bytes, made.grouped_share or 1.0, made.bytes_s, made.adam_bytes_s]
+            figures += [made.kernel_s, made.pace_ratio]
+            figures += dict(made.matmul_flops_s + made.attention_flops_s).values()
+            for wire in wires:
+                figures += [wire.world, *chain(*wire.gather, *wire.reduce)]
+            are_positive = all(0 < figure < math.inf for figure in figures)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"it has no usable {error}") from None
-        numbers = [
-            made.bytes_s,
-            made.adam_bytes_s,
-            made.kernel_s,
-            made.world,
-            made.memory_bytes,
-            made.grouped_share or 1.0,
-            made.pace_ratio,
-        ]
-        texts = [made.device, made.driver, made.torch]
-        if not all(_is_positive(number) for number in numbers) or not all(isinstance(each, str) for each in texts):
-            raise ValueError("it has a figure that is no positive number, or a name that is no text")
+            raise ValueError(f"it has no usable figures ({error})") from None
+        if not are_positive:
+            raise ValueError("it has a figure that is no positive number")
         return made
 
     @property
@@ -113,33 +107,13 @@ class Calibration:
         return table_of_name(self.device)[0] if self.driver else CPU
 
 
-def _is_positive(number: Any) -> bool:
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    return is_number and math.isfinite(number) and number > 0
+def _with_tuples(read: dict[str, Any]) -> dict[str, Any]:
+    """Fields as JSON has them, with tuples for lists."""
 
+    def tuples(value: Any) -> Any:
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
 
-def _rates(pairs: Any) -> tuple[tuple[str, float], ...]:
-    if not all(isinstance(name, str) and _is_positive(rate) for name, rate in pairs):
-        raise ValueError("rates")
-    return tuple((name, float(rate)) for name, rate in pairs)
-
-
-def _wire(read: dict[str, Any]) -> Wire:
-    def points(pairs: Any) -> Points:
-        made = tuple((int(nbytes), float(seconds)) for nbytes, seconds in pairs)
-        if len(made) < 2 or not all(map(_is_positive, (number for pair in made for number in pair))):
-            raise ValueError("wires")
-        rises = all(x[0] < y[0] and x[1] <= y[1] for x, y in pairwise(made))
-        if not rises:
-            raise ValueError("wires")
-        return made
-
-    if not isinstance(read["transport"], str) or not _is_positive(read["world"]):
-        raise ValueError("wires")
-    interference = float(read["interference"])
-    if not math.isfinite(interference) or interference < 0:
-        raise ValueError("wires")
-    return Wire(read["transport"], read["world"], points(read["gather"]), points(read["reduce"]), interference)
+    return {name: tuples(value) for name, value in read.items()}
 
 
 def rounded(figure: float) -> float:
@@ -154,48 +128,56 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
     """
     changed: list[str] = []
 
-    def taken(what: str, old: float, measured: float) -> float:
+    def taken(name: str, old: float, measured: float) -> float:
         if abs(measured - old) <= differs * old:
             return old
-        changed.append(what)
+        changed.append(name)
         return rounded(measured)
 
-    rates = dict(shipped.matmul_flops_s)
+    matmuls = dict(shipped.matmul_flops_s)
     for name, rate in calibration.matmul_flops_s:
-        dtype = getattr(torch, name, None)
-        if isinstance(dtype, torch.dtype):
-            old = shipped.matmul_rate(dtype)
-            if (new := taken(name, old, rate)) != old:
-                rates[dtype] = new
-    attention = dict(calibration.attention_flops_s)
-    kernels = dict(shipped.attention_by_kernel)
-    flash = taken("attention", shipped.attention_flops_s, attention.pop("flash", shipped.attention_flops_s))
-    for kernel, rate in attention.items():
+        dtype = getattr(torch, name)
+        old = shipped.matmul_rate(dtype)
+        if (new := taken(name, old, rate)) != old:
+            matmuls[dtype] = new
+    flash, kernels = shipped.attention_flops_s, dict(shipped.attention_by_kernel)
+    for kernel, rate in calibration.attention_flops_s:
         old = shipped.attention_rate(kernel)
-        if (new := taken(f"{kernel} attention", old, rate)) != old:
+        if kernel == "flash":
+            flash = taken("attention", old, rate)
+        elif (new := taken(f"{kernel} attention", old, rate)) != old:
             kernels[kernel] = new
-    share, adam = shipped.grouped_share, shipped.adam_bytes_s
+    adam, share = shipped.adam_bytes_s, shipped.grouped_share
     if differs == 0:  # no plan goes by it
         adam = taken("fused AdamW", shipped.adam_rate(), calibration.adam_bytes_s)
-    made = replace(
-        shipped,
-        matmul_flops_s=tuple(rates.items()),
-        attention_flops_s=flash,
-        attention_by_kernel=tuple(sorted(kernels.items())),
-        bytes_s=taken("memory", shipped.bytes_s, calibration.bytes_s),
-        adam_bytes_s=adam,
-        kernel_s=taken("launches", shipped.kernel_s, calibration.kernel_s),
-        grouped_share=taken("grouped matmuls", share, calibration.grouped_share or share),
-    )
-    made = _with_wires(made, calibration, changed, differs)
+    memory = taken("memory", shipped.bytes_s, calibration.bytes_s)
+    launches = taken("launches", shipped.kernel_s, calibration.kernel_s)
+    grouped = taken("grouped matmuls", share, calibration.grouped_share or share)
+    wires, domain = {(wire.transport, wire.world): wire for wire in shipped.wires}, shipped.domain
+    for wire in calibration.wires:
+        if _differs(shipped, wire, differs):
+            changed.append(f"transfers over {wire.transport}")
+            wires[wire.transport, wire.world] = _rounded_wire(wire)
+            domain = max(domain, calibration.world)
     if not changed:
         return shipped
-    made = replace(made, memory_bytes=calibration.memory_bytes)
-    what = ", ".join(changed)
     machine = calibration.device
     if differs == 0 and calibration.pace_warning:  # no part of what plans go by, and so of no key
         machine += f", whose speed varied by {calibration.pace_ratio:.1f} x"
-    return replace(made, source=f"{what} measured by zcompile calibrate on {machine}; else {shipped.source}")
+    return replace(
+        shipped,
+        matmul_flops_s=tuple(matmuls.items()),
+        attention_flops_s=flash,
+        attention_by_kernel=tuple(sorted(kernels.items())),
+        bytes_s=memory,
+        adam_bytes_s=adam,
+        kernel_s=launches,
+        grouped_share=grouped,
+        wires=tuple(wires.values()),
+        domain=domain,
+        memory_bytes=calibration.memory_bytes,
+        source=f"{', '.join(changed)} measured by zcompile calibrate on {machine}; else {shipped.source}",
+    )
 
 
 class Tables(NamedTuple):
@@ -210,43 +192,21 @@ def tables_of(shipped: Hardware, calibration: Calibration) -> Tables:
     return Tables(merged(shipped, calibration), merged(shipped, calibration, differs=0.0))
 
 
-def _with_wires(made: Hardware, calibration: Calibration, changed: list[str], differs: float) -> Hardware:
-    """`made` with the measured wires that differ; `changed` gets their names."""
-    different = [wire for wire in calibration.wires if _differs(made, wire, differs)]
-    if not different:
-        return made
-    changed += [f"transfers over {wire.transport}" for wire in different]
-    replaced = {(wire.transport, wire.world) for wire in different}
-    others = [wire for wire in made.wires if (wire.transport, wire.world) not in replaced]
-    known = list(dict.fromkeys(wire.transport for wire in made.wires))
-    wires = sorted([*others, *map(_rounded_wire, different)], key=lambda wire: _order(known, wire))
-    return replace(made, wires=tuple(wires), domain=max(made.domain, calibration.world))
-
-
-def _order(known: list[str], wire: Wire) -> tuple[int, int]:
-    """Transports stay in the order of the table: the first one stands in for those that it lacks."""
-    return known.index(wire.transport) if wire.transport in known else len(known), wire.world
-
-
 def _differs(table: Hardware, wire: Wire, differs: float) -> bool:
     if wire.transport not in {known.transport for known in table.wires}:
         return True
     link = table.over(wire.transport, wire.world)
 
     def far(time_s: Callable[[int], float], points: Points) -> bool:
-        whole = [(nbytes * wire.world // max(1, wire.world - 1), seconds) for nbytes, seconds in points]
+        whole = [(nbytes * wire.world // (wire.world - 1), seconds) for nbytes, seconds in points]
         return any(abs(seconds - time_s(nbytes)) > differs * time_s(nbytes) for nbytes, seconds in whole)
 
     return far(link.gather_s, wire.gather) or far(link.reduce_s, wire.reduce)
 
 
 def _rounded_wire(wire: Wire) -> Wire:
-    def points(measured: Points) -> Points:
-        return tuple((nbytes, rounded(seconds)) for nbytes, seconds in measured)
-
-    return replace(
-        wire, gather=points(wire.gather), reduce=points(wire.reduce), interference=rounded(wire.interference)
-    )
+    gather, reduce = (tuple((nbytes, rounded(s)) for nbytes, s in points) for points in (wire.gather, wire.reduce))
+    return replace(wire, gather=gather, reduce=reduce, interference=rounded(wire.interference))
 
 
 def device_name(device: torch.device) -> str:
