@@ -1,10 +1,9 @@
 """How much memory one rank may have, from what stays the same when a job starts again: sizes, not what is free."""
 
+import contextlib
 import os
 from collections import Counter
 from pathlib import Path
-
-UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 without a limit have a number near 2 ** 63
 
 
 def least_share(ranks: list[tuple[str, int, int]]) -> int:
@@ -28,6 +27,8 @@ def host_memory_bytes() -> int:
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
     """The limits in bytes of this process's control groups and of those that they are in, of either version.
 
+    Without a limit, version 1 has a number near 2 ** 63.
+
     Args:
         root: where `proc` and `sys` are; tests have their own.
     """
@@ -47,16 +48,8 @@ def cgroup_limits(root: Path = Path("/")) -> list[int]:
         own = folder / path.lstrip("/")
         # A container may see its own group as the folder itself, and not the path by which the host knows it.
         for group in (own, *own.parents):
-            limits += _read_limit(group / file)
+            with contextlib.suppress(OSError, ValueError):  # no such group, or no number: "max"
+                limits.append(int((group / file).read_text()))
             if group == folder:
                 break
     return limits
-
-
-def _read_limit(file: Path) -> list[int]:
-    """The number in `file`, if there is one and it limits anything."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return []
-    return [int(text)] if text.isdigit() and int(text) < UNLIMITED_BYTES else []
