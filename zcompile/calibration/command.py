@@ -5,21 +5,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zcompile.calibration.measure_machine import calibrate
 from zcompile.calibration.results import Calibration, merged, write_calibration
-from zcompile.costs.hardware import Hardware
+from zcompile.costs.hardware import MIB, Hardware
 from zcompile.explanation.text import table_text
 from zcompile.explanation.workloads import BadInput
 
-CHILD = "ZCOMPILE_CALIBRATES"  # set in the ranks that this command starts
 TIMEOUT_S = 300.0
-MIB = 1 << 20
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,8 +46,7 @@ def start_ranks(ranks: int, output: Path | None) -> int:
     """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launch, "-m", "zcompile", "calibrate", *(["--output", str(output)] if output else [])]
-    environment = {**os.environ, CHILD: "1"}
-    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it, under which models train
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun has it, under which models train
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -70,33 +67,31 @@ def start_ranks(ranks: int, output: Path | None) -> int:
 def _measure(output: Path | None) -> int:
     """Measure as one rank of several. Rank 0 writes and prints the calibration."""
     on_gpu = torch.cuda.is_available()
-    how: dict[str, Any] = {}
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        how["device_id"] = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl" if on_gpu else "gloo", **how)
-    problem = ""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device)
     try:
         begin_s = time.monotonic()
         calibration = calibrate(write=False)
         if dist.get_rank() == 0:
             try:
                 file = write_calibration(calibration, output)
-                print(f"{describe(calibration)}\nIn {file}, after {time.monotonic() - begin_s:.1f} s.")
             except OSError as error:
-                problem = f"what was measured could not be kept: {error}"
+                raise BadInput(f"what was measured could not be kept: {error}") from error
+            print(f"{describe(calibration)}\nIn {file}, after {time.monotonic() - begin_s:.1f} s.")
     finally:
         dist.destroy_process_group()
-    if problem:
-        raise BadInput(problem)
     return 0
 
 
 def describe(calibration: Calibration) -> str:
     """What was measured beside the shipped table, and what plans take."""
     shipped = calibration.shipped
-    taken = merged(shipped, calibration)
-    rows = [_row(what, old, new, used) for what, old, new, used in _figures(calibration, shipped, taken)]
+    rows = [
+        (name, *(f"{figure / unit:.3g}" for figure in figures))
+        for name, unit, *figures in _figures(calibration, shipped, merged(shipped, calibration))
+    ]
     heading = f"{calibration.device}, {calibration.world} ranks, torch {calibration.torch}"
     sizes = "Transfers by the bytes of the unsharded tensor."
     lines = [heading, table_text("", (shipped.name, "measured", "plans use"), rows).rstrip(), sizes]
@@ -105,41 +100,25 @@ def describe(calibration: Calibration) -> str:
     return "\n".join(lines)
 
 
-def _row(what: str, old: float, new: float, used: float) -> tuple[str, ...]:
-    return what, f"{old:.3g}", f"{new:.3g}", f"{used:.3g}"
-
-
-def _figures(calibration: Calibration, shipped: Hardware, taken: Hardware) -> list[tuple[str, float, float, float]]:
-    """(name with its unit, shipped, measured, taken) of everything."""
-    tera, micro = 1e12, 1e-6
-    rows: list[tuple[str, float, float, float]] = []
-    for name, rate in calibration.matmul_flops_s:
-        dtype = getattr(torch, name)
-        rows.append(
-            (f"{name} matmuls, Tflop/s", *_in(tera, shipped.matmul_rate(dtype), rate, taken.matmul_rate(dtype)))
-        )
-    for kernel, rate in calibration.attention_flops_s:
-        old, new = shipped.attention_rate(kernel), taken.attention_rate(kernel)
-        rows.append((f"{kernel} attention, Tflop/s", *_in(tera, old, rate, new)))
-    if calibration.grouped_share is not None:
-        old, new = shipped.grouped_share, taken.grouped_share
-        rows.append(("grouped matmuls, share of others' rate", old, calibration.grouped_share, new))
-    rows.append(("memory, pointwise, GB/s", *_in(1e9, shipped.bytes_s, calibration.bytes_s, taken.bytes_s)))
-    adam = (shipped.adam_rate(), calibration.adam_bytes_s, taken.adam_rate())
-    rows.append(("memory, fused AdamW (predictions alone), GB/s", *_in(1e9, *adam)))
-    rows.append(("least kernel, us", *_in(micro, shipped.kernel_s, calibration.kernel_s, taken.kernel_s)))
-    for wire in calibration.wires:
+def _figures(
+    measured: Calibration, shipped: Hardware, taken: Hardware
+) -> Iterator[tuple[str, float, float, float, float]]:
+    """(name, size of its unit, shipped, measured, taken) of everything."""
+    for dtype_name, rate in measured.matmul_flops_s:
+        dtype = getattr(torch, dtype_name)
+        yield f"{dtype_name} matmuls, Tflop/s", 1e12, shipped.matmul_rate(dtype), rate, taken.matmul_rate(dtype)
+    for kernel, rate in measured.attention_flops_s:
+        yield f"{kernel} attention, Tflop/s", 1e12, shipped.attention_rate(kernel), rate, taken.attention_rate(kernel)
+    if (share := measured.grouped_share) is not None:
+        yield "grouped matmuls, share of others' rate", 1, shipped.grouped_share, share, taken.grouped_share
+    yield "memory, pointwise, GB/s", 1e9, shipped.bytes_s, measured.bytes_s, taken.bytes_s
+    adam = (shipped.adam_rate(), measured.adam_bytes_s, taken.adam_rate())
+    yield "memory, fused AdamW (predictions alone), GB/s", 1e9, *adam
+    yield "least kernel, us", 1e-6, shipped.kernel_s, measured.kernel_s, taken.kernel_s
+    for wire in measured.wires:
         before, after = (table.over(wire.transport, wire.world) for table in (shipped, taken))
         for direction in ("gather", "reduce"):
             for received, seconds in getattr(wire, direction):
                 whole = received * wire.world // (wire.world - 1)
-                times = (getattr(link, f"{direction}_s")(whole) for link in (before, after))
-                old, new = times
-                name = f"{wire.transport} {direction}, {whole / MIB:.3g} MiB, us"
-                rows.append((name, *_in(micro, old, seconds, new)))
-    return rows
-
-
-def _in(unit: float, *figures: float) -> tuple[float, float, float]:
-    old, new, used = (figure / unit for figure in figures)
-    return old, new, used
+                old, new = (getattr(link, f"{direction}_s")(whole) for link in (before, after))
+                yield f"{wire.transport} {direction}, {whole / MIB:.3g} MiB, us", 1e-6, old, seconds, new
