@@ -306,7 +306,7 @@ def calibrated(shipped: Hardware) -> Hardware:
             torch=torch.__version__,
             world=1,
             memory_bytes=shipped.memory_bytes,
-            **compute._asdict(),
+            **compute,
             wires=(),
         ),
     )

@@ -55,14 +55,9 @@ def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, t
 
 def rank_slows_down(rank, world, folder):
     """The second rank's third look at its pace takes five times as long."""
-    looks = []
-
-    def look(self):
-        looks.append(self)
-        self._seconds.append(5.0 if rank == 1 and len(looks) == 3 else 1.0)
-
+    paces = mock.Mock(side_effect=[1.0, 1.0, 5.0 if rank == 1 else 1.0])
     home = mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}")
-    with home, mock.patch.object(measure_compute.Pace, "look", look):
+    with home, mock.patch.object(measure_machine, "pace_s", paces):
         return calibrate_quickly().pace_ratio
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -23,17 +23,6 @@ COLD_BYTES = 64 << 20  # of operands that take turns on a CPU: more than most ca
 ADAM_TENSORS = 8
 MOST_AHEAD_S = 0.05  # how long the device waits for the host before a round
 CYCLES_S = 2e9  # of a GPU's clock, about
-
-
-class Compute(NamedTuple):
-    """Rates as in `zcompile.calibration.results.Calibration`."""
-
-    matmul_flops_s: tuple[tuple[str, float], ...]
-    grouped_share: float | None
-    attention_flops_s: tuple[tuple[str, float], ...]
-    bytes_s: float
-    adam_bytes_s: float
-    kernel_s: float
 
 
 class Sizes(NamedTuple):
@@ -107,26 +96,28 @@ def hold_device(host_s: float) -> None:
     torch.cuda._sleep(int(min(MOST_AHEAD_S, 1e-3 + 1.5 * host_s) * CYCLES_S))
 
 
-def measure_compute(device: torch.device) -> Compute:
-    """What `device` reaches, after `warm_up`. What it does not have, such as fp8 on an older GPU, is left out."""
+def measure_compute(device: torch.device) -> dict[str, Any]:
+    """Rates that `device` reaches, after `warm_up`, as fields of `zcompile.calibration.results.Calibration`.
+
+    What it does not have, such as fp8 on an older GPU, is left out.
+    """
     on_gpu = device.type == "cuda"
     sizes, dtypes = (GPU_SIZES, GPU_DTYPES) if on_gpu else (CPU_SIZES, CPU_DTYPES)
-    found = {dtype: _if_possible(partial(_matmul_rate, device, dtype, sizes)) for dtype in dtypes}
-    rates = {dtype: rate for dtype, rate in found.items() if rate is not None}
+    matmuls = {dtype: _if_possible(partial(_matmul_rate, device, dtype, sizes)) for dtype in dtypes}
     grouped = _if_possible(partial(_grouped_rate, device, sizes)) if on_gpu else None
-    plain = rates.get(torch.bfloat16)
+    plain = matmuls[torch.bfloat16]
     attention = {
         kernel: _if_possible(partial(attention_rate, device, kernel, sizes.attention))
         for kernel in (KERNELS if on_gpu else ("flash",))
     }
-    return Compute(
-        matmul_flops_s=tuple((str(dtype).removeprefix("torch."), rate) for dtype, rate in rates.items()),
-        grouped_share=None if grouped is None or plain is None else grouped / plain,
-        attention_flops_s=tuple((kernel, rate) for kernel, rate in attention.items() if rate is not None),
-        bytes_s=memory_rate(device, sizes.memory_bytes),
-        adam_bytes_s=adam_rate(device, sizes.memory_bytes),
-        kernel_s=_kernel_s(device),
-    )
+    return {
+        "matmul_flops_s": tuple((str(dtype).removeprefix("torch."), rate) for dtype, rate in matmuls.items() if rate),
+        "grouped_share": grouped / plain if grouped and plain else None,
+        "attention_flops_s": tuple((kernel, rate) for kernel, rate in attention.items() if rate),
+        "bytes_s": memory_rate(device, sizes.memory_bytes),
+        "adam_bytes_s": adam_rate(device, sizes.memory_bytes),
+        "kernel_s": _kernel_s(device),
+    }
 
 
 def warm_up(device: torch.device) -> None:
@@ -140,22 +131,10 @@ def warm_up(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-class Pace:
-    """How evenly a machine runs: one matmul, timed now and then, between what else is measured."""
-
-    def __init__(self, device: torch.device):
-        n = (GPU_SIZES if device.type == "cuda" else CPU_SIZES).products[1]
-        self._device, self._product = device, square_product(device, torch.float32, n)
-        self._seconds: list[float] = []
-
-    def look(self) -> None:
-        """Time the matmul, which takes some 0.3 s."""
-        self._seconds.append(seconds_of(self._product, self._device))
-
-    @property
-    def ratio(self) -> float:
-        """Its longest time over its shortest."""
-        return max(self._seconds) / min(self._seconds)
+def pace_s(device: torch.device) -> float:
+    """Seconds of one matmul: the same now and later, if a machine runs evenly. Takes some 0.3 s."""
+    n = (GPU_SIZES if device.type == "cuda" else CPU_SIZES).products[1]
+    return seconds_of(square_product(device, torch.float32, n), device)
 
 
 def _if_possible(measure: Callable[[], T]) -> T | None:
@@ -171,17 +150,12 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> floa
     In a step, operands are seldom in a cache. On CPUs that costs a fifth of the rate; on GPUs it was not measured.
     """
 
-    def product(n: int) -> Callable[[], object]:
+    def seconds(n: int) -> float:
         copies = 1 if device.type == "cuda" else -(-COLD_BYTES // (2 * n * n * dtype.itemsize))
-        return in_turns([square_product(device, dtype, n) for _ in range(copies)])
+        turns = itertools.cycle([square_product(device, dtype, n) for _ in range(copies)])
+        return seconds_of(lambda: next(turns)(), device)
 
-    return median(2 * n**3 / seconds_of(product(n), device) for n in sizes.products)
-
-
-def in_turns(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """A call of the next of `calls`, and behind the last one of the first."""
-    turns = itertools.cycle(calls)
-    return lambda: next(turns)()
+    return median(2 * n**3 / seconds(n) for n in sizes.products)
 
 
 def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable[[], object]:
@@ -193,8 +167,7 @@ def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable
     if dtype is torch.float8_e4m3fn:
         left, right, one = a.to(dtype), b.to(dtype).t(), torch.ones((), device=device)
         return partial(torch._scaled_mm, left, right, one, one, out_dtype=torch.bfloat16)
-    narrow_a, narrow_b = a.to(dtype), b.to(dtype)
-    return partial(torch.mm, narrow_a, narrow_b)
+    return partial(torch.mm, a.to(dtype), b.to(dtype))
 
 
 def _grouped_rate(device: torch.device, sizes: Sizes) -> float:
@@ -240,24 +213,11 @@ def memory_rate(device: torch.device, nbytes: int) -> float:
 
 def adam_rate(device: torch.device, nbytes: int) -> float:
     """Bytes a second that fused AdamW reads and writes, with fp32 parameters of `nbytes` in all."""
-    parameters, gradients, averages, squares = (
-        [torch.rand(nbytes // 4 // ADAM_TENSORS, device=device) for _ in range(ADAM_TENSORS)] for _ in range(4)
-    )
-    steps = [torch.ones((), device=device) for _ in range(ADAM_TENSORS)]
-    settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
-    step = partial(
-        torch._fused_adamw_,
-        parameters,
-        gradients,
-        averages,
-        squares,
-        [],
-        steps,
-        amsgrad=False,
-        maximize=False,
-        **settings,
-    )
-    return ADAM_BYTES * (nbytes // 4) / seconds_of(step, device)
+    parameters = [torch.rand(nbytes // 4 // ADAM_TENSORS, device=device) for _ in range(ADAM_TENSORS)]
+    for parameter in parameters:
+        parameter.grad = torch.rand_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)
+    return ADAM_BYTES * (nbytes // 4) / seconds_of(optimizer.step, device)
 
 
 def _kernel_s(device: torch.device) -> float:

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile import _C
 from zcompile.calibration.measure_compute import (
     MOST_AHEAD_S,
-    Pace,
     hold_device,
     measure_compute,
+    pace_s,
     square_product,
     warm_up,
 )
@@ -74,12 +74,11 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
     group, device = shard_group_of(mesh), device_of(mesh)
     all_gather_object(group, None)  # all measure at once: as in a step, ranks on CPUs share memory and cores
     warm_up(device)
-    pace = Pace(device)
-    pace.look()
+    paces = [pace_s(device)]
     compute = measure_compute(device)
-    pace.look()
+    paces.append(pace_s(device))
     wires = tuple(_wires(mesh, device)) if group.size() > 1 else ()
-    pace.look()
+    paces.append(pace_s(device))
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory_bytes()
     measured = Calibration(
@@ -88,9 +87,9 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
         torch=torch.__version__,
         world=group.size(),
         memory_bytes=memory,
-        **compute._asdict(),
+        **compute,
         wires=wires,
-        pace_ratio=pace.ratio,
+        pace_ratio=max(paces) / min(paces),
     )
     of_ranks: list[Calibration] = all_gather_object(group, measured)
     calibration = replace(of_ranks[0], pace_ratio=max(each.pace_ratio for each in of_ranks))
@@ -107,23 +106,19 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
 def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
     """One for each transport that this mesh can use."""
     groups = groups_of(mesh)
-
     wires = []
     for name in ["nccl", "p2p"] if device.type == "cuda" else ["gloo"]:
+        problem = ""
         try:
             choose(name, mesh, groups.make_runtime_to_measure)
-        except ValueError as error:
-            log.info("zcompile: transfers over %s are not measured: %s", name, error)
-            continue
-        transport, problem = _Transport(name, groups.make_runtime_to_measure(), mesh, device), ""
-        try:
+            transport = _Transport(name, groups.make_runtime_to_measure(), mesh, device)
             transport.runtime.use_transport("p2p" if name == "p2p" else "c10d")
-        except RuntimeError as error:
+        except (ValueError, RuntimeError) as error:
             problem = str(error).splitlines()[0]
         if failed := next(filter(None, all_gather_object(shard_group_of(mesh), problem)), ""):
             log.info("zcompile: transfers over %s are not measured: %s", name, failed)
-            continue
-        wires.append(transport.wire())
+        else:
+            wires.append(transport.wire())
     return wires
 
 
@@ -155,12 +150,13 @@ class _Transport:
         """Times by size in both directions, and what compute loses beside transfers."""
         for i in 2 * list(range(len(self.grads))):  # peer to peer, shards are cached from the second forward on
             self._start_gather(i)()
-        gather, interference = _in_backward(self._gathers)
-        return Wire(self.name, self.world, gather, self._points(self._start_reduce), interference)
 
-    def _gathers(self) -> tuple[Points, float]:
-        gather = self._points(self._start_gather)
-        return gather, self._interference(gather[-1][1])
+        def gathers() -> tuple[Points, float]:
+            points = self._points(self._start_gather)
+            return points, self._interference(points[-1][1])
+
+        gather, interference = _in_backward(gathers)
+        return Wire(self.name, self.world, gather, self._points(self._start_reduce), interference)
 
     def _start_gather(self, i: int) -> Callable[[], Any]:
         shards, shape = self.shards[i], list(self.grads[i][0].shape)
@@ -180,12 +176,15 @@ class _Transport:
 
         Times do not fall as bytes rise. Where they do, the smaller transfer was disturbed.
         """
+
+        def transfer(i: int) -> None:
+            start(i)()
+
         points: list[tuple[int, float]] = []
         for i in reversed(range(len(self.grads))):
             nbytes = sum(grad.nbytes for grad in self.grads[i])
-            transfer = partial(_wait_at_once, partial(start, i))
             count = SEVERAL if self.device.type == "cuda" and nbytes < LARGE_BYTES else 1
-            seconds = self._slowest(self._seconds(transfer, count))
+            seconds = self._slowest(self._seconds(partial(transfer, i), count))
             received = nbytes // self.world * (self.world - 1)
             points.append((received, min(seconds, points[-1][1] if points else seconds)))
         return tuple(points[::-1])
@@ -197,18 +196,15 @@ class _Transport:
         product = square_product(self.device, dtype, rows)
         alone_s = self._slowest(self._seconds(product))
         count = max(1, round(2 * transfer_s / max(alone_s, 1e-7)))  # twice as long as the transfer
-        last = len(self.grads) - 1
 
-        def products(beside: bool) -> float:
-            def run() -> None:
-                for _ in range(count):
-                    product()
+        def products(beside: bool) -> None:
+            wait = self._start_gather(len(self.grads) - 1) if beside else None
+            for _ in range(count):
+                product()
+            if wait is not None:
+                wait()
 
-            if not beside:
-                return self._seconds(run)
-            return self._seconds(partial(_beside, partial(self._start_gather, last), run))
-
-        quiet_s, beside_s = self._slowest(products(False)), self._slowest(products(True))
+        quiet_s, beside_s = (self._slowest(self._seconds(partial(products, beside))) for beside in (False, True))
         return min(1.0, max(0.0, (beside_s - quiet_s) / transfer_s))
 
     def _seconds(self, call: Callable[[], Any], count: int = 1) -> float:
@@ -250,32 +246,9 @@ def _in_backward(measure: Callable[[], Any]) -> Any:
     Peer to peer, a second gather of a parameter outside of backward is that of another forward, which caches all
     shards anew. That took 0.3 ms of each transfer.
     """
+    measured: list[Any] = []
+    result = torch.zeros((), requires_grad=True).clone()
+    result.register_hook(lambda grad: measured.append(measure()))
     with torch.autograd.set_multithreading_enabled(False):
-        measured: list[Any] = []
-        _Backward.apply(torch.zeros((), requires_grad=True), lambda: measured.append(measure())).backward()
+        result.backward()
     return measured[0]
-
-
-class _Backward(torch.autograd.Function):
-    """The identity, whose backward makes a call."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.call()
-        return grad, None
-
-
-def _wait_at_once(start: Callable[[], Callable[[], Any]]) -> None:
-    start()()
-
-
-def _beside(start: Callable[[], Callable[[], Any]], run: Callable[[], None]) -> None:
-    """`run` while a transfer that `start` begins is under way."""
-    wait = start()
-    run()
-    wait()
