@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from zcompile.costs.formulas.collectives import collective_bytes, collective_s, is_collective_wait
 from zcompile.costs.formulas.lookup import find_work
-from zcompile.costs.formulas.memory_ops import gathers_items, read_bytes_at
+from zcompile.costs.formulas.memory_ops import READ_BY_ITEM, read_bytes_at
 from zcompile.costs.formulas.work import Work, sizes_of
 from zcompile.costs.hardware import Link
 from zcompile.costs.unbacked_sizes import note_unbacked_sizes
@@ -32,18 +32,8 @@ from zcompile.graph.ops import (
     aten,
     is_user_collective,
     result_bytes,
-    started_tensors,
     transfer_bytes,
 )
-
-
-def flops(node: Node) -> float:
-    """Operations of a matmul, a convolution or an attention; 0 for other nodes. Dynamic sizes as traced.
-
-    Without those that a causal mask leaves out; with those of padding, in a grouped matmul.
-    """
-    work = find_work(node).work if node.op == "call_function" else None
-    return 0 if work is None else work.flops
 
 
 class Costs:
@@ -107,7 +97,7 @@ class Costs:
                 if storage in self._read or is_made_here:
                     continue
                 source_bytes = min(storage.nbytes, sum(result_bytes(source)) or storage.nbytes)
-                if source is node.args[0] and (is_by_item := gathers_items(node.target)) is not None:
+                if source is node.args[0] and (is_by_item := READ_BY_ITEM.get(node.target)) is not None:
                     sizes, out = sizes_of(source), sizes_of(node)
                     total += min(source_bytes, read_bytes_at(sizes, out, is_by_item))
                     continue  # others may read the rest of it
@@ -125,9 +115,9 @@ def _dtype(node: Node) -> torch.dtype:
     return next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Transfer:
-    """One gather or reduce, of one parameter or of several together, in a simulated step.
+    """One gather, reduce or collective of the user's in a simulated step; several parameters may travel together.
 
     Attributes:
         start: the node that begins it.
@@ -140,7 +130,7 @@ class Transfer:
     nbytes: int
     begins_s: float
     ends_s: float
-    exposed_s: float
+    exposed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -166,16 +156,6 @@ class Timeline:
         return self.compute_s + self.exposed_s + self.slowed_s
 
 
-@dataclass
-class _Running:
-    """A transfer while it is simulated; fields as in `Transfer`."""
-
-    nbytes: int
-    begins_s: float
-    ends_s: float
-    exposed_s: float
-
-
 def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timeline:
     """Run `graph` without a device: nodes compute in order, and one wire serves transfers in the order of their starts.
 
@@ -184,61 +164,43 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
     """
     link = costs.link
     now_s = wire_free_s = compute_s = exposed_s = 0.0
-    ends_s: dict[Node, float] = {}  # tensor of a start -> when it has arrived
-    running: dict[Node, _Running] = {}  # by start
+    transfers: dict[Node, Transfer] = {}  # by start
     begins_s: list[float] = []
     for node in graph.nodes:
         begins_s.append(now_s)
-        if node.op != "call_function":
+        if node.op != "call_function" or node in cached:
             continue
-        if node.target in GATHERS | REDUCES:
-            if node in cached:
-                ends_s[node] = now_s
-                continue
-            transfer = _Running(wire_bytes(node, link), max(now_s, wire_free_s), 0.0, 0.0)
-            wire_free_s = transfer.ends_s = transfer.begins_s + transfer_s(node, link)
-            running[node] = transfer
-            for tensor in started_tensors(node):
-                ends_s[tensor] = wire_free_s
-            if node.target in (GATHER, REDUCE):  # not split: compute waits at once
-                exposed_s += wire_free_s - now_s
-                transfer.exposed_s = wire_free_s - now_s
-                now_s = wire_free_s
-        elif is_user_collective(node):  # of the user's: it has the wire as gathers do
-            collective = _Running(collective_bytes(node), max(now_s, wire_free_s), 0.0, 0.0)
-            wire_free_s = collective.ends_s = collective.begins_s + collective_s(node, link)
-            running[node] = collective
-            ends_s[node] = wire_free_s
-        elif is_collective_wait(node):
-            collective_start = _started_by(node, running)
-            if collective_start is not None:
-                waited_s = max(0.0, ends_s[collective_start] - now_s)
-                exposed_s += waited_s
-                now_s += waited_s
-                running[collective_start].exposed_s += waited_s
-        elif node.target in WAITS:
-            tensor = args_of(node)[0]
-            waited_s = max(0.0, ends_s[tensor] - now_s)
+        now_s += costs.seconds[node]
+        compute_s += costs.seconds[node]
+        is_collective = is_user_collective(node)
+        if is_collective or node.target in GATHERS | REDUCES:
+            nbytes = collective_bytes(node) if is_collective else wire_bytes(node, link)
+            begin_s = max(now_s, wire_free_s)
+            wire_free_s = begin_s + (collective_s(node, link) if is_collective else transfer_s(node, link))
+            transfers[node] = Transfer(node, nbytes, begin_s, wire_free_s)
+        if node.target in (GATHER, REDUCE):  # not split: compute waits at once
+            waited_for = node
+        elif node.target in WAITS or is_collective_wait(node):
+            waited_for = _started_by(node, transfers)
+        else:
+            continue
+        if waited_for is not None:
+            waited_s = max(0.0, transfers[waited_for].ends_s - now_s)
             exposed_s += waited_s
             now_s += waited_s
-            if tensor not in cached:
-                start = tensor if tensor in running else args_of(tensor)[0]
-                running[start].exposed_s += waited_s
-        else:
-            now_s += costs.seconds[node]
-            compute_s += costs.seconds[node]
-    hidden_s = max(0.0, sum(transfer.ends_s - transfer.begins_s for transfer in running.values()) - exposed_s)
-    transfers = tuple(Transfer(start, **vars(transfer)) for start, transfer in running.items())
-    return Timeline(transfers, compute_s, exposed_s, hidden_s * link.wire.interference, tuple(begins_s))
+            transfers[waited_for].exposed_s += waited_s
+    hidden_s = max(0.0, sum(transfer.ends_s - transfer.begins_s for transfer in transfers.values()) - exposed_s)
+    slowed_s = hidden_s * link.wire.interference
+    return Timeline(tuple(transfers.values()), compute_s, exposed_s, slowed_s, tuple(begins_s))
 
 
-def _started_by(wait: Node, running: Collection[Node]) -> Node | None:
-    """The user's collective that `wait` waits for; None if another graph started it."""
+def _started_by(wait: Node, transfers: Collection[Node]) -> Node | None:
+    """The start among `transfers` that `wait` waits for; None if another graph started it, or if it was cached."""
     node = args_of(wait)[0]
     while isinstance(node, Node) and node.op == "call_function":
-        if node in running:
+        if node in transfers:
             return node
-        node = next(iter(node.args), None)  # an item of a collective of several tensors, or a view of it
+        node = next(iter(node.args), None)  # an item of a start of several tensors, or a view of it
     return None
 
 

@@ -26,11 +26,6 @@ SOFTMAX_SLICE = 1024  # a row of at most so many items is read once
 LOSS_ROW_S = 1.2e-9  # one block of threads reads all rows of a loss
 
 
-def nothing(call: Call) -> Work:
-    """Memory that nobody has written: no kernel runs."""
-    return NOTHING
-
-
 def topk(call: Call) -> Work:
     """A radix select in each slice, then a sort of what it found."""
     source = call.args[0]
@@ -111,17 +106,14 @@ def nonzero(call: Call) -> Work:
     return Work(nbytes=2 * call.args[0].nbytes + nbytes_of(call.out), launches=5)
 
 
-def gathers_items(target: object) -> bool | None:
-    """Whether a node that fuses reads single items of its first argument (True) or rows (False); else None."""
-    if target is torch.ops.aten.gather.default:
-        return True
-    return False if target is torch.ops.aten.index.Tensor else None
+# Ops that fuse and read a part of their first argument: whether single items of it, or rows.
+READ_BY_ITEM: dict[object, bool] = {torch.ops.aten.gather.default: True, torch.ops.aten.index.Tensor: False}
 
-
+# Memory that nobody has written: no kernel runs.
 EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 FORMULAS: dict[str, Callable[[Call], Work]] = {
-    **{f"aten::{name}": nothing for name in EMPTY},
+    **{f"aten::{name}": lambda call: NOTHING for name in EMPTY},
     **{f"aten::{name}": scan for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")},
     "aten::topk": topk,
     "aten::sort": sort,
