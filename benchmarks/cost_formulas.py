@@ -34,8 +34,8 @@ from zcompile.calibration.measure_compute import (
     warm_up,
 )
 from zcompile.calibration.results import Calibration, device_name, driver_of, merged
-from zcompile.costs.hardware import Hardware
-from zcompile.costs.hardware_tables import table_of
+from zcompile.costs.hardware import CPU, Hardware
+from zcompile.costs.hardware_tables import table_of_name
 from zcompile.costs.model import Costs
 
 aten = torch.ops.aten
@@ -335,7 +335,7 @@ def main() -> None:
     begin_s = time.monotonic()
     if not ON_GPU:
         torch.set_num_threads(1)
-    hardware = table_of(DEVICE)
+    hardware = table_of_name(device_name(DEVICE))[0] if DEVICE.type == "cuda" else CPU
     if arguments.calibrated:
         hardware = calibrated(hardware)
     print(f"{device_name(DEVICE)}, torch {torch.__version__}; table {hardware.name}: {hardware.source}", flush=True)

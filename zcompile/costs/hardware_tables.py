@@ -152,14 +152,6 @@ def table_of_name(name: str) -> tuple[Hardware, bool]:
     return replace(stand_in, source=f"there is no table for {name}: that of the {stand_in.name}"), False
 
 
-def table_of(device: torch.device) -> Hardware:
-    """The shipped table for a device. Of a GPU without one, another stands in, and `source` says so.
-
-    The kind of device alone decides, so that ranks with equal devices have the same table.
-    """
-    return table_of_name(torch.cuda.get_device_name(device))[0] if device.type == "cuda" else CPU
-
-
 def stand_in_notice(device: torch.device) -> str:
     """What a user should know of the table of `device`: a line, or nothing if the table is of that device."""
     if device.type != "cuda":

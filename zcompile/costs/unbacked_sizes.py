@@ -7,13 +7,15 @@ ranks. Else it is the most that the op can return. What is found is kept by shap
 backward of a model share. It follows from the graph alone, so all ranks find the same.
 """
 
+import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -81,18 +83,16 @@ def note_unbacked_sizes(graph: Graph) -> None:
 
 def _note_parts(node: Node) -> None:
     """Of a list of sizes that split one tensor: each is an equal part."""
-    name = str(node.target)
+    name, args = str(node.target), cast(tuple[Any, ...], node.args)
     if name.startswith("_c10d_functional.all_to_all_single"):
-        source, outputs, inputs = node.args[:3]
+        (source, outputs, inputs), dim = args[:3], 0
     elif node.target is aten.split_with_sizes.default:
-        source, outputs, inputs = node.args[0], (), node.args[1]
+        (source, inputs, dim), outputs = (*args, 0)[:3], ()
     else:
         return
-    fake = cast(Node, source).meta["val"]
-    dim = cast(int, node.args[2]) if len(node.args) > 2 and node.target is aten.split_with_sizes.default else 0
-    rows = size_hint(fake.shape[dim])
+    rows = size_hint(source.meta["val"].shape[dim])
     for sizes in (inputs, outputs):  # balanced: as many come as go
-        values = [size.meta.get("val") if isinstance(size, Node) else size for size in cast(Sequence[Any], sizes)]
+        values = [size.meta.get("val") if isinstance(size, Node) else size for size in sizes]
         for value in values:
             _note([value], rows // len(values))
 
@@ -109,27 +109,18 @@ def _note(sizes: Sequence[Any], count: int) -> None:
 
 def _sizes_of(node: Node) -> list[Any]:
     """All sizes in the result of `node`, a dynamic number among them."""
-    return list(_sizes_in(node.meta.get("val")))
-
-
-def _sizes_in(result: Any) -> Iterator[Any]:
-    if isinstance(result, torch.Tensor):
-        yield from result.shape
-    elif isinstance(result, torch.SymInt):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for each in result:
-            yield from _sizes_in(each)
+    sizes: list[Any] = []
+    for leaf in tree_leaves(node.meta.get("val")):
+        if isinstance(leaf, torch.Tensor):
+            sizes += leaf.shape
+        elif isinstance(leaf, torch.SymInt):
+            sizes.append(leaf)
+    return sizes
 
 
 def _numel(node: Node) -> int:
     fake = node.meta.get("val")
-    if not isinstance(fake, torch.Tensor):
-        return 0
-    count = 1
-    for size in fake.shape:
-        count *= size_hint(size)
-    return count
+    return math.prod(map(size_hint, fake.shape)) if isinstance(fake, torch.Tensor) else 0
 
 
 def _experts_of(mask: Node) -> int:
@@ -137,10 +128,8 @@ def _experts_of(mask: Node) -> int:
 
     `topk(scores)[1] == expert`: as many as `scores` has columns. An item of one-hot rows: as many as these have items.
     """
-    seen: set[Node] = set()
     node: Node | None = mask
-    while node is not None and node not in seen:
-        seen.add(node)
+    while node is not None:
         if node.target is aten.topk.default:
             scores, _, *rest = node.args
             shape = cast(Node, scores).meta["val"].shape

@@ -38,25 +38,18 @@ def scaled_dot_product(call: Call) -> Work:
     bias = call.argument("attn_bias", call.argument("attn_mask"))
     masked = MASKED_SHARE if isinstance(bias, TensorSize) else 1.0
     share = masked * reached_share(query.shape[-1], is_backward, is_causal)
-    cpu_share = 0.5 / _computed_on_cpus(key.shape[-2]) if is_causal else 1.0
-    return Work(
-        flops=flops // (2 if is_causal else 1), attention=_kernel_of(call.name), share=share, cpu_share=cpu_share
-    )
-
-
-def _computed_on_cpus(columns: int) -> float:
-    """The share of pairs that a CPU computes of a causal attention with as many queries as keys."""
-    return min(1.0, (columns + CPU_COLUMNS) / (2 * columns)) if columns else 1.0
+    kernel = next((kernel for kernel in ("efficient", "cudnn", "math") if kernel in call.name), "flash")
+    if not is_causal:
+        return Work(flops=flops, attention=kernel, share=share)
+    columns = max(1, key.shape[-2])
+    on_cpus = min(1.0, (columns + CPU_COLUMNS) / (2 * columns))  # of all pairs, if there are as many queries as keys
+    return Work(flops=flops // 2, attention=kernel, share=share, cpu_share=0.5 / on_cpus)
 
 
 def reached_share(width: int, is_backward: bool, is_causal: bool) -> float:
     """What a call reaches of its kernel's rate on a GPU."""
     share = BACKWARD_SHARE if is_backward else FORWARD_SHARE
     return share * (CAUSAL_SHARE if is_causal else 1.0) * (NARROW_SHARE if width <= 64 else 1.0)
-
-
-def _kernel_of(name: str) -> str:
-    return next((kernel for kernel in ("efficient", "cudnn", "math") if kernel in name), "flash")
 
 
 def attention_flops(query: TensorSize, key: TensorSize, values: TensorSize, is_backward: bool) -> int:

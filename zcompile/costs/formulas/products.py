@@ -66,7 +66,9 @@ def grouped_product(call: Call) -> Work:
     """
     left, right = call.args[:2]
     if len(left.shape) == len(right.shape) == 2:
-        return _divided_inner(left, right, call)
+        k = left.shape[1]
+        padded = padded_rows(k, expected_hits(call.outs[0].shape[0], k))
+        return Work(flops=2 * left.shape[0] * padded * right.shape[1], dtype=left.dtype, grouped=True)
     if len(left.shape) == len(right.shape) == 3:
         return Work(flops=2 * left.numel * right.shape[-1], dtype=left.dtype, grouped=True)
     rows, matrices = (left, right) if len(left.shape) == 2 else (right, left)
@@ -75,13 +77,6 @@ def grouped_product(call: Call) -> Work:
     hits = expected_hits(groups, m)
     nbytes = nbytes_of(rows, call.out) + hits * wide * matrices.dtype.itemsize
     return Work(flops=2 * padded_rows(m, hits) * wide, dtype=left.dtype, nbytes=nbytes, grouped=True)
-
-
-def _divided_inner(left: TensorSize, right: TensorSize, call: Call) -> Work:
-    k = left.shape[1]
-    groups = call.outs[0].shape[0]
-    padded = padded_rows(k, expected_hits(groups, k))
-    return Work(flops=2 * left.shape[0] * padded * right.shape[1], dtype=left.dtype, grouped=True)
 
 
 def expected_hits(groups: int, rows: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 
 from zcompile.costs.hardware import Hardware
 from zcompile.costs.unbacked_sizes import size_hint
@@ -116,10 +117,7 @@ class Call:
 
 def tensors_in(value: Any) -> list[TensorSize]:
     """Each `TensorSize` in nested arguments."""
-    if isinstance(value, TensorSize):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in items for tensor in tensors_in(item)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorSize)]
 
 
 def nbytes_of(*values: Any) -> int:
