@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -56,13 +55,21 @@ def _verify_gathers(graph: Graph, after: str) -> None:
     gathers = [(node, (node.args[0], node.args[2])) for node in calls(graph, GATHER)]  # with shard and dtype
     started: set[Node] = set()
     for start in calls(graph, *GATHER_STARTS):
-        shards = args_of(start)[0] if start.target is GATHER_GROUP_START else args_of(start)[:1]
-        for tensor, shard in zip(_waited_once(start, after, len(shards), GATHER_WAIT), shards, strict=True):
-            started.add(tensor)
-            gathers.append((tensor, (shard, start.args[3 if start.target is GATHER_GROUP_START else 2])))
+        is_group = start.target is GATHER_GROUP_START
+        shards, dtype = args_of(start)[0] if is_group else args_of(start)[:1], start.args[3 if is_group else 2]
+        tensors = _waited_once(start, after, len(shards), GATHER_WAIT)
+        started.update(tensors)
+        gathers += [(tensor, (shard, dtype)) for tensor, shard in zip(tensors, shards, strict=True)]
     for wait in calls(graph, GATHER_WAIT):
         _require(wait.args[0] in started, after, wait, "waits for something that is no gather")
-    _require_unique(after, "gathers a parameter again", gathers, unless=_is_regather(graph))
+    liveness = functools.cache(lambda: Liveness(graph, fused=False))  # seldom needed
+    last: dict[object, Node] = {}
+    for node, parameter in gathers:
+        if parameter in last:
+            position, storages = liveness().position, liveness().storages[last[parameter]]
+            is_dead = all(storage.dies < position[node] for storage in storages)
+            _require(is_dead, after, node, "gathers a parameter again")
+        last[parameter] = node
 
 
 def _verify_reduces(graph: Graph, after: str) -> None:
@@ -71,16 +78,16 @@ def _verify_reduces(graph: Graph, after: str) -> None:
     for start in calls(graph, *REDUCE_STARTS):
         is_group = start.target is REDUCE_GROUP_START
         grads, shards = args_of(start)[:2] if is_group else ([arg] for arg in args_of(start)[:2])
-        tensors = _waited_once(start, after, len(shards), REDUCE_WAIT)
-        for tensor, grad, shard in zip(tensors, grads, shards, strict=True):
-            grad_of[tensor] = grad
-            reduces.append((start, shard))
+        grad_of.update(zip(_waited_once(start, after, len(shards), REDUCE_WAIT), grads, strict=True))
+        reduces += [(start, shard) for shard in shards]
     for wait in calls(graph, REDUCE_WAIT):
         tensor, grad = args_of(wait)
         _require(tensor in grad_of, after, wait, "waits for something that is no reduce")
         _require(grad_of[tensor] is grad, after, wait, "must hold the gradient that its start reads")
-    if after != "dedup_gathers":  # the pass behind it, merge_reduces, makes this true
-        _require_unique(after, "reduces a parameter again", reduces)
+    reduced: set[object] = set()
+    for node, shard in reduces if after != "dedup_gathers" else ():  # merge_reduces, which follows it, makes this true
+        _require(shard not in reduced, after, node, "reduces a parameter again")
+        reduced.add(shard)
 
 
 def verify_widths(graph: Graph) -> None:
@@ -96,33 +103,23 @@ def verify_widths(graph: Graph) -> None:
         _require(len(dtypes) != 1, "all", node, "is wider than its readers")
 
 
-def verify_lifetimes(graph: Graph, gather_budget_bytes: int) -> None:
-    """Check that the bytes of unsharded parameters stay within `ParamLifetimes.bound_bytes` of the budget.
-
-    Raises:
-        VerificationError: names the first node at which there are more.
-    """
-    if over_budget := _over_budget(graph, gather_budget_bytes):
-        raise VerificationError(over_budget)
-
-
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
-    """Warn of what `verify_lifetimes` refuses. A broken budget is no reason to stop a user's training."""
-    if over_budget := _over_budget(graph, gather_budget_bytes):
-        log.warning("%s. Please report it; the results are right.", over_budget)
+    """Warn where more bytes of parameters are unsharded than `ParamLifetimes.bound_bytes` of the budget.
 
-
-def _over_budget(graph: Graph, gather_budget_bytes: int) -> str | None:
-    """The first node at which too much is unsharded, told; None if there is none."""
+    It is no reason to stop a user's training.
+    """
     lifetimes = ParamLifetimes(graph)
     bound_bytes = lifetimes.bound_bytes(gather_budget_bytes)
     for node, nbytes in zip(lifetimes.liveness.nodes, lifetimes.unsharded_bytes()):
         if nbytes > bound_bytes:
-            return (
-                f"zcompile: at {node.format_node()}, {nbytes} bytes of parameters are unsharded, "
-                f"of {bound_bytes} that the budget allows"
+            log.warning(
+                "zcompile: at %s, %d bytes of parameters are unsharded, of %d that the budget allows. Please report "
+                "it; the results are right.",
+                node.format_node(),
+                nbytes,
+                bound_bytes,
             )
-    return None
+            return
 
 
 def verify_partition(forward: GraphModule, num_outputs: int) -> None:
@@ -150,29 +147,6 @@ def _waited_once(start: Node, after: str, count: int, wait: Any) -> list[Node]:
     for tensor in tensors:
         _require([user.target for user in tensor.users] == [wait], after, tensor, "must have one user, its wait")
     return tensors
-
-
-def _require_unique(
-    after: str,
-    what: str,
-    keyed: list[tuple[Node, Any]],
-    unless: Callable[[Node, Node], bool] = lambda first, second: False,
-) -> None:
-    """Check that no key comes twice, unless `unless` says that the second of two nodes with one key is right."""
-    seen: dict[object, Node] = {}
-    for node, key in keyed:
-        _require(key not in seen or unless(seen[key], node), after, node, what)
-        seen[key] = node
-
-
-def _is_regather(graph: Graph) -> Callable[[Node, Node], bool]:
-    """Whether what the first node gathers is dead when the second begins."""
-    liveness = functools.cache(lambda: Liveness(graph, fused=False))  # seldom needed
-
-    def is_regather(first: Node, second: Node) -> bool:
-        return all(storage.dies < liveness().position[second] for storage in liveness().storages[first])
-
-    return is_regather
 
 
 def _require(holds: bool, after: str, node: Node, what: str) -> None:
