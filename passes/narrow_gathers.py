@@ -6,10 +6,10 @@ from zcompile.graph.ops import (
     GATHER,
     args_of,
     calls,
+    infer,
     is_narrowing,
     readers,
     replace_and_erase,
-    retype,
     value,
     views_and_moves,
 )
@@ -31,7 +31,8 @@ def narrow_gathers(graph: Graph) -> None:
         gather.args = (shard, shape, value(casts[0]).dtype, *domain)
         for cast in casts:
             replace_and_erase(graph, cast, args_of(cast)[0])
-        retype(gather)
+        for node in (gather, *views_and_moves(gather)):
+            infer(node)
 
 
 def narrowing_casts(gather: Node) -> list[Node]:

@@ -194,18 +194,20 @@ def is_cast(node: Node) -> bool:
 
 def is_narrowing(node: Node) -> bool:
     """Whether `node` casts a floating-point tensor to a dtype of fewer bytes."""
-    if not is_cast(node):
-        return False
-    before, after = value(args_of(node)[0]).dtype, value(node).dtype
-    return before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize
+    return _added_width(node) < 0
 
 
 def is_widening(node: Node) -> bool:
     """Whether `node` casts a floating-point tensor to a dtype of more bytes."""
+    return _added_width(node) > 0
+
+
+def _added_width(node: Node) -> int:
+    """Bytes that an item gains in a cast between floating-point dtypes; 0 for other nodes."""
     if not is_cast(node):
-        return False
+        return 0
     before, after = value(args_of(node)[0]).dtype, value(node).dtype
-    return before.is_floating_point and after.is_floating_point and after.itemsize > before.itemsize
+    return after.itemsize - before.itemsize if before.is_floating_point and after.is_floating_point else 0
 
 
 def views_and_moves(source: Node) -> Iterator[Node]:
@@ -333,12 +335,6 @@ def reduce_budget(graph: Graph, given_bytes: int | None) -> int:
 def is_returned(node: Node) -> bool:
     """Whether nothing but the graph's output reads `node`."""
     return all(user.op == "output" for user in node.users)
-
-
-def retype(source: Node) -> None:
-    """Infer again the fake value of `source`, whose dtype changed, and those of all nodes that move its elements."""
-    for node in [source, *views_and_moves(source)]:
-        infer(node)
 
 
 def replace_and_erase(graph: Graph, node: Node, replacement: Node) -> None:
