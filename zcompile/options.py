@@ -145,46 +145,32 @@ class Settings:
                 "(Inductor's own go into 'inductor')."
             )
         settings = cls(**options)
-        settings._check_choices()
-        settings._check_bytes()
+        settings._check()
         return settings
 
-    def _check_choices(self) -> None:
-        if not isinstance(self.inductor, Mapping):
-            raise ValueError(
-                f"zcompile: option 'inductor' must be a mapping of Inductor's settings, not {self.inductor!r}."
-            )
-        if self.inner not in ("inductor", "aot_eager"):
-            raise ValueError(f"zcompile: option 'inner' must be 'inductor' or 'aot_eager', not {self.inner!r}.")
-        if self.transport not in TRANSPORTS:
-            raise ValueError(
-                f"zcompile: option 'transport' must be one of {', '.join(TRANSPORTS)}, not {self.transport!r}."
-            )
-        if not isinstance(self.skip_passes, (list, tuple)) or not all(
-            isinstance(name, str) and name in OPTIONAL_PASSES for name in self.skip_passes
-        ):
-            raise ValueError(
-                f"zcompile: option 'skip_passes' must be a list of {', '.join(OPTIONAL_PASSES)}, "
-                f"not {self.skip_passes!r}."
-            )
-        budget = self.activation_memory_budget
-        is_share = isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0.0 <= budget <= 1.0
-        if budget is not None and not is_share:
-            raise ValueError(
-                f"zcompile: option 'activation_memory_budget' must be a number from 0.0 to 1.0, not {budget!r}."
-            )
-        if not isinstance(self.rematerialize, bool):
-            raise ValueError(f"zcompile: option 'rematerialize' must be true or false, not {self.rematerialize!r}.")
-
-    def _check_bytes(self) -> None:
+    def _check(self) -> None:
+        activations, skipped = self.activation_memory_budget, self.skip_passes
+        is_share = isinstance(activations, (int, float)) and not isinstance(activations, bool) and 0 <= activations <= 1
+        wanted = {
+            "inner": ("'inductor' or 'aot_eager'", self.inner in ("inductor", "aot_eager")),
+            "inductor": ("a mapping of Inductor's settings", isinstance(self.inductor, Mapping)),
+            "transport": (f"one of {', '.join(TRANSPORTS)}", self.transport in TRANSPORTS),
+            "rematerialize": ("true or false", isinstance(self.rematerialize, bool)),
+            "activation_memory_budget": ("a number from 0.0 to 1.0", activations is None or is_share),
+            "skip_passes": (
+                f"a list of {', '.join(OPTIONAL_PASSES)}",
+                isinstance(skipped, (list, tuple)) and all(name in OPTIONAL_PASSES for name in skipped),
+            ),
+        }
         for option in dataclasses.fields(self):
             given = getattr(self, option.name)
-            if not option.name.endswith("_bytes") or (given is None and option.default is None):
-                continue
-            if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-                raise ValueError(
-                    f"zcompile: option {option.name!r} must be a whole number of bytes, at least 0, not {given!r}."
-                )
+            if option.name.endswith("_bytes"):
+                is_size = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+                is_default = given is None and option.default is None
+                wanted[option.name] = ("a whole number of bytes, at least 0", is_size or is_default)
+            kind, is_right = wanted[option.name]
+            if not is_right:
+                raise ValueError(f"zcompile: option {option.name!r} must be {kind}, not {given!r}.")
 
     def plan(self, link: Link, memory_bytes: int) -> Plan:
         """What passes are configured with.
