@@ -1,6 +1,7 @@
 """Planned graphs through Inductor, configured for one compile, never globally. The only file that knows Inductor."""
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -121,18 +122,18 @@ class _Schedule(_Passes):
         super().__call__(graph)
         for start in calls(graph, GATHER_GROUP_START, REDUCE_GROUP_START):
             for item in start.users:
-                item.target = _is_lowering(_take_item, item)
-        _leave_shards_alone(graph)
+                item.target = _is_lowering(operator.getitem, item)  # else its fake value would be inferred again
         shards = _shards_of(graph)
+        if shards:  # Inductor runs its passes on subgraphs too, as flex attention's mask, which may return one value
+            _leave_alone(graph, shards)
+            _call_at_begin(graph, _assert_no_sizes, *shards)
         for node in calls(graph, *LOWERED):
-            node.target = _lowering_of(node)
+            node.target = _is_lowering(_lowering_of(cast(torch._ops.OpOverload, node.target)), node)
         for node in filter(is_user_collective, graph.nodes):
-            node.target = _is_lowering(_chained_lowering_of(node.target), node)
+            node.target = _is_lowering(_in_fx_order(lowerings[node.target]), node)
         for saved in graph.find_nodes(op="placeholder"):
             if saved.meta.get(SAVED_FOR_BACKWARD):
                 _call_at_begin(graph, _never_reuse, saved)
-        if shards:
-            _call_at_begin(graph, _assert_no_sizes, *shards)
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -166,15 +167,12 @@ def _call_at_begin(graph: Graph, lower: Callable[..., Any], *inputs: Node) -> No
     node.target = _is_lowering(lower, node)
 
 
-def _leave_shards_alone(graph: Graph) -> None:
+def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
     """Have Inductor return the shards that forward saves for backward as they are, as if the user saw them.
 
     Why: the runtime knows a shard by its memory. Layout optimization would return a channels-last copy of a saved
     tensor that leads to a convolution.
     """
-    shards = {shard for start in calls(graph, *GATHER_STARTS, GATHER_ROWS) for shard in nodes_in(start.args[0])}
-    if not shards:  # Inductor runs its passes on subgraphs too, as flex attention's mask, which may return one value
-        return
     output = graph.output_node()
     saved = [i for i, node in enumerate(cast(Sequence[Any], output.args[0])) if node in shards]
     output.meta["user_visible_output_idxs"] = sorted({*output.meta.get("user_visible_output_idxs", ()), *saved})
@@ -198,77 +196,54 @@ def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
     return lowering
 
 
-def _lowering_of(node: Node) -> Callable[..., Any]:
-    """A target that lowers the op of `node`, in FX order: Inductor would order zcompile's ops by data flow alone."""
-    op = cast(torch._ops.OpOverload, node.target)
-    return _is_lowering(_lowering_of_op(op), node)
+def _in_fx_order(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """`lower`, whose operations Inductor runs after those of the last such lowering: it goes by data flow alone."""
 
-
-@functools.cache
-def _lowering_of_op(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    lower = _lower_cached if op is GATHER_CACHED_START else _lower
-    fallback = fallback_handler(op, add_to_fallback_set=False)
-
-    def lowered(*args: Any) -> Any:
-        return lower(fallback, *args)
-
-    lowered.__name__ = lowered.__qualname__ = op.name().replace("::", "_").replace(".", "_")
-    return lowered
-
-
-def _lower(fallback: Callable[..., Any], *args: Any) -> Any:
-    """Lower one op of zcompile's to a call, behind the one that was lowered before it."""
-    graph: Any = V.graph
-    before = len(graph.operations)
-    result = fallback(*args)
-    operations = graph.operations[before:]
-    for operation in operations:  # the runtime checks shapes and aligns; in Python that is 2 us per parameter and step
-        operation.codegen_size_asserts = lambda wrapper: None
-        operation.codegen_alignment_asserts = lambda wrapper: None
-    _chain(operations)
-    return result
-
-
-def _chain(operations: Sequence[Any]) -> None:
-    """Have Inductor run `operations` behind what was chained before."""
-    graph: Any = V.graph
-    previous = getattr(graph, "zcompile_previous", None)
-    if previous is not None:
-        for operation in operations:
-            graph.additional_buffer_deps[operation.get_operation_name()].add(previous)
-    graph.zcompile_previous = operations[-1].get_name()
-
-
-def _chained_lowering_of(op: Any) -> Callable[..., Any]:
-    """Inductor's own lowering of a collective of the user's, in FX order with zcompile's ops."""
-    lower = lowerings[op]
-
-    def chained(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(lower)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
         graph: Any = V.graph
         before = len(graph.operations)
         result = lower(*args, **kwargs)
-        _chain(graph.operations[before:])
+        operations = graph.operations[before:]
+        previous = getattr(graph, "zcompile_previous", None)
+        if previous is not None:
+            for operation in operations:
+                graph.additional_buffer_deps[operation.get_operation_name()].add(previous)
+        graph.zcompile_previous = operations[-1].get_name()
         return result
 
-    return chained
+    return lowered
 
 
-def _lower_cached(fallback: Callable[..., Any], *args: Any) -> Any:
+@functools.cache
+def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Lowers one of zcompile's ops to a call."""
+    fallback = fallback_handler(op, add_to_fallback_set=False)
+
+    def lower(*args: Any) -> Any:
+        graph: Any = V.graph
+        before = len(graph.operations)
+        result = fallback(*args)
+        for operation in graph.operations[before:]:  # the runtime checks them; in Python that is 2 us per parameter
+            operation.codegen_size_asserts = lambda wrapper: None
+            operation.codegen_alignment_asserts = lambda wrapper: None
+        if op is GATHER_CACHED_START:
+            _free_but_never_reuse(result)
+        return result
+
+    lower.__name__ = lower.__qualname__ = op.name().replace("::", "_").replace(".", "_")
+    return _in_fx_order(lower)
+
+
+def _free_but_never_reuse(gathered: Any) -> None:
     """Have Inductor free what is gathered after its last reader, and never give its memory to another result.
 
-    The memory is the runtime's. Inductor treats memory in this way if it aliases something. Here that is the call
-    itself, whose other results nobody reads.
+    The memory is the runtime's. Inductor frees but never reuses a buffer that aliases another. So the gathered buffer
+    aliases its own call, whose other results nobody reads.
     """
-    result = _lower(fallback, *args)
-    output = result.data.data
+    output = gathered.data.data
     name = output.inputs[0].get_name()
     output.get_inputs_that_alias_output = lambda: [name]
-    return result
-
-
-def _take_item(results: Sequence[Any], i: int) -> Any:
-    """operator.getitem, but Inductor does not infer the item's fake value again."""
-    return results[i]
 
 
 def _never_reuse(saved: Any) -> Any:
