@@ -17,7 +17,8 @@ BUILT_IN = {**products.FORMULAS, **attention.FORMULAS, **memory_ops.FORMULAS}
 TRITON = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")  # calls of ops that write to their arguments
 
-# Ops of these namespaces take the time of their bytes, but for those that begin with one of COMPUTE.
+# Ops of these namespaces take the time of their bytes, but for those that begin with one of COMPUTE. All others may
+# compute more than their bytes tell.
 KNOWN_NAMESPACES = ("aten", "prims", "inductor_prims", "zcompile", "_c10d_functional", "_c10d_functional_autograd")
 COMPUTE = ("linalg_", "_linalg_", "_fft_", "cholesky", "_cdist", "_trilinear", "lu_", "geqrf", "triangular_solve")
 
@@ -46,19 +47,24 @@ def find_work(node: Node) -> Found:
     schema: Any = getattr(target, "_schema", None)
     if schema is None and not is_higher:  # a Python function, such as an item of a tuple
         return NO_FORMULA
-    if not is_higher and not registered(schema.name) and schema.name not in BUILT_IN:  # most nodes
-        if products.is_matmul(node):
-            count = products.counted_by_torch(node)
-            return Found(Work(flops=count, dtype=_dtype_of_product(node))) if count else NO_FORMULA
-        return _without_formula(schema.name) if _computes(schema.name) else NO_FORMULA
-    call = call_of(node)
-    entry = registered(call.name)
-    if entry is not None:
-        work = _by_user(entry, call)
-        return Found(work, "" if work is not None else call.name)
-    if call.name in BUILT_IN:
-        return Found(BUILT_IN[call.name](call))
-    return _without_formula(call.name) if _computes(call.name) else NO_FORMULA
+    name = "" if is_higher else schema.name
+    if is_higher or registered(name) or name in BUILT_IN:
+        call = call_of(node)
+        name = call.name
+        if (entry := registered(name)) is not None:
+            work = _by_user(entry, call)
+            return Found(work, name if work is None else "")
+        if name in BUILT_IN:
+            return Found(BUILT_IN[name](call))
+    elif products.is_matmul(node):
+        count = products.counted_by_torch(node)
+        return Found(Work(flops=count, dtype=_dtype_of_product(node))) if count else NO_FORMULA
+    namespace, _, op = name.partition("::")
+    if namespace in KNOWN_NAMESPACES and not op.startswith(COMPUTE):
+        return NO_FORMULA
+    text = "nothing says how long %s takes, so plans count the bytes of its tensors: see zcompile.register_cost"
+    _tell(logging.INFO, name, text, name)
+    return Found(None, name)
 
 
 def call_of(node: Node) -> Call:
@@ -68,14 +74,13 @@ def call_of(node: Node) -> Call:
     out = sizes_of(node.meta.get("val"))
     if higher in TRITON:
         return _kernel_call(node, out)
-    if higher in FUNCTIONALIZED:
-        op: Any = node.args[0]
-        names = tuple(argument.name for argument in op._schema.arguments)
-        return Call(op._schema.name, (), _given_kwargs(node, names), out, names, node)
-    if higher:
+    if higher and higher not in FUNCTIONALIZED:
         return Call(f"higher_order::{higher}", sizes_of(node.args), sizes_of(node.kwargs), out, (), node)
-    names = tuple(argument.name for argument in target._schema.arguments)
-    return Call(target._schema.name, sizes_of(node.args), sizes_of(node.kwargs), out, names, node)
+    op: Any = node.args[0] if higher else target
+    names = tuple(argument.name for argument in op._schema.arguments)
+    if higher:
+        return Call(op._schema.name, (), _given_kwargs(node, names), out, names, node)
+    return Call(op._schema.name, sizes_of(node.args), sizes_of(node.kwargs), out, names, node)
 
 
 def _given_kwargs(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
@@ -113,27 +118,11 @@ def _by_user(entry: Registered, call: Call) -> Work | None:
     return None
 
 
-def _without_formula(name: str) -> Found:
-    _tell(
-        logging.INFO,
-        name,
-        "nothing says how long %s takes, so plans count the bytes of its tensors: see zcompile.register_cost",
-        name,
-    )
-    return Found(None, name)
-
-
 def _tell(level: int, name: str, text: str, *args: Any) -> None:
     """Log something of an op, once in a process."""
     if name not in _told:
         _told.add(name)
         log.log(level, f"zcompile: {text}", *args)
-
-
-def _computes(name: str) -> bool:
-    """Whether an op or a Triton kernel may compute more than its bytes tell."""
-    namespace, _, op = name.partition("::")
-    return namespace not in KNOWN_NAMESPACES or op.startswith(COMPUTE)
 
 
 def _dtype_of_product(node: Node) -> torch.dtype:
