@@ -42,26 +42,24 @@ def _refuse_lost_writes(graph: Graph, names: dict[str, str]) -> None:
     Dynamo's fake tensors count writes through any view; `.data` has a count of its own.
     """
     gathers = {_storage_of(node.meta.get("example_value")): node for node in calls(graph, GATHER)}
-
-    def read(tensor: object) -> tuple[str, Node] | None:
-        """The parameter whose gathered copy has the memory of `tensor`, in words, and the gather."""
+    for node in graph.nodes if gathers else ():
+        makes_parameter = node.target is tracable_create_parameter
+        tensor: Any = (cast(Node, node.args[0]) if makes_parameter else node).meta.get("example_value")
         gather = gathers.get(_storage_of(tensor))
-        shard = "" if gather is None else cast(Node, gather.args[0]).name
-        return None if gather is None else (f"parameter '{names.get(shard, shard)}'", gather)
-
-    for node in calls(graph, tracable_create_parameter) if gathers else ():
-        if found := read(cast(Node, node.args[0]).meta.get("example_value")):
+        if gather is None or not (makes_parameter or tensor._version > 0):
+            continue
+        shard = cast(Node, gather.args[0]).name
+        parameter = f"parameter '{names.get(shard, shard)}'"
+        if makes_parameter:
             raise RuntimeError(
-                f"zcompile: forward makes an nn.Parameter of {found[0]}, at\n{node.meta.get('stack_trace', '')}\n"
+                f"zcompile: forward makes an nn.Parameter of {parameter}, at\n{node.meta.get('stack_trace', '')}\n"
                 "It has a gradient of its own, which would not reach the parameter. Use the tensor itself."
             )
-    for tensor in [node.meta.get("example_value") for node in graph.nodes] if gathers else ():
-        if (found := read(tensor)) and tensor._version > 0:
-            raise RuntimeError(
-                f"zcompile: forward modifies {found[0]} in place, at\n{found[1].meta.get('stack_trace', '')}\n"
-                "It is a gathered copy, so the change would be lost. Compute a new tensor instead, or update the "
-                "DTensor in model.parameters() outside of forward."
-            )
+        raise RuntimeError(
+            f"zcompile: forward modifies {parameter} in place, at\n{gather.meta.get('stack_trace', '')}\n"
+            "It is a gathered copy, so the change would be lost. Compute a new tensor instead, or update the "
+            "DTensor in model.parameters() outside of forward."
+        )
 
 
 def _storage_of(tensor: Any) -> int | None:
