@@ -9,7 +9,6 @@ from torch.fx import Graph, Node
 from zcompile.costs.formulas.products import is_matmul
 from zcompile.graph.ops import (
     GATHER,
-    MOVEMENT,
     REDUCES,
     args_of,
     aten,
@@ -112,7 +111,7 @@ def _with_ancestors(nodes: set[Node]) -> set[Node]:
 
 def _origin(node: Node) -> Node:
     """The node whose elements `node` moves; `node` itself if it moves none."""
-    while node.op == "call_function" and node.target in MOVEMENT:
+    while node.args and is_movement(node, args_of(node)[0]):
         node = args_of(node)[0]
     return node
 

@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from zcompile.graph.ops import MOVEMENT, REDUCE, SCATTERS, args_of, calls, infer, is_widening
+from zcompile.graph.ops import REDUCE, SCATTERS, args_of, calls, infer, is_movement, is_widening
 
 
 def narrow_reduces(graph: Graph) -> None:
@@ -16,7 +16,7 @@ def narrow_reduces(graph: Graph) -> None:
     for reduce in calls(graph, REDUCE):
         links: list[Node] = []
         node = args_of(reduce)[0]
-        while node.op == "call_function" and node.target in MOVEMENT | SCATTERS and len(node.users) == 1:
+        while len(node.users) == 1 and (node.target in SCATTERS or (node.args and is_movement(node, node.args[0]))):
             links.append(node)
             node = args_of(node)[0]
         if not (isinstance(node, Node) and is_widening(node)):

@@ -13,7 +13,7 @@ from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.trace import copied, trace
 from zcompile.explanation.workloads import Workload
 from zcompile.graph.liveness import Liveness
-from zcompile.graph.ops import GATHER_WAIT, MOVEMENT, aten, calls, chain, readers, value
+from zcompile.graph.ops import GATHER_WAIT, aten, calls, chain, is_movement, readers, value
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings
 from zcompile.passes import pipeline
@@ -22,7 +22,7 @@ from zcompile.passes.free import free
 
 def origin(node):
     """The node whose value `node` is a view or a cast of."""
-    return origin(node.args[0]) if node.op == "call_function" and node.target in MOVEMENT else node
+    return origin(node.args[0]) if node.args and is_movement(node, node.args[0]) else node
 
 
 def planned_products(graph, skipped):

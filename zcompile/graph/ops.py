@@ -60,28 +60,15 @@ SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 # The least default of the option `reduce_budget_bytes`: two of the largest matrices of a 7 B model in bf16.
 LEAST_REDUCE_BUDGET_BYTES = 256 << 20
 
-# Ops whose output holds elements of their first argument, unchanged. `is_movement` also knows all other views.
+# Ops whose output holds elements of their first argument, unchanged, beside views of one result.
 MOVEMENT = {
-    aten.alias.default,
     aten.clone.default,
-    aten.detach.default,
-    aten.expand.default,
     aten.index.Tensor,
     aten.index_select.default,
-    aten.permute.default,
     aten.reshape.default,
-    aten.select.int,
-    aten.slice.Tensor,
     aten.split.Tensor,
     aten.split_with_sizes.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.t.default,
-    aten.transpose.int,
     aten.unbind.int,
-    aten.unsqueeze.default,
-    aten.view.default,
     aten._unsafe_view.default,
     operator.getitem,
 }
@@ -175,8 +162,8 @@ def is_view(node: Node, source: Node) -> bool:
 
 def is_movement(node: Node, source: Node) -> bool:
     """Whether `node` only moves elements of `source`, its first argument, and changes none of them."""
-    if node.op == "call_function" and node.target in MOVEMENT and node.args[0] is source:
-        return True
+    if node.op == "call_function" and node.target in MOVEMENT:
+        return node.args[0] is source
     return is_view(node, source) and value(node).dtype == value(source).dtype
 
 
