@@ -213,10 +213,7 @@ def device_name(device: torch.device) -> str:
     """Of a GPU, torch's name of it; of a CPU, its model and how many threads a rank has."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{next(iter(models), platform.machine())}, {torch.get_num_threads()} threads"
 
@@ -242,7 +239,7 @@ def cache_folder() -> Path | None:
         return None
 
 
-def calibration_file(device: str, world: int | str) -> Path | None:
+def calibration_file(device: str, world: int) -> Path | None:
     """Where a calibration is kept; None for a user without a home."""
     folder = cache_folder()
     slug = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
@@ -277,7 +274,12 @@ def read_calibration(device: torch.device, world: int) -> tuple[Calibration | No
     try:
         calibration = Calibration.from_json(file.read_text())
     except FileNotFoundError:
-        return None, _for_other_worlds(name, world)
+        pattern = f"{file.name.removesuffix(f'{world}.json')}*.json"
+        others = " and ".join(sorted(each.stem.rpartition("x")[2] for each in file.parent.glob(pattern)))
+        if not others:
+            return None, ""
+        line = f"a calibration of this machine is for {others} ranks and not for {world}"
+        return None, f"{line}: run `zcompile calibrate --ranks {world}`"
     except (OSError, ValueError) as error:
         return None, f"the calibration in {file} does not count, {error}: {again}"
     expected = {"device": name, "driver": driver_of(device), "torch": torch.__version__, "world": world}
@@ -285,17 +287,3 @@ def read_calibration(device: torch.device, world: int) -> tuple[Calibration | No
         if (theirs := getattr(calibration, what)) != value:
             return None, f"the calibration in {file} does not count, it is of {what} {theirs} and not {value}: {again}"
     return calibration, ""
-
-
-def _for_other_worlds(name: str, world: int) -> str:
-    pattern = calibration_file(name, "*")
-    try:
-        others = sorted(each.stem.rpartition("x")[2] for each in pattern.parent.glob(pattern.name)) if pattern else []
-    except OSError:
-        others = []
-    if not others:
-        return ""
-    return (
-        f"a calibration of this machine is for {' and '.join(others)} ranks and not for {world}: "
-        f"run `zcompile calibrate --ranks {world}`"
-    )
