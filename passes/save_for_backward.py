@@ -73,9 +73,5 @@ def _save(graph: Graph, gather: Node, in_transport_memory: bool) -> None:
     name = "persistent" if in_transport_memory else "saved"
     with graph.inserting_before(gather):
         saved = graph.create_node("call_function", GATHER, args_of(gather), name=name)
-    saved.meta = {
-        **gather.meta,
-        "recompute": CheckpointPolicy.MUST_SAVE,
-        SAVED_FOR_BACKWARD: in_transport_memory,
-    }
+    saved.meta = {**gather.meta, "recompute": CheckpointPolicy.MUST_SAVE, SAVED_FOR_BACKWARD: in_transport_memory}
     replace_and_erase(graph, gather, saved)

@@ -91,15 +91,11 @@ def value(node: Node) -> torch.Tensor:
 
 def is_user_collective(node: Node) -> bool:
     """Whether `node` starts a collective that the model asks for itself, as tensor and expert parallelism do."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target.namespace == "_c10d_functional_autograd":
-        return True
-    return node.target.namespace == "_c10d_functional" and node.target is not WAIT_TENSOR
+    return bool(user_collective_of(node))
 
 
 def user_collective_of(node: Node) -> str:
-    """The name of the collective that `node` of a Dynamo graph starts for the model itself, or an empty string."""
+    """The name of the collective that `node` starts for the model itself, or an empty string."""
     name: str = getattr(node.target, "_qualified_op_name", "") or getattr(node.target, "_name", "")
     space, _, op = name.partition("::")
     return op.split(".")[0] if space.startswith("_c10d_functional") and not op.startswith("wait_tensor") else ""
