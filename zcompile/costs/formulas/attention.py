@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of
@@ -91,7 +91,8 @@ def _share_of_blocks(call: Call, i: int) -> float:
     rows, columns = call.args[0].shape[-2], call.args[1].shape[-2]
     *_, block_rows, block_columns, function = mask
     others = call.argument("mask_mod_other_buffers", call.args[-1] if call.args else ())
-    module = _module_of(call.node.graph, function)
+    is_subgraph = isinstance(function, Node) and function.op == "get_attr"
+    module = getattr(call.node.graph.owning_module, str(function.target), None) if is_subgraph else None
     if module is None or others or not (isinstance(block_rows, int) and isinstance(block_columns, int)):
         return 1.0
     try:
@@ -99,15 +100,6 @@ def _share_of_blocks(call: Call, i: int) -> float:
             return _computed_share(module, (rows, columns), (block_rows, block_columns))
     except Exception:  # it reads what only a run has
         return 1.0
-
-
-def _module_of(graph: Graph, function: Any) -> torch.nn.Module | None:
-    """The subgraph that a node of `graph` stands for."""
-    owner = graph.owning_module
-    if owner is None or not isinstance(function, Node) or function.op != "get_attr":
-        return None
-    found = getattr(owner, str(function.target), None)
-    return found if isinstance(found, torch.nn.Module) else None
 
 
 def _computed_share(mask: Callable[..., torch.Tensor], sizes: Sequence[int], blocks: Sequence[int]) -> float:
