@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from zcompile.costs.formulas.work import NOTHING, Call, TensorSize, Work, nbytes_of
+from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of
 
 SECTOR_BYTES = 32  # the least that a read from memory takes
 INDEX_BYTES = 8  # of int64
@@ -113,7 +113,7 @@ READ_BY_ITEM: dict[object, bool] = {torch.ops.aten.gather.default: True, torch.o
 EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 FORMULAS: dict[str, Callable[[Call], Work]] = {
-    **{f"aten::{name}": lambda call: NOTHING for name in EMPTY},
+    **{f"aten::{name}": lambda call: Work(nbytes=0, launches=0) for name in EMPTY},
     **{f"aten::{name}": scan for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")},
     "aten::topk": topk,
     "aten::sort": sort,

@@ -80,9 +80,6 @@ class Work:
         return seconds + self.seconds
 
 
-NOTHING = Work(nbytes=0, launches=0)
-
-
 @dataclass(frozen=True)
 class Call:
     """A call as formulas see it.
