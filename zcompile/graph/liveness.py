@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.graph.ops import args_of, aten, item_count, nodes_in, result_bytes
+from zcompile.graph.ops import args_of, aten, nodes_in, result_bytes
 
 # Ops that fuse, beside those with torch's tag for pointwise ones.
 FUSES = {
@@ -131,22 +131,16 @@ class Liveness:
     def _storages_of(self, node: Node, i: int) -> list[Storage]:
         aliased = aliases(node)
         if aliased is not None:
-            if len(aliased) == 1:
-                return self._storages_of_alias(node, aliased[0])
-            return [storage for source in aliased for storage in self.storages[source]]
+            storages = [storage for source in aliased for storage in self.storages[source]]
+            if node.target is operator.getitem and aliased[0] in self.written:
+                has_all = len(storages) == len(aliased[0].meta["val"])  # else some items are no tensors
+                return [storages[args_of(node)[1]]] if has_all else storages
+            return storages
         if not self._is_written(node):
             sources = (storage for source in node.all_input_nodes for storage in self.storages[source])
             return list(dict.fromkeys(sources))
         self.written.add(node)
         return [Storage(node, nbytes, i, i) for nbytes in result_bytes(node)]
-
-    def _storages_of_alias(self, node: Node, source: Node) -> list[Storage]:
-        """Of a view: those of what it views. Of an item of a tuple: that item's."""
-        storages = self.storages[source]
-        is_item = node.target is operator.getitem and source in self.written
-        if is_item and len(storages) == item_count(source):
-            return [storages[args_of(node)[1]]]
-        return storages
 
     def _is_written(self, node: Node) -> bool:
         if not fuses(node):

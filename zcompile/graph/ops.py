@@ -138,12 +138,6 @@ def result_bytes(node: Node) -> list[int]:
     ]
 
 
-def item_count(node: object) -> int | None:
-    """How many items the result of `node` has. None if the result is no tuple."""
-    result = node.meta.get("val") if isinstance(node, Node) else None
-    return len(result) if isinstance(result, (tuple, list)) else None
-
-
 def nodes_in(argument: Argument) -> list[Node]:
     """The nodes in an argument, which may be a nested list of them. A node that stands in it twice comes twice."""
     nodes: list[Node] = []
