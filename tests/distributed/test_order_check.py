@@ -13,7 +13,7 @@ from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.ranks import order_watch
-from zcompile.ranks.order_check import first_difference
+from zcompile.ranks.order_watch import first_difference
 from zcompile.state.sharded_model import state_of
 
 NEVER_S = 1000.0  # the thread compares so seldom

@@ -122,7 +122,7 @@ class FailedRuntime:
 
 def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(order_watch, "_base_store", lambda: store)
+    monkeypatch.setattr(order_watch, "base_store", lambda: store)
     runtime, groups = FailedRuntime(), Groups("gather", "reduce", "", rank=0, world=2, number=0)
     watch = order_watch.OrderWatch(runtime, groups, 1.0)
     assert runtime.aborted.wait(scaled(10))
@@ -133,8 +133,8 @@ def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait
 
 def test_what_is_compared():
     alike = [(256, 7, ""), (300, 8, "gather 'a'"), (301, 9, "gather 'b'")]
-    assert difference(0, alike, 1, alike[:2]) == ""
-    assert difference(0, alike, 1, [(257, 1, "gather 'c'")]) == ""  # no number that both know
+    assert difference({0: alike, 1: alike[:2]}) == ""
+    assert difference({0: alike, 1: [(257, 1, "gather 'c'")]}) == ""  # no number that both know
     other = [(300, 8, "gather 'a'"), (301, 3, "reduce 'b'")]
-    assert "number 301 is gather 'b' on rank 0 and reduce 'b' on rank 1" in difference(0, alike, 1, other)
-    assert "among the first 256" in difference(0, alike, 1, [(256, 6, "")])
+    assert "number 301 is gather 'b' on rank 0 and reduce 'b' on rank 1" in difference({0: alike, 1: other})
+    assert "between number 1 and number 256" in difference({0: alike, 1: [(256, 6, "")]})

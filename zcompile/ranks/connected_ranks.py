@@ -5,7 +5,6 @@ ranks with which they compute sums would wait for them until the timeout. So all
 groups of the model's parameters.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
-from zcompile.ranks.order_watch import Marks, order_store, order_store_name
+from zcompile.ranks.order_watch import base_store, order_store_name, started_here, started_there
 from zcompile.ranks.process_groups import Groups
 from zcompile.ranks.program_check import Agreement
 
@@ -46,12 +45,9 @@ def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model
 
     def started(place: int) -> int:
         if ranks[place] == me:
-            digests = runtime.order_digests()
-            return digests[0][0] if digests else 0
+            return started_here(runtime)
         other = known[ranks[place]]
-        store = order_store(other.order_store)
-        marks: Marks = json.loads(store.get(f"{other.number}")) if store.check([f"{other.number}"]) else []
-        return marks[-1][0] if marks else 0
+        return started_there(dist.PrefixStore(other.order_store, base_store()), other.number)
 
     prefix = f"zcompile/connected/{known[ranks[0]].model}"
     return Agreement(prefix, ranks.index(me), len(ranks), timeout_s, started)

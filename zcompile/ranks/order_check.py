@@ -24,14 +24,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
-from zcompile.ranks.order_watch import UNITS_HINT, Marks, order_store
+from zcompile.ranks.order_watch import MOST_NAMED, REMEDY, Marks, base_store, by_text, first_difference, last_of
 from zcompile.ranks.process_groups import order_group, timeout_of
 
 _ABSENT = torch.iinfo(torch.int64).min
 _PERIOD_S = 1.0  # how often a rank that waits looks whether a difference is known by now
 _PATIENCE_S = 5.0  # how long a rank that knows of a difference waits until all say what they started
-_RECENT = 64  # collectives of which a log has the names
-_MOST_NAMED = 8  # ranks, and texts, that an error lists
 _UNCHANGED = (
     "No parameter was changed, except that ranks that had started none since their step before have taken this one."
 )
@@ -71,6 +69,8 @@ class OrderCheck:
         world: ranks that share one set of shards.
     """
 
+    runtime: _C.Model  # of the last check
+
     def __init__(self, mesh: DeviceMesh, world: int):
         ranks, coordinate = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]), mesh.get_coordinate()
         assert coordinate is not None
@@ -85,11 +85,10 @@ class OrderCheck:
         group = order_group(mesh)
         self.name, self.group = group.group_name, weakref.ref(group)
         self.rank, self.ranks = dist.get_rank(), sorted(ranks.flatten().tolist())
-        self.store = order_store(f"zcompile/check/{self.name}")
+        self.store = dist.PrefixStore(f"zcompile/check/{self.name}", base_store())
         self.timeout_s = timeout_of(mesh).total_seconds()
         self.digests: Digests | None = None  # at the last check
         self.under_way: Exchange | None = None  # the last check, if this rank has not waited for it
-        self.runtime: weakref.ref[_C.Model] | None = None  # of the last check
 
     def check(self, runtime: _C.Model) -> None:
         """Compare the collectives that each rank of the mesh has started. All of them call this.
@@ -107,33 +106,33 @@ class OrderCheck:
                 "destroy_process_group) for as long as an optimizer steps with its parameters."
             )
         number = next(_numbers.setdefault(group, itertools.count()))
-        self.runtime = weakref.ref(runtime)
-        self.finish(runtime)
+        self.runtime = runtime
+        self.finish()
         before, self.digests = self.digests, runtime.order_digests()
-        self.under_way = self.start(group, number, runtime, self.digests)
+        self.under_way = self.start(group, number, self.digests)
         if self.digests != before:
-            self.finish(runtime)
+            self.finish()
         else:
             _late.add(self)
 
-    def start(self, group: dist.ProcessGroup, number: int, runtime: _C.Model, digests: Digests) -> Exchange:
+    def start(self, group: dist.ProcessGroup, number: int, digests: Digests) -> Exchange:
         """The all-reduce of a check."""
         numbers = [_ABSENT] * (4 * len(self.logs))
         for place, (count, value) in zip(self.places, digests, strict=True):
             numbers[4 * place : 4 * place + 4] = count, ~count, value, ~value
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         message = f"{number}/message"
-        if runtime.order_failure():
-            self.leave_if_told(runtime, message)
+        if self.runtime.order_failure():
+            self.leave_if_told(message)
         try:
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group, async_op=True)
         except RuntimeError as error:
-            self.leave_if_told(runtime, message)
-            raise self.missing(runtime, str(error)) from error
+            self.leave_if_told(message)
+            raise self.missing(str(error)) from error
         assert work is not None
         return Exchange(number, digests, tensor, work)
 
-    def finish(self, runtime: _C.Model) -> None:
+    def finish(self) -> None:
         """Wait for the check that is under way, if one is, and compare.
 
         Meanwhile this rank may be told of a difference: others may hang, or raise, elsewhere.
@@ -146,21 +145,21 @@ class OrderCheck:
             with contextlib.suppress(RuntimeError):  # not yet
                 exchange.work.wait(datetime.timedelta(seconds=_PERIOD_S))
                 break
-            self.leave_if_told(runtime, exchange.message)
+            self.leave_if_told(exchange.message)
             for check in list(_late):  # ranks that waited for one of these may have left by now
                 check.look()
         try:
             exchange.work.wait()
         except RuntimeError as error:
-            self.leave_if_told(runtime, exchange.message)
-            raise self.missing(runtime, str(error)) from error
+            self.leave_if_told(exchange.message)
+            raise self.missing(str(error)) from error
         if self.ranks_differ(exchange):
-            self.tell(runtime, exchange)
+            self.tell(exchange)
 
     def look(self) -> None:
         """Raise if the check that is under way is through, and ranks differ."""
-        exchange, runtime = self.under_way, self.runtime() if self.runtime else None
-        if exchange is None or runtime is None or not exchange.work.is_completed():
+        exchange = self.under_way
+        if exchange is None or not exchange.work.is_completed():
             return
         try:
             exchange.work.wait()
@@ -168,70 +167,62 @@ class OrderCheck:
             return  # told at the next step
         if self.ranks_differ(exchange):
             self.under_way = None
-            self.tell(runtime, exchange)
+            self.tell(exchange)
 
     def ranks_differ(self, exchange: Exchange) -> bool:
         """Whether the ranks of some log had started different collectives."""
-        said = exchange.tensor.tolist()
-        return any(differs(said, log) for log in range(len(self.logs)))
+        maxima = exchange.tensor.view(-1, 4).tolist()  # of a count, a hash, and their complements
+        return any(count != ~complement or value != ~other for count, complement, value, other in maxima)
 
-    def tell(self, runtime: _C.Model, exchange: Exchange) -> None:
+    def tell(self, exchange: Exchange) -> None:
         """Raise what all ranks raise, after this rank has published what it had started.
 
         One rank finds the first difference, and words it for all. If not all ranks publish soon, since one of them did
         not wait for this check, any rank that did words what is known.
         """
         number, message = exchange.number, exchange.message
-        self.store.set(f"{number}/{self.rank}", json.dumps(self.marks(runtime, exchange)))
+        self.store.set(f"{number}/{self.rank}", json.dumps(self.marks(exchange)))
         keys = {rank: f"{number}/{rank}" for rank in self.ranks}
         deadline = time.monotonic() + min(_PATIENCE_S, self.timeout_s)
         while not self.store.check(list(keys.values())) and time.monotonic() < deadline:
-            self.leave_if_told(runtime, message)
+            self.leave_if_told(message)
             time.sleep(0.01)
         said = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
         if self.rank == self.ranks[0] or len(said) < len(self.ranks):
             self.store.compare_set(message, "", difference_in(self.logs, said))  # the first one counts
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
-            self.leave_if_told(runtime, message)
+            self.leave_if_told(message)
             time.sleep(0.01)
-        raise self.missing(runtime, "Ranks started different gathers and reduces, and none says which.")
+        raise self.missing("Ranks started different gathers and reduces, and none says which.")
 
-    def marks(self, runtime: _C.Model, exchange: Exchange) -> dict[int, Marks]:
+    def marks(self, exchange: Exchange) -> dict[int, Marks]:
         """What this rank had started at that check, by index of the log."""
         said = {}
         for log, (place, (count, value)) in enumerate(zip(self.places, exchange.digests, strict=True)):
-            marks = [mark for mark in runtime.order(log) if mark[0] <= count]
+            marks = [mark for mark in self.runtime.order(log) if mark[0] <= count]
             if count > 0 and (not marks or marks[-1][0] < count):  # long ago: the log has no name any more
                 marks.append((count, value, ""))
             said[place] = marks
         return said
 
-    def leave_if_told(self, runtime: _C.Model, message: str) -> None:
+    def leave_if_told(self, message: str) -> None:
         """Raise if a difference is known: by the thread, which may have told no other rank yet, or by another rank."""
-        if failure := runtime.order_failure():
+        if failure := self.runtime.order_failure():
             self.store.compare_set(message, "", failure)
         elif self.store.check([message]):
             failure = self.store.get(message).decode()
-            runtime.fail_order(failure)
+            self.runtime.fail_order(failure)
         if failure:
             raise RuntimeError(failure)
 
-    def missing(self, runtime: _C.Model, reason: str) -> RuntimeError:
+    def missing(self, reason: str) -> RuntimeError:
         """A rank did not come."""
-        marks = runtime.order()
-        last = f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
         return RuntimeError(
             f"zcompile: rank {self.rank} waited at an optimizer's step for the other ranks, and not all came: a rank "
             "stopped, or does not step. All ranks must step alike. No parameter was changed since the step before. The "
-            f"last gather or reduce that rank {self.rank} started is {last}. {reason}"
+            f"last gather or reduce that rank {self.rank} started is {last_of(self.runtime.order())}. {reason}"
         )
-
-
-def differs(said: Sequence[int], log: int) -> bool:
-    """Whether ranks of the log have another count or hash than others of it: minimum and maximum differ."""
-    count, count_complement, value, value_complement = said[4 * log : 4 * log + 4]
-    return count != ~count_complement or value != ~value_complement
 
 
 def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str, Marks]]) -> str:
@@ -241,62 +232,15 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
         logs: the ranks of each.
         said: by rank and, as text, index of the log.
     """
+    begin = "zcompile: ranks started different gathers and reduces before this optimizer step"
     for log, ranks in enumerate(logs):
-        marks = {rank: said[rank][str(log)] for rank in ranks if str(log) in said.get(rank, {})}
-        if at := first_difference(marks):
-            return (
-                "zcompile: ranks started different gathers and reduces before this optimizer step, so gradients are "
-                f"mixed up: {at}. {_UNCHANGED} All ranks must read the same parameters in the same order, in "
-                f"forward and in backward. {UNITS_HINT}"
-            )
+        if at := first_difference({rank: said[rank][str(log)] for rank in ranks if str(log) in said.get(rank, {})}):
+            return f"{begin}, so gradients are mixed up: {at}. {_UNCHANGED} {REMEDY}"
     silent = sorted({rank for ranks in logs for rank in ranks} - said.keys())
     if not silent:
-        return "zcompile: ranks started different gathers and reduces, and their logs do not tell which."
-    last = {rank: f"number {marks[-1][0]}, {marks[-1][2]}" for rank in said for marks in said[rank].values() if marks}
+        return f"{begin}, and their logs do not tell which. {_UNCHANGED} {REMEDY}"
+    last = {rank: last_of(marks) for rank in said for marks in said[rank].values() if marks}
     return (
-        "zcompile: ranks started different gathers and reduces before this optimizer step. The last is "
-        f"{by_text(last)}. Ranks {', '.join(map(str, silent[:_MOST_NAMED]))} had started none since their step before, "
-        f"and have not come to their next step. {_UNCHANGED} {UNITS_HINT}"
-    )
-
-
-def first_difference(said: Mapping[int, Marks]) -> str:
-    """Where ranks first started something else, by what each says; empty if nothing tells."""
-    known = {rank: {number: (value, text) for number, value, text in marks} for rank, marks in said.items()}
-    last = {rank: marks[-1][0] if marks else 0 for rank, marks in said.items()}
-    alike = 0  # up to here, all are known to have started the same
-    for number in sorted({number for marks in known.values() for number in marks}):
-        values = {marks[number][0] for marks in known.values() if number in marks}
-        if len(values) == 1 and number <= min(last.values()):
-            if all(number in marks for marks in known.values()):
-                alike = number
-            continue
-        texts = {rank: known[rank].get(number, (0, ""))[1] if number <= last[rank] else "nothing" for rank in known}
-        if alike == number - 1 and all(texts.values()):
-            return f"number {number} is {by_text(texts)}{what_else(texts)}"
-        return (
-            f"the first difference is between number {alike + 1} and number {number}, further back than the {_RECENT} "
-            f"of which each rank has the names. How many there were is "
-            f"{by_text({rank: str(count) for rank, count in last.items()})}"
-        )
-    return ""
-
-
-def by_text(texts: Mapping[int, str]) -> str:
-    """Each text with the ranks that have it."""
-    parts = []
-    for text in itertools.islice(dict.fromkeys(texts.values()), _MOST_NAMED):
-        ranks = [str(rank) for rank, other in texts.items() if other == text]
-        more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-        parts.append(f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:_MOST_NAMED])}{more}")
-    return " and ".join(parts)
-
-
-def what_else(texts: Mapping[int, str]) -> str:
-    """What may differ where the text does not."""
-    if len(set(texts.values())) > 1:
-        return ""
-    return (
-        ", but of another model, dtype or bucket, in backward on one rank and in forward on another, or after another "
-        "number of optimizer steps"
+        f"{begin}. The last is {by_text(last)}. Ranks {', '.join(map(str, silent[:MOST_NAMED]))} had started none "
+        f"since their step before, and have not come to their next step. {_UNCHANGED} {REMEDY}"
     )

@@ -12,11 +12,12 @@ it would wait until torch ends the process, a minute after the timeout.
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -28,10 +29,12 @@ log = logging.getLogger("zcompile")
 Marks = list[tuple[int, int, str]]  # number, hash and text of collectives
 PERIOD_S = 1.0
 CLOSE_S = 10.0  # longest wait for the thread at the interpreter's end
-
-UNITS_HINT = (
-    "Of a module that reads others on each rank, as a loop over experts does, make a unit: "
-    "zcompile.shard(model, units=[TheModule]), or deepspeed.utils.set_z3_leaf_modules(model, [TheModule])."
+RECENT = 64  # collectives of which a log has the names
+MOST_NAMED = 8  # ranks, and texts, that an error lists
+REMEDY = (
+    "All ranks must read the same parameters in the same order, in forward and in backward. Of a module that reads "
+    "others on each rank, as a loop over experts does, make a unit: zcompile.shard(model, units=[TheModule]), or "
+    "deepspeed.utils.set_z3_leaf_modules(model, [TheModule])."
 )
 
 _watches: dict[str, "OrderWatch"] = {}  # by the name of the group
@@ -41,21 +44,14 @@ def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> None:
     """Compare the order of what `runtime` and other models over its group start, until all of them are gone."""
     watch = _watches.get(groups.gather)
     # A group that is made after the ones before were closed may have the name of one of those.
-    if watch is None or watch.base is not _base_store() or not watch.add(runtime):
+    if watch is None or watch.base is not base_store() or not watch.add(runtime):
         _watches[groups.gather] = OrderWatch(runtime, groups, timeout_s)
 
 
 def started_by_rank(runtime: _C.Model, groups: Groups) -> Callable[[int], int]:
     """A function: rank -> how many collectives it has started. Of others, that is what their threads last published."""
-    store = _order_store_of(groups)
-
-    def started(rank: int) -> int:
-        if rank == groups.rank:
-            return runtime.order_digests()[0][0] if runtime.order_digests() else 0
-        marks: Marks = json.loads(store.get(f"{rank}")) if store.check([f"{rank}"]) else []
-        return marks[-1][0] if marks else 0
-
-    return started
+    store = _store_of(groups)
+    return lambda rank: started_here(runtime) if rank == groups.rank else started_there(store, rank)
 
 
 class OrderWatch:
@@ -69,8 +65,8 @@ class OrderWatch:
     def __init__(self, runtime: _C.Model, groups: Groups, timeout_s: float):
         self.rank, self.world, self.timeout_s = groups.rank, groups.world, timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 10)
-        self.base = _base_store()
-        self.store = _order_store_of(groups)
+        self.base = base_store()
+        self.store = _store_of(groups)
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
         self.other = (self.rank - 1) % self.world
@@ -115,11 +111,10 @@ class OrderWatch:
         reason = runtime.nccl_failure()
         if not reason:
             return ""
-        mine = runtime.order()
         return (
             f"zcompile: rank {self.rank} can no longer gather and reduce, as {reason}: a rank ended, stopped, or did "
-            f"not come. The last that rank {self.rank} started is {_last_of(mine)}; rank {self.other}, when it last "
-            f"said so, had started {_last_of(self.theirs)}."
+            f"not come. The last that rank {self.rank} started is {last_of(runtime.order())}; rank {self.other}, when "
+            f"it last said so, had started {last_of(self.theirs)}."
         )
 
     def compare(self, runtime: _C.Model) -> str:
@@ -137,7 +132,7 @@ class OrderWatch:
         except (RuntimeError, ValueError):  # closed, or the rank that has it ended
             self.has_store = False
             return ""
-        message = difference(self.rank, mine, self.other, self.theirs)
+        message = difference({self.rank: mine, self.other: self.theirs})
         if not message:
             self.tell_if_idle(mine)
         return message
@@ -172,12 +167,17 @@ class OrderWatch:
             self.told = True
             log.warning(
                 "zcompile: rank %d has started no collective for %.0f s. Its last one was %s; that of rank %d was %s.",
-                *(self.rank, self.idle_s, _last_of(mine), self.other, _last_of(self.theirs)),
+                *(self.rank, self.idle_s, last_of(mine), self.other, last_of(self.theirs)),
             )
 
 
-def _last_of(marks: Marks) -> str:
-    return f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
+def _store_of(groups: Groups) -> dist.Store:
+    return dist.PrefixStore(order_store_name(groups), base_store())
+
+
+def base_store() -> dist.Store:
+    """The store by which ranks met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def order_store_name(groups: Groups) -> str:
@@ -185,33 +185,64 @@ def order_store_name(groups: Groups) -> str:
     return f"zcompile/order/{groups.gather}/{groups.reduce}"
 
 
-def order_store(prefix: str) -> dist.Store:
-    """The store by which ranks met, for keys of this prefix."""
-    return dist.PrefixStore(prefix, _base_store())
+def started_here(runtime: _C.Model) -> int:
+    """How many collectives this rank has started."""
+    digests = runtime.order_digests()
+    return digests[0][0] if digests else 0
 
 
-def _order_store_of(groups: Groups) -> dist.Store:
-    return order_store(order_store_name(groups))
+def started_there(store: dist.Store, rank: int) -> int:
+    """How many another rank has started, as its thread last published."""
+    marks: Marks = json.loads(store.get(f"{rank}")) if store.check([f"{rank}"]) else []
+    return marks[-1][0] if marks else 0
 
 
-def _base_store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+def last_of(marks: Marks) -> str:
+    """The last collective, in words."""
+    return f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
 
 
-def difference(rank: int, mine: Marks, other: int, theirs: Marks) -> str:
-    """What tells that two ranks started different collectives, or an empty string if nothing tells."""
-    their_hashes = {number: (value, text) for number, value, text in theirs}
-    for number, value, text in mine:
-        their_value, their_text = their_hashes.get(number, (value, text))
-        if their_value != value:
-            at = f"number {number} is {text} on rank {rank} and {their_text} on rank {other}"
-            if not text or not their_text or text == their_text:
-                at = (
-                    f"among the first {number}, which end with {text or 'one long ago'} on rank {rank} and "
-                    f"{their_text or 'one long ago'} on rank {other}, at least one differs"
-                )
+def first_difference(said: Mapping[int, Marks]) -> str:
+    """Where ranks first started something else, by what each says; empty if nothing tells."""
+    known = {rank: {number: (value, text) for number, value, text in marks} for rank, marks in said.items()}
+    last = {rank: marks[-1][0] if marks else 0 for rank, marks in said.items()}
+    alike = 0  # up to here, all are known to have started the same
+    for number in sorted({number for marks in known.values() for number in marks}):
+        values = {marks[number][0] for marks in known.values() if number in marks}
+        if len(values) == 1 and number <= min(last.values()):
+            if all(number in marks for marks in known.values()):
+                alike = number
+            continue
+        texts = {rank: known[rank].get(number, (0, ""))[1] if number <= last[rank] else "nothing" for rank in known}
+        if alike == number - 1 and all(texts.values()):
+            if len(set(texts.values())) > 1:
+                return f"number {number} is {by_text(texts)}"
             return (
-                f"zcompile: ranks started different gathers and reduces, so parameters are mixed up: {at}. "
-                f"All ranks must read the same parameters in the same order, in forward and in backward. {UNITS_HINT}"
+                f"number {number} is {by_text(texts)}, but of another model, dtype or bucket, in backward on one rank "
+                "and in forward on another, or after another number of optimizer steps"
             )
+        return (
+            f"the first difference is between number {alike + 1} and number {number}, further back than the {RECENT} "
+            f"of which each rank has the names. How many there were is "
+            f"{by_text({rank: str(count) for rank, count in last.items()})}"
+        )
     return ""
+
+
+def by_text(texts: Mapping[int, str]) -> str:
+    """Each text with the ranks that have it."""
+    parts = []
+    for text in itertools.islice(dict.fromkeys(texts.values()), MOST_NAMED):
+        ranks = [str(rank) for rank, other in texts.items() if other == text]
+        more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+        parts.append(f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:MOST_NAMED])}{more}")
+    return " and ".join(parts)
+
+
+def difference(said: Mapping[int, Marks]) -> str:
+    """What tells that ranks started different collectives, as far as all know of; empty if nothing tells."""
+    shared = set.intersection(*({number for number, _, _ in marks} for marks in said.values()))
+    at = first_difference({rank: [mark for mark in marks if mark[0] in shared] for rank, marks in said.items()})
+    if not at:
+        return ""
+    return f"zcompile: ranks started different gathers and reduces, so parameters are mixed up: {at}. {REMEDY}"
