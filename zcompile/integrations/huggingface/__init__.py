@@ -16,20 +16,7 @@ checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So 
 mode, and does by itself what calls methods of FSDP2's modules: `prepare` and `no_sync`. Trainer, in turn, asks the
 accelerator for its mode. accelerate has the mode on GPUs only; here it is there on CPUs, too.
 
-What is used beside public methods of the three libraries:
-
-| of | attribute | for |
-|---|---|---|
-| what is prepared | `_is_accelerate_prepared` | preparing nothing twice, as `Accelerator.prepare` does |
-| `Accelerator` | `_models`, `_optimizers`, `_schedulers`, `_dataloaders` | what was prepared |
-| `AcceleratorState` | `fsdp_plugin` (public, set here) | the mode |
-| `AcceleratorState` | `dynamo_plugin` (public, set here) | the backend "zcompile", which accelerate does not know |
-| models | `_resolve_parallel_plans`, and styles' `should_use_local_tensors` | plans with names for wildcards |
-| models | `_mesh_manager`, `_device_mesh`, `_tp_size`, `_fsdp_size` (set here) | as `from_pretrained` leaves them |
-| models | `_is_distributed_loading_by_transformers` (set here) | the same |
-| modules | `_is_hooked` (read in sharding/class_swap.py) | a plan has exchanged the forward |
-| `Trainer` | `create_accelerator_and_postprocess` (public) | its accelerator |
-| `Trainer` | `is_fsdp_enabled` (public, set here) | the mode |
+What is used beside public methods of the three libraries is listed in docs/private-apis.md.
 """
 
 import importlib
