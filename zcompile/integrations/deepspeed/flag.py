@@ -82,12 +82,12 @@ def _wrap(module: ModuleType) -> None:
             return
         # Here and not above: it imports the backend, and that Inductor. Most programs have no DeepSpeed engine.
         from zcompile.integrations.deepspeed.config import options_of
-        from zcompile.integrations.deepspeed.takeover import attach
+        from zcompile.integrations.deepspeed.takeover import Takeover
 
         options = options_of(config, given.get("model"))  # refuses before the engine is made
         initialize(self, *args, **kwargs)
         if options is not None:
-            attach(self, options)
+            Takeover(self, options)
 
     marked: Any = wrapped
     marked._zcompile = True
