@@ -57,6 +57,6 @@ def test_an_engine_loads_what_an_earlier_one_compiled(ranks, inductor_cache, tmp
     [({"artifact": 3}, "must be the path of a file"), ({"artifact": "a.zc", "inner": "aot_eager"}, "inner='inductor'")],
 )
 def test_blocks_that_cannot_work_are_refused(block, reason):
-    config = {"zero_optimization": {"stage": 3}, "zcompile": {"enabled": True, **block}}
+    config = {"zero_optimization": {"stage": 3, "zcompile": {"enabled": True, **block}}}
     with pytest.raises(ValueError, match=reason):
         options_of(config)

@@ -75,8 +75,6 @@ def test_accelerate_is_close_to_eager(rank, world, regions):
         backend = "inductor" if flag is not None else "no"
         dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=regions)
         config = config_of(flag)
-        if flag is not None:
-            config["zero_optimization"]["zcompile"] = config.pop("zcompile")
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), dynamo_plugin=dynamo)
         torch._dynamo.reset()
         loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
@@ -109,19 +107,16 @@ assert "zcompile" not in sys.modules
 config = {config}
 config |= {{"train_batch_size": 1, "optimizer": {{"type": "AdamW", "params": {{"torch_adam": True}}}}}}
 engine = deepspeed.initialize(model=torch.nn.Linear(3, 3), config=config)[0]
-{after}
 engine.backward(engine(torch.ones(1, 3)).sum())
 engine.step()
 taken_over = getattr(engine, "zcompile", None)
 print("taken over", taken_over is not None and taken_over.state is not None)
 """
 BLOCK = {"enabled": True, "inner": "aot_eager"}
-INNER = {"zero_optimization": {"stage": 3, "zcompile": BLOCK}}
-TOP = {"zero_optimization": {"stage": 3}, "zcompile": BLOCK}
 
 
-def run_program(config, before="", after=""):
-    """One rank that trains a step. `before` and `after` stand around `deepspeed.initialize`."""
+def run_program(before=""):
+    """One rank that trains a step. `before` stands before `deepspeed.initialize`."""
     environment = os.environ | {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -130,28 +125,20 @@ def run_program(config, before="", after=""):
         "MASTER_PORT": "0",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # an older install of zcompile would be imported by torch
     }
-    program = PROGRAM.format(config=config, before=before, after=after)
+    program = PROGRAM.format(config={"zero_optimization": {"stage": 3, "zcompile": BLOCK}}, before=before)
     return subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=scaled(120)
     )
 
 
 def test_deepspeed_refuses_a_block_in_zero_optimization_if_nothing_imports_zcompile():
-    done = run_program(INNER)
+    done = run_program()
     assert done.returncode != 0 and "Extra inputs are not permitted" in done.stderr, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("config", [INNER, TOP], ids=["inner", "top"])
-def test_an_import_after_that_of_deepspeed_is_early_enough(config):
-    done = run_program(config, before="import zcompile")
+def test_an_import_after_that_of_deepspeed_is_early_enough():
+    done = run_program(before="import zcompile")
     assert done.returncode == 0 and "taken over True" in done.stdout, done.stderr[-3000:]
-    assert "zcompile: a DeepSpeed engine" not in done.stderr
-
-
-def test_an_import_after_the_engine_was_made_warns():
-    done = run_program(TOP, after="import zcompile")
-    assert done.returncode == 0 and "taken over False" in done.stdout, done.stderr[-3000:]
-    assert done.stderr.count("was made before `import zcompile`") == 1
 
 
 @on_ranks(2)

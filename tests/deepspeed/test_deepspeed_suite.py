@@ -78,7 +78,8 @@ class _Switched:
         if stage == 0 and narrow:
             config = not_compiled | {"zero_optimization": {"stage": 3}}
         elif stage == 3:
-            config = not_compiled | {"zcompile": {"enabled": True, "inner": "aot_eager" if narrow else "inductor"}}
+            block = {"enabled": True, "inner": "aot_eager" if narrow else "inductor"}
+            config = not_compiled | {"zero_optimization": not_compiled["zero_optimization"] | {"zcompile": block}}
         initialized = self._deepspeed.initialize(*args, config=config, **kwargs)
         self.engines.append(initialized[0])
         return initialized

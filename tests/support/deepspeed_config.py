@@ -16,6 +16,8 @@ def config_of(flag: dict | None, **more: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
     }
+    config |= more
     if flag is not None:
-        config["zcompile"] = {"enabled": True, "inner": "aot_eager", **flag}
-    return config | more
+        block = {"enabled": True, "inner": "aot_eager", **flag}
+        config["zero_optimization"] = config["zero_optimization"] | {"zcompile": block}
+    return config

@@ -19,6 +19,10 @@ class Zero3(Engine):
         """What this engine adds to the configuration of DeepSpeed."""
         return {}
 
+    def zero_options(self) -> dict[str, Any]:
+        """What this engine adds to "zero_optimization"."""
+        return {}
+
     def prepare(self, model: nn.Module) -> nn.Module:
         import deepspeed
 
@@ -34,11 +38,11 @@ class Zero3(Engine):
             "gradient_clipping": 0.0,  # the other engines do not clip
             "bf16": {"enabled": self.training.precision == "bf16"},
             "torch_autocast": {"enabled": self.autocasts(), "dtype": "bfloat16"},
-            "zero_optimization": {"stage": 3},
+            "zero_optimization": {"stage": 3, **self.zero_options()},
             "optimizer": {"type": "AdamW", "params": optimizer},
         }
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        if "compile" in config or "zcompile" in config:
+        if "compile" in config or self.zero_options():
             self.engine.compile()
         return model
 
@@ -68,7 +72,7 @@ class DeepCompile(Zero3):
 class Zero3Zcompile(Zero3):
     """DeepSpeed's stage 3 with zcompile's flag."""
 
-    def config(self) -> dict[str, Any]:
+    def zero_options(self) -> dict[str, Any]:
         return {"zcompile": {"enabled": True, **self.options}}
 
     def taken(self) -> bool:

@@ -13,22 +13,21 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
     """The backend's options in a DeepSpeed config; None if the block is not there or not enabled.
 
     One entry of them is not the backend's: "artifact", the file that `zcompile.compile` would be given.
-    The block stands in "zero_optimization" or at the top ([Note: a config that nothing acts on] in flag.py).
+    The block stands in "zero_optimization" ([Note: a config that nothing acts on] in flag.py).
 
     Raises:
         ValueError: an option is unknown or wrong, or zcompile cannot work with another part of the config or with
             `model`. The message says what to remove.
     """
+    if "zcompile" in config:
+        raise ValueError(
+            'zcompile: the DeepSpeed config has "zcompile" at its top. Move it into "zero_optimization": there, '
+            "DeepSpeed refuses it if the program does not import zcompile."
+        )
     zero = config.get("zero_optimization")
-    inner = zero.get("zcompile") if isinstance(zero, Mapping) else None
-    block = config.get("zcompile") if inner is None else inner
+    block = zero.get("zcompile") if isinstance(zero, Mapping) else None
     if block is None:
         return None
-    if inner is not None and "zcompile" in config:
-        raise ValueError(
-            'zcompile: the DeepSpeed config has "zcompile" at its top and in "zero_optimization". Remove the one at '
-            "the top: the other one DeepSpeed refuses if the program does not import zcompile."
-        )
     if not isinstance(block, Mapping) or not isinstance(block.get("enabled", False), bool):
         raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in "zero_optimization" of the config.')
     options = {name: value for name, value in block.items() if name not in ("enabled", "artifact")}

@@ -4,20 +4,15 @@
 Nothing of zcompile runs in a program that does not import it: an entry point that torch loads by itself would also
 break `import torch` wherever an editable install has lost its folder. So DeepSpeed has to object. It takes any key at
 the top of a config, but none that it does not know in "zero_optimization". There the block is refused by DeepSpeed,
-unless zcompile is imported and takes the block out before DeepSpeed looks.
-
-A block at the top of the config works too, but without the import DeepSpeed says nothing. If the import comes after
-`deepspeed.initialize`, it warns of the engines that are there.
+unless zcompile is imported and takes the block out before DeepSpeed looks. zcompile refuses one at the top.
 """
 
 import functools
-import gc
 import importlib.abc
 import importlib.util
 import inspect
 import sys
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -30,7 +25,6 @@ def watch() -> None:
     """Look at the config of each DeepSpeed engine that is made from now on, whenever DeepSpeed is imported."""
     if _ENGINE in sys.modules:
         _wrap(sys.modules[_ENGINE])
-        _warn_of_engines(sys.modules[_ENGINE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -65,11 +59,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _wrap(module: ModuleType) -> None:
     """Have `DeepSpeedEngine.__init__` of `module` look at its config."""
-    engine: Any = getattr(module, "DeepSpeedEngine", None)
-    initialize: Any = getattr(engine, "__init__", None)
-    if engine is None or getattr(initialize, "_zcompile", False):
-        return
-    _accept_block(getattr(sys.modules.get(_ZERO_CONFIG), "DeepSpeedZeroConfig", None))
+    engine: Any = module.DeepSpeedEngine
+    initialize = engine.__init__
+    _accept_block(sys.modules[_ZERO_CONFIG].DeepSpeedZeroConfig)
     signature = inspect.signature(initialize)
 
     @functools.wraps(initialize)
@@ -77,7 +69,8 @@ def _wrap(module: ModuleType) -> None:
         """`DeepSpeedEngine.__init__`, which zcompile takes over from if the config asks for it."""
         given = signature.bind(self, *args, **kwargs).arguments
         config = getattr(given.get("config_class"), "_param_dict", None) or {}
-        if not _blocks(config):
+        zero = config.get("zero_optimization")  # a bool in old configs
+        if "zcompile" not in config and not (isinstance(zero, dict) and "zcompile" in zero):
             initialize(self, *args, **kwargs)
             return
         # Here and not above: it imports the backend, and that Inductor. Most programs have no DeepSpeed engine.
@@ -89,15 +82,11 @@ def _wrap(module: ModuleType) -> None:
         if options is not None:
             Takeover(self, options)
 
-    marked: Any = wrapped
-    marked._zcompile = True
     engine.__init__ = wrapped
 
 
 def _accept_block(zero_config: Any) -> None:
     """Have DeepSpeed's class of "zero_optimization" take no notice of "zcompile" in it."""
-    if zero_config is None:
-        return
     initialize = zero_config.__init__
 
     @functools.wraps(initialize)
@@ -106,26 +95,3 @@ def _accept_block(zero_config: Any) -> None:
         initialize(self, *args, **settings)
 
     zero_config.__init__ = wrapped
-
-
-def _warn_of_engines(module: ModuleType) -> None:
-    """Warn if an engine was made whose config has the flag, before anything could act on it."""
-    engine = getattr(module, "DeepSpeedEngine", ())
-    # Not isinstance: it asks objects for their `__class__`, and proxies do anything then.
-    engines = [thing for thing in gc.get_objects() if issubclass(type(thing), engine)]
-    for made in engines:
-        blocks = _blocks(getattr(getattr(made, "_config", None), "_param_dict", None) or {})
-        enabled = any(isinstance(block, Mapping) and block.get("enabled") for block in blocks)
-        if enabled and not hasattr(made, "zcompile"):
-            warnings.warn(
-                'zcompile: a DeepSpeed engine has "zcompile" in its config, but was made before `import zcompile`. It '
-                "trains in eager ZeRO-3. Import zcompile before deepspeed.initialize.",
-                stacklevel=3,
-            )
-            return
-
-
-def _blocks(config: Mapping[str, Any]) -> list[Any]:
-    """What a DeepSpeed config says of zcompile, at its top and in "zero_optimization"."""
-    places = (config, config.get("zero_optimization"))
-    return [place["zcompile"] for place in places if isinstance(place, Mapping) and "zcompile" in place]
