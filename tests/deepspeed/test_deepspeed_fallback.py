@@ -12,7 +12,7 @@ from tests.support.ranks import on_ranks
 pytestmark = pytest.mark.slow
 
 
-STAGES = ("take over", "hooks", "compile", "forward", "backward", "norm", "step")
+STAGES = ("take over", "hooks", "compile", "forward", "norm", "step")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -27,7 +27,7 @@ def test_a_failure_gives_the_engine_back(rank, world, stage):
     def fail(*args, **kwargs):
         raise RuntimeError("injected")
 
-    patched = {"take over": "add", "compile": "compile_modules", "forward": "compiled_forward", "backward": "accept"}
+    patched = {"take over": "add", "compile": "compile_modules", "forward": "compiled_forward"}
     curve = []
     if stage == "hooks":
         takeover.hooks.remove = fail
@@ -46,23 +46,11 @@ def test_a_failure_gives_the_engine_back(rank, world, stage):
     engine.destroy()
 
 
-def step_coalesced(engine, rank):
-    with engine.coalesce_grad_reduction():
-        for microbatch in range(MICROBATCHES):
-            engine.backward(engine(batch(microbatch, rank)))
-    engine.step()
-    return train(engine, rank, end=1)
-
-
 def rank_coalesces(rank, world):
-    eager, fresh, later = make_engine(None), make_engine({}), make_engine({})
-    assert step_coalesced(fresh, rank) == step_coalesced(eager, rank)
-    assert "coalesce_grad_reduction" in fresh.zcompile.given_back
-    train(later, rank, end=1)
-    with pytest.raises(RuntimeError, match="coalesce_grad_reduction"):
-        step_coalesced(later, rank)
-    for engine in (eager, fresh, later):
-        engine.destroy()
+    engine = make_engine({})
+    with pytest.raises(RuntimeError, match="coalesce_grad_reduction"), engine.coalesce_grad_reduction():
+        engine.backward(engine(batch(0, rank)))
+    engine.destroy()
 
 
 def test_coalesced_reduction_is_refused(ranks):

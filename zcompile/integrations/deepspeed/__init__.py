@@ -6,8 +6,7 @@
 |---|---|
 | flag.py | sees an engine being made whose config has the block |
 | config.py | the "zcompile" block of a DeepSpeed config; what else in a config is refused |
-| takeover.py | takes an engine over and gives it back; stands in for five of its methods |
-| fallback.py | what may fail, and what happens then; running a forward again |
+| takeover.py | takes an engine over and gives it back; what may fail, and what happens then |
 | leaf_modules.py | DeepSpeed's leaf modules, which are units |
 | hooks.py | DeepSpeed's module and gradient hooks: removed, restored; what runs around a forward |
 | partitions.py | one ZeRO-3 parameter as a sharded parameter |

@@ -2,8 +2,7 @@
 
 To *take over* an engine is to gather its parameters and reduce its gradients by zcompile from then on. To *give it
 back* is to let DeepSpeed do both again. An engine whose config has `"zcompile": {"enabled": true}` is taken over at its
-first forward or `compile()`. It is given back when it is destroyed, or when something fails ([Note: what may fail] in
-fallback.py).
+first forward or `compile()`. It is given back when it is destroyed, or when something fails.
 
 [Note: what is taken over]
 ZeRO-3 keeps a flat partition of every parameter in `param.ds_tensor` and leaves `param.data` empty. Its optimizer
@@ -15,6 +14,22 @@ scaling, clipping, accumulation, the order of the step, checkpoints, `GatheredPa
 [Note: how the flag is seen]
 `import zcompile` has `flag.watch` wrap `DeepSpeedEngine.__init__`, at once or when DeepSpeed is imported later. If an
 engine's config has the flag, a `Takeover` gives that engine methods of its own. Other engines are not touched.
+
+[Note: what may fail]
+A failure must not end a training run that eager ZeRO-3 can go on with. What happens depends on what was done until
+then:
+
+- *Taking over and compiling.* Any failure gives the engine back: hooks and readers are restored.
+- *A hook on a parameter.* Compiled code does not make what it sees under ZeRO-3, the whole gradient before it is
+  reduced. The next forward gives the engine back.
+- *A forward before the first gradient.* Any failure gives the engine back. DeepSpeed then runs that forward, with the
+  random numbers as they were.
+- *A later forward.* Only what the compiler raises gives the engine back. Other errors are the user's own, or a lack of
+  memory, and raise.
+- *A backward.* It raises: only its caller can compute the loss again.
+- *A step.* What fails before the optimizer has begun gives the engine back, and DeepSpeed does that step.
+
+Ranks are expected to fail alike. A rank that fails alone leaves the others waiting until the timeout.
 """
 
 import contextlib
@@ -29,16 +44,14 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from zcompile.artifact.model import install
 from zcompile.calibration.machine import machine_of
 from zcompile.compiler.backend import compile_graph, parse_options
 from zcompile.integrations.deepspeed.config import without_effect
-from zcompile.integrations.deepspeed.fallback import Attempt, unsupported
 from zcompile.integrations.deepspeed.gradients import ReducedSquares, add
-from zcompile.integrations.deepspeed.hooks import Hooks
-from zcompile.integrations.deepspeed.leaf_modules import leaf_modules
+from zcompile.integrations.deepspeed.hooks import Hooks, hooked_parameter
+from zcompile.integrations.deepspeed.leaf_modules import leaf_modules, unsupported_leaf_module
 from zcompile.integrations.deepspeed.optimizer_step import LeanStep
 from zcompile.integrations.deepspeed.partitions import Partition, ZeroParameter, add_partition, partition_grads
 from zcompile.sharding.class_swap import install_readers, remove_readers
@@ -54,11 +67,10 @@ class Takeover:
     """A ZeRO-3 engine that trains through zcompile, from its first forward or `compile()` until `give_back()`.
 
     An engine is first untouched (`state` is None and `given_back` is empty), then taken over (`state` is set), then
-    given back (`given_back` is the reason). It is never taken over again. See [Note: what may fail] in fallback.py for
-    what happens when a method fails.
+    given back (`given_back` is the reason). It is never taken over again.
     """
 
-    REPLACED = ("compile", "forward", "backward", "step", "destroy")  # methods of the engine that ones of here replace
+    REPLACED = ("compile", "forward", "step", "destroy")  # methods of the engine that ones of here replace
 
     def __init__(self, engine: Any, options: Mapping[str, Any]):
         """
@@ -76,8 +88,6 @@ class Takeover:
         self.partitions: dict[int, Partition] = {}  # by `ds_id`
         self.trained: set[int] = set()  # `ds_id`s of the parameters that the optimizer has
         self.lean_step: LeanStep | None = None
-        self.attempt: Attempt | None = None  # the last forward, until a backward has succeeded
-        self.backward_succeeded = False
         self.delivered = False  # whether the optimizer was ever given a gradient
         engine.zcompile = self
         for name in self.REPLACED:
@@ -101,36 +111,28 @@ class Takeover:
         """Stands in for `DeepSpeedEngine.forward`."""
         if self.state is None and not self.given_back:
             self.compile()
-        self.give_back_if_hooked()
+        parameters = [partition.parameter for partition in self.partitions.values() if self.state is not None]
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):  # put on it since
+            self.fail("keeping the engine", RuntimeError(unsupported(self.engine)))
         if self.given_back:
             return self.original.forward(self.engine, *inputs, **kwargs)
-        if not self.backward_succeeded:
-            self.attempt = Attempt(inputs, kwargs)
+        trained = self.delivered
+        random_states = None if trained else _random_states()
         try:
             return self.compiled_forward(inputs, kwargs)
         except Exception as error:
-            if self.backward_succeeded and not isinstance(error, TorchDynamoException):
+            if trained and not isinstance(error, TorchDynamoException):
                 raise  # the user's own error, or a lack of memory
             self.fail("a forward", error)
-        if self.attempt:
-            self.attempt.rewind()
+        if random_states is not None:
+            torch.set_rng_state(random_states[0])
+            if random_states[1] is not None:
+                torch.cuda.set_rng_state(random_states[1])
         return self.original.forward(self.engine, *inputs, **kwargs)
-
-    def give_back_if_hooked(self) -> None:
-        """Give the engine back if the program has put hooks on a parameter since it was taken over."""
-        for partition in self.partitions.values() if self.state is not None else ():
-            parameter = partition.parameter
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                reason = unsupported(self.engine)
-                log.warning("zcompile: training goes on in eager ZeRO-3: %s", reason)
-                self.give_back(reason)
-                return
 
     def compiled_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the engine that gathers from its partitions as they are now."""
         assert self.state is not None
-        # A delivered gradient means that a backward has succeeded, also where the program called `loss.backward()`.
-        self.backward_succeeded = self.backward_succeeded or self.delivered
         for partition in self.partitions.values():
             if partition.moved():
                 partition.state.follow_storage(partition)
@@ -139,10 +141,7 @@ class Takeover:
         for model in models_of(self.state):
             model.runtime.refresh()
         with self.hooks.around_forward(inputs, kwargs) as (inputs, kwargs):
-            outputs = self.original.forward(self.engine, *inputs, **kwargs)
-        if self.attempt:
-            self.attempt.note_outputs(outputs)
-        return outputs
+            return self.original.forward(self.engine, *inputs, **kwargs)
 
     def cache_across_microbatches(self, state: ShardedModel) -> None:
         """Cache up to `microbatch_cache_bytes` of gathered parameters from this step's first microbatch to its last."""
@@ -150,24 +149,12 @@ class Takeover:
         if not microbatch_cache_bytes or engine.gradient_accumulation_steps() == 1:
             return
         first = engine.micro_steps % engine.gradient_accumulation_steps() == 0
-        if first and state.microbatches.accumulates and not self.program_marks_boundaries:
+        # A program that marks the last microbatch itself, as accelerate does, may call `step` after that one alone.
+        marks_last = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
+        if first and state.microbatches.accumulates and not marks_last:
             end_accumulating(state)
         if torch.is_grad_enabled() and engine.module.training and not state.microbatches.accumulates:
             begin_accumulating(state, microbatch_cache_bytes)
-
-    @property
-    def program_marks_boundaries(self) -> bool:
-        """Whether the program says which microbatch is the last, as accelerate does.
-
-        Such a program may call `step` after the last microbatch alone.
-        """
-        return getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None
-
-    @property
-    def takes_a_step(self) -> bool:
-        """Whether `DeepSpeedEngine.step` updates parameters now. Without managed accumulation (since 0.19), it does."""
-        managed = getattr(self.engine, "managed_gradient_accumulation", lambda: True)()
-        return bool(not managed or self.engine.is_gradient_accumulation_boundary())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for `DeepSpeedEngine.step`. The optimizer's step makes what microbatches cached out of date.
@@ -175,7 +162,9 @@ class Takeover:
         Raises:
             RuntimeError: ranks started different gathers and reduces, so the step would use wrong gradients.
         """
-        if self.state is not None and self.takes_a_step:
+        # Without managed accumulation (since 0.19), each call updates parameters.
+        managed = getattr(self.engine, "managed_gradient_accumulation", lambda: True)()
+        if self.state is not None and (not managed or self.engine.is_gradient_accumulation_boundary()):
             check_orders(models_of(self.state))
         steps_before = self.engine.global_steps
         try:
@@ -183,33 +172,6 @@ class Takeover:
         finally:
             if self.state is not None and self.engine.global_steps != steps_before:
                 end_accumulating(self.state)
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for `DeepSpeedEngine.backward`."""
-        if self.state is None or self.backward_succeeded:
-            return self.original.backward(self.engine, loss, *args, **kwargs)
-        attempt, self.attempt = self.attempt, None
-        try:
-            result = self.original.backward(self.engine, loss, *args, **kwargs)
-            self.backward_succeeded = True
-            return result
-        except Exception as error:
-            output_index = attempt.index_of(loss) if attempt else None
-            self.fail("the first backward", error)
-            overwrites = self.engine.optimizer.micro_step_id == 0 or not self.delivered
-            if attempt is None or output_index is None or not overwrites:
-                raise  # only its caller can compute this loss again, or gradients were added up
-        attempt.rewind()
-        self.end_failed_backward()
-        outputs = self.original.forward(self.engine, *attempt.inputs, **attempt.kwargs)
-        return self.original.backward(self.engine, tree_leaves(outputs)[output_index], *args, **kwargs)
-
-    def end_failed_backward(self) -> None:
-        """Do what DeepSpeed does at the end of a backward that succeeds."""
-        getattr(self.engine.optimizer, "exit_backward", lambda: None)()  # since 0.18
-        for timers in (self.engine.engine_timers.backward_inner_timers, self.engine.engine_timers.backward_timers):
-            with contextlib.suppress(AssertionError):  # not started
-                self.engine._stop_timers(timers)
 
     def destroy(self) -> None:
         """Stands in for `DeepSpeedEngine.destroy`."""
@@ -240,7 +202,10 @@ class Takeover:
         self.state = state = ShardedModel(mesh, machine_of(mesh))
         self.shard_engine(state)
         if LeanStep.is_possible(optimizer):
-            self.lean_step = LeanStep(optimizer, self.fail, self.reduced_squares(state))
+            # Where gradients of several microbatches are added up, squares of each say nothing about their sum.
+            accumulates = self.engine.gradient_accumulation_steps() > 1
+            squares = None if accumulates else ReducedSquares(models_of(state), self.partitions)
+            self.lean_step = LeanStep(optimizer, self.fail, squares)
             self.lean_step.install()
         self.hooks.remove()
         _let_timer_synchronize(self.engine, False)
@@ -285,12 +250,6 @@ class Takeover:
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
             raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the model, as experts are")
         self.partitions[parameter.ds_id] = add_partition(state, name, parameter, (module, attribute), self.accept)
-
-    def reduced_squares(self, state: ShardedModel) -> ReducedSquares | None:
-        """None where gradients of several microbatches are added up: squares of each say nothing about their sum."""
-        if self.engine.gradient_accumulation_steps() > 1:
-            return None
-        return ReducedSquares(models_of(state), self.partitions)
 
     def compile_modules(self, compile_kwargs: Mapping[str, Any]) -> None:
         """Compile the regions that were compiled with another backend before; if there are none, the whole module.
@@ -387,6 +346,25 @@ def _without_deepspeeds_attributes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, value in taken:
             module.__dict__[name] = value
+
+
+def unsupported(engine: Any) -> str:
+    """Why an engine that was made cannot be taken over; empty if it can."""
+    optimizer = engine.optimizer
+    if type(engine).__name__ != "DeepSpeedEngine":
+        return f"a {type(engine).__name__} has a forward of its own"
+    if type(optimizer).__name__ != "DeepSpeedZeroOptimizer_Stage3":
+        return f"the optimizer is a {type(optimizer).__name__}, not that of stage 3"
+    if getattr(optimizer, "use_muon", False):
+        return "Muon updates gradients where zcompile does not reduce them"
+    if name := hooked_parameter(engine):
+        return f"parameter '{name}' has hooks, which under ZeRO-3 see its whole gradient before it is reduced"
+    return unsupported_leaf_module(engine.module)
+
+
+def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of the CPU, and of the GPU if it is used."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
 def _let_timer_synchronize(engine: Any, synchronize: bool) -> None:
