@@ -1,7 +1,7 @@
 """Gradients of ZeRO-3 partitions between backward and step: where they lie, and the sums of their squares.
 
-DeepSpeed copies every reduced gradient to one flat buffer that always exists. `DeepSpeedBuffers` frees that buffer, so
-that each gradient stays where it was reduced. `Gradients` says where. DeepSpeed's methods look gradients up there, too.
+DeepSpeed copies every reduced gradient to one flat buffer that always exists. `Gradients` frees that buffer, and each
+gradient stays where it was reduced.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,65 +19,40 @@ def add(before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
 
 
 class Gradients(dict[int, torch.Tensor]):
-    """`ds_id` -> gradient, [elements of the partition with padding]. Where there is none, asking for it makes zeros."""
+    """`ds_id` -> gradient, [elements of the partition with padding], in place of an optimizer's buffers.
 
-    def __init__(self, parameters: list[ZeroParameter], like: torch.Tensor):
-        """`like`: a tensor of the gradients' dtype and device."""
+    DeepSpeed looks gradients up here. Where there is none, asking for it makes zeros.
+    """
+
+    PLACE = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # where DeepSpeed looks for gradients
+
+    def __init__(self, optimizer: Any):
         super().__init__()
-        self.lengths = {parameter.ds_id: parameter.partition_numel() for parameter in parameters}
-        self.like = like
+        self.lengths = {each.ds_id: each.partition_numel() for group in optimizer.fp16_groups for each in group}
+        self.like = optimizer.grad_partitions_flat_buffer.new_empty(0)
+        optimizer.grad_partitions_flat_buffer = self.like
+        setattr(optimizer, self.PLACE, self)
+        # Buckets whose buffers are freed: the bucket, its buffer on the meta device, and the buffer's own device.
+        self.buckets: list[tuple[Any, torch.Tensor, torch.device]] = []
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # since 0.17.1
+            if bucket.buffer is not None:
+                self.buckets.append((bucket, bucket.buffer.to("meta"), bucket.buffer.device))
+                bucket.buffer = None
 
     def __missing__(self, ds_id: int) -> torch.Tensor:
         self[ds_id] = self.like.new_zeros(self.lengths[ds_id])
         return self[ds_id]
 
-
-class DeepSpeedBuffers:
-    """The buffers in which a stage-3 optimizer reduces and stores gradients."""
-
-    def __init__(self, optimizer: Any):
-        self.optimizer = optimizer
-        # Buckets whose buffers are freed: the bucket, its buffer on the meta device, and the buffer's own device.
-        self.buckets: list[tuple[Any, torch.Tensor, torch.device]] = []
-
-    def free(self) -> Gradients:
-        """Free the buffers. Returns where DeepSpeed looks for gradients from then on."""
-        optimizer = self.optimizer
-        buffer = optimizer.grad_partitions_flat_buffer
-        optimizer.grad_partitions_flat_buffer = buffer.new_empty(0)
-        parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
-        gradients = Gradients(parameters, like=optimizer.grad_partitions_flat_buffer)
-        self.gradients = gradients
-        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # since 0.17.1
-            if bucket.buffer is not None:
-                self.buckets.append((bucket, bucket.buffer.to("meta"), bucket.buffer.device))
-                bucket.buffer = None
-        return gradients
-
-    def allocate(self) -> None:
-        """Allocate the buffers of buckets again."""
-        while self.buckets:
-            bucket, freed, device = self.buckets.pop()
+    def restore_buffers(self, optimizer: Any) -> None:
+        """Give DeepSpeed its buffers again, with these gradients in them."""
+        for bucket, freed, device in self.buckets:
             bucket.buffer = torch.empty_like(freed, device=device)
-
-    def store(self, gradients: Gradients) -> None:
-        """Allocate the flat buffer again and copy `gradients` to it."""
-        lengths = gradients.lengths
-        buffer = gradients.like.new_zeros(sum(lengths.values()))
-        parts = dict(zip(lengths, buffer.split(list(lengths.values())), strict=True))
-        for ds_id, grad in gradients.items():
+        buffer = self.like.new_zeros(sum(self.lengths.values()))
+        parts = dict(zip(self.lengths, buffer.split(list(self.lengths.values())), strict=True))
+        for ds_id, grad in self.items():
             parts[ds_id].copy_(grad)
-        self.optimizer.grad_partitions_flat_buffer = buffer
-        self.gradients = parts
-
-    @property
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """Where DeepSpeed looks for gradients, by `ds_id`."""
-        return self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-
-    @gradients.setter
-    def gradients(self, gradients: dict[int, torch.Tensor]) -> None:
-        self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = gradients
+        optimizer.grad_partitions_flat_buffer = buffer
+        setattr(optimizer, self.PLACE, parts)
 
 
 class ReducedSquares:

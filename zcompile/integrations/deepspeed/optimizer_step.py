@@ -22,9 +22,12 @@ from typing import Any
 
 import torch
 
-from zcompile.integrations.deepspeed.gradients import DeepSpeedBuffers, Gradients, ReducedSquares, add
+from zcompile.integrations.deepspeed.gradients import Gradients, ReducedSquares, add
 from zcompile.integrations.deepspeed.partitions import ZeroParameter
-from zcompile.integrations.deepspeed.sub_groups import SubGroup, cast_batches, cut_sub_group
+from zcompile.integrations.deepspeed.sub_groups import SubGroup, cast_batches
+
+ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam")
+"""Elementwise optimizers. Their state is tensors like the parameter, and counts of steps."""
 
 
 class LeanStep:
@@ -58,7 +61,6 @@ class LeanStep:
         self.optimizer = optimizer
         self.fail = fail
         self.reduced_squares = reduced_squares
-        self.buffers = DeepSpeedBuffers(optimizer)
         self.cached_gradients: Gradients | None = None  # None while DeepSpeed has its buffers
         self.last_backward: dict[int, int] = {}  # `ds_id` -> autograd's number of the last backward with a gradient
         self.originals: dict[str, Callable[..., Any]] = {}  # DeepSpeed's methods that are replaced
@@ -90,7 +92,7 @@ class LeanStep:
     def install(self) -> None:
         """Free the buffers and replace the methods."""
         self.alias_main_parameters()
-        self.cached_gradients = self.buffers.free()
+        self.cached_gradients = Gradients(self.optimizer)
         for name in self.REPLACED:
             self.originals[name] = getattr(self.optimizer, name)
             setattr(self.optimizer, name, getattr(self, name.lstrip("_")))
@@ -123,10 +125,9 @@ class LeanStep:
 
     def restore_buffers(self) -> None:
         """Give DeepSpeed its buffers, with this step's gradients in them."""
-        self.buffers.allocate()
         if self.cached_gradients is not None:
-            gradients, self.cached_gradients = self.cached_gradients, None
-            self.buffers.store(gradients)
+            self.cached_gradients.restore_buffers(self.optimizer)
+            self.cached_gradients = None
 
     def accept(
         self,
@@ -177,7 +178,15 @@ class LeanStep:
 
     def cut(self, sub_group: int) -> SubGroup | None:
         """The sub-group cut into its parameters; None if the optimizer must see it whole."""
-        return cut_sub_group(self.optimizer, sub_group)
+        optimizer = self.optimizer
+        inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
+        elementwise = f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
+        # Step hooks expect one step of one parameter.
+        step_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+        if not elementwise or step_hooks or scaler or not inner.state.get(flat):
+            return None
+        return SubGroup(flat, inner.state[flat], [each.partition_numel() for each in optimizer.fp16_groups[sub_group]])
 
     # --- What stands in for the optimizer's methods, in the order in which a step calls them ---
 
@@ -285,7 +294,7 @@ class LeanStep:
         """
         self.originals["reload_states"](*args, **kwargs)
         if self.cached_gradients is None:
-            reloaded = self.buffers.gradients
-            self.cached_gradients = self.buffers.free()
+            reloaded = getattr(self.optimizer, Gradients.PLACE)
+            self.cached_gradients = Gradients(self.optimizer)
             self.cached_gradients.update({ds_id: reloaded[ds_id].clone() for ds_id in self.offloaded})
         self.alias_main_parameters()

@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam")
-"""Elementwise optimizers. Their state is tensors like the parameter, and counts of steps."""
-
 
 class SubGroup:
     """A flat main parameter and its optimizer state, cut into views [elements of a partition], one a parameter."""
@@ -70,19 +67,6 @@ class SubGroup:
                     inner.state.pop(view, None)
             last_state = batch[-1][1]  # FusedAdam counts in this one
             self.state.update({name: last_state[name] for name in self.numbers})
-
-
-def cut_sub_group(optimizer: Any, sub_group: int) -> SubGroup | None:
-    """Sub-group number `sub_group` of a stage-3 optimizer; None if the inner optimizer must see it whole."""
-    inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
-    elementwise = f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
-    # Step hooks expect one step of one parameter.
-    step_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-    scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
-    if not elementwise or step_hooks or scaler or not inner.state.get(flat):
-        return None
-    lengths = [parameter.partition_numel() for parameter in optimizer.fp16_groups[sub_group]]
-    return SubGroup(flat, inner.state[flat], lengths)
 
 
 def cast_batches(

@@ -41,12 +41,11 @@ class Accelerator(accelerate.Accelerator):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         **kwargs: Any,
     ) -> None:
-        given = [name for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
-                 if kwargs.get(name) is not None]  # fmt: skip
-        if given:
-            raise ValueError(
-                f"zcompile: Accelerator shards the model with zcompile, so it takes no {given[0]}. Leave it out."
-            )
+        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"zcompile: Accelerator shards the model with zcompile, so it takes no {name}. Leave it out."
+                )
         super().__init__(*args, dynamo_plugin=compile_plugin_of(dynamo_plugin, dynamo_backend), **kwargs)
         self._become_sharded()
 
@@ -133,10 +132,6 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ValueError: it holds no parameter of the models that were prepared.
         """
-        self._refuse_stale(optimizer)
-        return super().prepare_optimizer(optimizer, device_placement=device_placement)
-
-    def _refuse_stale(self, optimizer: Optimizer) -> None:
         trained = {id(parameter) for model in self._models for parameter in model.parameters()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if trained and held and not any(id(parameter) in trained for parameter in held):
@@ -146,6 +141,7 @@ class Accelerator(accelerate.Accelerator):
                 "parameters that sharding has replaced. Build it after zcompile.shard, or pass model and optimizer "
                 "to one call of prepare."
             )
+        return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -210,26 +206,25 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
             "else has sharded the model. Pass it unsharded, or call zcompile.shard(model, mesh) with a mesh that is "
             "left, before prepare."
         )
-    with _params_taken_out(optimizers, names) as taken:
+    places = _places_in(optimizers, names)
+    held = {name: params[i] for params, i, name in places}
+    for params, i, _ in places:
+        params[i] = torch.empty(0)
+    try:
         shard(inner)
-        taken.now = dict(inner.named_parameters())
+        held = dict(inner.named_parameters())
+    finally:
+        for params, i, name in places:
+            params[i] = held[name]
 
 
-class _Taken:
-    """The parameters that optimizers get back, by name."""
+def _places_in(optimizers: Iterable[Optimizer], names: dict[int, str]) -> list[tuple[list[torch.Tensor], int, str]]:
+    """List, index and name of each parameter of `names`, by id, that an optimizer holds.
 
-    def __init__(self, now: dict[str, nn.Parameter]) -> None:
-        self.now = now
-
-
-@contextlib.contextmanager
-def _params_taken_out(optimizers: Iterable[Optimizer], names: dict[int, str]) -> Iterator[_Taken]:
-    """Inside, `optimizers` hold no parameter of `names`, by id; afterwards those that `_Taken.now` has under its name.
-
-    If the block raises, they have what they had.
+    Raises:
+        ValueError: an optimizer has a state of one.
     """
-    places: list[tuple[list[torch.Tensor], int, str]] = []
-    before: dict[str, nn.Parameter] = {}
+    places = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for i, parameter in enumerate(group["params"]):
@@ -242,13 +237,5 @@ def _params_taken_out(optimizers: Iterable[Optimizer], names: dict[int, str]) ->
                         "which is about to be sharded. Prepare model and optimizer before the first step, and load "
                         "states by Accelerator.load_state afterwards."
                     )
-                before[name] = parameter
                 places.append((group["params"], i, name))
-    taken = _Taken(before)
-    for params, i, _ in places:
-        params[i] = torch.empty(0)
-    try:
-        yield taken
-    finally:
-        for params, i, name in places:
-            params[i] = taken.now[name]
+    return places
