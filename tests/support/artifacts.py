@@ -103,16 +103,3 @@ class Broken(Mixed):
         x = super().forward(tokens)
         torch._dynamo.graph_break()
         return x + 1
-
-
-class BrokenEven(nn.Module):
-    """Its graph breaks, and both of two ranks have shards of the same sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.up, self.head = nn.Embedding(12, 6), nn.Linear(6, 8), nn.Linear(8, 12)
-
-    def forward(self, tokens):
-        x = self.up(self.embed(tokens)).relu()
-        torch._dynamo.graph_break()
-        return self.head(x)

@@ -7,7 +7,7 @@
 | `aot.py` | torch's ahead-of-time compilation of one graph: the only file that knows it |
 | `kernels.py` | native code of Inductor, taken from a file instead of a compiler |
 | `program.py` | a compiled model as parts of a file, and back; what must hold at each call |
-| `caches.py` | for a model with graph breaks: torch's caches as a file |
 | `model.py` | `zcompile.compile`: what all ranks decide together at the first call |
-| `command.py` | `zcompile precompile`: a file made by one process, without the other ranks |
+| `precompile.py` | `zcompile precompile`: a file made by one process, without the other ranks |
+| `groups.py` | process groups in code that is saved |
 """

@@ -120,18 +120,11 @@ def _save_objects(artifacts: Any) -> bytes:
     environment, scope = artifacts.runtime_env, nn.Module._call_impl.__globals__
     saved = {*environment.import_sources, *environment.used_globals, artifacts.backend_id}
     objects = {name: scope[name] for name in environment.external_refs if _is_dynamos(name) and name not in saved}
-    named = {name: _Imported(value.__name__) if inspect.ismodule(value) else value for name, value in objects.items()}
+    modules = {name: value.__name__ for name, value in objects.items() if inspect.ismodule(value)}
     try:
-        return pickle.dumps(named)
+        return pickle.dumps((modules, {name: value for name, value in objects.items() if name not in modules}))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise RuntimeError(f"an object that the model's code refers to cannot be saved: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Imported:
-    """A module, by its name."""
-
-    name: str
 
 
 def _keep(guard: Any, made: Made) -> bool:
@@ -195,29 +188,23 @@ class Loaded:
         """
         kernels.install_kernels(libraries)
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
-        for name, value in pickle.loads(objects).items():
-            scope[name] = importlib.import_module(value.name) if isinstance(value, _Imported) else value
+        modules, others = pickle.loads(objects)
+        scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
         token = _groups_here.set(groups)
         try:
             with kernels.in_this_process():
                 self.function = AOTCompiledFunction.deserialize(program, scope)
         finally:
             _groups_here.reset(token)
-        self.function.disable_guard_check()  # the caller asks `holds` first
-
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.function(model, *args, **kwargs)
-
-    def holds(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether the guards that were saved hold for this call."""
-        return self.function.guard_check(model, *args, **kwargs)
+        self.function.disable_guard_check()  # the caller asks for a `failed_guard` first
 
     def failed_guard(self, model: nn.Module, args: Any, kwargs: Any) -> str:
-        """Which guard does not hold, in words; empty if all do."""
+        """Which of the guards that were saved does not hold for this call, in words; empty if all do."""
+        if self.function.guard_check(model, *args, **kwargs):
+            return ""
         arguments = self.function.prepare_f_locals(model, *args, **kwargs)
         guards: Any = self.function._artifacts.guard_manager
-        checked = guards.check_verbose(arguments)
-        return "" if checked.result else "; ".join(map(str, checked.verbose_code_parts))
+        return "; ".join(map(str, guards.check_verbose(arguments).verbose_code_parts)) or "a guard does not hold"
 
     def look_up(self, expression: Any, model: nn.Module) -> Any:
         """The object that the expression of a `Dropped`, as text or as code, leads to here.

@@ -35,13 +35,11 @@ class Artifact:
         fingerprint: what it was made for, see fingerprint.py.
         facts: what else the header says: JSON values by name.
         parts: bytes by name; their checksums held.
-        sha256: of the whole file, hexadecimal.
     """
 
     fingerprint: dict[str, str]
     facts: dict[str, Any]
     parts: dict[str, bytes]
-    sha256: str
 
 
 def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> bytes:
@@ -82,7 +80,7 @@ def decode(data: bytes, name: str) -> Artifact:
             raise ArtifactError(
                 f"zcompile: {name} is damaged: part '{part}' has another checksum than its header says."
             )
-    return Artifact(fingerprint, facts, parts, hashlib.sha256(data).hexdigest())
+    return Artifact(fingerprint, facts, parts)
 
 
 def read(path: Path, sha256: str | None = None) -> bytes:

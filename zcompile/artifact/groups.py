@@ -8,6 +8,7 @@ this rank's number as a constant. That cannot be seen in it, so functions of the
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -92,6 +93,12 @@ def _names_in(code: str) -> Iterable[Any]:
             yield node.args[-1]
 
 
+@functools.cache
+def source_lines(module: str) -> list[str]:
+    """The source of a module, which is imported."""
+    return inspect.getsourcelines(importlib.import_module(module))[0]
+
+
 def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
     """The first line of the model's traced functions that asks for this rank's number; empty if none does.
 
@@ -101,7 +108,7 @@ def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
     for module, first, end, _ in sources:
         if module.split(".")[0] in ("torch", "zcompile"):
             continue
-        for i, line in enumerate(inspect.getsourcelines(importlib.import_module(module))[0][first - 1 : end - 1]):
+        for i, line in enumerate(source_lines(module)[first - 1 : end - 1]):
             if ASKS_FOR_RANK.search(line):
                 return f"line {first + i} of module {module}, `{line.strip()}`"
     return ""

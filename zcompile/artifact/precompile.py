@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
 
-from zcompile.artifact import aot
 from zcompile.artifact.file_format import ArtifactError, write
+from zcompile.artifact.model import check_artifact
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
 from zcompile.explanation.workloads import BadInput
@@ -61,15 +62,14 @@ def precompile(arguments: argparse.Namespace) -> bytes:
 
     Raises:
         BadInput: the file, the function, or what it returns.
-        ValueError: an option of the backend.
+        ValueError: an option of the backend, or a torch that cannot save compiled models.
         ArtifactError: the model has graph breaks, or cannot be saved.
     """
-    if reason := aot.lacking():
-        raise ArtifactError(f"zcompile: {reason}.")
     if arguments.ranks % arguments.replicas:
         raise BadInput(f"--ranks {arguments.ranks} is no multiple of --replicas {arguments.replicas}")
     try:
         settings = parse_options(json.loads(arguments.options))
+        check_artifact(settings)
     except json.JSONDecodeError as error:
         raise BadInput(f"--options takes a JSON object: {error}") from None
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,12 +82,15 @@ def precompile(arguments: argparse.Namespace) -> bytes:
             raise BadInput(f"{arguments.module} must return a module, batch(step, rank) and loss(module, batch)")
         model, batch, loss = made
         _shard(model, arguments, device)
-        captured = _Captured(lambda args, kwargs: make(model, settings, arguments.mode, args, kwargs, name))
-        model._compiled_call_impl = captured
+
+        def compile_call(*args: Any, **kwargs: Any) -> Any:
+            raise _Compiled(make(model, settings, arguments.mode, args, kwargs, name))
+
+        model._compiled_call_impl = compile_call
         try:
-            loss(model, _on_device(batch(0, 0), device))
-        except _Done:
-            return captured.data
+            loss(model, tree_map_only(torch.Tensor, lambda value: value.to(device), batch(0, 0)))
+        except _Compiled as compiled:
+            return compiled.artifact
         raise BadInput(f"the loss of {arguments.module} did not call the module")
     finally:
         dist.destroy_process_group()
@@ -107,20 +110,12 @@ def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None
             each.transport = Choice(arguments.transport, "asked for")
 
 
-class _Done(BaseException):
-    """The model was called, and compiled."""
+class _Compiled(BaseException):
+    """The model was called, and compiled into `artifact`."""
 
-
-class _Captured:
-    """Stands in for the compiled call of a model: compiles the first call instead of running it."""
-
-    def __init__(self, compile_call: Callable[[Any, Any], bytes]):
-        self.compile_call = compile_call
-        self.data = b""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.data = self.compile_call(args, kwargs)
-        raise _Done
+    def __init__(self, artifact: bytes):
+        super().__init__()
+        self.artifact = artifact
 
 
 def imported(where: str) -> tuple[str, Callable[[], Any]]:
@@ -143,10 +138,3 @@ def imported(where: str) -> tuple[str, Callable[[], Any]]:
     if not callable(getattr(module, function, None)):
         raise BadInput(f"{file} has no function {function!r}")
     return file.stem, getattr(module, function)
-
-
-def _on_device(batch: Any, device: str) -> Any:
-    def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    return torch.utils._pytree.tree_map(move, batch)

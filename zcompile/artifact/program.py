@@ -5,10 +5,7 @@ whose sizes differ between ranks. What such guards protect is checked here: when
 says of functions, and at each call, by identity with what was there when it was loaded.
 """
 
-import functools
 import hashlib
-import importlib
-import inspect
 import operator
 import sys
 import types
@@ -34,26 +31,18 @@ from zcompile.state.sharded_parameter import ShardedParameter
 LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
 
 
-class GraphBreaks(ArtifactError):
-    """A model has several graphs."""
-
-
 def make(
     model: nn.Module, settings: Settings, mode: str | None, args: Any, kwargs: Any, main_module: str = ""
 ) -> bytes:
     """Compile `model(*args, **kwargs)` and return the file; nothing is run, and no other rank is needed.
 
     Args:
+        settings: for which `check_artifact` of model.py raises nothing.
         main_module: the name by which this process imported a file that others run as their program.
 
     Raises:
-        GraphBreaks: the model has some.
-        ArtifactError: something in it cannot be saved; says what.
+        ArtifactError: the model has graph breaks, or something in it cannot be saved; says what.
     """
-    if reason := aot.lacking():
-        raise ArtifactError(f"zcompile: {reason}.")
-    if settings.inner != "inductor":
-        raise ArtifactError(f"zcompile: artifact= needs the option inner='inductor', not {settings.inner!r}.")
     state = state_of(model)
     if reason := groups.lacking(state):
         raise ArtifactError(f"zcompile: no artifact can hold the model: {reason}.")
@@ -67,14 +56,12 @@ def make(
     try:
         made = aot.compile_ahead(model, args, kwargs, compile_graph, places)
     except torch._dynamo.exc.Unsupported as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise GraphBreaks(
-            f"zcompile: the model has graph breaks, so no artifact can hold its program: {first_line}. "
+        raise ArtifactError(
+            f"zcompile: the model has graph breaks, so no artifact can hold its program: {first_line(error)}. "
             "`torch.compile(model, fullgraph=True)` shows where."
         ) from error
     except RuntimeError as error:  # of Dynamo's own kinds, too
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line}") from error
+        raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line(error)}") from error
     if made.collectives and (line := groups.asks_for_rank(made.sources)):
         raise ArtifactError(
             f"zcompile: no artifact can hold the model: it has collectives, and {line}, may differ by rank."
@@ -87,6 +74,11 @@ def make(
     }
     libraries = {LIBRARY + key: library for key, library in made.libraries.items()}
     return encode(fields, facts, {"program": made.program, "objects": made.objects, **libraries})
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its kind if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
@@ -176,13 +168,9 @@ class Program:
         now = self.loaded.look_up(self.watched, model)
         if not all(map(operator.is_, now, self.found)):
             return "a function that the model calls, or a process group, was replaced after the artifact was loaded"
-        if not self.loaded.holds(model, args, kwargs):
-            reason = self.loaded.failed_guard(model, args, kwargs)
+        if reason := self.loaded.failed_guard(model, args, kwargs):
             return f"it differs from the call that was compiled: {reason}"
         return ""
-
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.loaded(model, args, kwargs)
 
 
 class _Shard:
@@ -235,18 +223,13 @@ def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:
     """
     for module, first, end, checksum in sources:
         try:
-            lines = _source_lines(module)
+            lines = groups.source_lines(module)
         except (ImportError, OSError, TypeError) as error:
             raise ArtifactError(f"zcompile: {name} needs the source of module {module}: {error!r}.") from None
         if hashlib.sha256("".join(lines[first - 1 : end - 1]).encode()).hexdigest() != checksum:
             raise ArtifactError(
                 f"zcompile: lines {first} to {end - 1} of module {module} have changed since {name} was made."
             )
-
-
-@functools.cache
-def _source_lines(module: str) -> list[str]:
-    return inspect.getsourcelines(importlib.import_module(module))[0]
 
 
 @contextmanager

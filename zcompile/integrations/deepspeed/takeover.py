@@ -45,7 +45,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.artifact.model import install
+from zcompile.artifact.model import FromFile
 from zcompile.calibration.machine import machine_of
 from zcompile.compiler.backend import compile_graph, parse_options
 from zcompile.integrations.deepspeed.config import without_effect
@@ -263,9 +263,9 @@ class Takeover:
         module = self.engine.module
         regions = [region for region in module.modules() if region._compiled_call_impl is not None]
         if self.artifact is not None and not regions:
-            settings = parse_options(self.options)
+            settings, mode = parse_options(self.options), compile_kwargs.get("mode")
             around_make = functools.partial(_without_deepspeeds_attributes, module)
-            install(module, Path(self.artifact), settings, compile_kwargs.get("mode"), around_make=around_make)
+            module._compiled_call_impl = FromFile(module, Path(self.artifact), settings, mode, around_make=around_make)
         else:
             if self.artifact is not None:
                 log.warning(
