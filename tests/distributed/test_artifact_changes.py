@@ -10,7 +10,7 @@ from torch import nn
 import zcompile
 from tests.support import artifacts
 from tests.support.artifacts import cache_in, make_file, sharded, tokens_of
-from zcompile.artifact import groups
+from zcompile.artifact import program
 from zcompile.artifact.aot import lacking
 from zcompile.state.sharded_model import state_of
 
@@ -115,7 +115,7 @@ CHANGES = {
     no_grad: "grad",
     autocast: "autocast",
     deterministic: "deterministic",
-    other_function: "a function that the model calls, or a process group, was replaced",
+    other_function: "a function that the model calls was replaced",
     other_forward: "the forward of Mixed was replaced",
     other_forward_of_one_module: "forward",
     other_buffer: "offset",
@@ -166,12 +166,12 @@ def rank_loads_beside_another_forward(rank, world, path):
 
 
 def rank_loads_beside_an_edited_source(rank, world, path):
-    lines = groups.source_lines.__wrapped__
+    lines = program._source_lines.__wrapped__
 
     def edited(module):
         return [line.replace("x.relu()", "x.sigmoid()") for line in lines(module)]
 
-    return rank_loads_where(rank, world, path, groups, "source_lines", edited)
+    return rank_loads_where(rank, world, path, program, "_source_lines", edited)
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,8 @@ class Reducing(nn.Module):
         return all_reduce(self.a(x), "sum", self.group)
 
 
-def test_a_model_with_collectives_over_other_groups_is_refused(inductor_cache):
+def test_a_model_with_collectives_is_refused(inductor_cache):
     with cache_in(inductor_cache), as_rank(0, 2):
         model = zcompile.shard(Reducing())
-        with pytest.raises(ArtifactError, match="it has a collective over process group"):
+        with pytest.raises(ArtifactError, match="collectives of its own|a process group is another one"):
             make(model, parse_options(None), None, (torch.ones(2, 4),), {})

@@ -9,5 +9,4 @@
 | `program.py` | a compiled model as parts of a file, and back; what must hold at each call |
 | `model.py` | `zcompile.compile`: what all ranks decide together at the first call |
 | `precompile.py` | `zcompile precompile`: a file made by one process, without the other ranks |
-| `groups.py` | process groups in code that is saved |
 """

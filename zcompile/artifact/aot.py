@@ -4,9 +4,7 @@ import importlib
 import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundl
 from torch.fx import GraphModule
 
 from zcompile.artifact import kernels
-from zcompile.artifact.groups import Groups
 from zcompile.state.attributes import LEAF
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -59,7 +56,6 @@ class Made:
         libraries: C++ kernels, see kernels.py.
         sources: (module, first line, line after the last, SHA-256) of all functions that were traced.
         dropped: what Dynamo guards and the program does not.
-        collectives: whether the model has some of its own.
     """
 
     program: bytes = b""
@@ -67,23 +63,24 @@ class Made:
     libraries: dict[str, bytes] = field(default_factory=dict)
     sources: list[tuple[str, int, int, str]] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
-    collectives: bool = False
 
 
-def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, groups: Groups) -> Made:
+def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend) -> Made:
     """Compile `model(*args, **kwargs)`, forward and backward, and run nothing.
 
     Args:
         backend: compiles the graph that Dynamo captured. What it returns has torch's `serialize`, as Inductor's has.
-        groups: over which the model may have collectives of its own.
 
     Raises:
         torch._dynamo.exc.Unsupported: there are graph breaks.
         RuntimeError: something in it cannot be saved.
     """
     made = Made()
+    process_groups: list[str] = []
 
     def keep(guards: Sequence[Any]) -> Sequence[bool]:
+        groups = (guard for guard in guards if guard.has_value and isinstance(guard.value, dist.ProcessGroup))
+        process_groups.extend(guard.name for guard in groups)
         return [_keep(guard, made) for guard in guards]
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -93,14 +90,15 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
         model._call_impl, backend=compile_graph, fullgraph=True, options={"guard_filter_fn": keep}
     )
     function = compiled.aot_compile((tuple(args), dict(kwargs)))
+    if process_groups:
+        raise RuntimeError(f"its code depends on {process_groups[0]}, and a process group is another one on each rank.")
     artifacts = function._artifacts
     made.sources = [
         (each.module, each.firstlineno, each.lastlineno, each.checksum)
         for each in artifacts.source_info.inlined_sources
     ]
     artifacts.source_info.inlined_sources.clear()  # it has the text of each module
-    made.libraries = artifacts.compiled_fn.take_kernels(groups)
-    made.collectives = kernels.has_collectives(artifacts.compiled_fn.entry)
+    made.libraries = artifacts.compiled_fn.take_kernels()
     made.program = type(function).serialize(function).serialized_data
     made.objects = _save_objects(artifacts)
     return made
@@ -128,11 +126,7 @@ def _save_objects(artifacts: Any) -> bytes:
 
 
 def _keep(guard: Any, made: Made) -> bool:
-    """Whether a guard is saved. Not so guards on shards, whose sizes differ between ranks, on process groups, and what
-    compares ids."""
-    if guard.has_value and (guard.name.endswith("group_name") or isinstance(guard.value, dist.ProcessGroup)):
-        made.dropped.append(Dropped(guard.orig_guard.name, guard.value, guard.is_global))
-        return False
+    """Whether a guard is saved. Not so guards on shards, whose sizes differ between ranks, and what compares ids."""
     if LEAF in guard.name and "TENSOR_MATCH" in (guard.guard_type, *guard.derived_guard_types):
         return False
     by_identity = CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES
@@ -153,7 +147,7 @@ class _Saved(SerializableCallable):
     def __call__(self, *args: Any) -> Any:
         return self.compiled(*args)
 
-    def take_kernels(self, groups: Groups) -> dict[str, bytes]:
+    def take_kernels(self) -> dict[str, bytes]:
         """See kernels.py; what is saved then has no native code."""
         with torch._functorch.config.patch(bundled_autograd_cache=True):
             self.entry = self.compiled.serialize()  # type: ignore[attr-defined]
@@ -161,7 +155,7 @@ class _Saved(SerializableCallable):
         for text in ("aot_joint_graph_str", "aot_forward_graph_str", "aot_backward_graph_str", "min_cut_info_str"):
             if hasattr(self.entry, text):
                 setattr(self.entry, text, None)  # for logs
-        return kernels.take_kernels(self.entry, groups)
+        return kernels.take_kernels(self.entry)
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: "_Saved") -> bytes:
@@ -170,32 +164,21 @@ class _Saved(SerializableCallable):
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> "_Saved":
         entry = pickle.loads(data)
-        kernels.install_modules(entry, _groups_here.get())
+        kernels.install_modules(entry)
         return cls(deserialize_bundled_cache_entry(entry))
-
-
-_groups_here: ContextVar[Groups] = ContextVar("groups of the model that is loaded", default=MappingProxyType({}))
 
 
 class Loaded:
     """A compiled graph of a model, as `compile_ahead` made it, in this process or in another one."""
 
-    def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes], groups: Groups):
-        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process.
-
-        Args:
-            groups: of the model, on this rank.
-        """
+    def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes]):
+        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process."""
         kernels.install_kernels(libraries)
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
         scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
-        token = _groups_here.set(groups)
-        try:
-            with kernels.in_this_process():
-                self.function = AOTCompiledFunction.deserialize(program, scope)
-        finally:
-            _groups_here.reset(token)
+        with kernels.in_this_process():
+            self.function = AOTCompiledFunction.deserialize(program, scope)
         self.function.disable_guard_check()  # the caller asks for a `failed_guard` first
 
     def failed_guard(self, model: nn.Module, args: Any, kwargs: Any) -> str:

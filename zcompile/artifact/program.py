@@ -5,7 +5,10 @@ whose sizes differ between ranks. What such guards protect is checked here: when
 says of functions, and at each call, by identity with what was there when it was loaded.
 """
 
+import functools
 import hashlib
+import importlib
+import inspect
 import operator
 import sys
 import types
@@ -15,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
-from zcompile.artifact import aot, groups
+from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, encode
 from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
 from zcompile.compiler.backend import compile_planned, link_of
 from zcompile.options import Settings
-from zcompile.state.sharded_model import models_of, state_of
+from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
 LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
@@ -44,9 +47,7 @@ def make(
         ArtifactError: the model has graph breaks, or something in it cannot be saved; says what.
     """
     state = state_of(model)
-    if reason := groups.lacking(state):
-        raise ArtifactError(f"zcompile: no artifact can hold the model: {reason}.")
-    places = groups.groups_of(model)
+    _refuse_layouts(state)
     fields = fingerprint(model, settings, mode, state.machine.memory_bytes, args, kwargs)
     plan = settings.plan(link_of(state, settings), state.machine.memory_bytes)
 
@@ -54,7 +55,7 @@ def make(
         return compile_planned(gm, example_inputs, settings, plan, mode)
 
     try:
-        made = aot.compile_ahead(model, args, kwargs, compile_graph, places)
+        made = aot.compile_ahead(model, args, kwargs, compile_graph)
     except torch._dynamo.exc.Unsupported as error:
         raise ArtifactError(
             f"zcompile: the model has graph breaks, so no artifact can hold its program: {first_line(error)}. "
@@ -62,10 +63,6 @@ def make(
         ) from error
     except RuntimeError as error:  # of Dynamo's own kinds, too
         raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line(error)}") from error
-    if made.collectives and (line := groups.asks_for_rank(made.sources)):
-        raise ArtifactError(
-            f"zcompile: no artifact can hold the model: it has collectives, and {line}, may differ by rank."
-        )
     facts = {
         "memory_bytes": state.machine.memory_bytes,
         "main": main_module,
@@ -76,37 +73,51 @@ def make(
     return encode(fields, facts, {"program": made.program, "objects": made.objects, **libraries})
 
 
+def _refuse_layouts(state: ShardedModel) -> None:
+    """Refuse parameters with which compiled code differs between ranks.
+
+    Raises:
+        ArtifactError: names the parameter.
+    """
+    ranks = set(state.mesh.mesh.flatten().tolist())
+    for each in models_of(state):
+        for sharded in each.parameters.values():
+            if sharded.layout.inner is not None:
+                raise ArtifactError(
+                    f"zcompile: no artifact can hold the model: parameter '{sharded.name}' is read as a DTensor over "
+                    f"{sharded.layout.inner.mesh.mesh_dim_names}, whose code has this rank's place in it."
+                )
+            # Those that have a part of it. DeepSpeed's parameters are no DTensors.
+            mesh = sharded.parameter.device_mesh if isinstance(sharded.parameter, DTensor) else each.mesh
+            if not set(mesh.mesh.flatten().tolist()) <= ranks:
+                raise ArtifactError(
+                    f"zcompile: no artifact can hold the model: parameter '{sharded.name}' has ranks that the mesh "
+                    f"{state.mesh.mesh_dim_names} does not have."
+                )
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's text, or its kind if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
-    """Of each function or process group that a guard was about: how to come to it, what it is, and whether each call
-    looks whether it is still that: global ones, and groups."""
-    places = groups.groups_of(model)
-    loaded = aot.Loaded(made.program, made.objects, made.libraries, places)
+    """Of each function that a guard was about: how to come to it, what it is, and whether it is global: each call looks
+    whether a global one is still that."""
+    loaded = aot.Loaded(made.program, made.objects, made.libraries)
     found: dict[str, tuple[str, str, bool]] = {}
     for each in made.dropped:
-        expression, value = each.expression, each.value
-        if isinstance(value, str):  # the name of a process group, which is another object at each look
-            expression = expression.removesuffix(".group_name")
         try:
-            there = loaded.look_up(expression, model)
+            there = loaded.look_up(each.expression, model)
         except Exception:  # what Dynamo cannot name in Python
             continue
-        is_group = isinstance(there, dist.ProcessGroup)
-        is_there = there is value or (isinstance(value, str) and value == (there.group_name if is_group else there))
-        if is_there and not isinstance(value, types.ModuleType):
-            found[expression] = (expression, _identity(there, places), each.is_global or is_group)
+        if there is each.value and not isinstance(there, types.ModuleType):
+            found[each.expression] = (each.expression, _identity(there), each.is_global)
     return list(found.values())
 
 
-def _identity(value: Any, places: groups.Groups) -> str:
+def _identity(value: Any) -> str:
     """What tells a function, class or other object from others, in another process too."""
-    if isinstance(value, (dist.ProcessGroup, str)):
-        group = value if isinstance(value, str) else value.group_name
-        return f"process group at {places.get(group, f'no place: {group}')}"
     name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None) or getattr(value, "__name__", "")
     code = code_hash(value) if isinstance(value, (types.FunctionType, types.CodeType)) else ""
     return f"{name or type(value).__qualname__} of {module_name(value)} {code}"
@@ -129,9 +140,8 @@ class Program:
             libraries = {
                 part.removeprefix(LIBRARY): data for part, data in artifact.parts.items() if part.startswith(LIBRARY)
             }
-            self.places = groups.groups_of(model)
-            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries, self.places)
-        self.watched: Any = ""  # global functions that the code calls, and its process groups, as one expression
+            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries)
+        self.watched: Any = ""  # global functions that the code calls, as one expression
         self.found: tuple[Any, ...] = ()  # what they were
         self._check_functions(model, artifact.facts["functions"], name)
         self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.in_modules()]
@@ -147,7 +157,7 @@ class Program:
                 value = self.loaded.look_up(expression, model)
             except Exception as error:
                 raise ArtifactError(f"zcompile: {name} calls {expression}, which is not there: {error!r}.") from None
-            if _identity(value, self.places) != identity:
+            if _identity(value) != identity:
                 raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}.")
             if is_global:
                 watched.append(expression)
@@ -167,7 +177,7 @@ class Program:
             return "a hook of a module was registered or removed after the artifact was loaded"
         now = self.loaded.look_up(self.watched, model)
         if not all(map(operator.is_, now, self.found)):
-            return "a function that the model calls, or a process group, was replaced after the artifact was loaded"
+            return "a function that the model calls was replaced after the artifact was loaded"
         if reason := self.loaded.failed_guard(model, args, kwargs):
             return f"it differs from the call that was compiled: {reason}"
         return ""
@@ -223,13 +233,18 @@ def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:
     """
     for module, first, end, checksum in sources:
         try:
-            lines = groups.source_lines(module)
+            lines = _source_lines(module)
         except (ImportError, OSError, TypeError) as error:
             raise ArtifactError(f"zcompile: {name} needs the source of module {module}: {error!r}.") from None
         if hashlib.sha256("".join(lines[first - 1 : end - 1]).encode()).hexdigest() != checksum:
             raise ArtifactError(
                 f"zcompile: lines {first} to {end - 1} of module {module} have changed since {name} was made."
             )
+
+
+@functools.cache
+def _source_lines(module: str) -> list[str]:
+    return inspect.getsourcelines(importlib.import_module(module))[0]
 
 
 @contextmanager
