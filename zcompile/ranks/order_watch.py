@@ -58,21 +58,19 @@ class OrderWatch:
     """A thread that compares this rank with the one before it, and learns what others found.
 
     Args:
-        timeout_s: of the group's collectives. A rank that has waited for most of it says what it and the other last
-            started.
+        timeout_s: of the group's collectives.
     """
 
     def __init__(self, runtime: _C.Model, groups: Groups, timeout_s: float):
-        self.rank, self.world, self.timeout_s = groups.rank, groups.world, timeout_s
+        self.rank = groups.rank
         self.period_s = min(PERIOD_S, timeout_s / 10)
         self.base = base_store()
         self.store = _store_of(groups)
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
-        self.other = (self.rank - 1) % self.world
+        self.other = (self.rank - 1) % groups.world
         self.theirs: Marks = []  # as that rank last published
         self.has_store = True
-        self.idle_s, self.last_number, self.told = 0.0, 0, False
         self.thread = threading.Thread(target=self.run, name="zcompile order", daemon=True)
         self.thread.start()
         atexit.register(self.close)
@@ -132,10 +130,7 @@ class OrderWatch:
         except (RuntimeError, ValueError):  # closed, or the rank that has it ended
             self.has_store = False
             return ""
-        message = difference({self.rank: mine, self.other: self.theirs})
-        if not message:
-            self.tell_if_idle(mine)
-        return message
+        return difference({self.rank: mine, self.other: self.theirs})
 
     def fail(self, runtime: _C.Model, message: str) -> None:
         """Make the next collective of all ranks an error, and end those that wait.
@@ -155,20 +150,6 @@ class OrderWatch:
         with contextlib.suppress(RuntimeError, ValueError):
             if self.has_store:
                 self.store.set("failed", message)
-
-    def tell_if_idle(self, mine: Marks) -> None:
-        """Say what was started last if that was most of the timeout ago: soon torch may end the process."""
-        number = mine[-1][0]
-        self.idle_s = self.idle_s + self.period_s if number == self.last_number else 0.0
-        self.last_number = number
-        if self.idle_s < 0.8 * self.timeout_s:
-            self.told = False
-        elif not self.told:
-            self.told = True
-            log.warning(
-                "zcompile: rank %d has started no collective for %.0f s. Its last one was %s; that of rank %d was %s.",
-                *(self.rank, self.idle_s, last_of(mine), self.other, last_of(self.theirs)),
-            )
 
 
 def _store_of(groups: Groups) -> dist.Store:
