@@ -4,8 +4,7 @@ import importlib
 import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,37 +31,22 @@ def lacking() -> str:
     return ""
 
 
-@dataclass
-class Dropped:
-    """A guard of Dynamo's that cannot be saved, for it compares an object by its identity.
-
-    Attributes:
-        expression: leads to the object from L, the arguments of the call, and G, the globals.
-        value: the object.
-        is_global: whether it begins with G.
-    """
-
-    expression: str
-    value: Any
-    is_global: bool
-
-
-@dataclass
-class Made:
+class Made(NamedTuple):
     """One compiled graph.
 
     Attributes:
         program, objects: what `Loaded` takes.
         libraries: C++ kernels, see kernels.py.
         sources: (module, first line, line after the last, SHA-256) of all functions that were traced.
-        dropped: what Dynamo guards and the program does not.
+        dropped: objects that Dynamo guards by their identity, which no file can hold. Each is (expression that leads to
+            it from L, the arguments of the call, or G, the globals; the object; whether it begins with G).
     """
 
-    program: bytes = b""
-    objects: bytes = b""
-    libraries: dict[str, bytes] = field(default_factory=dict)
-    sources: list[tuple[str, int, int, str]] = field(default_factory=list)
-    dropped: list[Dropped] = field(default_factory=list)
+    program: bytes
+    objects: bytes
+    libraries: dict[str, bytes]
+    sources: list[tuple[str, int, int, str]]
+    dropped: list[tuple[str, Any, bool]]
 
 
 def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend) -> Made:
@@ -75,13 +59,12 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend) ->
         torch._dynamo.exc.Unsupported: there are graph breaks.
         RuntimeError: something in it cannot be saved.
     """
-    made = Made()
-    process_groups: list[str] = []
+    dropped: list[tuple[str, Any, bool]] = []
+    groups: list[str] = []
 
     def keep(guards: Sequence[Any]) -> Sequence[bool]:
-        groups = (guard for guard in guards if guard.has_value and isinstance(guard.value, dist.ProcessGroup))
-        process_groups.extend(guard.name for guard in groups)
-        return [_keep(guard, made) for guard in guards]
+        groups.extend(each.name for each in guards if each.has_value and isinstance(each.value, dist.ProcessGroup))
+        return [_is_saved(guard, dropped) for guard in guards]
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return _Saved(backend(gm, example_inputs))
@@ -90,18 +73,15 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend) ->
         model._call_impl, backend=compile_graph, fullgraph=True, options={"guard_filter_fn": keep}
     )
     function = compiled.aot_compile((tuple(args), dict(kwargs)))
-    if process_groups:
-        raise RuntimeError(f"its code depends on {process_groups[0]}, and a process group is another one on each rank.")
+    if groups:
+        raise RuntimeError(f"its code depends on {groups[0]}, and a process group is another one on each rank.")
     artifacts = function._artifacts
-    made.sources = [
-        (each.module, each.firstlineno, each.lastlineno, each.checksum)
-        for each in artifacts.source_info.inlined_sources
-    ]
-    artifacts.source_info.inlined_sources.clear()  # it has the text of each module
-    made.libraries = artifacts.compiled_fn.take_kernels()
-    made.program = type(function).serialize(function).serialized_data
-    made.objects = _save_objects(artifacts)
-    return made
+    inlined = artifacts.source_info.inlined_sources
+    sources = [(each.module, each.firstlineno, each.lastlineno, each.checksum) for each in inlined]
+    inlined.clear()  # it has the text of each module
+    libraries = artifacts.compiled_fn.take_kernels()
+    program = type(function).serialize(function).serialized_data
+    return Made(program, _save_objects(artifacts), libraries, sources, dropped)
 
 
 def _is_dynamos(name: str) -> bool:
@@ -125,15 +105,15 @@ def _save_objects(artifacts: Any) -> bytes:
         raise RuntimeError(f"an object that the model's code refers to cannot be saved: {error}") from error
 
 
-def _keep(guard: Any, made: Made) -> bool:
-    """Whether a guard is saved. Not so guards on shards, whose sizes differ between ranks, and what compares ids."""
-    if LEAF in guard.name and "TENSOR_MATCH" in (guard.guard_type, *guard.derived_guard_types):
+def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
+    """Not so guards on shards, whose sizes differ between ranks, and what compares ids, which is noted in `dropped`."""
+    kinds = {guard.guard_type, *guard.derived_guard_types}
+    if LEAF in guard.name and "TENSOR_MATCH" in kinds:
         return False
-    by_identity = CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES
-    if not any(kind in by_identity for kind in (guard.guard_type, *guard.derived_guard_types)):
+    if kinds.isdisjoint(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES):
         return True
     if guard.has_value:
-        made.dropped.append(Dropped(guard.orig_guard.name, guard.value, guard.is_global))
+        dropped.append((guard.orig_guard.name, guard.value, guard.is_global))
     return False
 
 
@@ -190,7 +170,7 @@ class Loaded:
         return "; ".join(map(str, guards.check_verbose(arguments).verbose_code_parts)) or "a guard does not hold"
 
     def look_up(self, expression: Any, model: nn.Module) -> Any:
-        """The object that the expression of a `Dropped`, as text or as code, leads to here.
+        """The object that an expression of `Made.dropped`, as text or as code, leads to here.
 
         Raises:
             Exception: it leads nowhere.

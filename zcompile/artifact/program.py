@@ -106,13 +106,13 @@ def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
     whether a global one is still that."""
     loaded = aot.Loaded(made.program, made.objects, made.libraries)
     found: dict[str, tuple[str, str, bool]] = {}
-    for each in made.dropped:
+    for expression, value, is_global in made.dropped:
         try:
-            there = loaded.look_up(each.expression, model)
+            there = loaded.look_up(expression, model)
         except Exception:  # what Dynamo cannot name in Python
             continue
-        if there is each.value and not isinstance(there, types.ModuleType):
-            found[each.expression] = (each.expression, _identity(there), each.is_global)
+        if there is value and not isinstance(there, types.ModuleType):
+            found[expression] = (expression, _identity(there), is_global)
     return list(found.values())
 
 

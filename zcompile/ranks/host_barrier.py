@@ -33,33 +33,16 @@ class Meeting:
             raise self._missing(error) from error
 
     def meet(self, number: int) -> list[int]:
-        """The number of every rank, by rank, when all have come.
-
-        Args:
-            number: what this rank says, not negative.
+        """The `number` of every rank, by rank, when all have come.
 
         Raises:
             RuntimeError: a rank does something else, or does not come before the timeout of the process group.
         """
-        mine = self.purpose + 16 * number
-        said = self._gather(mine)
-        for rank, (model, theirs) in enumerate(said):
-            if (model, theirs % 16) != (self.number, self.purpose):
-                raise RuntimeError(
-                    f"zcompile: rank {dist.get_rank()} waits for the other ranks in {_PURPOSES[self.purpose]}, and "
-                    f"rank {rank} of its mesh is in {_PURPOSES.get(theirs % 16, 'something else')}"
-                    f"{'' if model == self.number else ' of another model'}. All ranks must call the "
-                    "same, in one order."
-                )
-        return [theirs // 16 for _, theirs in said]
-
-    def _gather(self, mine: int) -> list[tuple[int, int]]:
         group = self.group()
         assert group is not None, "the process group was closed"
-        said = [torch.empty(2, dtype=torch.int64) for _ in range(group.size())]
-        sent = torch.tensor([self.number, mine])
+        said = [torch.empty(3, dtype=torch.int64) for _ in range(group.size())]
         try:
-            work = dist.all_gather(said, sent, group, async_op=True)
+            work = dist.all_gather(said, torch.tensor([self.number, self.purpose, number]), group, async_op=True)
             assert work is not None
             while not work.is_completed():
                 try:
@@ -70,7 +53,16 @@ class Meeting:
             work.wait()
         except RuntimeError as error:
             raise self._missing(error) from error
-        return [(int(model), int(number)) for model, number in said]
+        answers = [tuple(each.tolist()) for each in said]
+        for rank, (model, purpose, _) in enumerate(answers):
+            if (model, purpose) != (self.number, self.purpose):
+                raise RuntimeError(
+                    f"zcompile: rank {dist.get_rank()} waits for the other ranks in {_PURPOSES[self.purpose]}, and "
+                    f"rank {rank} of its mesh is in {_PURPOSES[purpose]}"
+                    f"{'' if model == self.number else ' of another model'}. All ranks must call the same, in one "
+                    "order."
+                )
+        return [theirs for _, _, theirs in answers]
 
     def _missing(self, error: RuntimeError) -> RuntimeError:
         return RuntimeError(

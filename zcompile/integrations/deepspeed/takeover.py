@@ -1,8 +1,8 @@
 """Taking over and giving back: how a DeepSpeed ZeRO-3 engine comes to train through zcompile, and how that ends.
 
 To *take over* an engine is to gather its parameters and reduce its gradients by zcompile from then on. To *give it
-back* is to let DeepSpeed do both again. An engine whose config has `"zcompile": {"enabled": true}` is taken over at its
-first forward or `compile()`. It is given back when it is destroyed, or when something fails.
+back* is to let DeepSpeed do both again. An engine whose config has the flag (flag.py) is taken over at its first
+forward or `compile()`. It is given back when it is destroyed, or when something fails.
 
 [Note: what is taken over]
 ZeRO-3 keeps a flat partition of every parameter in `param.ds_tensor` and leaves `param.data` empty. Its optimizer
@@ -11,10 +11,6 @@ partitions, over the same memory, and hands reduced gradients to the optimizer. 
 hooks (which gather and release) and gradient hooks (which reduce) are gone. Everything else stays DeepSpeed's: loss
 scaling, clipping, accumulation, the order of the step, checkpoints, `GatheredParameters`.
 
-[Note: how the flag is seen]
-`import zcompile` has `flag.watch` wrap `DeepSpeedEngine.__init__`, at once or when DeepSpeed is imported later. If an
-engine's config has the flag, a `Takeover` gives that engine methods of its own. Other engines are not touched.
-
 [Note: what may fail]
 A failure must not end a training run that eager ZeRO-3 can go on with. What happens depends on what was done until
 then:
@@ -22,8 +18,7 @@ then:
 - *Taking over and compiling.* Any failure gives the engine back: hooks and readers are restored.
 - *A hook on a parameter.* Compiled code does not make what it sees under ZeRO-3, the whole gradient before it is
   reduced. The next forward gives the engine back.
-- *A forward before the first gradient.* Any failure gives the engine back. DeepSpeed then runs that forward, with the
-  random numbers as they were.
+- *A forward before the first gradient.* Any failure gives the engine back, and DeepSpeed then runs that forward.
 - *A later forward.* Only what the compiler raises gives the engine back. Other errors are the user's own, or a lack of
   memory, and raise.
 - *A backward.* It raises: only its caller can compute the loss again.
@@ -116,18 +111,12 @@ class Takeover:
             self.fail("keeping the engine", RuntimeError(unsupported(self.engine)))
         if self.given_back:
             return self.original.forward(self.engine, *inputs, **kwargs)
-        trained = self.delivered
-        random_states = None if trained else _random_states()
         try:
             return self.compiled_forward(inputs, kwargs)
         except Exception as error:
-            if trained and not isinstance(error, TorchDynamoException):
+            if self.delivered and not isinstance(error, TorchDynamoException):
                 raise  # the user's own error, or a lack of memory
             self.fail("a forward", error)
-        if random_states is not None:
-            torch.set_rng_state(random_states[0])
-            if random_states[1] is not None:
-                torch.cuda.set_rng_state(random_states[1])
         return self.original.forward(self.engine, *inputs, **kwargs)
 
     def compiled_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,8 +182,7 @@ class Takeover:
             RuntimeError: this engine is not supported.
         """
         optimizer = self.engine.optimizer
-        reason = unsupported(self.engine)
-        if reason:
+        if reason := unsupported(self.engine):
             raise RuntimeError(reason)
         self.trained = {parameter.ds_id for parameters in optimizer.fp16_groups for parameter in parameters}
         self.hooks.release_parameters()
@@ -226,7 +214,6 @@ class Takeover:
         if leaves:
             state.units = ShardedModel(mesh, state.machine, has_units=True)
         in_leaf = {below for leaf in leaves.values() for below in leaf.modules()}
-        self.partitions = {}
         for path, module in model.named_modules():
             of_module = state.units if state.units is not None and module in in_leaf else state
             for attribute, parameter in module._parameters.items():
@@ -360,11 +347,6 @@ def unsupported(engine: Any) -> str:
     if name := hooked_parameter(engine):
         return f"parameter '{name}' has hooks, which under ZeRO-3 see its whole gradient before it is reduced"
     return unsupported_leaf_module(engine.module)
-
-
-def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of the CPU, and of the GPU if it is used."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
 def _let_timer_synchronize(engine: Any, synchronize: bool) -> None:

@@ -2,14 +2,6 @@
 
 Each is imported when it is first asked for, with the library that it needs.
 
-| file | job |
-|---|---|
-| accelerator.py | `Accelerator`: shards in `prepare`, keeps what is gathered over micro-steps, saves and loads shards |
-| adapter.py | what `Accelerator` tells accelerate: the plugins, and what is refused |
-| plans.py | `distribute`: a model by its own plans for tensor and expert parallelism |
-| trainer.py | `TrainerMixin` gives a trainer that accelerator; `Trainer` |
-| sft_trainer.py | TRL's `SFTTrainer` |
-
 [Note: accelerate's FSDP2 mode]
 accelerate has no interface for other ways to shard. What it does for FSDP2 is right for every model of DTensors:
 checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So `Accelerator` says that it is of that
