@@ -1,8 +1,8 @@
 """The mesh and the process groups of a sharded model, and what ranks say to one another in Python objects."""
 
+import contextlib
 import datetime
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -52,16 +52,16 @@ def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
 _shared_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
-def shared_group(key: tuple[Any, ...], make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group that was made under `key`, unless it was closed since; else a new one. All its ranks call together."""
+def _own_group(use: str, ranks: list[int], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
+    """The group for that use over `ranks` with the timeout of `mesh`. All its ranks call together."""
+    timeout = timeout_of(mesh)
+    key = use, tuple(ranks), mesh.device_type, timeout
     group = _shared_groups.get(key)
     if group is not None:
-        try:
+        with contextlib.suppress(ValueError):  # closed since
             dist.get_backend(group)
             return group
-        except ValueError:  # closed
-            pass
-    group = _shared_groups[key] = make()
+    group = _shared_groups[key] = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
     return group
 
 
@@ -72,7 +72,7 @@ def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         RuntimeError: gloo does not work on this machine.
     """
     try:
-        return _gloo_group("order", mesh)
+        return _own_group("order", mesh.mesh.flatten().tolist(), mesh, "gloo")
     except RuntimeError as error:
         raise RuntimeError(
             f"zcompile: rank {dist.get_rank()} could not make a gloo group, over which ranks compare what they started "
@@ -83,27 +83,10 @@ def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def meeting_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group, over gloo, in which the ranks of `mesh` meet; see host_barrier.py."""
-    return _gloo_group("meeting", mesh)
-
-
-def _gloo_group(use: str, mesh: DeviceMesh) -> dist.ProcessGroup:
-    ranks, timeout = mesh.mesh.flatten().tolist(), timeout_of(mesh)
-
-    def make() -> dist.ProcessGroup:
-        return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-
-    return shared_group((use, tuple(ranks), timeout), make)
+    return _own_group("meeting", mesh.mesh.flatten().tolist(), mesh, "gloo")
 
 
 _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # of the next model
-
-
-def next_number(mesh: DeviceMesh) -> int:
-    """A number for a new model, the same on all ranks, which call together; other models of this mesh have others."""
-    group = shard_group_of(mesh)
-    number: int = max(all_gather_over_mesh(mesh, _numbers.get(group, 0)))
-    _numbers[group] = number + 1
-    return number
 
 
 @dataclass(frozen=True)
@@ -139,28 +122,24 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
     Args:
         for_units: see [Note: order of units] in units/order.py.
     """
-    shard_group, timeout = shard_group_of(mesh), timeout_of(mesh)
+    gather = reduce = shard_group = shard_group_of(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-    several = mesh.size() > 1 and not is_fake(mesh)
-
-    def own(use: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        ranks = dist.get_process_group_ranks(group)
-        key = (use, tuple(ranks), mesh.device_type, timeout)
-        return shared_group(key, lambda: dist.new_group(ranks, timeout, use_local_synchronization=True))
-
-    gather = reduce = shard_group
-    if several and for_units:
-        gather = reduce = own("units", shard_group)
-        replicas = replicas and own("units", replicas)
-    elif several:
-        reduce = own("reduce", shard_group)
+    number = 0
+    if mesh.size() > 1 and not is_fake(mesh):
+        if for_units:
+            gather = reduce = _own_group("units", dist.get_process_group_ranks(shard_group), mesh)
+            replicas = replicas and _own_group("units", dist.get_process_group_ranks(replicas), mesh)
+        else:
+            reduce = _own_group("reduce", dist.get_process_group_ranks(shard_group), mesh)
+        number = max(all_gather_over_mesh(mesh, _numbers.get(shard_group, 0)))
+        _numbers[shard_group] = number + 1
     return Groups(
         gather=gather.group_name,
         reduce=reduce.group_name,
         replicate=replicas.group_name if replicas is not None else "",
         rank=shard_group.rank(),
         world=shard_group.size(),
-        number=next_number(mesh) if several else 0,
+        number=number,
     )
 
 
