@@ -1,8 +1,8 @@
 """DeepSpeed's hooks: which go away while zcompile trains an engine, and what runs around a forward in their place.
 
-Module hooks gather and release parameters, and gradient hooks reduce gradients. Compiled graphs do both themselves. The
-engine's two forward hooks also run timers, casts to fp16 and profilers. They are removed too, because they would be
-compiled with the module. Instead, `Hooks.around_forward` calls what they call, outside of the compiled graph.
+Compiled graphs gather and reduce themselves. The engine's two forward hooks also run timers, casts to fp16 and
+profilers. They are removed too, because they would be compiled with the module. Instead, `Hooks.around_forward` calls
+what they call, outside of the compiled graph.
 """
 
 import contextlib
@@ -35,10 +35,7 @@ class Hooks:
         self.removed = False
 
     def release_parameters(self) -> None:
-        """Leave no parameter gathered.
-
-        Persistent parameters become ordinary ones, because zcompile gathers them in groups with their neighbours.
-        """
+        """Leave no parameter gathered, nor persistent ones: zcompile gathers them in groups with their neighbours."""
         optimizer = self.engine.optimizer
         self.persistent = list(optimizer.persistent_parameters)
         optimizer.persistent_parameters = []

@@ -1,12 +1,8 @@
 """The step of a ZeRO-3 optimizer, without the copies of gradients and main parameters that it does not need.
 
-DeepSpeed's step spends as much time on copies of gradients as on the optimizer. Each gradient is copied to a buffer
-that always exists, cast to fp64 for the norm, concatenated to one flat gradient, and scaled by a number on the device.
-With fp32 partitions there is also a second copy of the partitions, the main parameters.
-
-`LeanStep` leaves gradients as they were reduced. An optimizer that treats every element alone (Adam) reads them
-parameter by parameter, over views of DeepSpeed's flat main parameters and states. The arithmetic is DeepSpeed's, and so
-are the numbers, except:
+DeepSpeed's step spends as much time on copies of gradients as on the optimizer. `LeanStep` leaves gradients as they
+were reduced. An optimizer that treats every element alone (Adam) reads them parameter by parameter, over views of
+DeepSpeed's flat main parameters and states. The arithmetic is DeepSpeed's, and so are the numbers, except:
 
 - On a GPU, the norm may differ in its last bits. It is summed in fp64 in another order.
 - A fused Adam divides gradients by the scale itself. DeepSpeed multiplies them by the scale's inverse.
@@ -31,10 +27,7 @@ ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.op
 
 
 class LeanStep:
-    """A stage-3 optimizer's step without the copies that it does not need.
-
-    From `install()` to `remove()`, methods of this one optimizer are replaced, and its buffers for gradients are freed.
-    """
+    """From `install()` to `remove()`, methods of one stage-3 optimizer are replaced, and its gradient buffers freed."""
 
     REPLACED = (
         "set_fp32_grad_for_param",
@@ -61,7 +54,6 @@ class LeanStep:
         self.optimizer = optimizer
         self.fail = fail
         self.reduced_squares = reduced_squares
-        self.cached_gradients: Gradients | None = None  # None while DeepSpeed has its buffers
         self.last_backward: dict[int, int] = {}  # `ds_id` -> autograd's number of the last backward with a gradient
         self.originals: dict[str, Callable[..., Any]] = {}  # DeepSpeed's methods that are replaced
         self.sub_groups: dict[int, SubGroup | None] = {}  # of the step that has begun
@@ -69,6 +61,7 @@ class LeanStep:
         self.pending: list[torch.Tensor] = []  # the gradients of `current`
         self.scale = 1.0  # `pending` is divided by it
         self.offloaded: set[int] = set()  # `ds_id`s of the gradients that DeepSpeed has offloaded
+        self.cached_gradients: Gradients | None = None  # None while DeepSpeed has its buffers
 
     @staticmethod
     def is_possible(optimizer: Any) -> bool:

@@ -12,19 +12,12 @@ hooks (which gather and release) and gradient hooks (which reduce) are gone. Eve
 scaling, clipping, accumulation, the order of the step, checkpoints, `GatheredParameters`.
 
 [Note: what may fail]
-A failure must not end a training run that eager ZeRO-3 can go on with. What happens depends on what was done until
-then:
-
-- *Taking over and compiling.* Any failure gives the engine back: hooks and readers are restored.
-- *A hook on a parameter.* Compiled code does not make what it sees under ZeRO-3, the whole gradient before it is
-  reduced. The next forward gives the engine back.
-- *A forward before the first gradient.* Any failure gives the engine back, and DeepSpeed then runs that forward.
-- *A later forward.* Only what the compiler raises gives the engine back. Other errors are the user's own, or a lack of
-  memory, and raise.
-- *A backward.* It raises: only its caller can compute the loss again.
-- *A step.* What fails before the optimizer has begun gives the engine back, and DeepSpeed does that step.
-
-Ranks are expected to fail alike. A rank that fails alone leaves the others waiting until the timeout.
+A failure must not end a training run that eager ZeRO-3 can go on with. Taking over, compiling, and a forward before the
+first gradient give the engine back if they fail. So does a hook on a parameter, at the next forward: it would see the
+whole gradient before it is reduced, which compiled code does not make. A later forward gives it back only if the
+compiler raises; other errors are the user's own, or a lack of memory. A backward raises, because only its caller can
+compute the loss again. A step that fails before the optimizer has begun gives the engine back, and DeepSpeed does that
+step. Ranks are expected to fail alike: one that fails alone leaves the others waiting until the timeout.
 """
 
 import contextlib

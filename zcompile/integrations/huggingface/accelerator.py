@@ -11,7 +11,6 @@ from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile.integrations.huggingface.adapter import CompilePlugin, ShardedPlugin, compile_plugin_of, refuse_settings
@@ -97,21 +96,15 @@ class Accelerator(accelerate.Accelerator):
         for each in args:
             if isinstance(each, nn.Module):
                 shard_once(each, optimizers)
-        prepared = [self._prepare_first(each, place) for each, place in zip(args, places)]
-        prepared = [self.prepare_scheduler(each) if isinstance(each, LRScheduler) else each for each in prepared]
+        prepared = [
+            self._prepare_one(each, first_pass=True, device_placement=place) for each, place in zip(args, places)
+        ]
+        prepared = [self._prepare_one(each) for each in prepared]  # schedulers, which need their optimizers prepared
         ours = (*self._dataloaders, *self._models, *self._optimizers, *self._schedulers)
         for each in prepared:
             if any(each is known for known in ours):
                 each._is_accelerate_prepared = True
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
-
-    def _prepare_first(self, item: Any, place: bool | None) -> Any:
-        """All but schedulers, which need their optimizers prepared."""
-        if isinstance(item, torch.utils.data.DataLoader):
-            return self.prepare_data_loader(item, device_placement=place)
-        if isinstance(item, nn.Module):
-            return self.prepare_model(item, device_placement=place)
-        return self.prepare_optimizer(item, device_placement=place) if isinstance(item, Optimizer) else item
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
