@@ -6,7 +6,6 @@ groups of the model's parameters.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,15 +14,6 @@ from zcompile import _C
 from zcompile.ranks.order_watch import base_store, order_store_name, started_here, started_there
 from zcompile.ranks.process_groups import Groups
 from zcompile.ranks.program_check import Agreement
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """What the others know of a rank: where it says how many collectives it has started, and a name of its model."""
-
-    order_store: str
-    number: int  # under which it does
-    model: str
 
 
 def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model, timeout_s: float) -> Agreement:
@@ -35,10 +25,11 @@ def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model
     """
     me = dist.get_rank()
     name = f"zcompile/{groups.reduce}/{groups.number}"
-    known = {me: _Rank(order_store_name(groups), groups.rank, name)}
+    # Where each rank says how many collectives it has started, under which number, and the name of its model.
+    known = {me: (order_store_name(groups), groups.rank, name)}
     for _ in range(2):  # a group for each dimension: after the first round, ranks know those of all dimensions behind
         for group in dict.fromkeys(mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim)):
-            gathered: list[dict[int, _Rank]] = [{} for _ in range(group.size())]
+            gathered: list[dict[int, tuple[str, int, str]]] = [{} for _ in range(group.size())]
             dist.all_gather_object(gathered, known, group=group)
             known = {rank: each for some in gathered for rank, each in some.items()}
     ranks = sorted(known)
@@ -46,8 +37,8 @@ def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model
     def started(place: int) -> int:
         if ranks[place] == me:
             return started_here(runtime)
-        other = known[ranks[place]]
-        return started_there(dist.PrefixStore(other.order_store, base_store()), other.number)
+        store, number, _ = known[ranks[place]]
+        return started_there(dist.PrefixStore(store, base_store()), number)
 
-    prefix = f"zcompile/connected/{known[ranks[0]].model}"
+    prefix = f"zcompile/connected/{known[ranks[0]][2]}"
     return Agreement(prefix, ranks.index(me), len(ranks), timeout_s, started)

@@ -49,11 +49,6 @@ class Exchange:
     tensor: torch.Tensor
     work: dist.Work
 
-    @property
-    def message(self) -> str:
-        """The key in the store for what all ranks raise."""
-        return f"{self.number}/message"
-
 
 # Those with a check under way, for which this rank did not wait.
 _late: "weakref.WeakSet[OrderCheck]" = weakref.WeakSet()
@@ -109,28 +104,22 @@ class OrderCheck:
         self.runtime = runtime
         self.finish()
         before, self.digests = self.digests, runtime.order_digests()
-        self.under_way = self.start(group, number, self.digests)
+        numbers = [_ABSENT] * (4 * len(self.logs))
+        for place, (count, value) in zip(self.places, self.digests, strict=True):
+            numbers[4 * place : 4 * place + 4] = count, ~count, value, ~value
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        if runtime.order_failure():
+            self.leave_if_told(number)
+        try:
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group, async_op=True)
+        except RuntimeError as error:
+            raise self.missing(number, str(error)) from error
+        assert work is not None
+        self.under_way = Exchange(number, self.digests, tensor, work)
         if self.digests != before:
             self.finish()
         else:
             _late.add(self)
-
-    def start(self, group: dist.ProcessGroup, number: int, digests: Digests) -> Exchange:
-        """The all-reduce of a check."""
-        numbers = [_ABSENT] * (4 * len(self.logs))
-        for place, (count, value) in zip(self.places, digests, strict=True):
-            numbers[4 * place : 4 * place + 4] = count, ~count, value, ~value
-        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        message = f"{number}/message"
-        if self.runtime.order_failure():
-            self.leave_if_told(message)
-        try:
-            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group, async_op=True)
-        except RuntimeError as error:
-            self.leave_if_told(message)
-            raise self.missing(str(error)) from error
-        assert work is not None
-        return Exchange(number, digests, tensor, work)
 
     def finish(self) -> None:
         """Wait for the check that is under way, if one is, and compare.
@@ -145,16 +134,14 @@ class OrderCheck:
             with contextlib.suppress(RuntimeError):  # not yet
                 exchange.work.wait(datetime.timedelta(seconds=_PERIOD_S))
                 break
-            self.leave_if_told(exchange.message)
+            self.leave_if_told(exchange.number)
             for check in list(_late):  # ranks that waited for one of these may have left by now
                 check.look()
         try:
             exchange.work.wait()
         except RuntimeError as error:
-            self.leave_if_told(exchange.message)
-            raise self.missing(str(error)) from error
-        if self.ranks_differ(exchange):
-            self.tell(exchange)
+            raise self.missing(exchange.number, str(error)) from error
+        self.compare(exchange)
 
     def look(self) -> None:
         """Raise if the check that is under way is through, and ranks differ."""
@@ -165,36 +152,33 @@ class OrderCheck:
             exchange.work.wait()
         except RuntimeError:
             return  # told at the next step
-        if self.ranks_differ(exchange):
-            self.under_way = None
-            self.tell(exchange)
+        self.under_way = None
+        self.compare(exchange)
 
-    def ranks_differ(self, exchange: Exchange) -> bool:
-        """Whether the ranks of some log had started different collectives."""
-        maxima = exchange.tensor.view(-1, 4).tolist()  # of a count, a hash, and their complements
-        return any(count != ~complement or value != ~other for count, complement, value, other in maxima)
-
-    def tell(self, exchange: Exchange) -> None:
-        """Raise what all ranks raise, after this rank has published what it had started.
+    def compare(self, exchange: Exchange) -> None:
+        """If the ranks of some log differ, raise what all ranks raise, after this rank has published what it started.
 
         One rank finds the first difference, and words it for all. If not all ranks publish soon, since one of them did
         not wait for this check, any rank that did words what is known.
         """
-        number, message = exchange.number, exchange.message
+        maxima = exchange.tensor.view(-1, 4).tolist()  # of a count, a hash, and their complements
+        if all(count == ~complement and value == ~other for count, complement, value, other in maxima):
+            return
+        number = exchange.number
         self.store.set(f"{number}/{self.rank}", json.dumps(self.marks(exchange)))
         keys = {rank: f"{number}/{rank}" for rank in self.ranks}
         deadline = time.monotonic() + min(_PATIENCE_S, self.timeout_s)
         while not self.store.check(list(keys.values())) and time.monotonic() < deadline:
-            self.leave_if_told(message)
+            self.leave_if_told(number)
             time.sleep(0.01)
         said = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
         if self.rank == self.ranks[0] or len(said) < len(self.ranks):
-            self.store.compare_set(message, "", difference_in(self.logs, said))  # the first one counts
+            self.store.compare_set(f"{number}/message", "", difference_in(self.logs, said))  # the first one counts
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
-            self.leave_if_told(message)
+            self.leave_if_told(number)
             time.sleep(0.01)
-        raise self.missing("Ranks started different gathers and reduces, and none says which.")
+        raise self.missing(number, "Ranks started different gathers and reduces, and none says which.")
 
     def marks(self, exchange: Exchange) -> dict[int, Marks]:
         """What this rank had started at that check, by index of the log."""
@@ -206,8 +190,9 @@ class OrderCheck:
             said[place] = marks
         return said
 
-    def leave_if_told(self, message: str) -> None:
+    def leave_if_told(self, number: int) -> None:
         """Raise if a difference is known: by the thread, which may have told no other rank yet, or by another rank."""
+        message = f"{number}/message"
         if failure := self.runtime.order_failure():
             self.store.compare_set(message, "", failure)
         elif self.store.check([message]):
@@ -216,8 +201,9 @@ class OrderCheck:
         if failure:
             raise RuntimeError(failure)
 
-    def missing(self, reason: str) -> RuntimeError:
-        """A rank did not come."""
+    def missing(self, number: int, reason: str) -> RuntimeError:
+        """A rank did not come, or raises a difference that is known."""
+        self.leave_if_told(number)
         return RuntimeError(
             f"zcompile: rank {self.rank} waited at an optimizer's step for the other ranks, and not all came: a rank "
             "stopped, or does not step. All ranks must step alike. No parameter was changed since the step before. The "
