@@ -90,7 +90,7 @@ def precompile(arguments: argparse.Namespace) -> bytes:
         try:
             loss(model, tree_map_only(torch.Tensor, lambda value: value.to(device), batch(0, 0)))
         except _Compiled as compiled:
-            return compiled.artifact
+            return compiled.args[0]
         raise BadInput(f"the loss of {arguments.module} did not call the module")
     finally:
         dist.destroy_process_group()
@@ -111,11 +111,7 @@ def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None
 
 
 class _Compiled(BaseException):
-    """The model was called, and compiled into `artifact`."""
-
-    def __init__(self, artifact: bytes):
-        super().__init__()
-        self.artifact = artifact
+    """The model was called, and compiled into the artifact that is the argument."""
 
 
 def imported(where: str) -> tuple[str, Callable[[], Any]]:

@@ -59,11 +59,7 @@ class ReducedSquares:
     """Sums of squares that runtimes compute as they reduce gradients, so that the norm need not read them again."""
 
     def __init__(self, models: Iterable[ShardedModel], partitions: Mapping[int, Partition]):
-        """
-        Args:
-            models: those that have the partitions.
-            partitions: by `ds_id`.
-        """
+        """`models` have the `partitions`, by `ds_id`."""
         self.runtimes = [model.runtime for model in models]
         self.places = {ds_id: (each.state.runtime, each.index) for ds_id, each in partitions.items()}
         self.versions: dict[int, int] = {}  # `ds_id` -> the gradient's version when it arrived
