@@ -63,11 +63,16 @@ def take_kernels(entry: Any) -> dict[str, bytes]:
     for graph in graphs_of(entry):
         if COLLECTIVES in graph.source_code:
             raise RuntimeError("it has collectives of its own, whose process groups have other names on other ranks.")
-        for kind, arguments in _kernels_in(graph.source_code):
+        for call in ast.walk(ast.parse(graph.source_code)):
+            if not isinstance(call, ast.Call):
+                continue
+            owner, _, kind = ast.unparse(call.func).rpartition(".")
+            if owner != "async_compile":
+                continue
             if kind not in KNOWN:
                 raise RuntimeError(f"it has kernels of Inductor's kind {kind!r}, which cannot be saved.")
             if kind == "cpp_pybinding":
-                argument_types, source = arguments
+                argument_types, source = map(ast.literal_eval, call.args)
                 kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)
                 libraries[kernel_key(argument_types, source)] = Path(kernel.__self__.__file__).read_bytes()
         graph.source_code = graph.source_code.replace(MAKE, MAKE_FROM_FILE)
@@ -76,36 +81,22 @@ def take_kernels(entry: Any) -> dict[str, bytes]:
     return libraries
 
 
-def _kernels_in(source: str) -> Iterator[tuple[str, list[Any]]]:
-    """Of each call of `async_compile` in a module: the method, and its arguments where they are C++."""
-    for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        if isinstance(node.func.value, ast.Name) and node.func.value.id == "async_compile":
-            is_cpp = node.func.attr == "cpp_pybinding"
-            yield node.func.attr, [ast.literal_eval(argument) for argument in node.args] if is_cpp else []
-
-
 def install_kernels(libraries: Mapping[str, bytes]) -> None:
     """Let modules find `libraries`, as `take_kernels` returned them.
 
     They are files in Inductor's cache folder, because only a file can be loaded. Ranks of a host share them.
     """
     for key, library in libraries.items():
-        if key not in _files or not _files[key].exists():
-            _files[key] = _stored(library)
-
-
-def _stored(library: bytes) -> Path:
-    path = Path(cache_dir()) / "zcompile" / f"{hashlib.sha256(library).hexdigest()}.so"
-    if not path.exists() or path.read_bytes() != library:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(library)
-        os.chmod(temporary, 0o755)
-        os.replace(temporary, path)
-    return path
+        if key in _files and _files[key].exists():
+            continue
+        _files[key] = path = Path(cache_dir()) / "zcompile" / f"{hashlib.sha256(library).hexdigest()}.so"
+        if not path.exists() or path.read_bytes() != library:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(library)
+            os.chmod(temporary, 0o755)
+            os.replace(temporary, path)
 
 
 def install_modules(entry: Any) -> None:

@@ -82,18 +82,17 @@ def _refuse_layouts(state: ShardedModel) -> None:
     ranks = set(state.mesh.mesh.flatten().tolist())
     for each in models_of(state):
         for sharded in each.parameters.values():
-            if sharded.layout.inner is not None:
-                raise ArtifactError(
-                    f"zcompile: no artifact can hold the model: parameter '{sharded.name}' is read as a DTensor over "
-                    f"{sharded.layout.inner.mesh.mesh_dim_names}, whose code has this rank's place in it."
-                )
             # Those that have a part of it. DeepSpeed's parameters are no DTensors.
             mesh = sharded.parameter.device_mesh if isinstance(sharded.parameter, DTensor) else each.mesh
-            if not set(mesh.mesh.flatten().tolist()) <= ranks:
-                raise ArtifactError(
-                    f"zcompile: no artifact can hold the model: parameter '{sharded.name}' has ranks that the mesh "
-                    f"{state.mesh.mesh_dim_names} does not have."
+            if (inner := sharded.layout.inner) is not None:
+                reason = (
+                    f"is read as a DTensor over {inner.mesh.mesh_dim_names}, whose code has this rank's place in it"
                 )
+            elif not set(mesh.mesh.flatten().tolist()) <= ranks:
+                reason = f"has ranks that the mesh {state.mesh.mesh_dim_names} does not have"
+            else:
+                continue
+            raise ArtifactError(f"zcompile: no artifact can hold the model: parameter '{sharded.name}' {reason}.")
 
 
 def first_line(error: Exception) -> str:

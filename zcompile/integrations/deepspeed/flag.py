@@ -12,7 +12,6 @@ import importlib.abc
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -34,9 +33,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     asks_others = False  # while it does, it finds nothing itself
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The engine's spec, whose loader also wraps the engine; None for all other modules."""
         if name != _ENGINE or self.asks_others:
             return None
