@@ -50,10 +50,7 @@ def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapp
 
 
 def decode(data: bytes, name: str) -> Artifact:
-    """What is in the bytes of a file; unpickles nothing.
-
-    Args:
-        name: of the file, for errors.
+    """What is in the bytes of a file, which errors call `name`; unpickles nothing.
 
     Raises:
         ArtifactError: they are no such file, or damaged.

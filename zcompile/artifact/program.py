@@ -126,10 +126,7 @@ class Program:
     """What a file holds, loaded for one model."""
 
     def __init__(self, artifact: Artifact, model: nn.Module, name: str):
-        """Unpickles, so all checks of `artifact` must have passed.
-
-        Args:
-            name: of the file, for errors.
+        """Unpickles, so all checks of `artifact` must have passed. Errors call the file `name`.
 
         Raises:
             ArtifactError: a source file or a function is not what it was when the file was made.

@@ -55,11 +55,7 @@ def started_by_rank(runtime: _C.Model, groups: Groups) -> Callable[[int], int]:
 
 
 class OrderWatch:
-    """A thread that compares this rank with the one before it, and learns what others found.
-
-    Args:
-        timeout_s: of the group's collectives.
-    """
+    """A thread that compares this rank with the one before it, and learns what others found."""
 
     def __init__(self, runtime: _C.Model, groups: Groups, timeout_s: float):
         self.rank = groups.rank

@@ -91,11 +91,7 @@ class LeanStep:
             setattr(self.optimizer, name, getattr(self, name.lstrip("_")))
 
     def remove(self, restore_buffers: bool) -> None:
-        """Let DeepSpeed do the step again.
-
-        Args:
-            restore_buffers: whether to give DeepSpeed its buffers, too, with this step's gradients in them.
-        """
+        """Let DeepSpeed do the step again, with its buffers and this step's gradients in them if `restore_buffers`."""
         while self.originals:
             self.optimizer.__dict__.pop(self.originals.popitem()[0], None)
         self.reduced_squares = None  # it refers to the runtime

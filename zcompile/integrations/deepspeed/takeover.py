@@ -61,11 +61,7 @@ class Takeover:
     REPLACED = ("compile", "forward", "step", "destroy")  # methods of the engine that ones of here replace
 
     def __init__(self, engine: Any, options: Mapping[str, Any]):
-        """
-        Args:
-            engine: a DeepSpeedEngine with ZeRO-3.
-            options: the backend's options, see `zcompile.options.Settings`, and "artifact".
-        """
+        """`engine` is a DeepSpeedEngine with ZeRO-3; `options` are those of the backend, and "artifact"."""
         self.engine = engine
         self.original = type(engine)  # has DeepSpeed's own methods
         self.options = {name: value for name, value in options.items() if name != "artifact"}
@@ -234,8 +230,7 @@ class Takeover:
     def compile_modules(self, compile_kwargs: Mapping[str, Any]) -> None:
         """Compile the regions that were compiled with another backend before; if there are none, the whole module.
 
-        Args:
-            compile_kwargs: of `torch.compile`; backend and options are ignored.
+        Of `compile_kwargs`, which are those of `torch.compile`, backend and options are ignored.
         """
         compile_kwargs = {name: value for name, value in compile_kwargs.items() if name not in ("backend", "options")}
         if compile_kwargs.get("mode") in (None, "default"):
@@ -286,11 +281,7 @@ class Takeover:
             partition.let_reduce_add_to(self.lean_step.gradients[parameter.ds_id])
 
     def give_back(self, reason: str, restore: bool = True) -> None:
-        """Let DeepSpeed gather and reduce again.
-
-        Args:
-            restore: whether to restore DeepSpeed's hooks and buffers. An engine that is destroyed needs none.
-        """
+        """Let DeepSpeed gather and reduce again. `restore` its hooks and buffers: a destroyed engine needs none."""
         if self.given_back:
             return
         self.given_back = reason
