@@ -15,6 +15,8 @@ from torch.distributed._functional_collectives import all_reduce
 import zcompile
 from tests.support.artifacts import cache_in
 from tests.support.fake_ranks import as_rank
+from tests.support.parallel import WIDTH, Dense, mesh_of, spread_dense
+from tests.support.ranks import on_ranks
 from zcompile.artifact.file_format import ArtifactError
 from zcompile.artifact.program import make
 from zcompile.cli import main
@@ -143,3 +145,12 @@ def test_a_model_with_collectives_is_refused(inductor_cache):
         model = zcompile.shard(Reducing())
         with pytest.raises(ArtifactError, match=r"collectives of its own|a process group is another one"):
             make(model, parse_options(None), None, (torch.ones(2, 4),), {})
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_model_that_reads_dtensors_is_refused(rank, world):
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    model = zcompile.shard(spread_dense(Dense(1), mesh["tp"], sequence=False), mesh["dp"])
+    with pytest.raises(ArtifactError, match=r"'blocks.0.attention.q.weight' is read as a DTensor over .*'tp'"):
+        make(model, parse_options(None), None, (torch.randn(2, 6, WIDTH),), {})
