@@ -1,9 +1,7 @@
-"""Looks at a page in a headless browser: the Chromium that is installed, else Qt's, which comes as wheels."""
+"""Looks at a page in the headless browser of Qt, which comes as wheels."""
 
-import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,52 +22,18 @@ def look(page: Path, screenshot: Path) -> tuple[str, str]:
     Raises:
         NoBrowser: there is nothing to look with.
     """
-    return _browser()(page.as_uri(), screenshot)
-
-
-@functools.cache
-def _browser():
-    """The first that shows a page of one word."""
-    why = []
-    installed = filter(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
-    for browser in (*(functools.partial(_chromium, name) for name in installed), _qt):
-        try:
-            if ">word</p>" in browser("data:text/html,<p>word</p>", os.devnull)[1]:
-                return browser
-            why.append("a page has nothing in it")
-        except subprocess.CalledProcessError as error:
-            why.append((error.stderr.splitlines() or [str(error)])[-1])
-        except subprocess.TimeoutExpired as error:
-            why.append(str(error))
-    raise NoBrowser("; ".join(why))
-
-
-def _run(*command, **environment):
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=os.environ | environment
-    )
-
-
-def _chromium(name, url, screenshot):
-    command = [
-        name,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--window-size={},{}".format(*SIZE),
-        "--enable-logging=stderr",
-    ]
-    looked = _run(*command, "--dump-dom", url)
-    _run(*command, f"--screenshot={screenshot}", url)
-    return "\n".join(line for line in looked.stderr.splitlines() if "CONSOLE" in line), looked.stdout
+    try:
+        return _qt(page.as_uri(), screenshot)
+    except subprocess.CalledProcessError as error:
+        raise NoBrowser((error.stderr.splitlines() or [str(error)])[-1]) from error
 
 
 def _qt(url, screenshot):
     """In a process of its own, which Qt takes with it when it cannot start."""
-    flags = "--no-sandbox --disable-gpu"
-    run = _run(sys.executable, __file__, url, screenshot, QT_QPA_PLATFORM="offscreen", QTWEBENGINE_CHROMIUM_FLAGS=flags)
-    return json.loads(run.stdout)
+    flags = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--no-sandbox --disable-gpu"}
+    command = [sys.executable, __file__, url, screenshot]
+    settings = {"check": True, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
+    return json.loads(subprocess.run(command, env=os.environ | flags, **settings).stdout)
 
 
 def _look_with_qt(url, screenshot):
