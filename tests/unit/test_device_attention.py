@@ -36,13 +36,9 @@ def ops_of(widths, dtype=torch.bfloat16, mask=False, hardware=A100, **how):
         with DeviceAttention(hardware):
             gm = make_fx(step)(query, key, value)
     names = [str(node.target).split(".")[1] for node in gm.graph.nodes if "dot_product" in str(node.target)]
-    shapes = [tuple(value.shape) for value in gm.graph.output_node().args[0] and _values(gm)]
+    shapes = [tuple(node.meta["val"].shape) for node in gm.graph.output_node().args[0]]
     assert shapes == [(2, 4, 64, widths[1]), *((2, 4, 64, width) for width in (widths[0], *widths))]
     return names
-
-
-def _values(gm):
-    return [node.meta["val"] for node in gm.graph.output_node().args[0]]
 
 
 @pytest.mark.parametrize(
@@ -86,15 +82,20 @@ def latent():
     return LatentAttention(), lambda step, rank: torch.randn(1, 4096, 64), lambda model, x: model(x).float().mean()
 
 
+def graphs_of(folder, module, *arguments):
+    """What `zcompile explain` says of a module's graphs on two ranks."""
+    file = folder / "plan.json"
+    assert main(["explain", "--module", module, "--ranks", "2", "--json", str(file), *arguments]) == 0
+    (plan,) = json.loads(file.read_text())["ranks"]
+    return plan["graphs"]
+
+
 def test_explain_for_a_gpu_has_no_scores_in_memory(tmp_path):
     """On the CPU, where they are, they are 8 x 4096 x 4096 numbers."""
     live = {}
     for hardware in ("h200", "cpu"):
-        file = tmp_path / f"{hardware}.json"
-        arguments = ["--module", f"{__file__}:latent", "--ranks", "2", "--hardware", hardware, "--json", str(file)]
-        assert main(["explain", *arguments]) == 0
-        (plan,) = json.loads(file.read_text())["ranks"]
-        live[hardware] = max(graph["live_bytes"] for graph in plan["graphs"])
+        graphs = graphs_of(tmp_path, f"{__file__}:latent", "--hardware", hardware)
+        live[hardware] = max(graph["live_bytes"] for graph in graphs)
     scores_bytes = 2 * 8 * 4096 * 4096
     assert live["h200"] < scores_bytes < live["cpu"]
 
@@ -113,22 +114,18 @@ def flex():
 
 def test_flex_attention_is_explained_without_a_gpu(tmp_path, capsys):
     """torch refuses its backward on CPUs; what a GPU runs is known all the same."""
-    arguments = ["--module", f"{__file__}:flex", "--ranks", "2"]
-    assert main(["explain", *arguments, "--json", str(tmp_path / "plan.json")]) == 0
-    (plan,) = json.loads((tmp_path / "plan.json").read_text())["ranks"]
-    assert [graph["kind"] for graph in plan["graphs"]] == ["forward", "backward"]
+    assert [graph["kind"] for graph in graphs_of(tmp_path, f"{__file__}:flex")] == ["forward", "backward"]
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        main(["explain", *arguments, "--hardware", "cpu"])
+        graphs_of(tmp_path, f"{__file__}:flex", "--hardware", "cpu")
     assert "does not support backward on CPU" in capsys.readouterr().err
 
 
 def test_a_triton_kernel_is_explained_without_a_gpu(tmp_path):
     """With what it writes, else its inputs would be copied, of which torch warns."""
     pytest.importorskip("triton")
-    file, module = tmp_path / "plan.json", Path(__file__).parents[2] / "benchmarks/custom_kernels.py:triton_swiglu"
+    module = Path(__file__).parents[2] / "benchmarks/custom_kernels.py:triton_swiglu"
     with mock.patch.object(triton_kernel_wrap.log, "warning") as warn:  # torch's loggers do not reach caplog
-        assert main(["explain", "--module", str(module), "--ranks", "1", "--json", str(file)]) == 0
+        graphs = graphs_of(tmp_path, str(module))
     assert not any("every input is mutated" in str(call) for call in warn.call_args_list)
-    (plan,) = json.loads(file.read_text())["ranks"]
-    assert [graph["kind"] for graph in plan["graphs"]] == ["forward", "backward"]
+    assert [graph["kind"] for graph in graphs] == ["forward", "backward"]

@@ -45,12 +45,6 @@ def test_every_file_of_a_pass_is_in_the_pipeline():
     assert set(pass_names()) - {"warn_over_budget"} == set(SUBMODULES) - NOT_PASSES
 
 
-@pytest.mark.parametrize("name", SUBMODULES)
-def test_the_package_has_no_other_thing_of_a_submodules_name(name):
-    submodule = importlib.import_module(f"zcompile.passes.{name}")
-    assert getattr(zcompile.passes, name) is submodule and isinstance(submodule, types.ModuleType)
-
-
 def test_the_page_has_every_pass_in_order():
     page = (Path(__file__).resolve().parents[2] / "docs/passes.md").read_text()
     listed = re.findall(r"^- `(\w+)`: ", page.partition("## The planner")[0], re.MULTILINE)

@@ -30,15 +30,7 @@ def test_intervals_against_points():
 
 
 def event(name, category, begin, end, thread=1):
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "ts": begin,
-        "dur": end - begin,
-        "tid": thread,
-        "args": {"stream": thread},
-    }
+    return ranged(name, begin, end, thread, category, stream=thread)
 
 
 STEP = event("zcompile.profile::step", "user_annotation", 0, 1000)
