@@ -76,8 +76,7 @@ def test_trains_as_unsharded(two_ranks, kind):
         pytest.skip(f"{kind} cannot be made small or be compiled: {reasons[0].splitlines()[0][:200]}")
 
 
-IN_CI = [("diffusion", "dit")]  # of transformers, tests/distributed/test_training.py has a model
-OF_ALL_KINDS = [
+KINDS = [
     *(
         ("images", kind)
         for kind in ("resnet", "convnext", "regnet", "mobilenet_v2", "poolformer", "vit", "swin", "pvt")
@@ -94,19 +93,17 @@ OF_ALL_KINDS = [
 ]
 
 
-@pytest.mark.parametrize("task, kind", IN_CI)
-def test_models_of_other_kinds_train_as_unsharded(two_ranks, task, kind):
+IN_CI = ("diffusion", "dit", "aot_eager")  # of transformers, tests/distributed/test_training.py has a model
+
+
+@pytest.mark.parametrize(
+    "task, kind, inner",
+    [
+        pytest.param(*each, inner, marks=() if (*each, inner) == IN_CI else pytest.mark.slow)
+        for inner in ("inductor", "aot_eager")
+        for each in KINDS
+    ],
+)
+def test_models_of_all_kinds_train_as_unsharded(two_ranks, task, kind, inner):
     """Importing diffusers takes most of the time."""
-    assert two_ranks.run(rank_trains, task, kind, "aot_eager") == [None, None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task, kind", OF_ALL_KINDS)
-def test_models_of_all_kinds_train_under_inductor(two_ranks, task, kind):
-    assert two_ranks.run(rank_trains, task, kind, "inductor", timeout=600) == [None, None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task, kind", OF_ALL_KINDS)
-def test_models_of_all_kinds_train_under_aot_eager(two_ranks, task, kind):
-    assert two_ranks.run(rank_trains, task, kind, "aot_eager", timeout=600) == [None, None]
+    assert two_ranks.run(rank_trains, task, kind, inner, timeout=600) == [None, None]

@@ -5,9 +5,10 @@ import torch
 from torch._dynamo.utils import counters
 
 import zcompile
+from tests.support.architectures import hugging_face
 from tests.support.artifacts import as_bytes, cache_in
 from tests.support.fake_ranks import as_rank
-from tests.support.models import batch, hugging_face
+from tests.support.models import batch
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.architectures import hugging_face
 from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
-from tests.support.models import Transformer, batch, hugging_face
+from tests.support.models import Transformer, batch
 from tests.support.ranks import on_ranks
 from tests.support.reference import full, lm_loss, train_beside
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.support.architectures import hugging_face
 from tests.support.blocks import shard_in_blocks
 from tests.support.ranks import on_ranks
 
@@ -30,36 +31,13 @@ class PassesOn(nn.Module):
 
 
 def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=16,
-            d_model=8,
-            d_kv=4,
-            d_ff=16,
-            num_layers=2,
-            num_heads=2,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,
-            decoder_start_token_id=0,
-        )
-    )
+    return hugging_face("t5")
 
 
 def lora_on_all_linears():
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules="all-linear"))
+    return get_peft_model(hugging_face("llama"), LoraConfig(r=2, target_modules="all-linear"))
 
 
 @pytest.mark.parametrize("make", [PassesOn, t5, lora_on_all_linears])

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
+from tests.support.architectures import VOCABULARY, hugging_face, hugging_face_loss
 from tests.support.meshes import short_mesh
-from tests.support.models import VOCABULARY, Transformer, batch, hugging_face, hugging_face_loss
+from tests.support.models import Transformer, batch
 from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, same_grads
 from tests.support.time_limits import scaled

@@ -8,15 +8,15 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.architectures import hugging_face, hugging_face_loss
 from tests.support.mixtures import MixtureModel
-from tests.support.models import hugging_face, hugging_face_loss
 from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
 from tests.support.units import routed_loss
 from zcompile.state.sharded_model import state_of
 
 INNERS = (None, "aot_eager", "inductor")
-UNITS = {"mixtral": "MixtralExperts", "deepseek_v3": "DeepseekV3Experts", "llama4": None}
+UNITS = {"mixtral": "MixtralExperts", "deepseek_v3": "DeepseekV3Experts", "llama4_text": None}
 
 
 def sharded(model, inner=None):
@@ -53,7 +53,7 @@ def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama4", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama4_text", "deepseek_v3"])
 @on_ranks(2)
 def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name):
     """Hooks, checkpoints, and experts that Dynamo does not trace."""
@@ -61,7 +61,7 @@ def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name
     model = hugging_face(name, experts="eager")
     for layer in model.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        mixture = layer.feed_forward if name == "llama4" else layer.mlp
+        mixture = layer.feed_forward if name == "llama4_text" else layer.mlp
         mixture.register_forward_hook(lambda module, args, out: None)
         if hasattr(mixture, "experts"):
             mixture.experts.forward = torch._dynamo.disable(mixture.experts.forward)

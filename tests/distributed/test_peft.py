@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import zcompile
-from tests.support.models import hugging_face, hugging_face_loss
+from tests.support.architectures import hugging_face, hugging_face_loss
 from tests.support.packed import Quantized, quantized_loss
 from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, compiled, full, train_beside

@@ -11,18 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
+from tests.support.architectures import HUGGING_FACE, hugging_face, hugging_face_loss
 from tests.support.meshes import short_mesh
-from tests.support.models import (
-    HUGGING_FACE,
-    Block,
-    Sometimes,
-    Transformer,
-    batch,
-    hugging_face,
-    hugging_face_loss,
-    loss_of,
-    sometimes_loss,
-)
+from tests.support.models import Block, Sometimes, Transformer, batch, loss_of, sometimes_loss
 from tests.support.ranks import on_ranks
 from tests.support.reference import (
     BF16,

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from tests.support.models import Transformer, batch, hugging_face
+from tests.support.architectures import hugging_face
+from tests.support.models import Transformer, batch
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, full, lm_loss, train_beside
 from zcompile.unsharding.unshard import hash_of

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import zcompile
+from tests.support.architectures import VOCABULARY, hugging_face
 from tests.support.gpu import sharded_over
-from tests.support.models import VOCABULARY, batch, hugging_face
+from tests.support.models import batch
 from tests.support.packed import Quantized
 from tests.support.ranks import on_gpus
 from tests.support.reference import train_beside

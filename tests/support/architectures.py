@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.diffusion import DIFFUSION, diffusion_loss
+from tests.support.diffusion import KINDS, diffusion_loss, diffusion_model
 
 TASKS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
@@ -28,6 +28,7 @@ LANGUAGE = ("causal", "masked", "seq2seq")
 MOST_PARAMETERS = 30_000_000
 
 VOCABULARY, LABELS, IMAGE, SAMPLES, FRAMES = 64, 5, 64, 3200, 64
+TOKENS = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
 # What configs call their sizes. Each takes those that it has.
 SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
@@ -67,12 +68,8 @@ SIZES = {
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
     "attention_window": [8, 8],
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "decoder_start_token_id": 1,
-    "eos_token_id": 2,
     "sep_token_id": 2,
+    **TOKENS,
 }
 LATENT = {"head_dim": 4, "num_key_value_heads": 4}  # of attention whose keys and values are made of one vector
 # Of models of images and sound; arguments of a config, since some of its other values follow from these.
@@ -92,11 +89,7 @@ SENSES = {
     "mask_feature_prob": 0.0,
     "layerdrop": 0.0,
     "max_length": FRAMES,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "decoder_start_token_id": 1,
-    "eos_token_id": 2,
+    **TOKENS,
 }
 WIDTHS = ("hidden_sizes", "embed_dims", "neck_hidden_sizes", "embed_dim", "embedding_size", "decoder_hidden_size")
 
@@ -108,7 +101,7 @@ class CannotBeMade(Exception):
 def kinds(task: str) -> list[str]:
     """The kinds of model for `task` that the installed library has."""
     if task == "diffusion":
-        return sorted(DIFFUSION)
+        return sorted(KINDS)
     from transformers.models.auto import modeling_auto
 
     return sorted(getattr(modeling_auto, TASKS[task][1]))
@@ -152,10 +145,35 @@ def _candidates(task: str, kind: str) -> Iterator[dict[str, Any]]:
     yield {name: SENSES[name] for name in few if hasattr(config, name)}
 
 
+HUGGING_FACE = ("llama", "qwen3", "gpt2", "t5", "vit", "mixtral", "deepseek_v3", "llama4_text")
+TASK_OF = {"t5": "seq2seq", "vit": "images"}  # the others are causal
+
+
+def hugging_face(kind: str, experts: str = "batched_mm") -> nn.Module:
+    """A `small` model of transformers that can generate.
+
+    Args:
+        experts: how a mixture computes its experts: "eager" loops over those that tokens hit.
+    """
+    model = small(TASK_OF.get(kind, "causal"), kind)
+    if kind in ("mixtral", "deepseek_v3", "llama4_text"):
+        model.config._experts_implementation = experts
+    if kind == "gpt2":
+        model.loss_type = "ForCausalLM"  # else it logs a warning in forward, which breaks any full graph
+    if kind != "vit":
+        model.generation_config.use_cache = True
+    return model
+
+
+def hugging_face_loss(kind: str, model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The loss of `hugging_face(kind)` on the batch that `rank` sees at `step`."""
+    return loss_of(TASK_OF.get(kind, "causal"))(model, step, rank)
+
+
 def _make(task: str, kind: str, arguments: dict[str, Any]) -> Any:
     if task == "diffusion":
         torch.manual_seed(0)
-        return DIFFUSION[kind]().train()
+        return diffusion_model(kind).train()
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.architectures import HUGGING_FACE, hugging_face
 from tests.support.mixtures import WIDTH, Expert, Experts, Mixture, StackedExperts
-from tests.support.models import HUGGING_FACE, Transformer, hugging_face
+from tests.support.models import Transformer
 from zcompile.units.find import check_units, default_units, find_units, implementations
 
 
