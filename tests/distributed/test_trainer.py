@@ -5,13 +5,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.huggingface import (
+    ARGUMENTS,
     LOSSES,
     Sentences,
     forget_accelerate,
     history,
+    losses_after,
+    of_four_sequences,
     of_transformers,
     sharded_by_fsdp2,
     tiny_llama,
+    whole_state,
 )
 from tests.support.ranks import on_ranks
 
@@ -19,13 +23,8 @@ from tests.support.ranks import on_ranks
 def arguments(folder, **others):
     from transformers import TrainingArguments
 
-    given = {
-        "learning_rate": 1e-2, "max_steps": 6, "logging_steps": 1, "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 3,
-        "report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "seed": 1,
-        "per_device_eval_batch_size": 2, "average_tokens_across_devices": True,
-    }  # fmt: skip
-    return TrainingArguments(str(folder), **{**given, **others})
+    given = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": 3, "save_strategy": "no"}
+    return TrainingArguments(str(folder), **ARGUMENTS | given | others, average_tokens_across_devices=True)
 
 
 def begin(folder, **others):
@@ -67,19 +66,13 @@ def rank_saves(rank, world, folder):
     trainer = begin(folder, save_strategy="steps", save_steps=3, **of_four_sequences(world))
     trainer.train()
     trainer.save_model(f"{folder}/whole")
-    parameters = trainer.accelerator.get_state_dict(trainer.model)
-    return history(trainer)["loss"][3:], {name: value.clone() for name, value in parameters.items()}
+    return losses_after(trainer, 3), whole_state(trainer)
 
 
 def rank_resumes(rank, world, folder):
     trainer = begin(folder, **of_four_sequences(world))
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
-    return [each["loss"] for each in trainer.state.log_history if each.get("step", 0) > 3 and "loss" in each]
-
-
-def of_four_sequences(world):
-    """A step has the same sequences, whatever the number of ranks."""
-    return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
+    return losses_after(trainer, 3)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 import zcompile
-from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, history, tiny_llama
+from tests.support.huggingface import ARGUMENTS, LOSSES, Sentences, forget_accelerate, history, losses_after, tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -32,29 +32,25 @@ class Whole(Sentences):
 def arguments(folder, world, **others):
     from transformers import TrainingArguments
 
-    given = {
-        "learning_rate": 1e-2, "max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 4 // world,
-        "max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4 // world,
-        "report_to": [], "save_strategy": "steps", "save_steps": 2, "disable_tqdm": True, "use_cpu": True, "seed": 1,
-    }  # fmt: skip
-    return TrainingArguments(str(folder), **{**given, **others})
+    sizes = {"per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 4 // world}
+    given = sizes | {"max_steps": 4, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    return TrainingArguments(str(folder), **ARGUMENTS | given | others)
 
 
-def begin(folder, world, **others):
+def begin(folder, world, kind=None, **others):
     from zcompile.integrations.huggingface import Trainer
 
     forget_accelerate()
     torch._dynamo.reset()
     args = arguments(folder, world, **others)
-    return Trainer(with_lora(), args, train_dataset=Whole(), eval_dataset=Whole(12))
+    return (kind or Trainer)(with_lora(), args, train_dataset=Whole(), eval_dataset=Whole(12))
 
 
 def rank_trains_alone(rank, world, folder):
     """transformers' own Trainer on one process: what it logs, and the adapters."""
     from transformers import Trainer
 
-    forget_accelerate()
-    trainer = Trainer(with_lora(), arguments(folder, 1), train_dataset=Whole(), eval_dataset=Whole(12))
+    trainer = begin(folder, 1, Trainer)
     trainer.train()
     trainer.save_model()
     return history(trainer)
@@ -77,7 +73,7 @@ def rank_trains(rank, world, folder, how):
 def rank_resumes(rank, world, folder, how):
     trainer = begin(folder, world, **how)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    return [each["loss"] for each in trainer.state.log_history if each.get("step", 0) > 2 and "loss" in each]
+    return losses_after(trainer, 2)
 
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "zcompile"}

@@ -1,6 +1,7 @@
 """A tiny Llama, its data, and the same program under FSDP2: for tests of accelerate, Trainer and TRL."""
 
 import os
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -8,20 +9,24 @@ from torch.distributed.fsdp import fully_shard
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 VOCABULARY = 64
+ARGUMENTS = {
+    "learning_rate": 1e-2, "logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+    "max_grad_norm": 0.5, "eval_strategy": "steps", "report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 1,
+}  # fmt: skip
 LOSSES = 1e-5  # of two fp32 runs that add up in another order
 
 
-def tiny_llama(layers: int = 2):
+def tiny_llama(layers: int = 2, kind: str = "LlamaForCausalLM", **how: Any):
     """The same on every rank. One rank of two has a shard with fewer rows, and rows of 3 norms do not divide by 4."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=VOCABULARY - 1, hidden_size=18, intermediate_size=30, num_hidden_layers=layers,
         num_attention_heads=3, num_key_value_heads=1, head_dim=6, max_position_embeddings=32, use_cache=False,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **how,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return getattr(transformers, kind)(config)
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -61,6 +66,21 @@ def history(trainer) -> dict[str, list[float]]:
     """Losses, norms and losses of evaluations that a trainer has logged."""
     logged = trainer.state.log_history
     return {name: [each[name] for each in logged if name in each] for name in ("loss", "grad_norm", "eval_loss")}
+
+
+def losses_after(trainer, step: int) -> list[float]:
+    """Losses that a trainer has logged after `step`."""
+    return [each["loss"] for each in trainer.state.log_history if each.get("step", 0) > step and "loss" in each]
+
+
+def whole_state(trainer) -> dict[str, torch.Tensor]:
+    """What a trainer has trained."""
+    return {name: value.clone() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
+
+
+def of_four_sequences(world: int) -> dict[str, Any]:
+    """A step has the same sequences, whatever the number of ranks."""
+    return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
 
 
 def of_transformers(model):
