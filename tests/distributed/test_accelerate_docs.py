@@ -1,7 +1,5 @@
 """The Python blocks of docs/accelerate.md, as a reader would run them."""
 
-import os
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -20,10 +18,9 @@ def rank_runs(rank, world, folder, number):
     from zcompile.integrations.huggingface import Trainer
 
     forget_accelerate()
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.chdir(folder)
         arguments = {"use_cpu": True, "max_steps": 2, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
         args = TrainingArguments("out", **arguments)
         args.device  # noqa: B018  # the process group
@@ -31,9 +28,6 @@ def rank_runs(rank, world, folder, number):
         names = {"model": model, "args": args, "dataset": Sentences(8), "Trainer": Trainer}
         names["optimizer"] = torch.optim.AdamW(model.parameters()) if "optimizer" in BLOCKS[number] else None
         exec(BLOCKS[number], names | {"loader": DataLoader(Sentences(8), batch_size=2)})
-    finally:
-        os.chdir(before)
-        del os.environ["ACCELERATE_USE_CPU"]
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

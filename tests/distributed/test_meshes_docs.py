@@ -1,7 +1,5 @@
 """The Python blocks of docs/meshes.md, as a reader would run them."""
 
-import os
-
 import pytest
 import torch
 
@@ -11,13 +9,10 @@ BLOCKS = python_blocks("docs/meshes.md")
 
 
 def rank_runs(rank, world, folder, number):
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        names = {}
+    names = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         exec(BLOCKS[number], names)
-    finally:
-        os.chdir(before)
     assert all(torch.isfinite(parameter.to_local()).all() for parameter in names["model"].parameters())
     return names["norm"].item()
 

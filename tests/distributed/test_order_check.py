@@ -66,7 +66,8 @@ class Checks:
         return self.original(tensor, *args, **kwargs)
 
 
-def rank_steps_on_another_expert(rank, world):
+@on_ranks(2)
+def test_no_step_on_what_ranks_mixed_up(rank, world):
     model = experts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for second in (False, True):
@@ -74,47 +75,29 @@ def rank_steps_on_another_expert(rank, world):
         optimizer.step()
     backward(model, rank == 1)
     message = difference_at_step(optimizer, model)
+    assert DIFFERENT in message
+    assert "number 5 is gather 'a.weight' on rank 0 and gather 'b.weight' on rank 1" in message
     with pytest.raises(RuntimeError, match=DIFFERENT):  # nor does anything else go on
         model(torch.ones(2, 6))
     assert difference_at_step(optimizer, model) == message
-    return message
 
 
-def test_no_step_on_what_ranks_mixed_up(ranks):
-    first, second = ranks(2).run(rank_steps_on_another_expert)
-    assert first == second and DIFFERENT in first
-    assert "number 5 is gather 'a.weight' on rank 0 and gather 'b.weight' on rank 1" in first
-
-
-def rank_compares_once_a_step(rank, world):
-    models = [experts(), experts()]
+@pytest.mark.parametrize("count", [1, 2])
+@on_ranks(2)
+def test_a_step_costs_one_small_collective_for_each_mesh(rank, world, count):
+    meshes = [short_mesh(LONG_S) for _ in range(count)]  # each has a group
+    models = [experts(mesh=meshes[i % count]) for i in range(2)]
     optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()])
     with Checks() as checks:
         for step in range(20):
             for model in models:
                 backward(model, step % 2 == 1)
             optimizer.step()
-    assert checks.count == 40  # two meshes, so two groups
+    assert checks.count == 20 * count
     other = nn.Linear(2, 2)
     with Checks() as checks:
         torch.optim.SGD(other.parameters()).step()
     assert checks.count == 0
-
-
-def rank_compares_once_a_group(rank, world):
-    mesh = short_mesh(60)
-    models = [experts(mesh=mesh), experts(mesh=mesh)]
-    optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()])
-    for model in models:
-        backward(model)
-    with Checks() as checks:
-        optimizer.step()
-    assert checks.count == 1
-
-
-def test_a_step_costs_one_small_collective_for_each_mesh(ranks):
-    ranks(2).run(rank_compares_once_a_step)
-    ranks(2).run(rank_compares_once_a_group)
 
 
 @on_ranks(2)
@@ -147,24 +130,22 @@ def test_all_ranks_may_skip_a_step(rank, world):
     assert DIFFERENT in difference_at_step(optimizer, model)
 
 
-def rank_does_not_step(rank, world):
+@on_ranks(2)
+def test_a_rank_that_does_not_step_is_an_error_of_the_others(rank, world):
     seconds = scaled(3)
     model = experts(seconds)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model)
     if rank == 1:
         time.sleep(1.4 * seconds)
-        return ""
-    return difference_at_step(optimizer, model)
-
-
-def test_a_rank_that_does_not_step_is_an_error_of_the_others(ranks):
-    message = ranks(2).run(rank_does_not_step)[0]
+        return
+    message = difference_at_step(optimizer, model)
     assert "rank 0 waited at an optimizer's step for the other ranks, and not all came" in message
     assert "The last gather or reduce that rank 0 started is number 2, reduce 'a.weight'" in message
 
 
-def rank_hangs_in_a_gather(rank, world):
+@on_ranks(2)
+def test_a_rank_at_its_step_is_told_what_the_thread_finds(rank, world):
     """Rank 1 waits for a parameter, rank 0 at its step. The thread finds that they differ."""
     seconds = scaled(6)
     model = experts(seconds, period_s=0.2)
@@ -175,20 +156,20 @@ def rank_hangs_in_a_gather(rank, world):
         message = difference_at_step(optimizer, model)
         assert time.monotonic() - begin < 0.8 * seconds
         time.sleep(seconds)
-        return message
-    with pytest.raises(RuntimeError) as raised:
-        for _ in range(100):
-            model(torch.ones(2, 6))
-    return str(raised.value)
+    else:
+        with pytest.raises(RuntimeError) as raised:
+            for _ in range(100):
+                model(torch.ones(2, 6))
+        message = str(raised.value)
+    assert DIFFERENT in message and "'a.weight'" in message and "'b.weight'" in message
 
 
-def test_a_rank_at_its_step_is_told_what_the_thread_finds(ranks):
-    for message in ranks(2).run(rank_hangs_in_a_gather):
-        assert DIFFERENT in message and "'a.weight'" in message and "'b.weight'" in message
+@on_ranks(2)
+def test_a_rank_that_starts_none_is_a_step_ahead_at_most(rank, world):
+    """As peer to peer, where what is gathered and reduced is no collective.
 
-
-def rank_starts_none(rank, world):
-    """As peer to peer, where what is gathered and reduced is no collective."""
+    The first step of rank 0 waits for no rank, and the second for the first one of rank 1.
+    """
     model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model)
@@ -200,13 +181,7 @@ def rank_starts_none(rank, world):
         begin = time.monotonic()
         optimizer.step()
         times.append(time.monotonic() - begin)
-    return times
-
-
-def test_a_rank_that_starts_none_is_a_step_ahead_at_most(ranks):
-    """The first step of rank 0 waits for no rank, and the second for the first one of rank 1."""
-    (first, second), _ = ranks(2).run(rank_starts_none)
-    assert first < LATE_S / 2 < second < 1.5 * LATE_S
+    assert rank == 1 or times[0] < LATE_S / 2 < times[1] < 1.5 * LATE_S
 
 
 def make_late_difference(rank):
@@ -222,17 +197,15 @@ def make_late_difference(rank):
     return model, optimizer
 
 
-def rank_starts_one_after_its_step(rank, world):
+@on_ranks(2)
+def test_what_another_rank_starts_is_told_one_step_later(rank, world):
     model, optimizer = make_late_difference(rank)
-    return difference_at_step(optimizer, model)
+    message = difference_at_step(optimizer, model)
+    assert "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in message
 
 
-def test_what_another_rank_starts_is_told_one_step_later(ranks):
-    first, second = ranks(2).run(rank_starts_one_after_its_step)
-    assert first == second and "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in first
-
-
-def rank_comes_late_to_its_next_step(rank, world):
+@on_ranks(2)
+def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(rank, world):
     """Rank 0 is long on the way to the step at which it would say what it had started."""
     model, optimizer = make_late_difference(rank)
     begin = time.monotonic()
@@ -240,16 +213,12 @@ def rank_comes_late_to_its_next_step(rank, world):
         time.sleep(4 * LATE_S)
     message = difference_at_step(optimizer, model)
     assert rank == 0 or time.monotonic() - begin < 3.5 * LATE_S
-    return message
+    assert DIFFERENT in message
+    assert "The last is number 3, gather 'a.weight' on rank 1. Ranks 0 had started none" in message
 
 
-def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(ranks):
-    first, second = ranks(2).run(rank_comes_late_to_its_next_step)
-    assert first == second and DIFFERENT in first
-    assert "The last is number 3, gather 'a.weight' on rank 1. Ranks 0 had started none" in first
-
-
-def rank_waits_for_another_model(rank, world):
+@on_ranks(2, timeout=30)
+def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(rank, world):
     """Rank 1 left at its step of the first model. Rank 0 did not wait there, and waits at the second model's step."""
     models = [experts(mesh=short_mesh(seconds)) for seconds in (LONG_S, LONG_S + 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -260,17 +229,10 @@ def rank_waits_for_another_model(rank, world):
         optimizers[0].step()
     with torch.no_grad():
         models[0](torch.ones(2, 6))
-    if rank == 1:
-        return difference_at_step(optimizers[0], models[0])
-    state_of(models[1]).order_check.digests = None  # as if it had started some
-    return difference_at_step(optimizers[1], models[1])
-
-
-def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(ranks):
-    begin = time.monotonic()
-    first, second = ranks(2).run(rank_waits_for_another_model)
-    assert time.monotonic() - begin < scaled(30)
-    assert first == second and "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in first
+    if rank == 0:
+        state_of(models[1]).order_check.digests = None  # as if it had started some
+    message = difference_at_step(optimizers[1 - rank], models[1 - rank])
+    assert "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in message
 
 
 def rank_has_two_meshes(rank, world):
@@ -360,18 +322,14 @@ def test_replicas_are_compared(ranks, shape):
     assert f"gather 'a.weight' on rank 0 and gather 'b.weight' on rank {shape[1]}" in messages[0]
 
 
-def rank_differs_long_ago(rank, world):
+@on_ranks(2)
+def test_a_difference_of_long_ago_is_bounded(rank, world):
     model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
         for read in range(100):
             model(torch.ones(2, 6), read == 10 and rank == 1)
-    return difference_at_step(optimizer, model)
-
-
-def test_a_difference_of_long_ago_is_bounded(ranks):
-    for message in ranks(2).run(rank_differs_long_ago):
-        assert "between number 1 and number 37, further back than the 64" in message
+    assert "between number 1 and number 37, further back than the 64" in difference_at_step(optimizer, model)
 
 
 def marks(*texts, begin=1, value=0):

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-import zcompile.state.transport_choice
 from tests.support.models import Transformer
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss
+from zcompile.state import transport_choice as select_transport
 from zcompile.state.sharded_model import state_of
 from zcompile.state.transport_choice import Choice
 
@@ -71,14 +71,19 @@ def without_peers(state, failing):
     return WithoutPeers(state.groups.make_runtime_to_measure(), failing)
 
 
+@contextlib.contextmanager
+def measuring_on_gpus():
+    """Lets measurements of this process be as on a GPU, and small."""
+    gpu = {"Event": HostEvent, "synchronize": lambda: None, "get_device_name": lambda: "a GPU"}
+    small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
+    with mock.patch.multiple(torch.cuda, **gpu), small, mock.patch.object(torch, "mm", lambda a, b: None):
+        yield
+
+
 @on_ranks(2)
 def test_auto_takes_nccl_where_ranks_cannot_share_memory_and_does_not_remember_it(rank, world, tmp_path):
-    select_transport = zcompile.state.transport_choice
     state = state_of(zcompile.shard(nn.Linear(4, 4)))
-    on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
-    small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
-    no_products = mock.patch.object(torch, "mm", lambda a, b: None)
-    with on_gpu, small, no_products, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{tmp_path}"):
+    with measuring_on_gpus(), mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{tmp_path}"):
         choose = functools.partial(select_transport._faster, state.mesh)
         for failing in ({1}, {0, 1}):
             expected = f"peer to peer failed on rank {min(failing)}: rank 0 does not share its memory"
@@ -116,13 +121,9 @@ def no_home():
 @on_ranks(2, timeout=60)
 def test_a_damaged_cache_or_none_is_measured_again(rank, world, tmp_path, text):
     """Ranks have caches of their own. That of rank 0 holds `text`; with None, no rank has a place for one."""
-    select_transport = zcompile.state.transport_choice
     state = state_of(zcompile.shard(nn.Linear(4, 4)))
-    on_gpu = mock.patch.multiple(torch.cuda, Event=HostEvent, synchronize=lambda: None, get_device_name=lambda: "a GPU")
-    small = mock.patch.object(select_transport, "_MEASURED_NUMEL", 64)
-    no_products = mock.patch.object(torch, "mm", lambda a, b: None)
     place = no_home() if text is None else mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{tmp_path}/{rank}")
-    with on_gpu, small, no_products, place:
+    with measuring_on_gpus(), place:
         if rank == 0 and text is not None:
             file = select_transport._cache_file()
             file.parent.mkdir(parents=True)
@@ -146,7 +147,6 @@ class OnGpu:
 
 @on_ranks(2)
 def test_obstacles_to_peer_to_peer_are_named(rank, world):
-    select_transport = zcompile.state.transport_choice
     mesh = OnGpu(state_of(zcompile.shard(nn.Linear(4, 4))).mesh)
 
     def obstacle(uuid=rank, reachable=True, namespaces="net:[1]", host="one", visible=world):
