@@ -5,12 +5,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.library import opcheck
 from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
-import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks
 from tests.support.reduce_checks import mean_in_order, rank_squares_of_reduces
@@ -18,7 +16,6 @@ from tests.support.sharded_ops import ops, shards
 from tests.support.time_limits import scaled
 
 slow = pytest.mark.slow
-one_world_and_others = pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 
 
 def check(op, make_args, *, values=True, gradients=False, alias=False):
@@ -76,19 +73,16 @@ INDICES = {
 }
 
 
-def rank_row_schemas(rank, world, name):
+@pytest.mark.parametrize("name", ["matrix", *(pytest.param(name, marks=slow) for name in list(INDICES)[1:])])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
+@on_ranks()
+def test_schemas_of_rows_are_true(rank, world, name):
     _, (leaf,) = shards(world, (5, 3))
     indices = INDICES[name]
     shard, rows = leaf.detach(), torch.randn(*indices.shape, 3)
     check(ops.gather_rows.default, lambda: (shard, [5, 3], torch.bfloat16, indices.clamp(min=0)))
     check(ops.reduce_rows.default, lambda: (rows, shard, [5, 3], torch.float32, indices))
     check(ops.reduce_rows_start.default, lambda: (rows, shard, [5, 3], torch.float32, indices), values=False)
-
-
-@pytest.mark.parametrize("indices", ["matrix", *(pytest.param(name, marks=slow) for name in list(INDICES)[1:])])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
-def test_schemas_of_rows_are_true(ranks, world, indices):
-    ranks(world).run(rank_row_schemas, indices)
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
@@ -112,43 +106,21 @@ def test_the_checks_find_a_schema_that_lies(rank, world):
         check(torch.ops.zcompile_test_ops.lying_wait.default, lambda: (torch.randn(3),), alias=True)
 
 
-GROUP = [(13, 7), (), (1, 5), (0, 4), (8,)]
-GROUP_SIZES, GROUP_DIMS = [size for shape in GROUP for size in shape], [len(shape) for shape in GROUP]
-
-
-def assert_gathered(starts, shards, shapes, dtype):
-    """Each of a group is what it is when gathered alone. Waits come in any order."""
-    for start, shard, shape in reversed(list(zip(starts, shards, shapes, strict=True))):
-        assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), dtype))
-
-
-def assert_reduced(starts, grads, shards):
-    """Each of a group is what it is when reduced alone."""
-    for start, grad, shard in reversed(list(zip(starts, grads, shards, strict=True))):
-        assert torch.equal(ops.reduce_wait(start, grad), ops.reduce(grad, shard))
-
-
-@one_world_and_others
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize(
+    "shapes", [[(13, 7), (), (1, 5), (0, 4), (8,)], [(1, 16), (1,)]], ids=["all", "a rank has none"]
+)
 @on_ranks()
-def test_groups_equal_singles(rank, world):
-    _, leaves = shards(world, *GROUP)
-    some = [leaf.detach() for leaf in leaves]
-    grads = [torch.randn(shape).to(torch.bfloat16 if i % 2 else torch.float32) for i, shape in enumerate(GROUP)]
-    starts = ops.gather_group_start(some, GROUP_SIZES, GROUP_DIMS, torch.bfloat16)
-    assert_gathered(starts, some, GROUP, torch.bfloat16)
-    assert_reduced(ops.reduce_group_start(grads, some), grads, some)
-
-
-@on_ranks(2)
-def test_groups_of_which_a_rank_has_nothing_equal_singles(rank, world):
-    shapes = [(1, 16), (1,)]
+def test_groups_equal_singles(rank, world, shapes):
+    """Each of a group is what it is when it travels alone. Waits come in any order."""
     _, leaves = shards(world, *shapes)
     some = [leaf.detach() for leaf in leaves]
-    grads = [torch.randn(shape) for shape in shapes]
-    starts = ops.gather_group_start(some, [1, 16, 1], [2, 1], torch.float32)
-    for start, shard, shape in zip(starts, some, shapes, strict=True):
-        assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), torch.float32))
-    for start, grad, shard in zip(ops.reduce_group_start(grads, some), grads, some, strict=True):
+    grads = [torch.randn(shape).to(torch.bfloat16 if i % 2 else torch.float32) for i, shape in enumerate(shapes)]
+    sizes, dims = [size for shape in shapes for size in shape], [len(shape) for shape in shapes]
+    starts = ops.gather_group_start(some, sizes, dims, torch.bfloat16)
+    for start, shard, shape in reversed(list(zip(starts, some, shapes, strict=True))):
+        assert torch.equal(ops.gather_wait(start), ops.gather(shard, list(shape), torch.bfloat16))
+    for start, grad, shard in reversed(list(zip(ops.reduce_group_start(grads, some), grads, some, strict=True))):
         assert torch.equal(ops.reduce_wait(start, grad), ops.reduce(grad, shard))
 
 
@@ -233,7 +205,7 @@ def test_reduce_is_the_fp32_sum_in_rank_order(rank, world):
                 assert torch.equal(ops.reduce(grad, leaf), expected), (shape, dtype)
 
 
-@one_world_and_others
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 def test_squares_are_those_of_what_was_reduced(ranks, world):
     ranks(world).run(rank_squares_of_reduces)
 
@@ -241,19 +213,15 @@ def test_squares_are_those_of_what_was_reduced(ranks, world):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 @on_ranks()
 def test_gather_is_the_whole_parameter(rank, world):
-    torch.manual_seed(0)
     shapes = [(7, 3), (8,), (1, 5), (), (0, 4)]
+    torch.manual_seed(0)
     values = [torch.randn(shape) for shape in shapes]
-    module = nn.Module()
-    for i, value in enumerate(values):
-        module.register_parameter(f"p{i}", nn.Parameter(value.clone()))
-    zcompile.shard(module)
-    for i, value in enumerate(values):
-        leaf = module.__dict__[f"_zcompile_leaf_p{i}"]
+    torch.manual_seed(0)  # by which shards have the same ones
+    _, leaves = shards(world, *shapes)
+    for leaf, value in zip(leaves, values, strict=True):
         assert torch.equal(ops.gather(leaf, list(value.shape), torch.float32), value)
         assert torch.equal(ops.gather(leaf, list(value.shape), torch.bfloat16), value.bfloat16())
     # Two in flight at once, waited for in the other order.
-    leaves = [module.__dict__[f"_zcompile_leaf_p{i}"] for i in (0, 1)]
-    starts = [ops.gather_start(leaf, list(value.shape), torch.float32) for leaf, value in zip(leaves, values)]
+    starts = [ops.gather_start(leaf, list(value.shape), torch.float32) for leaf, value in zip(leaves[:2], values)]
     for start, value in reversed(list(zip(starts, values))):
         assert torch.equal(ops.gather_wait(start), value)
