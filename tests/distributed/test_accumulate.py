@@ -1,8 +1,8 @@
 """Microbatches that share what was gathered: the same numbers, fewer bytes gathered, a cache within its bytes."""
 
 import contextlib
-import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ from tests.support.microbatches import (
     separately,
     train_microbatches,
 )
-from tests.support.models import Transformer, batch, loss_of
+from tests.support.models import Transformer, batch, loss_of, normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import compiled, same_grads, train_beside
+from tests.support.reference import FP32, backward_beside, close, compiled, pair, same_grads, train_beside
 from tests.support.sharded_ops import ops
 from zcompile.state.sharded_model import state_of
 
@@ -28,16 +28,14 @@ slow = pytest.mark.slow
 inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
+@inners
 @on_ranks(2)
 def test_microbatches_gather_once(rank, world, inner):
     expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
     run = train_microbatches(rank, accumulate_checked, inner=inner, options=UNBUCKETED)
     assert_same_run(run, expected)
     parameters = list(run.model.parameters())
-    assert run.gathered_bytes == STEPS * [
-        4 * sum(parameter.numel() for parameter in parameters)
-    ]  # in fp32, once a step
+    assert run.gathered_bytes == STEPS * [4 * sum(each.numel() for each in parameters)]  # in fp32, once a step
     assert zcompile.stats(run.model)["reduces"] == MICROBATCHES * len(parameters)
 
 
@@ -66,27 +64,15 @@ def test_a_cache_of_no_bytes_holds_nothing(rank, world, inner):
     assert run.gathered_bytes == expected.gathered_bytes
 
 
-def rank_accumulates_beside(rank, world, how):
-    """Buckets, and what is saved for backward, travel as ever. The rest is shared."""
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("how", [{}, {"edit": True}, {"param_dtype": torch.bfloat16}], ids=["plain", "edit", "bf16"])
+@on_ranks()
+def test_buckets_travel_as_ever_and_the_rest_is_shared(rank, world, how):
+    """What is saved for backward, too. An edit between microbatches is seen."""
     how = {**how, "options": {"bucket_bytes": 2000}}
     expected, run = train_microbatches(rank, separately, **how), train_microbatches(rank, zcompile.accumulate, **how)
     assert_same_run(run, expected)
     assert all(fewer < more for fewer, more in zip(run.gathered_bytes, expected.gathered_bytes, strict=True))
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-def test_buckets_travel_as_ever_and_the_rest_is_shared(ranks, world):
-    ranks(world).run(rank_accumulates_beside, {})
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-def test_an_edit_between_microbatches_is_seen(ranks, world):
-    ranks(world).run(rank_accumulates_beside, {"edit": True})
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-def test_a_param_dtype_is_shared_too(ranks, world):
-    ranks(world).run(rank_accumulates_beside, {"param_dtype": torch.bfloat16})
 
 
 def scale_in_place(parameter, held):
@@ -147,28 +133,13 @@ class Overwriting(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.other = (torch.nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+        self.weight, self.other = (torch.nn.Parameter(torch.randn(32, 32)) for _ in range(2))
 
     def forward(self, x):
         weight, other = self.weight.clone(), self.other.clone()
         weight[torch.tensor([0, 2])] = 3.0
-        other = other.index_add(0, torch.tensor([1]), torch.ones(1, 6))
+        other = other.index_add(0, torch.tensor([1]), torch.ones(1, 32))
         return (x @ weight @ other).square().sum()
-
-
-@slow
-@on_ranks(2)
-def test_a_weight_of_which_a_copy_is_overwritten_stays_as_it_was(rank, world):
-    losses = []
-    for around in (separately, zcompile.accumulate):
-        torch.manual_seed(0)
-        model = compiled(Overwriting(), inner="inductor", options=UNBUCKETED)
-        with around(model):
-            for _ in range(3):
-                loss = model(torch.ones(4, 6))
-                loss.backward()
-                losses.append(loss.item())
-    assert losses == 6 * losses[:1], losses
 
 
 class Gated(torch.nn.Module):
@@ -183,19 +154,19 @@ class Gated(torch.nn.Module):
 
 
 @slow
+@pytest.mark.parametrize(
+    "make, saved_bytes, around", [(Overwriting, 0, zcompile.accumulate), (Gated, 1 << 20, accumulate_checked)]
+)
 @on_ranks(2)
-def test_what_is_saved_for_backward_is_not_written_over(rank, world):
+def test_what_is_kept_is_not_written_over(rank, world, make, saved_bytes, around):
     """Inductor may reuse memory that was saved for backward, but not what the cache holds for the next microbatch."""
-    torch.manual_seed(0)
-    model = compiled(Gated(), inner="inductor", options={"bucket_bytes": 0, "save_for_backward_bytes": 1 << 20})
-    losses = []
-    with accumulate_checked(model):
+    options = {"bucket_bytes": 0, "save_for_backward_bytes": saved_bytes}
+    reference, model = pair(make, functools.partial(compiled, inner="inductor", options=options))
+    with around(model):
         for _ in range(3):
             loss = model(torch.ones(32, 32))
             loss.backward()
-            losses.append(loss.item())
-    assert losses == 3 * losses[:1]
-    assert zcompile.stats(model)["gathers"] == 2
+            close(loss, reference(torch.ones(32, 32)), FP32, "loss")
 
 
 def rank_cache_bytes(rank, world):
@@ -259,15 +230,13 @@ class InsideAndOutside(torch.nn.Module):
 
 @on_ranks(2)
 def test_a_backward_inside_of_a_backward_adds_to_gradients_once(rank, world):
-    torch.manual_seed(0)
-    reference = InsideAndOutside()
-    model = zcompile.shard(copy.deepcopy(reference))
-    inputs = torch.randn(3, world, 4, 6)
+    def loss(model, step, rank):
+        return model(normal(step, rank, 4, 6).requires_grad_())
+
+    reference, model = pair(InsideAndOutside, zcompile.shard)
     with zcompile.accumulate(model):
         for microbatch in range(3):
-            model(inputs[microbatch, rank].requires_grad_()).backward()
-            for other in range(world):
-                (reference(inputs[microbatch, other].detach().requires_grad_()) / world).backward()
+            backward_beside(rank, world, model, reference, loss, microbatch)
             same_grads(model, reference)
 
 

@@ -1,6 +1,6 @@
 """How much forward saves for backward under a budget of activations, beside torch without zcompile."""
 
-import copy
+import functools
 
 import pytest
 import torch
@@ -8,7 +8,9 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from tests.support.reference import FP32, close, compiled, same_grads
+from tests.support.models import normal
+from tests.support.ranks import on_ranks
+from tests.support.reference import compiled, train_beside
 from zcompile.compiler.backend import parse_options
 
 BUDGETS = (1.0, 0.7, 0.4, 0.1)
@@ -65,7 +67,7 @@ def torch_alone(budget, blocks, inner):
     )
     model.compile(backend=aot_eager if inner == "aot_eager" else inner)
     with torch._functorch.config.patch(activation_memory_budget=budget):
-        return saved_bytes(model, torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)))
+        return saved_bytes(model, normal(0, 0, 32, WIDTH))
 
 
 def under_zcompile(budget, blocks, by_option, inner):
@@ -73,19 +75,7 @@ def under_zcompile(budget, blocks, by_option, inner):
     options = {"activation_memory_budget": budget} if by_option else {}
     model = compiled(Blocks(blocks), inner=inner, options=options)
     with torch._functorch.config.patch(activation_memory_budget=1.0 if by_option else budget):
-        return saved_bytes(model, torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)))
-
-
-def rank_saves(rank, world, blocks, by_option, inner):
-    ours, theirs = [], []
-    for budget in BUDGETS:
-        torch._dynamo.reset()
-        mine, grad = under_zcompile(budget, blocks, by_option, inner)
-        other, expected = torch_alone(budget, blocks, inner)
-        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-8)
-        ours.append(mine)
-        theirs.append(other)
-    return ours, theirs
+        return saved_bytes(model, normal(0, 0, 32, WIDTH))
 
 
 @pytest.mark.parametrize(
@@ -97,53 +87,49 @@ def rank_saves(rank, world, blocks, by_option, inner):
         pytest.param(3, True, "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_a_budget_saves_what_torch_alone_saves_under_it(ranks, blocks, by_option, inner):
+@on_ranks(2)
+def test_a_budget_saves_what_torch_alone_saves_under_it(rank, world, blocks, by_option, inner):
+    ours, theirs = [], []
+    for budget in BUDGETS:
+        torch._dynamo.reset()
+        mine, grad = under_zcompile(budget, blocks, by_option, inner)
+        other, expected = torch_alone(budget, blocks, inner)
+        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-8)
+        ours.append(mine)
+        theirs.append(other)
     more = ACTIVATION_BYTES if blocks < 12 else 0  # is more than a tenth
-    for ours, theirs in ranks(2).run(rank_saves, blocks, by_option, inner):
-        assert 0.5 * theirs[0] < ours[0] <= theirs[0]  # rematerialized as ever
-        for mine, other in zip(ours[1:], theirs[1:]):
-            assert mine == pytest.approx(other, rel=0.1, abs=more), (ours, theirs)
-        assert ours == sorted(ours, reverse=True) and ours[-1] < 0.3 * ours[0]
+    assert 0.5 * theirs[0] < ours[0] <= theirs[0]  # rematerialized as ever
+    for mine, other in zip(ours[1:], theirs[1:]):
+        assert mine == pytest.approx(other, rel=0.1, abs=more), (ours, theirs)
+    assert ours == sorted(ours, reverse=True) and ours[-1] < 0.3 * ours[0]
+
+
+class Watched(torch.autograd.graph.save_on_cpu):
+    """Tells what it packs."""
+
+    def __init__(self, moved):
+        super().__init__()
+        pack = self.pack_hook
+        self.pack_hook = lambda value: moved.append(value) or pack(value)
 
 
 def rank_offloads(rank, world, budget):
-    """Losses and gradients under save_on_cpu, and the sizes of what went to the CPU."""
-    torch.manual_seed(0)
-    reference = Blocks(3)
-    model = compiled(copy.deepcopy(reference), inner="aot_eager", options={"activation_memory_budget": budget})
-    whole = {parameter.shape for parameter in reference.parameters()}
-    sharded = {local_of(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    """Bytes of activations that went to the CPU; no unsharded parameter did."""
     moved = []
 
-    class Watched(torch.autograd.graph.save_on_cpu):
-        """Tells what it packs."""
-
-        def __init__(self):
-            super().__init__()
-            pack = self.pack_hook
-
-            def watch(value):
-                moved.append(value)
-                return pack(value)
-
-            self.pack_hook = watch
-
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-    for step in range(3):
-        x = [torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(10 * step + i)) for i in range(world)]
+    def loss(model, step, rank):
+        if model._compiled_call_impl is None:
+            return model(normal(step, rank, 32, WIDTH))
         moved.clear()
-        with Watched():
-            loss = model(x[rank])
-        loss.backward()
-        losses = [reference(each) for each in x]
-        (sum(losses) / world).backward()
-        close(loss, losses[rank], FP32, "loss")
-        same_grads(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        activations = [value for value in moved if value.untyped_storage().data_ptr() not in sharded]
-        assert activations and not [value.shape for value in activations if value.shape in whole]
+        with Watched(moved):
+            return model(normal(step, rank, 32, WIDTH))
+
+    prepare = functools.partial(compiled, options={"activation_memory_budget": budget})
+    model = train_beside(rank, world, prepare, make=lambda: Blocks(3), loss=loss, steps=3)
+    sharded = {local_of(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    activations = [value for value in moved if value.untyped_storage().data_ptr() not in sharded]
+    whole = {parameter.shape for parameter in model.parameters()}
+    assert activations and not [value.shape for value in activations if value.shape in whole]
     return sum(value.nbytes for value in activations)
 
 

@@ -1,6 +1,6 @@
 """`module.weight` is the DTensor outside of forwards, and the unsharded parameter inside, however the model runs."""
 
-import copy
+import functools
 import inspect
 
 import pytest
@@ -10,22 +10,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.support.architectures import hugging_face
-from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
-from tests.support.models import Transformer, batch
+from tests.support.compiling import OPTIONS, by_blocks, wrapped
+from tests.support.models import Transformer, normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import full, lm_loss, train_beside
+from tests.support.reference import compiled, full, lm_loss, pair, same_backward, train_beside
 
 slow = pytest.mark.slow
 
 
-def in_place(model):
-    zcompile.shard(model).compile(**OPTIONS)
-    return model
-
-
 ways = pytest.mark.parametrize(
-    "prepare", [eager, pytest.param(in_place, marks=slow), wrapped, pytest.param(by_blocks, marks=slow)]
+    "prepare",
+    [
+        zcompile.shard,
+        pytest.param(functools.partial(compiled, fullgraph=False), marks=slow),
+        wrapped,
+        pytest.param(by_blocks, marks=slow),
+    ],
 )
 
 
@@ -80,20 +80,13 @@ def test_reads_of_other_modules_parameters_in_forward_train_as_unsharded(rank, w
     train_beside(rank, world, prepare, make=make, steps=2)
 
 
-@on_ranks(2)
-def test_a_reentrant_recomputation_reads_unsharded_parameters(rank, world):
-    train_beside(rank, world, eager, make=ReentrantReader, steps=2)
-
-
 @pytest.mark.parametrize("compile_it", [False, True])
 @on_ranks(2)
 def test_a_module_called_alone_gathers(rank, world, compile_it):
-    torch.manual_seed(0)
-    reference = Transformer()
-    model = zcompile.shard(copy.deepcopy(reference))
+    reference, model = pair(Transformer, zcompile.shard)
     if compile_it:
         model.head.compile(**OPTIONS)
-    x = torch.randn(2, 18, generator=torch.Generator().manual_seed(0))
+    x = normal(0, 0, 2, 18)
     torch.testing.assert_close(model.head(x), reference.head(x))
     torch.testing.assert_close(torch.compile(model.blocks[0], **OPTIONS)(x[None]), reference.blocks[0](x[None]))
 
@@ -155,20 +148,18 @@ class Around(nn.Module):
 @pytest.mark.parametrize("compile_it", [False, True])
 @on_ranks(2)
 def test_a_registered_method_reads_as_a_forward_does(rank, world, compile_it):
-    torch.manual_seed(0)
-    reference = Encoder()
-    model = zcompile.shard(copy.deepcopy(reference))
-    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    reference, model = pair(Encoder, zcompile.shard)
+    x = normal(0, rank, 2, 4)
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         model.encode(x)
     zcompile.register_forward_method(model, "encode")
     encode = torch.compile(model.encode, fullgraph=True, **OPTIONS) if compile_it else model.encode
-    ours, theirs = encode(x, scale=2.0), reference.encode(x, scale=2.0)
-    torch.testing.assert_close(ours, theirs)
-    ours.square().mean().backward()
-    others = [torch.randn(2, 4, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-    (sum(reference.encode(other, scale=2.0).square().mean() for other in others) / world).backward()
-    torch.testing.assert_close(full(model.linear.weight.grad), reference.linear.weight.grad)
+
+    def loss(each, step, rank):
+        call = encode if each is model else reference.encode
+        return call(normal(step, rank, 2, 4), scale=2.0).square().mean()
+
+    same_backward(rank, world, model, reference, loss)
     assert isinstance(model.linear.weight, DTensor)
 
     around = Around(model)
@@ -183,9 +174,7 @@ def test_a_registered_method_reads_as_a_forward_does(rank, world, compile_it):
 @ways
 @on_ranks(2)
 def test_writes_outside_of_forward_reach_the_parameter(rank, world, prepare):
-    torch.manual_seed(0)
-    reference = Transformer()
-    model = prepare(copy.deepcopy(reference))
+    reference, model = pair(Transformer, prepare)
     lm_loss(model, 0, rank)
     for each in (model, reference):
         block = getattr(each, "_orig_mod", each).blocks[0]
@@ -198,17 +187,3 @@ def test_writes_outside_of_forward_reach_the_parameter(rank, world, prepare):
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(full(ours), theirs)
     torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
-
-
-def rank_generates(rank, world):
-    torch.manual_seed(0)
-    reference = hugging_face("llama").eval()
-    model = zcompile.shard(copy.deepcopy(reference))
-    prompt = batch(0, 0)[:, :4]
-    how = {"max_new_tokens": 5, "do_sample": False}
-    assert torch.equal(model.generate(prompt, **how), reference.generate(prompt, **how))
-
-
-def test_hugging_face_generates_as_unsharded(ranks):
-    pytest.importorskip("transformers")
-    ranks(2).run(rank_generates)

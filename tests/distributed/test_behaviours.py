@@ -1,6 +1,6 @@
 """What users of FSDP2 rely on: frozen parameters, parameters that are not reduced, functional_call."""
 
-import copy
+import functools
 import warnings
 
 import pytest
@@ -10,38 +10,37 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import zcompile
-from tests.support.compiling import OPTIONS, by_blocks, eager, wrapped
-from tests.support.models import Transformer
+from tests.support.compiling import OPTIONS, by_blocks, wrapped
+from tests.support.models import Block, Transformer
 from tests.support.ranks import on_ranks
-from tests.support.reference import close, compiled, lm_loss, train_beside
+from tests.support.reference import close, compiled, lm_loss, pair, train_beside
 
 slow = pytest.mark.slow
 
 
+in_units = functools.partial(zcompile.shard, units=[Block])
 ways = pytest.mark.parametrize(
-    "prepare", [pytest.param(eager, marks=slow), compiled, wrapped, pytest.param(by_blocks, marks=slow)]
+    "prepare", [compiled, wrapped, *(pytest.param(each, marks=slow) for each in (zcompile.shard, by_blocks, in_units))]
 )
 
 
-def set_by_attribute(model, frozen):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = (".0." in name) != frozen or "mix" in name
-
-
-def alternate(model, reference, step):
-    for each in (model, reference):
-        set_by_attribute(each, frozen=step % 2 == 0)
-
-
 @ways
+@pytest.mark.parametrize("by_attribute", [False, True])
 @on_ranks(2)
-def test_requires_grad_set_as_an_attribute_is_followed(rank, world, prepare):
-    def make():
-        model = Transformer()
-        set_by_attribute(model, frozen=True)
+def test_requires_grad_is_followed(rank, world, prepare, by_attribute):
+    def freeze(model, frozen=True):
+        for name, parameter in model.named_parameters():
+            trains = (".0." in name) != frozen or "mix" in name
+            if by_attribute:
+                parameter.requires_grad = trains
+            else:
+                parameter.requires_grad_(trains)
         return model
 
-    train_beside(rank, world, prepare, make=make, steps=4, after_step=alternate)
+    def alternate(model, reference, step):
+        freeze(model, step % 2 == 0), freeze(reference, step % 2 == 0)
+
+    train_beside(rank, world, prepare, make=lambda: freeze(Transformer()), steps=4, after_step=alternate)
 
 
 @on_ranks(2)
@@ -114,10 +113,10 @@ def test_a_model_that_is_reduced_wholly_is_not_warned_of(rank, world):
 @ways
 @on_ranks(2)
 def test_functional_call_takes_dtensors_and_gives_them_gradients(rank, world, prepare):
-    torch.manual_seed(0)
-    reference = Transformer()
-    other = Transformer()
-    model, theirs = prepare(copy.deepcopy(reference)), prepare(copy.deepcopy(other))
+    (reference, model), (other, theirs) = pair(Transformer, prepare), pair(Transformer, prepare)
+    with torch.no_grad():
+        for each in (other, theirs):
+            torch._foreach_mul_(list(each.parameters()), 1.5)
     lm_loss(model, 0, rank)  # compiles
     given = {name: parameter.detach().requires_grad_() for name, parameter in theirs.named_parameters()}
 
@@ -177,8 +176,6 @@ class AddsBiasItself(nn.Linear):
 
 @on_ranks(2)
 def test_a_parameter_that_is_none_for_a_while_reads_as_none(rank, world):
-    torch.manual_seed(0)
-    reference = AddsBiasItself(3, 5)
-    x = torch.randn(2, 3)
-    expected = reference(x)
-    torch.testing.assert_close(zcompile.shard(copy.deepcopy(reference))(x), expected)
+    reference, model = pair(lambda: AddsBiasItself(3, 5), zcompile.shard)
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(model(x), reference(x))

@@ -8,22 +8,17 @@ import torch
 import torch.distributed as dist
 
 import zcompile
-from tests.support.models import Transformer, batch, loss_of
+from tests.support.models import Transformer, batch, loss_of, normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import compiled
+from tests.support.reference import close, compiled, pair
 
 MICROBATCHES = 4
 
 
-def replicated():
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def run(rank, inner, reduce, mesh=None, steps=2, look=lambda model: None, **how):
+def run(rank, inner, reduce, mesh=None, steps=2, **how):
     """Losses, gradients of the last step, and what travelled in it."""
-    torch.manual_seed(0)
-    how = {"mesh": mesh} | how
-    model = zcompile.shard(Transformer(), **how) if inner == "eager" else compiled(Transformer(), inner=inner, **how)
+    prepare = zcompile.shard if inner == "eager" else functools.partial(compiled, inner=inner)
+    _, model = pair(Transformer, functools.partial(prepare, mesh=mesh, **how))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -34,7 +29,6 @@ def run(rank, inner, reduce, mesh=None, steps=2, look=lambda model: None, **how)
                 loss = loss_of(model, batch(MICROBATCHES * step + microbatch, rank)) / MICROBATCHES
                 loss.backward()
                 losses.append(loss.item())
-            look(model)
         grads = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
         optimizer.step()
     return losses, grads, zcompile.stats(model)
@@ -42,8 +36,7 @@ def run(rank, inner, reduce, mesh=None, steps=2, look=lambda model: None, **how)
 
 def reference_grads(world, steps=2):
     """Of the last step of the unsharded model, which sees the microbatches of all ranks."""
-    torch.manual_seed(0)
-    model = Transformer()
+    model, _ = pair(Transformer, lambda model: model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()
@@ -55,18 +48,18 @@ def reference_grads(world, steps=2):
     return grads
 
 
-def close(ours, theirs, tolerance=1e-5):
+def all_close(ours, theirs, tolerance=1e-5):
     for mine, other in zip(ours, theirs, strict=True):
-        assert (mine - other).norm() <= tolerance * other.norm() + 1e-8
+        close(mine, other, tolerance, "gradient")
 
 
 def rank_defers_replicas(rank, world, inner):
-    mesh = replicated()
+    mesh = dist.init_device_mesh("cpu", (2, 2))
     losses, grads, stats = run(rank, inner, "each", mesh)
     deferred = run(rank, inner, "shards", mesh)
     assert deferred[0] == pytest.approx(losses, rel=1e-6)
-    close(deferred[1], grads)
-    close(deferred[1], reference_grads(world))
+    all_close(deferred[1], grads)
+    all_close(deferred[1], reference_grads(world))
     flags = 4 * len(grads) * MICROBATCHES if inner == "eager" else 0  # which parameters were used
     assert deferred[2]["replica_bytes"] * MICROBATCHES == stats["replica_bytes"] - flags > 0
     assert deferred[2]["reduces"] == stats["reduces"]
@@ -81,32 +74,29 @@ def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
     assert all(each == of_ranks[0] for each in of_ranks)
 
 
-def rank_defers_reduces(rank, world, inner, shape, how):
+@pytest.mark.parametrize(
+    "inner, shape, world, how",
+    [
+        ("aot_eager", (2,), 2, {}),
+        ("eager", (2,), 2, {"param_dtype": torch.bfloat16}),
+        pytest.param("eager", (2,), 2, {}, marks=pytest.mark.slow),
+        pytest.param("inductor", (2,), 2, {}, marks=pytest.mark.slow),
+        pytest.param("aot_eager", (2, 2), 4, {}, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks()
+def test_gradients_may_be_reduced_once_behind_the_last_microbatch(rank, world, inner, shape, how):
     mesh = dist.init_device_mesh("cpu", shape)
     losses, grads, stats = run(rank, inner, "each", mesh, **how)
     deferred = run(rank, inner, "last", mesh, **how)
     tolerance = 1e-2 if how else 1e-5  # where each microbatch rounds to bf16
     assert deferred[0] == pytest.approx(losses, rel=tolerance)
-    close(deferred[1], grads, tolerance)
+    all_close(deferred[1], grads, tolerance)
     if not how:
-        close(deferred[1], reference_grads(world))
+        all_close(deferred[1], reference_grads(world))
     parameters = len(list(Transformer().parameters()))
     assert deferred[2]["reduces"] == parameters
     assert stats["reduces"] == MICROBATCHES * parameters
-
-
-@pytest.mark.parametrize(
-    "inner, shape, how",
-    [
-        ("aot_eager", (2,), {}),
-        ("eager", (2,), {"param_dtype": torch.bfloat16}),
-        pytest.param("eager", (2,), {}, marks=pytest.mark.slow),
-        pytest.param("inductor", (2,), {}, marks=pytest.mark.slow),
-        pytest.param("aot_eager", (2, 2), {}, marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_may_be_reduced_once_behind_the_last_microbatch(ranks, inner, shape, how):
-    ranks(2 * len(shape)).run(rank_defers_reduces, inner, shape, how)
 
 
 class Branching(torch.nn.Module):
@@ -130,20 +120,22 @@ def branched(reduce, mesh, rank, earlier):
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-def rank_has_earlier_gradients(rank, world, reduce, shape):
+last_or_shards = pytest.mark.parametrize("reduce, shape, world", [("last", (2,), 2), ("shards", (2, 2), 4)])
+
+
+@last_or_shards
+@on_ranks()
+def test_what_a_microbatch_does_not_use_and_earlier_gradients_count_as_ever(rank, world, reduce, shape):
     mesh = dist.init_device_mesh("cpu", shape)
     for earlier in (0, 1):
         expected, grads = (branched(each, mesh, rank, earlier) for each in ("each", reduce))
         assert all(grad.abs().sum() > 0 for grad in expected)
-        close(grads, expected, 1e-6)
+        all_close(grads, expected, 1e-6)
 
 
-@pytest.mark.parametrize("reduce, shape", [("last", (2,)), ("shards", (2, 2))])
-def test_what_a_microbatch_does_not_use_and_earlier_gradients_count_as_ever(ranks, reduce, shape):
-    ranks(2 * len(shape)).run(rank_has_earlier_gradients, reduce, shape)
-
-
-def rank_raises_in_a_block(rank, world, reduce, shape):
+@last_or_shards
+@on_ranks()
+def test_a_block_that_raises_leaves_the_gradients_before_it(rank, world, reduce, shape):
     model = zcompile.shard(Branching(), mesh=dist.init_device_mesh("cpu", shape))
     model(torch.ones(2, 4), False).sum().backward()
     before = copy.deepcopy([None if each.grad is None else each.grad.to_local() for each in model.parameters()])
@@ -156,11 +148,6 @@ def rank_raises_in_a_block(rank, world, reduce, shape):
     model(torch.ones(2, 4), False).sum().backward()  # and what follows is reduced as ever
     for one, each in zip(before, model.parameters()):
         assert one is None or torch.equal(each.grad.to_local(), 2 * one)
-
-
-@pytest.mark.parametrize("reduce, shape", [("last", (2,)), ("shards", (2, 2))])
-def test_a_block_that_raises_leaves_the_gradients_before_it(ranks, reduce, shape):
-    ranks(2 * len(shape)).run(rank_raises_in_a_block, reduce, shape)
 
 
 @on_ranks(2)
@@ -188,20 +175,21 @@ def test_other_values_and_other_inner_blocks_are_refused(rank, world):
             pass
 
 
-def rank_defers_with_units(rank, world, reduce, shape):
+@pytest.mark.parametrize(
+    "reduce, shape, world", [("last", (2,), 2), pytest.param("shards", (2, 2), 4, marks=pytest.mark.slow)]
+)
+@on_ranks()
+def test_models_with_units_may_defer(rank, world, reduce, shape):
     mesh = dist.init_device_mesh("cpu", shape)
     run_with = functools.partial(run, rank, "eager", mesh=mesh, units=[torch.nn.LayerNorm])
     (losses, grads, _), deferred = run_with(reduce="each"), run_with(reduce=reduce)
     assert deferred[0] == pytest.approx(losses, rel=1e-6)
-    close(deferred[1], grads)
+    all_close(deferred[1], grads)
 
 
-@pytest.mark.parametrize("reduce, shape", [("last", (2,)), pytest.param("shards", (2, 2), marks=pytest.mark.slow)])
-def test_models_with_units_may_defer(ranks, reduce, shape):
-    ranks(2 * len(shape)).run(rank_defers_with_units, reduce, shape)
-
-
-def rank_clips_inside(rank, world, reduce, shape):
+@last_or_shards
+@on_ranks()
+def test_gradients_that_are_not_reduced_yet_are_not_clipped(rank, world, reduce, shape):
     mesh = dist.init_device_mesh("cpu", shape)
     model = zcompile.shard(Transformer(), mesh)
     with zcompile.accumulate(model, reduce=reduce):
@@ -214,15 +202,10 @@ def rank_clips_inside(rank, world, reduce, shape):
         assert zcompile.clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
-@pytest.mark.parametrize("reduce, shape", [("last", (2,)), ("shards", (2, 2))])
-def test_gradients_that_are_not_reduced_yet_are_not_clipped(ranks, reduce, shape):
-    ranks(len(shape) * 2).run(rank_clips_inside, reduce, shape)
-
-
 @on_ranks(2)
 def test_what_a_program_does_to_grad_inside_of_the_block_is_done_at_its_end(rank, world):
     """To what was there before, too; a schedule of pipelines divides gradients by the number of microbatches."""
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+    x = normal(0, rank, 3, 6)
     grads = []
     for factor in (1, 4):
         torch.manual_seed(0)

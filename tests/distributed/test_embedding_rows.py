@@ -1,8 +1,7 @@
 """Embeddings whose rows travel without the rest of their matrix, beside the same embeddings whole."""
 
-import contextlib
-import copy
-import logging
+import functools
+import unittest
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from torch import nn
 
 import zcompile
 from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
+from tests.support.models import batch, loss_of
 from tests.support.ranks import on_ranks
-from tests.support.reference import compiled, lm_loss, same_grads
+from tests.support.reference import backward_beside, compiled, lm_loss, pair, same_grads, train_beside
 from tests.support.sharded_ops import ops, shards
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import H200
@@ -39,20 +39,9 @@ def test_rows_that_a_matrix_does_not_have_are_refused(rank, world):
         ops.reduce_rows(torch.ones(1, 3), table, [6, 3], torch.float32, torch.tensor([0]))
 
 
-@contextlib.contextmanager
-def messages_of_the_pass():
-    """What the pass says that it changed."""
-    log, messages = logging.getLogger("zcompile"), []
-    handler, level = logging.Handler(), log.level
-    handler.emit = lambda record: messages.append(record.getMessage())
-    handler.addFilter(lambda record: record.getMessage().startswith("zcompile: embedding_rows:"))
-    log.setLevel(logging.DEBUG)
-    log.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
+def logged():
+    """All messages of zcompile inside of it."""
+    return unittest.TestCase().assertLogs("zcompile", "DEBUG")
 
 
 @slow
@@ -61,12 +50,14 @@ def messages_of_the_pass():
 def test_leaving_them_out_changes_nothing(rank, world, dtype, microbatches):
     how = {"param_dtype": dtype, "microbatches": microbatches}
     with torch._inductor.config.patch(force_disable_caches=True):  # passes do not run where a cache has what they made
-        with messages_of_the_pass() as with_rows:
+        with logged() as with_rows:
             rows = tables_curve(rank, {"inner": "inductor"}, **how)
-        with messages_of_the_pass() as without_rows:
+        with logged() as without_rows:
             whole = tables_curve(rank, {"inner": "inductor", "skip_passes": ["embedding_rows"]}, **how)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(rows, whole, strict=True))
-    assert len(with_rows) == 1 and "+2 zcompile.reduce_rows.default" in with_rows[0] and not without_rows
+    (changed,) = [message for message in with_rows.output if "zcompile: embedding_rows:" in message]
+    assert "+2 zcompile.reduce_rows.default" in changed
+    assert not any("zcompile: embedding_rows:" in message for message in without_rows.output)
 
 
 class ReadTwice(Tables):
@@ -80,9 +71,7 @@ class ReadTwice(Tables):
 @on_ranks(2)
 def test_over_p2p_a_table_read_once_is_gathered_as_rows(rank, world, make, rows, gathers):
     """With the plan of GPUs that read each other's memory, over gloo; however little may be saved for backward."""
-    torch.manual_seed(0)
-    reference = make()
-    model = zcompile.shard(copy.deepcopy(reference))
+    reference, model = pair(make, zcompile.shard)
     counts = []  # of each graph: gathers of rows, and of whole parameters
 
     def backend(gm, inputs):
@@ -93,9 +82,7 @@ def test_over_p2p_a_table_read_once_is_gathered_as_rows(rank, world, make, rows,
     ours = torch.compile(model, backend=backend)
     for step in range(2):
         with torch._functorch.config.patch(activation_memory_budget=0.2):
-            lm_loss(ours, step, rank).backward()
-        for other in range(world):
-            (lm_loss(reference, step, other) / world).backward()
+            backward_beside(rank, world, ours, reference, lm_loss, step)
     same_grads(model, reference)
     forward, backward = counts
     assert forward == [rows, gathers] and backward[0] == 0, "rows are read in forward alone"
@@ -115,36 +102,18 @@ class FromTheEnd(nn.Module):
         return self.mix(masked + self.other[i])
 
 
-@slow
-@on_ranks(2)
-def test_indices_may_count_from_the_end(rank, world):
-    torch.manual_seed(0)
-    reference = FromTheEnd()
-    model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
-    for step in range(2):
-        generators = [torch.Generator().manual_seed(10 * step + other) for other in range(world)]
-        tokens = [torch.randint(0, 61, (4, 5), generator=generator) for generator in generators]
-        model(tokens[rank]).square().mean().backward()
-        for others in tokens:
-            (reference(others).square().mean() / world).backward()
-    same_grads(model, reference)
+def table_loss(model, step, rank):
+    tokens = torch.randint(0, 61, (4, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(tokens).square().mean()
 
 
-def length_loss(model, rank, step, length):
-    """Mean next-token loss on the tokens that `rank` sees at `step`."""
-    tokens = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+def lengths_loss(model, step, rank):
+    return loss_of(model, batch(step, rank, length=[(5, 5), (5, 9), (12, 7), (6, 6)][step][rank]))
 
 
 @slow
+@pytest.mark.parametrize("make, loss", [(FromTheEnd, table_loss), (Tables, lengths_loss)])
 @on_ranks(2)
-def test_lengths_of_batches_may_differ_between_ranks(rank, world):
-    """Ranks compile other graphs or dynamic ones."""
-    torch.manual_seed(0)
-    reference = Tables()
-    model = compiled(copy.deepcopy(reference), options={"inner": "inductor"})
-    for step, lengths in enumerate([(5, 5), (5, 9), (12, 7), (6, 6)]):
-        length_loss(model, rank, step, lengths[rank]).backward()
-        for other in range(world):
-            (length_loss(reference, other, step, lengths[other]) / world).backward()
-    same_grads(model, reference)
+def test_indices_count_from_the_end_and_lengths_differ_between_ranks(rank, world, make, loss):
+    """Ranks with batches of other lengths compile other graphs or dynamic ones."""
+    train_beside(rank, world, functools.partial(compiled, inner="inductor"), make=make, loss=loss)

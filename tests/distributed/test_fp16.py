@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import zcompile
-from tests.support.models import Chain
+from tests.support.models import Chain, normal
 from tests.support.ranks import on_ranks
+from tests.support.reference import compiled
 
 STEPS, OVERFLOWS, SCALE = 6, 3, 2.0**12
 
@@ -17,8 +18,7 @@ def make():
 
 def loss_of(model, step, rank):
     """In one step, gradients of rank 1 overflow in fp16."""
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
-    return model(x).float().square().mean() * (1e6 if (step, rank) == (OVERFLOWS, 1) else 1.0)
+    return model(normal(step, rank, 4, 8)).float().square().mean() * (1e6 if (step, rank) == (OVERFLOWS, 1) else 1.0)
 
 
 def unsharded(world):
@@ -34,12 +34,10 @@ def unsharded(world):
     return model
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
 @on_ranks(2)
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(rank, world, compiled):
-    model = zcompile.shard(make(), param_dtype=torch.float16)
-    if compiled:
-        model.compile(backend="zcompile", options={"inner": "aot_eager"})
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(rank, world, prepare):
+    model = prepare(make(), param_dtype=torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     for step in range(STEPS):

@@ -1,7 +1,5 @@
 """A sharded model is freed with its last reference, and what outlives it stays usable or says what is wrong."""
 
-import copy
-import functools
 import gc
 import threading
 import time
@@ -12,10 +10,10 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.models import Chain
+from tests.support.models import Chain, mean_square
 from tests.support.process import rss_bytes, threads
 from tests.support.ranks import Ranks, on_ranks
-from tests.support.reference import close, compiled
+from tests.support.reference import close, compiled, pair
 from tests.support.time_limits import scaled
 from zcompile.state.sharded_model import state_of
 
@@ -26,17 +24,12 @@ def make_model(blocks=3, width=16):
     return Chain(*(layer for _ in range(blocks) for layer in (nn.Linear(width, width), nn.LayerNorm(width))))
 
 
-def inputs(rank, width=16):
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
-
-
-def eager(model):
-    return zcompile.shard(model)
+loss_of = mean_square(4, 16)
 
 
 def train_step(model, rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(inputs(rank)).square().mean().backward()
+    loss_of(model, 0, rank).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -61,18 +54,18 @@ def alive(weak):
     return left
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
 @on_ranks(2)
 def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
     """In eager without the garbage collector."""
     model = prepare(make_model())
     train_step(model, rank)
     weak = references(model)
-    if prepare is eager:
+    if prepare is zcompile.shard:
         gc.disable()
     try:
         del model
-        if prepare is not eager:
+        if prepare is not zcompile.shard:
             torch._dynamo.reset()  # it has compiled code of other tests' models too
             gc.collect()
         assert not alive(weak), alive(weak)
@@ -83,7 +76,7 @@ def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
 @on_ranks(2)
 def test_a_model_with_circles_is_freed_by_the_garbage_collector(rank, world):
     """What users hang on modules and parameters makes circles, which only the garbage collector frees."""
-    model = eager(make_model())
+    model = zcompile.shard(make_model())
     for module in model.modules():
         module.root = [model]
     for parameter in model.parameters():
@@ -95,20 +88,18 @@ def test_a_model_with_circles_is_freed_by_the_garbage_collector(rank, world):
     assert not alive(weak), alive(weak)
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
 @on_ranks(2)
 def test_a_loss_that_outlives_its_model_gives_gradients(rank, world, prepare):
-    torch.manual_seed(0)
-    reference = make_model()
-    model = prepare(copy.deepcopy(reference))
+    reference, model = pair(make_model, prepare)
     train_step(model, rank)  # gathers of later steps begin from the optimizer's parameters
     reference.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
     parameters, weak = dict(model.named_parameters()), references(model)
-    loss = model(inputs(rank)).square().mean()
+    loss = loss_of(model, 0, rank)
     del model
     gc.collect()
     loss.backward()
-    (sum(reference(inputs(other)).square().mean() for other in range(world)) / world).backward()
+    (sum(loss_of(reference, 0, other) for other in range(world)) / world).backward()
     for name, theirs in reference.named_parameters():
         close(parameters[name].grad, theirs.grad, 2e-5, name)
     del loss, parameters
@@ -120,14 +111,13 @@ def test_a_loss_that_outlives_its_model_gives_gradients(rank, world, prepare):
 @pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2)
 def test_an_optimizer_outlives_its_model_and_does_not_hold_it(rank, world, fused):
-    model = eager(make_model())
-    how = {"lr": 0.1, "fused": fused}
-    optimizer = (torch.optim.AdamW if fused else torch.optim.Adam)(model.parameters(), **how)
+    model = zcompile.shard(make_model())
+    optimizer = (torch.optim.AdamW if fused else torch.optim.Adam)(model.parameters(), lr=0.1, fused=fused)
     if fused:
         zcompile.fuse_optimizer(model, optimizer)
-    model(inputs(rank)).square().mean().backward()
+    loss_of(model, 0, rank).backward()
     optimizer.step()
-    model(inputs(rank)).square().mean().backward()
+    loss_of(model, 0, rank).backward()
     parameters, weak = list(model.parameters()), references(model)
     before = [parameter.to_local().clone() for parameter in parameters]
     del model
@@ -141,7 +131,7 @@ def test_an_optimizer_outlives_its_model_and_does_not_hold_it(rank, world, fused
 
 @on_ranks(2)
 def test_a_shard_of_a_freed_model_is_refused(rank, world):
-    model = eager(nn.Linear(8, 8))
+    model = zcompile.shard(nn.Linear(8, 8))
     leaf = model.__dict__["_zcompile_leaf_weight"].detach()
     started = ops.gather_start(leaf, [8, 8], torch.float32)
     weak = references(model)
@@ -157,9 +147,9 @@ def test_a_shard_of_a_freed_model_is_refused(rank, world):
 @on_ranks(2)
 def test_a_model_is_freed_in_another_thread(rank, world):
     """The last reference goes in a thread while this one runs another model's step."""
-    other = eager(make_model())
+    other = zcompile.shard(make_model())
     for _ in range(5):
-        model = eager(make_model())
+        model = zcompile.shard(make_model())
         train_step(model, rank)
         weak, box = references(model), [model]
         del model
@@ -176,7 +166,7 @@ def rank_makes_many(rank, world, few, many, prepare):
     counts = []
     for i in range(1, many + 1):
         model = prepare(make_model(2, 64))
-        model(inputs(rank, 64)).square().mean().backward()
+        mean_square(4, 64)(model, 0, rank).backward()
         torch.optim.AdamW(model.parameters()).step()
         del model
         torch._dynamo.reset()
@@ -199,7 +189,7 @@ def growth(ranks, few, many, prepare):
 @pytest.mark.parametrize("few, many", [(10, 30), pytest.param(50, 200, marks=pytest.mark.slow)])
 def test_models_that_come_and_go_take_no_memory_and_no_threads(ranks, few, many):
     """Each model has 68 kB of parameters and as much again in optimizer states, and has 40 kB of Python objects."""
-    assert growth(ranks, few, many, eager) < (many - few) * 10_000 + 4_000_000
+    assert growth(ranks, few, many, zcompile.shard) < (many - few) * 10_000 + 4_000_000
 
 
 def unsharded(model):
@@ -207,22 +197,24 @@ def unsharded(model):
     return model
 
 
+@pytest.fixture
+def own_ranks():
+    """Ranks that a test alone has, with the environment that it gives them."""
+    own = Ranks(2)
+    yield own
+    own.stop()
+
+
 @pytest.mark.slow
-def test_compiled_models_that_come_and_go_take_what_dynamo_keeps(monkeypatch):
+def test_compiled_models_that_come_and_go_take_what_dynamo_keeps(monkeypatch, own_ranks):
     """Dynamo keeps guards and a log of each compile, unsharded too, and sharded models have more guards.
 
     torch's flight recorder is off: it holds the code that called each of the last 2,000 collectives, and that code what
     was compiled.
     """
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    own = Ranks(2)
-    try:
-        theirs = growth(lambda world: own, 50, 200, unsharded)
-        assert (
-            growth(lambda world: own, 50, 200, functools.partial(compiled, inner="aot_eager")) < 2 * theirs + 4_000_000
-        )
-    finally:
-        own.stop()
+    theirs, ours = (growth(lambda world: own_ranks, 50, 200, prepare) for prepare in (unsharded, compiled))
+    assert ours < 2 * theirs + 4_000_000
 
 
 def rank_records_collectives(rank, world, many):
@@ -235,11 +227,7 @@ def rank_records_collectives(rank, world, many):
 
 
 @pytest.mark.parametrize("recorded", [0, pytest.param(2000, marks=pytest.mark.slow)])
-def test_only_the_flight_recorder_holds_graphs_of_models_that_are_gone(monkeypatch, recorded):
+def test_only_the_flight_recorder_holds_graphs_of_models_that_are_gone(monkeypatch, own_ranks, recorded):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(recorded))
-    own = Ranks(2)
-    try:
-        graphs = own.run(rank_records_collectives, 3)
-        assert all((count > 0) is (recorded > 0) for count in graphs), graphs
-    finally:
-        own.stop()
+    graphs = own_ranks.run(rank_records_collectives, 3)
+    assert all((count > 0) is (recorded > 0) for count in graphs), graphs

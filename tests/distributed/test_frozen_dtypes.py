@@ -1,6 +1,5 @@
 """Frozen parameters of any dtype, as a quantized base has them, are sharded and gathered at their own width."""
 
-import copy
 import functools
 
 import pytest
@@ -12,31 +11,21 @@ from torch import nn
 import zcompile
 from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized_loss
 from tests.support.ranks import on_ranks
-from tests.support.reference import BF16, FP32, close, compiled, full, train_beside
+from tests.support.reference import BF16, FP32, close, compiled, full, pair, train_beside
 
 slow = pytest.mark.slow
 
 
-def eager(model, **how):
-    return zcompile.shard(model, **how)
-
-
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize(
-    "prepare", [eager, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=slow)]
+    "prepare", [zcompile.shard, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=slow)]
 )
 @pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=slow)])
 @on_ranks()
 def test_training_beside_frozen_parameters_of_any_dtype(rank, world, prepare, param_dtype):
     tolerance = BF16 if param_dtype else FP32
-    train_beside(
-        rank,
-        world,
-        functools.partial(prepare, param_dtype=param_dtype),
-        make=Quantized,
-        loss=quantized_loss,
-        tolerance=tolerance,
-    )
+    prepare = functools.partial(prepare, param_dtype=param_dtype)
+    train_beside(rank, world, prepare, make=Quantized, loss=quantized_loss, tolerance=tolerance)
 
 
 def bytes_of(model, chosen=lambda parameter: True):
@@ -49,12 +38,10 @@ def bytes_of(model, chosen=lambda parameter: True):
     return count
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
 @on_ranks(2)
 def test_each_dtype_travels_at_its_own_width_and_nothing_frozen_is_reduced(rank, world, prepare):
-    torch.manual_seed(0)
-    reference = Quantized()
-    model = prepare(copy.deepcopy(reference), param_dtype=torch.bfloat16)
+    reference, model = pair(Quantized, functools.partial(prepare, param_dtype=torch.bfloat16))
     zcompile.reset_stats(model)
     with torch.no_grad():
         quantized_loss(model, 0, rank)
@@ -90,9 +77,7 @@ class Stack(nn.Module):
 
 @on_ranks(2)
 def test_compiled_code_saves_no_dequantized_weight(rank, world):
-    torch.manual_seed(0)
-    reference = Stack()
-    model = compiled(copy.deepcopy(reference))
+    reference, model = pair(Stack)
     x = torch.randn(5, 32)
     result = model(x)
     assert result.grad_fn.name() == "CompiledFunctionBackward"
@@ -106,9 +91,7 @@ def test_compiled_code_saves_no_dequantized_weight(rank, world):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 @on_ranks()
 def test_any_dtype_is_saved_and_loaded(rank, world, tmp_path):
-    torch.manual_seed(0)
-    reference = Quantized()
-    model = zcompile.shard(copy.deepcopy(reference))
+    reference, model = pair(Quantized, zcompile.shard)
     for (name, ours), theirs in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(full(ours), theirs), name
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
@@ -126,7 +109,7 @@ def test_any_dtype_is_saved_and_loaded(rank, world, tmp_path):
 @on_ranks(4)
 def test_replicas_have_the_same_values_of_any_dtype(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    train_beside(rank, world, functools.partial(eager, mesh=mesh), make=Quantized, loss=quantized_loss)
+    train_beside(rank, world, functools.partial(zcompile.shard, mesh=mesh), make=Quantized, loss=quantized_loss)
     torch.manual_seed(rank)
     model = nn.Linear(3, 4)
     model.flag = frozen(torch.tensor(rank == 0))
@@ -155,7 +138,8 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world):
     zcompile.shard(model, ignored_params=[model[1].eighths])
 
 
-def rank_refuses_torchao(rank, world):
+@on_ranks(2, needs="torchao")
+def test_a_tensor_of_torchao_is_refused_by_name(rank, world):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
@@ -165,8 +149,3 @@ def rank_refuses_torchao(rank, world):
     zcompile.shard(model, ignored_params=[model[1].weight])
     x = torch.randn(2, 64)
     assert model(x).shape == (2, 32)
-
-
-def test_a_tensor_of_torchao_is_refused_by_name(ranks):
-    pytest.importorskip("torchao")
-    ranks(2).run(rank_refuses_torchao)

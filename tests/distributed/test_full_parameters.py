@@ -1,7 +1,6 @@
 """`zcompile.full_parameters`: names and whole tensors, one bucket at a time."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.support.meshes import short_mesh
 from tests.support.models import Transformer
 from tests.support.packed import Quantized
 from tests.support.ranks import on_ranks
-from tests.support.reference import lm_loss
+from tests.support.reference import lm_loss, pair
 from tests.support.time_limits import scaled
 
 slow = pytest.mark.slow
@@ -31,10 +30,8 @@ def with_buffers():
     return model
 
 
-def rank_iterates(rank, world, dtype, bucket_bytes, shard=shard):
-    torch.manual_seed(0)
-    reference = with_buffers()
-    model = shard(copy.deepcopy(reference))
+def iterate(dtype, bucket_bytes, rank, shard=shard):
+    reference, model = pair(with_buffers, shard)
     expected = reference.state_dict()
     names = []
     for name, tensor in zcompile.full_parameters(model, dtype, bucket_bytes):
@@ -52,15 +49,16 @@ def rank_iterates(rank, world, dtype, bucket_bytes, shard=shard):
 @pytest.mark.parametrize(
     ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)]
 )
-def test_tensors_are_those_of_the_unsharded_state(ranks, world, dtype, bucket_bytes):
-    ranks(world).run(rank_iterates, dtype, bucket_bytes)
+@on_ranks()
+def test_tensors_are_those_of_the_unsharded_state(rank, world, dtype, bucket_bytes):
+    iterate(dtype, bucket_bytes, rank)
 
 
 @slow
 @on_ranks(4)
 def test_replicas_iterate(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    rank_iterates(rank, world, torch.bfloat16, 3000, lambda model: zcompile.shard(model, mesh))
+    iterate(torch.bfloat16, 3000, rank, lambda model: zcompile.shard(model, mesh))
 
 
 def layers_and_a_large_one():
@@ -94,22 +92,22 @@ def test_a_rank_that_leaves_early_is_an_error_of_the_others(rank, world):
     torch.manual_seed(0)
     model = shard(Transformer())
 
-    def iterate(stop):
+    def iterate_until(stop):
         for name, _ in zcompile.full_parameters(model, bucket_bytes=1):
             if name == stop:
                 break
 
-    iterate("blocks.0.qkv.weight")  # all ranks at the same place
+    iterate_until("blocks.0.qkv.weight")  # all ranks at the same place
     if rank == 1:
         with pytest.warns(
             UserWarning, match=r"rank 1 left the loop after 'blocks.0.qkv.weight', and other ranks go on"
         ):
-            iterate("blocks.0.qkv.weight")
+            iterate_until("blocks.0.qkv.weight")
     else:
         with pytest.raises(
             RuntimeError, match=r"rank 1 of the mesh has left the loop before 'blocks.0.qkv.bias', which"
         ):
-            iterate(None)
+            iterate_until(None)
 
     def fail():
         for name, _ in zcompile.full_parameters(model, bucket_bytes=1):

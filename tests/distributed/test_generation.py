@@ -1,6 +1,5 @@
 """`model.generate()` of a sharded model: ranks stop when they like, and have the tokens of the unsharded model."""
 
-import copy
 import functools
 import random
 
@@ -14,7 +13,7 @@ from tests.support.architectures import VOCABULARY, hugging_face, hugging_face_l
 from tests.support.meshes import short_mesh
 from tests.support.models import Transformer, batch
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, close, same_grads
+from tests.support.reference import compiled, pair, train_beside
 from tests.support.time_limits import scaled
 
 pytest.importorskip("transformers")
@@ -27,14 +26,11 @@ def eager(model):
 
 
 def compiled_loosely(model, inner="aot_eager"):
-    eager(model)
-    model.compile(backend="zcompile", options={"inner": inner})
-    return model
+    return compiled(model, inner=inner, fullgraph=False, mesh=short_mesh(SECONDS))
 
 
-def make(name="llama"):
-    torch.manual_seed(0)
-    model = hugging_face(name).eval()
+def make(name="llama", **how):
+    model = hugging_face(name, **how).eval()
     model.generation_config.eos_token_id = None  # each rank goes on to the length that it is told
     return model
 
@@ -48,9 +44,8 @@ def greedy(length, **how):
     return {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0, **how}
 
 
-def rank_generates(rank, world, name, prepare, how):
-    reference = make(name)
-    model = prepare(copy.deepcopy(reference))
+def generate_beside(rank, name, prepare, how):
+    reference, model = pair(functools.partial(make, name), prepare)
     for lengths in ((5, 50, 7, 9), (50, 5, 20, 5)):
         arguments = greedy(lengths[rank], return_dict_in_generate=True, **how)
         ours = model.generate(prompt_of(rank), **arguments)
@@ -76,23 +71,25 @@ STATIC = {"cache_implementation": "static"}
         pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=slow),
     ],
 )
-def test_tokens_are_those_of_the_unsharded_model(ranks, prepare, how):
-    ranks(2).run(rank_generates, "llama", prepare, how)
+@on_ranks(2)
+def test_tokens_are_those_of_the_unsharded_model(rank, world, prepare, how):
+    generate_beside(rank, "llama", prepare, how)
 
 
 @slow
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("prepare", [eager, compiled_loosely])
 @pytest.mark.parametrize("world", [2, 4])
-def test_tokens_of_other_models_and_worlds(ranks, name, prepare, world):
-    ranks(world).run(rank_generates, name, prepare, {})
+@on_ranks()
+def test_tokens_of_other_models_and_worlds(rank, world, name, prepare):
+    generate_beside(rank, name, prepare, {})
 
 
 @slow
 @on_ranks(4)
 def test_replicas_stop_when_they_like(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    rank_generates(rank, world, "llama", lambda model: zcompile.shard(model, mesh), {})
+    generate_beside(rank, "llama", lambda model: zcompile.shard(model, mesh), {})
 
 
 @slow
@@ -102,15 +99,14 @@ def test_transformers_may_compile_with_zcompile(rank, world):
 
     config = CompileConfig(backend="zcompile", mode=None, options={"inner": "aot_eager"})
     config._compile_all_devices = True
-    rank_generates(rank, world, "llama", eager, {**STATIC, "compile_config": config})
+    generate_beside(rank, "llama", eager, {**STATIC, "compile_config": config})
 
 
 @pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=slow)])
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(100), marks=slow)])
 @on_ranks(2, timeout=600)
 def test_ranks_stop_early_at_random(rank, world, prepare, seeds):
-    reference = make()
-    model = prepare(copy.deepcopy(reference))
+    reference, model = pair(make, prepare)
     for seed in seeds:
         choice = random.Random(1000 * seed + rank)
         how = {
@@ -130,21 +126,12 @@ def test_ranks_stop_early_at_random(rank, world, prepare, seeds):
 @pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=slow)])
 @on_ranks(2)
 def test_training_goes_on_after_a_generation(rank, world, prepare):
-    reference = make().train()
-    model = prepare(copy.deepcopy(reference))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-    for step in range(3):
-        ours = hugging_face_loss("llama", model, step, rank)
-        ours.backward()
-        theirs = [hugging_face_loss("llama", reference, step, other) for other in range(world)]
-        (sum(theirs) / world).backward()
-        close(ours, theirs[rank], FP32, "loss")
-        same_grads(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    def generate(model, reference, step):
         how = greedy(3 + 5 * ((rank + step) % 2))
         assert torch.equal(*(each.generate(prompt_of(rank), **how) for each in (model, reference)))
+
+    loss = functools.partial(hugging_face_loss, "llama")
+    train_beside(rank, world, prepare, make=lambda: make().train(), loss=loss, steps=3, after_step=generate)
 
 
 class Raises:
@@ -164,8 +151,7 @@ class Raises:
 
 @on_ranks(2)
 def test_an_error_of_one_rank_ends_generation_on_all(rank, world):
-    reference = make()
-    model = eager(copy.deepcopy(reference))
+    reference, model = pair(make, eager)
     prompt = prompt_of(rank)[:1]
     for length in (2, 20):  # rank 0 is through before rank 1 raises, or not
         if rank == 1:
@@ -192,8 +178,7 @@ def test_a_rank_that_trains_instead_is_told(rank, world):
 @pytest.mark.parametrize("prepare", [pytest.param(compiled_loosely, marks=slow), eager])
 @on_ranks(2)
 def test_a_rank_generates_alone_inside_of_unshard(rank, world, prepare):
-    reference = make()
-    model = prepare(copy.deepcopy(reference))
+    reference, model = pair(make, prepare)
     with zcompile.unshard(model):
         zcompile.reset_stats(model)
         for length in (30, 4) if rank == 0 else ():
@@ -214,20 +199,14 @@ class Generates(Transformer):
 
 @on_ranks(2)
 def test_a_generate_of_the_users_own(rank, world):
-    torch.manual_seed(0)
-    reference = Generates()
-    model = eager(copy.deepcopy(reference))
+    reference, model = pair(Generates, eager)
     for length in (1 + 4 * rank, 5 - 4 * rank, 3):
         assert torch.equal(*(each.generate(batch(0, rank), length) for each in (model, reference)))
 
 
 @on_ranks(2)
 def test_units_need_forwards_on_all_ranks(rank, world):
-    torch.manual_seed(0)
-    model = hugging_face("mixtral", experts="eager").eval()
-    model.generation_config.eos_token_id = None
-    reference = copy.deepcopy(model)
-    eager(model)
+    reference, model = pair(functools.partial(make, "mixtral", experts="eager"), eager)
     with pytest.raises(RuntimeError, match=r"rank 0 of the mesh is through.*synced_gpus=True.*zcompile.unshard"):
         model.generate(prompt_of(rank), **greedy(3 + 5 * rank))
     how = greedy(3 + 5 * rank, synced_gpus=True)
@@ -235,7 +214,8 @@ def test_units_need_forwards_on_all_ranks(rank, world):
     assert torch.equal(ours, reference.generate(prompt_of(rank), **how))
 
 
-def rank_generates_with_lora(rank, world):
+@on_ranks(2, needs="peft")
+def test_a_model_of_peft_generates(rank, world):
     import peft
 
     def adapted():
@@ -246,13 +226,6 @@ def rank_generates_with_lora(rank, world):
                     nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
         return model
 
-    torch.manual_seed(0)
-    reference = adapted()
-    model = eager(copy.deepcopy(reference))
+    reference, model = pair(adapted, eager)
     how = greedy(3 + 9 * rank)
     assert torch.equal(*(each.generate(input_ids=prompt_of(rank), **how) for each in (model, reference)))
-
-
-def test_a_model_of_peft_generates(ranks):
-    pytest.importorskip("peft")
-    ranks(2).run(rank_generates_with_lora)

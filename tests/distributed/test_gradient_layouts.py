@@ -1,10 +1,13 @@
 """Gradients of any strides, and parameters of no or one element, train as unsharded."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import zcompile
+from tests.support.models import normal
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, train_beside
 
@@ -31,7 +34,7 @@ class Layouts(nn.Module):
 
 
 def loss_of(model, step, rank):
-    return model(torch.randn(3, 3, generator=torch.Generator().manual_seed(10 * step + rank)))
+    return model(normal(step, rank, 3, 3))
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
@@ -42,13 +45,5 @@ def test_gradients_of_any_strides_train_as_unsharded(rank, world, prepare):
 
 @on_ranks(2)
 def test_they_do_so_together_in_a_unit(rank, world):
-    train_beside(rank, world, lambda m: zcompile.shard(m, units=[Layouts]), make=Around, loss=loss_of, steps=2)
-
-
-class Around(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Layouts()
-
-    def forward(self, x):
-        return self.inner(x)
+    prepare = functools.partial(zcompile.shard, units=[Layouts])
+    train_beside(rank, world, prepare, make=lambda: nn.Sequential(Layouts()), loss=loss_of, steps=2)

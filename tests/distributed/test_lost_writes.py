@@ -7,6 +7,7 @@ from torch import nn
 import zcompile
 from tests.support.models import Chain
 from tests.support.ranks import on_ranks
+from tests.support.reference import compiled
 
 
 class Writes(nn.Linear):
@@ -66,8 +67,7 @@ def test_a_write_to_a_copy_that_was_gathered_again_raises(rank, world, inner):
 @on_ranks(2)
 def test_a_parameter_that_changes_before_backward_is_an_error(rank, world, write):
     """Compiled code gathers it again in backward; torch refuses this for a saved tensor, too."""
-    model = zcompile.shard(Chain(nn.Linear(3, 4), nn.Linear(4, 2)))
-    model.compile(backend="zcompile", options={"inner": "aot_eager", "save_for_backward_bytes": 0})
+    model = compiled(Chain(nn.Linear(3, 4), nn.Linear(4, 2)), options={"save_for_backward_bytes": 0})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     first, second = model(torch.ones(1, 3)).sum(), model(torch.ones(1, 3)).sum()

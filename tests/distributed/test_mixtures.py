@@ -5,13 +5,13 @@ import functools
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support.architectures import hugging_face, hugging_face_loss
+from tests.support.compiling import checkpoint_each
 from tests.support.mixtures import MixtureModel
 from tests.support.ranks import on_ranks
-from tests.support.reference import train_beside
+from tests.support.reference import compiled, train_beside
 from tests.support.units import routed_loss
 from zcompile.state.sharded_model import state_of
 
@@ -20,10 +20,7 @@ UNITS = {"mixtral": "MixtralExperts", "deepseek_v3": "DeepseekV3Experts", "llama
 
 
 def sharded(model, inner=None):
-    zcompile.shard(model)
-    if inner is not None:
-        model.compile(backend="zcompile", options={"inner": inner})
-    return model
+    return zcompile.shard(model) if inner is None else compiled(model, inner=inner, fullgraph=False)
 
 
 CASES = [(name, experts, inner) for name in UNITS for experts in ("eager", "batched_mm") for inner in INNERS]
@@ -59,8 +56,8 @@ def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name
     """Hooks, checkpoints, and experts that Dynamo does not trace."""
     torch.manual_seed(0)
     model = hugging_face(name, experts="eager")
+    checkpoint_each(model.model.layers)
     for layer in model.model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         mixture = layer.feed_forward if name == "llama4_text" else layer.mlp
         mixture.register_forward_hook(lambda module, args, out: None)
         if hasattr(mixture, "experts"):
@@ -77,7 +74,7 @@ def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name
 @on_ranks(2)
 def test_a_loop_that_is_no_unit_trains_as_unsharded(rank, world):
     """In eager: its experts are in a block, of which each rank uses other parameters."""
-    train_beside(rank, world, lambda model: zcompile.shard(model, units=[]), make=MixtureModel, loss=routed_loss)
+    train_beside(rank, world, functools.partial(zcompile.shard, units=[]), make=MixtureModel, loss=routed_loss)
 
 
 @on_ranks(2)

@@ -30,10 +30,11 @@ def test_two_ranks_train_as_with_the_exact_sum(rank, world, transport, around):
     assert_same_run(train_microbatches(rank, around, transport=transport, native_reduce=True), exact)
 
 
+@pytest.mark.parametrize("native", [False, True])
 @on_ranks(4)
-def test_replicas_stay_bitwise_equal(rank, world):
+def test_replicas_stay_bitwise_equal(rank, world, native):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = train_beside(rank, world, functools.partial(compiled, mesh=mesh, native_reduce=True))
+    model = train_beside(rank, world, functools.partial(compiled, mesh=mesh, native_reduce=native))
     for name, parameter in model.named_parameters():
         local = parameter.to_local().detach()
         both = [torch.empty_like(local) for _ in range(2)]

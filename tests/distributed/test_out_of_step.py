@@ -1,7 +1,6 @@
 """Ranks at different places of training raise, all of them, and go on rightly if they can: never a wrong number."""
 
 import contextlib
-import copy
 import threading
 import time
 
@@ -12,10 +11,10 @@ from torch import nn
 
 import zcompile
 from tests.support.meshes import short_mesh
-from tests.support.models import Chain
+from tests.support.models import Chain, normal
 from tests.support.raising import RAISES, MayRaise
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, close, same_grads
+from tests.support.reference import FP32, close, pair, same_backward
 from tests.support.time_limits import scaled
 from zcompile.ranks.program_check import Line
 from zcompile.state.sharded_model import state_of
@@ -26,21 +25,8 @@ def linears(count):
     return [nn.Linear(6, 6) for _ in range(count)]
 
 
-def inputs(step, rank):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 def loss_of(model, step, rank, *how):
-    return model(inputs(step, rank), *how).square().mean()
-
-
-def same_step(model, reference, world, rank, step, *how):
-    """A forward and backward of both give the same gradients."""
-    for each in (model, reference):
-        each.zero_grad()
-    loss_of(model, step, rank, *how).backward()
-    (sum(loss_of(reference, step, other, *how) for other in range(world)) / world).backward()
-    same_grads(model, reference)
+    return model(normal(step, rank, 4, 6).requires_grad_(), *how).square().mean()
 
 
 def raises_in_backward(loss):
@@ -107,12 +93,10 @@ class Branch(nn.Module):
 
 @on_ranks(2)
 def test_gradients_of_a_backward_that_raised_do_not_count_later(rank, world):
-    reference = Branch()
-    model = zcompile.shard(copy.deepcopy(reference))
-    loss = model(inputs(0, rank).requires_grad_(), True).square().mean()
-    raises_in_backward(loss)
+    reference, model = pair(Branch, zcompile.shard)
+    raises_in_backward(loss_of(model, 0, rank, True))
     for step in (1, 2):
-        same_step(model, reference, world, rank, step, False)
+        same_backward(rank, world, model, reference, lambda model, step, rank: loss_of(model, step, rank, False), step)
 
 
 @on_ranks(2)
@@ -142,7 +126,7 @@ def test_two_threads_are_told_to_take_turns(rank, world):
         try:
             with torch.no_grad():
                 for _ in range(100):
-                    models[i](inputs(i, rank))
+                    loss_of(models[i], i, rank)
         except RuntimeError as error:
             errors.append(str(error))
 

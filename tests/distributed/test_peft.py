@@ -13,7 +13,7 @@ import zcompile
 from tests.support.architectures import hugging_face, hugging_face_loss
 from tests.support.packed import Quantized, quantized_loss
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, close, compiled, full, train_beside
+from tests.support.reference import FP32, close, compiled, full, pair, train_beside
 
 peft = pytest.importorskip("peft")
 slow = pytest.mark.slow
@@ -23,7 +23,6 @@ loss = functools.partial(hugging_face_loss, "llama")
 
 def with_lora(**config) -> nn.Module:
     """A small Llama with adapters that change its output."""
-    torch.manual_seed(0)
     how = {"r": 3, "lora_alpha": 8, "target_modules": TARGETS} | config
     model = peft.get_peft_model(hugging_face("llama"), peft.LoraConfig(**how))
     with torch.no_grad():
@@ -33,13 +32,10 @@ def with_lora(**config) -> nn.Module:
     return model
 
 
-def eager(model):
-    return zcompile.shard(model)
-
-
+compiled_loosely = functools.partial(compiled, fullgraph=False)
 PREPARE = [
-    eager,
-    pytest.param(functools.partial(compiled, fullgraph=False), id="compiled", marks=slow),
+    zcompile.shard,
+    pytest.param(compiled_loosely, id="compiled", marks=slow),
     pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=slow),
 ]
 
@@ -51,8 +47,7 @@ def test_lora_trains_as_one_process_does(rank, world, prepare):
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
 
 
-def under_fsdp2() -> nn.Module:
-    model = with_lora()
+def under_fsdp2(model: nn.Module) -> nn.Module:
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
@@ -72,7 +67,7 @@ def losses_of(model, rank):
 @slow
 @on_ranks(2)
 def test_lora_trains_as_under_fsdp2(rank, world):
-    ours, theirs = zcompile.shard(with_lora()), under_fsdp2()
+    ours, theirs = (pair(with_lora, prepare)[1] for prepare in (zcompile.shard, under_fsdp2))
     torch.testing.assert_close(losses_of(ours, rank), losses_of(theirs, rank), rtol=0, atol=1e-5)
     for (name, our), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         close(our, full(their), 10 * FP32, name)
@@ -81,8 +76,7 @@ def test_lora_trains_as_under_fsdp2(rank, world):
 @pytest.mark.parametrize("prepare", PREPARE[:2])
 @on_ranks(2)
 def test_the_base_is_gathered_and_never_reduced(rank, world, prepare):
-    reference = with_lora()
-    model = prepare(with_lora())
+    reference, model = pair(with_lora, prepare)
     trained = sum(each.nbytes for each in reference.parameters() if each.requires_grad)
     base = sum(each.nbytes for each in reference.parameters() if not each.requires_grad)
     loss(model, 0, rank).backward()
@@ -98,8 +92,18 @@ def same_values(model, reference):
         assert torch.equal(full(ours.detach()), theirs), name
 
 
-def rank_merges(rank, world, prepare, config):
-    model, reference = prepare(with_lora(**config)), with_lora(**config)
+@slow
+@pytest.mark.parametrize(
+    "world, prepare, config",
+    [
+        *((world, prepare, {}) for world in (2, 4) for prepare in (zcompile.shard, compiled_loosely)),
+        (2, zcompile.shard, {"use_dora": True}),
+        (2, zcompile.shard, {"target_modules": ["embed_tokens", "v_proj"]}),
+    ],
+)
+@on_ranks()
+def test_merged_and_unmerged_weights_are_those_of_one_process(rank, world, prepare, config):
+    reference, model = pair(functools.partial(with_lora, **config), prepare)
     original = copy.deepcopy(reference)
     torch.testing.assert_close(loss(model, 0, rank), loss(reference, 0, rank))
     for safe_merge in (False, True):  # the latter assigns to `.data`
@@ -118,19 +122,6 @@ def rank_merges(rank, world, prepare, config):
     merged = [each.merge_and_unload() for each in (model, reference)]
     same_values(*merged)
     torch.testing.assert_close(*(loss(each, 1, rank) for each in merged))
-
-
-@slow
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("prepare", PREPARE[:2])
-def test_merged_and_unmerged_weights_are_those_of_one_process(ranks, world, prepare):
-    ranks(world).run(rank_merges, prepare, {})
-
-
-@slow
-@pytest.mark.parametrize("config", [{"use_dora": True}, {"target_modules": ["embed_tokens", "v_proj"]}])
-def test_other_adapters_merge(ranks, config):
-    ranks(2).run(rank_merges, eager, config)
 
 
 @on_ranks(2)
@@ -193,7 +184,6 @@ def test_lora_trains_beside_a_packed_base(rank, world, prepare):
     """LoRA beside a quantized base, as QLoRA has it."""
 
     def make():
-        torch.manual_seed(0)
         model = Quantized()
         for name in ("first", "second"):
             getattr(model, name).bias.requires_grad_(False)

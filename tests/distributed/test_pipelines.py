@@ -1,6 +1,7 @@
 """Schedules of torch.distributed.pipelining: stages whose parameters are sharded over the data-parallel ranks."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zcompile
-from tests.support.blocks import shard_in_blocks
+from tests.support import blocks
+from tests.support.models import normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import same_grads
+from tests.support.reference import compiled, same_grads
 
 MICROBATCHES = 4
 STAGES = {  # of each of the two pipeline ranks
@@ -32,21 +34,7 @@ def loss_of(output, target):
     return (output - target).square().mean()
 
 
-def as_units(model, mesh):
-    return zcompile.shard(model, mesh, units=[nn.Linear])
-
-
-def as_one_block(model, mesh):
-    return zcompile.shard(model, mesh)
-
-
-def compiled(model, mesh):
-    zcompile.shard(model, mesh)
-    model.compile(backend="zcompile", options={"inner": "aot_eager"})
-    return model
-
-
-FORMS = {"one block": as_one_block, "blocks": shard_in_blocks, "units": as_units, "compiled": compiled}
+FORMS = blocks.FORMS | {"compiled": functools.partial(compiled, fullgraph=False)}
 CASES = [  # torch itself compiles no stage whose backward is split
     pytest.param(name, form, reduce, marks=[] if reduce == "last" or form == "blocks" else pytest.mark.slow)
     for name in STAGES
@@ -65,13 +53,12 @@ def test_a_schedule_gives_the_gradients_of_one_process(rank, world, name, form, 
     numbers = STAGES[name][mesh.get_local_rank("pipeline")]
     count = 2 * len(numbers)
     reference = [stage_of(number) for number in range(count)]
-    parts = [FORMS[form](stage_of(number), mesh["data"]) for number in numbers]
+    parts = [FORMS[form](stage_of(number), mesh=mesh["data"]) for number in numbers]
     group = mesh["pipeline"].get_group()
     stages = [PipelineStage(part, i, count, torch.device("cpu"), group=group) for part, i in zip(parts, numbers)]
     schedule = getattr(schedules, name)(stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
     for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        batches = torch.randn(2, 2 * MICROBATCHES, 6, generator=generator)
+        batches = normal(step, 0, 2, 2 * MICROBATCHES, 6)
         batch = batches[mesh.get_local_rank("data")]
         with contextlib.ExitStack() as stack:
             for part in parts:

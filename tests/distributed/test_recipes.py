@@ -1,12 +1,11 @@
 """The programs in docs/recipes.md run as they stand there, one after the other."""
 
-import importlib.util
-
 import pytest
 import torch
 
 import zcompile
 from tests.support.pages import ROOT, python_blocks
+from tests.support.ranks import on_ranks
 
 PAGE = ROOT / "docs/recipes.md"
 BLOCKS = python_blocks("docs/recipes.md")
@@ -63,7 +62,9 @@ def test_a_recipe_runs(ranks, program):
     ranks(2).run(program)
 
 
-def rank_trains_in_8_bits(rank, world):
+@pytest.mark.slow
+@on_ranks(2, timeout=600, needs="torchao")
+def test_torchao_keeps_states_of_shards_in_8_bits(rank, world):
     from torchao.optim import AdamW8bit
 
     names = run_blocks("AdamW8bit")
@@ -72,13 +73,6 @@ def rank_trains_in_8_bits(rank, world):
     states = [value for state in names["optimizer_8bit"].state.values() for value in state.values()]
     local = [getattr(value, "_local_tensor", value) for value in states]
     assert any(type(value).__name__ == "OptimState8bit" for value in local)
-
-
-@pytest.mark.slow
-def test_torchao_keeps_states_of_shards_in_8_bits(ranks):
-    if not importlib.util.find_spec("torchao"):
-        pytest.skip("needs torchao")
-    ranks(2).run(rank_trains_in_8_bits, timeout=600)
 
 
 def test_the_page_is_short():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-import zcompile
 from tests.support.huggingface import VOCABULARY, tiny_llama
-from tests.support.reference import FP32, close
+from tests.support.ranks import on_ranks
+from tests.support.reference import FP32, close, compiled
 
 LENGTHS = [(2, 12), (2, 9), (2, 15)]
 BATCHES = [*LENGTHS, (3, 11), (4, 13)]
@@ -42,26 +42,21 @@ def graphs_and_losses(model, rank, shapes, how):
     return graphs, losses
 
 
-def rank_counts(rank, world, shapes, how):
+@slow
+@pytest.mark.parametrize("how", ["plain", "marked", "dynamic"])
+@pytest.mark.parametrize("shapes", [LENGTHS, BATCHES])
+@on_ranks(2, timeout=600)
+def test_batches_of_many_lengths_compile_as_many_graphs_as_under_torch_compile(rank, world, shapes, how):
+    """Ranks have other lengths at once."""
     dynamic = True if how == "dynamic" else None
     torch._dynamo.reset()
     reference = tiny_llama(1)
     reference.compile(backend="aot_eager", dynamic=dynamic)
     theirs, expected = graphs_and_losses(reference, rank, shapes, how)
     torch._dynamo.reset()
-    model = zcompile.shard(tiny_llama(1))
-    model.compile(backend="zcompile", options={"inner": "aot_eager"}, dynamic=dynamic)
+    model = compiled(tiny_llama(1), fullgraph=False, dynamic=dynamic)
     ours, losses = graphs_and_losses(model, rank, shapes, how)
     for mine, other in zip(losses, expected):
         close(mine, other, FP32, "loss")
-    return ours, theirs
-
-
-@slow
-@pytest.mark.parametrize("how", ["plain", "marked", "dynamic"])
-@pytest.mark.parametrize("shapes", [LENGTHS, BATCHES])
-def test_batches_of_many_lengths_compile_as_many_graphs_as_under_torch_compile(ranks, shapes, how):
-    """Ranks have other lengths at once."""
-    for ours, theirs in ranks(2).run(rank_counts, shapes, how, timeout=600):
-        assert ours == theirs
-        assert ours[len(shapes) - 1] < len(shapes)
+    assert ours == theirs
+    assert ours[len(shapes) - 1] < len(shapes)

@@ -11,50 +11,44 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from tests.support.blocks import shard_in_blocks
+from tests.support.blocks import FORMS
+from tests.support.compiling import OPTIONS
+from tests.support.models import normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import close, same_grads
+from tests.support.reference import FP32, close, pair, same_grads
 from zcompile.state.sharded_model import state_of
 from zcompile.training.deferred_reduces import REDUCE
 
-FORMS = {
-    "root block": zcompile.shard,
-    "blocks": shard_in_blocks,
-    "units": lambda model, **how: zcompile.shard(model, units=[nn.Linear], **how),
-}
-
 
 def make():
-    """The same two models."""
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
-    torch.manual_seed(0)
-    return reference, nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
+    return nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
 
 
 def inputs(microbatch, rank):
-    generator = torch.Generator().manual_seed(10 * microbatch + rank)
-    return torch.randn(3, 6, generator=generator).requires_grad_()
+    return normal(microbatch, rank, 3, 6).requires_grad_()
 
 
 def by_grad(loss, x):
-    torch.autograd.grad(loss, x)
+    return torch.autograd.grad(loss, x)[0]
 
 
 def by_inputs(loss, x):
     loss.backward(inputs=[x])
+    return x.grad
 
 
 def keeping_the_graph(loss, x):
-    torch.autograd.grad(loss, x, retain_graph=True)
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
     loss.backward()
+    return grad
 
 
 def backwards_of_inputs(model, rank, of_inputs):
     """Trains with microbatch 1; of microbatch 0, only the input has a gradient, or that of the input comes first."""
     x = inputs(0, rank)
-    of_inputs(1000 * model(x).square().mean(), x)
+    grad = of_inputs(1000 * model(x).square().mean(), x)
     model(inputs(1, rank)).square().mean().backward()
+    return grad
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -65,14 +59,13 @@ def test_a_backward_of_inputs_adds_no_gradient_of_parameters(rank, world, reduce
         if compiled and (form == "blocks" or of_inputs is keeping_the_graph):  # as the root block; donates its buffers
             continue
         torch._dynamo.reset()
-        reference, model = make()
-        shard(model)
+        reference, model = pair(make, shard)
         if compiled:
-            model.compile(backend="zcompile", options={"inner": "aot_eager"})
+            model.compile(**OPTIONS)
         with zcompile.accumulate(model, reduce=reduce):
-            backwards_of_inputs(model, rank, of_inputs)
-        for other in range(world):
-            backwards_of_inputs(reference, other, of_inputs)
+            grad = backwards_of_inputs(model, rank, of_inputs)
+        theirs = [backwards_of_inputs(reference, other, of_inputs) for other in range(world)]
+        close(grad, theirs[rank], FP32, "gradient of an input")
         for each in reference.parameters():
             each.grad /= world
         same_grads(model, reference)
@@ -96,8 +89,7 @@ def zero_bubble(model, rank):
 @on_ranks(2)
 def test_zero_bubble_accumulates_the_gradients_of_whole_backwards(rank, world, reduce):
     for shard in FORMS.values():
-        reference, model = make()
-        shard(model)
+        reference, model = pair(make, shard)
         for _ in range(2):
             with zcompile.accumulate(model, reduce=reduce):
                 ours = zero_bubble(model, rank)
@@ -114,8 +106,7 @@ def test_zero_bubble_accumulates_the_gradients_of_whole_backwards(rank, world, r
 def test_blocks_are_gathered_once_inside_of_accumulate(rank, world):
     """As FSDP2's, with `set_reshard_after_backward(False)`; and parameters are DTensors again behind it."""
     for shard in FORMS.values():
-        _, model = make()
-        shard(model)
+        model = shard(make())
         whole = sum(each.nbytes for each in model.parameters())
         zcompile.reset_stats(model)
         with zcompile.accumulate(model):
@@ -132,11 +123,10 @@ def test_blocks_are_gathered_once_inside_of_accumulate(rank, world):
 def test_a_split_backward_that_cannot_be_right_is_refused(rank, world):
     """Of compiled code, and of blocks that have no memory to stay; the message names a parameter."""
     for is_compiled in (False, True):
-        _, model = make()
-        zcompile.shard(model)
+        model = zcompile.shard(make())
         state_of(model).limit_microbatch_cache(0)
         if is_compiled:
-            model.compile(backend="zcompile", options={"inner": "aot_eager"})
+            model.compile(**OPTIONS)
         refused = pytest.raises(RuntimeError)
         with torch._functorch.config.patch(donated_buffer=False), refused as raised, zcompile.accumulate(model):
             zero_bubble(model, rank)
@@ -149,8 +139,7 @@ def test_a_split_backward_that_cannot_be_right_is_refused(rank, world):
 def test_zero_bubble_outside_of_accumulate_is_warned_of(rank, world):
     """There modules have DTensors after their forward, which are in no graph. Other backwards are not warned of."""
     for shard in FORMS.values():
-        _, model = make()
-        shard(model)
+        model = shard(make())
         x = inputs(0, rank)
         loss = model(x).square().mean()
         torch.autograd.grad(loss, x, retain_graph=True)

@@ -1,14 +1,15 @@
 """Models whose graphs have graphs of their own: flex attention, and branches that a tensor decides."""
 
-import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from tests.support.models import mean_square
 from tests.support.ranks import on_ranks
-from tests.support.reference import close, compiled, train_beside
+from tests.support.reference import close, compiled, pair, train_beside
 
 WIDTH, HEADS, TOKENS, WINDOW = 32, 2, 128, 16
 
@@ -71,17 +72,14 @@ def repeated():
     return nn.Sequential(*(Repeated() for _ in range(3)))
 
 
-def loss_of(model, step, rank):
-    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-    return model(x.to(next(model.parameters()).device)).square().mean()
+loss_of = mean_square(2, TOKENS, WIDTH)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, world, inner):
     """torch trains it on GPUs alone: tests/gpu/test_subgraphs.py."""
-    reference = nn.Sequential(*(Attention() for _ in range(2)))
-    model = compiled(copy.deepcopy(reference), inner=inner)
+    reference, model = pair(lambda: nn.Sequential(Attention(), Attention()), functools.partial(compiled, inner=inner))
     with torch.no_grad():
         close(loss_of(model, 0, rank), loss_of(reference, 0, rank), 1e-6, "loss")
 

@@ -1,12 +1,11 @@
 """Blocks that share a parameter, each with others of its own."""
 
-import functools
-
 import pytest
-import torch
 from torch import nn
 
 from tests.support.blocks import shard_in_blocks
+from tests.support.compiling import OPTIONS
+from tests.support.models import mean_square
 from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
 
@@ -25,18 +24,13 @@ class Tied(nn.Module):
         return x
 
 
-def loss_of(model, step, rank):
-    return model(torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
-
-
-def prepared(model, is_compiled):
-    shard_in_blocks(model)
-    if is_compiled:
-        model.compile(backend="zcompile", options={"inner": "aot_eager"})
-    return model
-
-
 @pytest.mark.parametrize("is_compiled", [False, True])
 @on_ranks(2)
 def test_blocks_may_share_a_parameter(rank, world, is_compiled):
-    train_beside(rank, world, functools.partial(prepared, is_compiled=is_compiled), make=Tied, loss=loss_of)
+    def prepare(model):
+        shard_in_blocks(model)
+        if is_compiled:
+            model.compile(**OPTIONS)
+        return model
+
+    train_beside(rank, world, prepare, make=Tied, loss=mean_square(3, 6))

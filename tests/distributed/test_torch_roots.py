@@ -4,8 +4,6 @@ torch.compile wraps the call of such a root in a function of its own, so that Dy
 model.compile() of one compiles nothing (pytorch/pytorch#150915).
 """
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -14,8 +12,9 @@ from torch.func import functional_call
 
 import zcompile
 from tests.support.compiling import wrapped
+from tests.support.models import mean_square
 from tests.support.ranks import on_ranks
-from tests.support.reference import compiled, full, train_beside
+from tests.support.reference import compiled, full, pair, train_beside
 
 ways = pytest.mark.parametrize("prepare", [compiled, wrapped])
 
@@ -28,8 +27,7 @@ def linear():
     return nn.Linear(6, 6)
 
 
-def loss_of(model, step, rank):
-    return model(torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+loss_of = mean_square(3, 6)
 
 
 def sharded(model):
@@ -73,9 +71,7 @@ def test_requires_grad_and_lost_writes_are_seen(rank, world, prepare):
 @ways
 @on_ranks(2)
 def test_unshard_shows_whole_parameters(rank, world, prepare):
-    torch.manual_seed(0)
-    reference = small()
-    model = prepare(copy.deepcopy(reference))
+    reference, model = pair(small, prepare)
     loss_of(model, 0, rank)
     with zcompile.unshard(sharded(model), writeback=True):
         with torch.no_grad():

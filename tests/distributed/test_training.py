@@ -1,54 +1,43 @@
 """Every way to train that users have, on sharded and compiled models, against the unsharded single-process model."""
 
-import copy
 import functools
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support.architectures import HUGGING_FACE, hugging_face, hugging_face_loss
+from tests.support.compiling import SELECTIVE, by_blocks
 from tests.support.meshes import short_mesh
-from tests.support.models import Block, Sometimes, Transformer, batch, loss_of, sometimes_loss
-from tests.support.ranks import on_ranks
-from tests.support.reference import (
-    BF16,
-    autocast_loss,
-    close,
-    compiled,
-    full,
-    lm_loss,
-    same_grads,
-    same_parameters,
-    train_beside,
+from tests.support.models import (
+    Block,
+    Sometimes,
+    Transformer,
+    batch,
+    loss_of,
+    normal,
+    sometimes_loss,
 )
+from tests.support.ranks import on_ranks
+from tests.support.reference import BF16, autocast_loss, close, compiled, lm_loss, pair, same_grads, train_beside
 from tests.support.time_limits import scaled
 
 slow = pytest.mark.slow
 
 
-def eager(model):
-    return zcompile.shard(model)
-
-
-eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
+eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=slow), compiled])
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("prepare", [eager, compiled])
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
 @on_ranks()
 def test_fp32_trains_as_unsharded(rank, world, prepare):
     train_beside(rank, world, prepare)
-
-
-class Sizes:
-    def __init__(self, linear):
-        parameters = linear._parameters
-        self.weight_numel, self.bias_numel = parameters["weight"].numel(), parameters["bias"].numel()
 
 
 @on_ranks(2)
@@ -58,30 +47,18 @@ def test_autocast_gathers_two_bytes_per_element_and_use(rank, world):
     # Linear weights and biases are read in bf16: once in forward and, weights alone, once in backward. Autocast runs
     # norms, the embedding and the scalars in fp32. The tied embedding is read in both dtypes, so forward gathers it in
     # fp32.
-    linears = [Sizes(module) for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)]
-    narrow = sum(2 * sizes.weight_numel * 2 + 2 * sizes.bias_numel for sizes in linears)
-    narrow += 2 * model.embed.num_embeddings * 18
+    linears = [module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)]
+    narrow = sum(2 * linear.weight.numel() * 2 + 2 * linear.bias.numel() for linear in linears)
+    narrow += 2 * model.embed.weight.numel()
     assert gathered_bytes["bfloat16"] == 4 * narrow, (gathered_bytes, narrow)
-
-
-def to_bf16(model):
-    return compiled(model, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @on_ranks(2)
 def test_a_param_dtype_travels_and_gradients_are_fp32(rank, world):
-    torch.manual_seed(0)
-    reference = Transformer()
-    model = to_bf16(copy.deepcopy(reference))
-    wide = zcompile.shard(copy.deepcopy(reference))  # the same in eager, fp32
-    for step in range(3):
-        ours, theirs = lm_loss(model, step, rank), lm_loss(wide, step, rank)
-        ours.backward()
-        theirs.backward()
-        close(ours, theirs, 2e-2, "loss")
-        for (name, narrow), exact in zip(model.named_parameters(), wide.parameters()):
-            assert narrow.grad.dtype == torch.float32
-            close(narrow.grad, full(exact.grad), 0.05, name)
+    prepare = functools.partial(compiled, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = train_beside(rank, world, prepare, steps=3, tolerance=0.05)
+    lm_loss(model, 0, rank).backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     counted = zcompile.stats(model)
     assert set(counted["gathered_bytes"]) == set(counted["reduced_bytes"]) == {"bfloat16"}
 
@@ -89,30 +66,22 @@ def test_a_param_dtype_travels_and_gradients_are_fp32(rank, world):
 class Checkpointed(Transformer):
     """Recomputes every block, wholly or by a policy."""
 
-    context_fn = None
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
 
     def forward(self, tokens):
         x = self.embed(tokens)
-        more = {} if self.context_fn is None else {"context_fn": self.context_fn}
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, **more)
+            x = checkpoint(block, x, use_reentrant=False, **self.how)
         return self.head(self.norm(x)) * self.scale * self.mix.sum()
 
 
-def save_products(context, op, *args, **kwargs):
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class SelectivelyCheckpointed(Checkpointed):
-    context_fn = staticmethod(functools.partial(create_selective_checkpoint_contexts, save_products))
-
-
-@pytest.mark.parametrize("make", [pytest.param(Checkpointed, marks=slow), SelectivelyCheckpointed])
+@pytest.mark.parametrize("how", [pytest.param({}, marks=slow), SELECTIVE])
 @eager_and_compiled
 @on_ranks(2)
-def test_activation_checkpointing_trains_as_unsharded(rank, world, make, prepare):
-    train_beside(rank, world, prepare, make=make)
+def test_activation_checkpointing_trains_as_unsharded(rank, world, how, prepare):
+    train_beside(rank, world, prepare, make=lambda: Checkpointed(how))
 
 
 @eager_and_compiled
@@ -136,46 +105,6 @@ def test_evaluation_between_steps_changes_nothing(rank, world, prepare):
     train_beside(rank, world, prepare, after_step=evaluate_between)
 
 
-class LowRank(nn.Module):
-    """A frozen linear layer with a trained low-rank change."""
-
-    def __init__(self, base: nn.Linear, rank: int = 3):
-        super().__init__()
-        self.base = base
-        self.a = nn.Parameter(torch.randn(rank, base.in_features) / 4)
-        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-def low_rank_model():
-    model = Transformer()
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.qkv, block.up = LowRank(block.qkv), LowRank(block.up)
-    return model
-
-
-@eager_and_compiled
-@on_ranks(2)
-def test_frozen_weights_with_low_rank_changes_train_as_unsharded(rank, world, prepare):
-    model = train_beside(rank, world, prepare, make=low_rank_model)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert len(trained) == 8 and all(name.endswith((".a", ".b")) for name in trained)
-
-
-def thaw_after_first(model, reference, step):
-    for each in (model, reference):
-        each.blocks.requires_grad_(step % 2 == 1)
-
-
-@eager_and_compiled
-@on_ranks(2)
-def test_requires_grad_may_change_between_steps(rank, world, prepare):
-    train_beside(rank, world, prepare, after_step=thaw_after_first)
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 @eager_and_compiled
 @on_ranks()
@@ -190,12 +119,7 @@ def lengths_loss(model, step, rank):
 @pytest.mark.parametrize("dynamic", [pytest.param(True, marks=slow), None])
 @on_ranks(2)
 def test_ranks_may_see_different_lengths(rank, world, dynamic):
-    def prepare(model):
-        zcompile.shard(model)
-        model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True, dynamic=dynamic)
-        return model
-
-    train_beside(rank, world, prepare, loss=lengths_loss, steps=5)
+    train_beside(rank, world, functools.partial(compiled, dynamic=dynamic), loss=lengths_loss, steps=5)
 
 
 class Broken(Transformer):
@@ -229,8 +153,7 @@ class Rambling(nn.Module):
 
 
 def rambling_loss(model, step, rank, times):
-    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x, torch.tensor(times)).square().mean()
+    return model(normal(step, rank, 2, 3, 6), torch.tensor(times)).square().mean()
 
 
 @on_ranks(2)
@@ -251,35 +174,16 @@ def test_a_fragment_that_runs_more_often_on_one_rank_is_an_error_on_all(rank, wo
     assert time.monotonic() - begin < scaled(30)
 
 
-def per_block(model):
-    zcompile.shard(model)
-    for block in model.blocks:
-        block.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True)
-    return model
-
-
 @on_ranks(2)
 def test_blocks_compiled_one_by_one_share_a_compilation(rank, world):
     torch._dynamo.utils.counters.clear()
-    train_beside(rank, world, per_block, make=functools.partial(Transformer, blocks=4))
+    train_beside(rank, world, by_blocks, make=functools.partial(Transformer, blocks=4))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "equal blocks must share one compilation"
-
-
-def recompiled_loss(model, step, rank):
-    model.train(step % 2 == 0)
-    return loss_of(model, batch(step, rank, length=8 + step % 3)[: 1 + step % 2])
-
-
-@on_ranks(2)
-def test_recompiled_graphs_train_as_unsharded(rank, world):
-    train_beside(rank, world, loss=recompiled_loss, steps=3)
 
 
 @on_ranks(2)
 def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
-    torch.manual_seed(0)
-    references = [Transformer(), Transformer()]
-    models = [compiled(copy.deepcopy(reference)) for reference in references]
+    references, models = zip(*(pair(Transformer) for _ in range(2)))
     for step in range(3):
         losses = [lm_loss(model, step + i, rank) for i, model in enumerate(models)]
         for loss in reversed(losses):
@@ -297,46 +201,21 @@ def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 @on_ranks()
 def test_clipping_and_fused_adamw_step_as_unsharded(rank, world):
-    torch.manual_seed(0)
-    reference = Transformer()
-    model = compiled(copy.deepcopy(reference))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
-    for step in range(4):
-        lm_loss(model, step, rank).backward()
-        (sum(lm_loss(reference, step, other) for other in range(world)) / world).backward()
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, reference)]
-        close(norms[0], norms[1], 1e-5, "norm")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same_parameters(model, reference, tolerance=1e-4)
+    def clip(model, reference):
+        close(*(nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, reference)), 1e-5, "norm")
+
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    train_beside(rank, world, optimizer=adamw, before_step=clip, parameter_tolerance=1e-4)
 
 
-@on_ranks(4)
-def test_replicas_stay_bitwise_equal(rank, world):
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = train_beside(rank, world, functools.partial(compiled, mesh=mesh))
-    shard = model.embed._parameters["weight"].to_local()
-    rows = [torch.empty_like(shard) for _ in range(2)]
-    dist.all_gather(rows, shard, group=mesh.get_group("replicate"))
-    assert torch.equal(rows[0], rows[1]), "replicas must stay bitwise equal"
-
-
-def rank_trains_hugging_face(rank, world, name):
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in HUGGING_FACE[1:])])
+@on_ranks(2, needs="transformers")
+def test_hugging_face_models_train_in_one_graph(rank, world, name):
     make = functools.partial(hugging_face, name)
     train_beside(rank, world, make=make, loss=functools.partial(hugging_face_loss, name), steps=2, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in HUGGING_FACE[1:])])
-def test_hugging_face_models_train_in_one_graph(ranks, name):
-    pytest.importorskip("transformers")
-    ranks(2).run(rank_trains_hugging_face, name)
-
-
 def rank_saves(rank, world, path):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     torch.manual_seed(0)
     model = compiled(Transformer())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -350,9 +229,6 @@ def rank_saves(rank, world, path):
 
 
 def rank_resumes(rank, world, path):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     torch.manual_seed(7)
     model = compiled(Transformer())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

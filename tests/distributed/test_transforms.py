@@ -1,7 +1,5 @@
 """torch.func's transforms around a sharded model, and inside of its forward, give what they give unsharded."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -10,8 +8,9 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import zcompile
 from tests.support.compiling import OPTIONS
+from tests.support.models import mean_square, normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, close, compiled, same_grads, train_beside
+from tests.support.reference import compiled, pair, same_backward, train_beside
 
 
 class Net(nn.Module):
@@ -39,12 +38,7 @@ TRANSFORMS = {
 }
 
 
-def batch(step, rank):
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def loss_of(model, step, rank):
-    return model(batch(step, rank)).square().mean()
+loss_of = mean_square(3, 6)
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
@@ -57,18 +51,15 @@ def test_a_forward_with_a_transform_trains_as_unsharded(rank, world, prepare, tr
 @pytest.mark.parametrize("compile_it", [False, True])
 @on_ranks(2)
 def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, compile_it):
-    torch.manual_seed(0)
-    reference = Net()
-    model = zcompile.shard(copy.deepcopy(reference))
-    for name, transform in TRANSFORMS.items():
+    reference, model = pair(Net, zcompile.shard)
+    for transform in TRANSFORMS.values():
         torch._dynamo.reset()
         ours = torch.compile(transform, **OPTIONS) if compile_it else transform
-        theirs = [transform(reference, batch(0, each)) for each in range(world)]
-        mine = ours(model, batch(0, rank))
-        close(mine, theirs[rank], FP32, name)
-        mine.square().mean().backward()
-        (sum(each.square().mean() for each in theirs) / world).backward()
-    same_grads(model, reference)
+
+        def loss(each, step, rank, transform=transform, ours=ours):
+            return (ours if each is model else transform)(each, normal(step, rank, 3, 6)).square().mean()
+
+        same_backward(rank, world, model, reference, loss)
 
 
 @on_ranks(2)

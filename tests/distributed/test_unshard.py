@@ -1,6 +1,5 @@
 """`zcompile.unshard`: whole parameters inside, shards afterwards, and no change that is lost in silence."""
 
-import copy
 import functools
 
 import pytest
@@ -10,10 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from tests.support.architectures import hugging_face
-from tests.support.models import Transformer, batch
+from tests.support.models import Block, Transformer
 from tests.support.ranks import on_ranks
-from tests.support.reference import compiled, full, lm_loss, train_beside
+from tests.support.reference import compiled, full, lm_loss, pair, train_beside
 from zcompile.unsharding.unshard import hash_of
 
 slow = pytest.mark.slow
@@ -30,9 +28,7 @@ def raises_inside(message, model, change, **how):
 @pytest.mark.parametrize("param_dtype", [pytest.param(None, marks=slow), torch.bfloat16])
 @on_ranks()
 def test_parameters_and_state_are_whole_inside(rank, world, param_dtype):
-    torch.manual_seed(0)
-    reference = Transformer()
-    model = zcompile.shard(copy.deepcopy(reference), param_dtype=param_dtype)
+    reference, model = pair(Transformer, functools.partial(zcompile.shard, param_dtype=param_dtype))
     sharded = list(model.parameters())
     with zcompile.unshard(model) as whole:
         assert all(ours is theirs for ours, theirs in zip(whole, model.parameters(), strict=True))
@@ -43,16 +39,13 @@ def test_parameters_and_state_are_whole_inside(rank, world, param_dtype):
     assert all(ours is theirs for ours, theirs in zip(sharded, model.parameters(), strict=True))
 
 
-def eager(model):
-    return zcompile.shard(model)
+in_units = functools.partial(zcompile.shard, units=[Block])
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled])
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled, in_units])
 @on_ranks(2)
 def test_a_forward_inside_gathers_nothing(rank, world, prepare):
-    torch.manual_seed(0)
-    reference = Transformer()
-    model = prepare(copy.deepcopy(reference))
+    reference, model = pair(Transformer, prepare)
     torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
     with zcompile.unshard(model), torch.no_grad():
         zcompile.reset_stats(model)
@@ -60,22 +53,6 @@ def test_a_forward_inside_gathers_nothing(rank, world, prepare):
             torch.testing.assert_close(lm_loss(model, 1, rank), lm_loss(reference, 1, rank))
         assert zcompile.stats(model)["gathers"] == 0
     torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
-
-
-def rank_generates(rank, world, prepare):
-    torch.manual_seed(0)
-    reference = hugging_face("llama").eval()
-    model = prepare(copy.deepcopy(reference))
-    prompt = batch(0, rank)[:, : 3 + rank]
-    how = {"max_new_tokens": 5, "do_sample": False}
-    with zcompile.unshard(model):
-        assert torch.equal(model.generate(prompt, **how), reference.generate(prompt, **how))
-
-
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), functools.partial(compiled, fullgraph=False)])
-def test_hugging_face_generates_inside(ranks, prepare):
-    pytest.importorskip("transformers")
-    ranks(2).run(rank_generates, prepare)
 
 
 def double_between(model, reference, step):
@@ -89,7 +66,9 @@ def double_between(model, reference, step):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
+@pytest.mark.parametrize(
+    "prepare", [*(pytest.param(each, marks=slow) for each in (zcompile.shard, in_units)), compiled]
+)
 @on_ranks()
 def test_training_goes_on_with_what_was_written_back(rank, world, prepare):
     train_beside(rank, world, prepare, steps=2, after_step=double_between)

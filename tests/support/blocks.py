@@ -16,6 +16,14 @@ def shard_in_blocks(model, *args, **how):
         return zcompile.shard(model, *args, **how)
 
 
+# How eager code gathers the linear layers of a model.
+FORMS = {
+    "root block": zcompile.shard,
+    "blocks": shard_in_blocks,
+    "units": lambda model, *args, **how: zcompile.shard(model, *args, units=[nn.Linear], **how),
+}
+
+
 class OneOfTwo(nn.Sequential):
     """Two layers, of which a forward reads one without calling it: a closed block, so that the read gathers alone."""
 

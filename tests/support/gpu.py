@@ -8,7 +8,7 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Transformer
-from tests.support.reference import compiled, lm_loss
+from tests.support.reference import autocast_loss, compiled  # noqa: F401  the loss is for those that import this
 from zcompile.state.sharded_model import models_of, state_of
 
 # For tests of speed, or of the links between two GPUs. All others run with ranks that share GPUs, too.
@@ -56,12 +56,6 @@ class Wide(nn.Module):
 def make_transformer():
     """The test transformer on this rank's GPU."""
     return Transformer().cuda()
-
-
-def autocast_loss(model, step, rank):
-    """`lm_loss` under autocast to bf16."""
-    with torch.autocast("cuda", torch.bfloat16):
-        return lm_loss(model, step, rank)
 
 
 def compiled_over(transport, model, **options):

@@ -1,5 +1,7 @@
 """Small models of our own; tests/support/architectures.py has those of transformers and diffusers."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -69,6 +71,20 @@ def batch(step: int, rank: int, length: int = TOKENS) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, length), generator=generator)
 
 
+def normal(step: int, rank: int, *shape: int) -> torch.Tensor:
+    """A normal distribution's numbers, other ones at each step and on each rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def mean_square(*shape: int) -> Callable[[nn.Module, int, int], torch.Tensor]:
+    """(model, step, rank) -> the mean square of what the model makes of `normal`."""
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return model(normal(step, rank, *shape).to(next(model.parameters()).device)).square().mean()
+
+    return loss
+
+
 class Sometimes(nn.Module):
     """Uses `extra` only if told to, and `deaf` without any effect on the loss."""
 
@@ -87,5 +103,4 @@ class Sometimes(nn.Module):
 
 def sometimes_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """The loss of a `Sometimes` that uses `extra` in every other step."""
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x, step % 2 == 0).square().mean()
+    return model(normal(step, rank, 4, 7), step % 2 == 0).square().mean()

@@ -18,6 +18,15 @@ may_raise.register_fake(torch.empty_like)
 may_raise.register_autograd(lambda context, grad: may_raise(grad))
 
 
+class Fault(Exception):
+    """What tests raise."""
+
+
+def fail(*args):
+    """A hook that raises."""
+    raise Fault
+
+
 class MayRaise(nn.Module):
     """`may_raise` as a module."""
 

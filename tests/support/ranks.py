@@ -16,6 +16,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -112,18 +113,21 @@ def fork_server(number: int) -> forkserver.ForkServer:
     return server
 
 
-def on_ranks(world: int | None = None, timeout: float = TIMEOUT_SECONDS, fixture: str = "ranks"):
+def on_ranks(world: int | None = None, timeout: float = TIMEOUT_SECONDS, fixture: str = "ranks", needs: str = ""):
     """Make a test of a function (rank, world, ...): all ranks of a pool call it, with the values of its parameters.
 
     Args:
         world: how many ranks; None: as many as the parameter `world` of the test says.
         fixture: the fixture that has the pools.
+        needs: a package without which the test is skipped.
     """
 
     def decorate(function):
         parameters = list(inspect.signature(function).parameters.values())
 
         def test(**values):
+            if needs:
+                pytest.importorskip(needs)
             pool = values[fixture](values["world"] if world is None else world)
             pool.run(function, *(values[each.name] for each in parameters[2:]), timeout=timeout)
 

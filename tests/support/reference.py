@@ -1,6 +1,6 @@
 """A sharded model beside the same model unsharded, in every rank process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -23,17 +23,24 @@ def lm_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def autocast_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """`lm_loss` under autocast to bf16 on the CPU."""
-    with torch.autocast("cpu", torch.bfloat16):
+    """`lm_loss` under autocast to bf16."""
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         return lm_loss(model, step, rank)
 
 
 def compiled(
-    model: nn.Module, *, inner: str = "aot_eager", fullgraph: bool = True, options: dict | None = None, **how
+    model: nn.Module,
+    *,
+    inner: str = "aot_eager",
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+    options: dict | None = None,
+    **how,
 ) -> nn.Module:
     """Shard `model`, compile it in place."""
     zcompile.shard(model, **how)
-    model.compile(backend="zcompile", options={"inner": inner, **(options or {})}, fullgraph=fullgraph)
+    options = {"inner": inner, **(options or {})}
+    model.compile(backend="zcompile", options=options, fullgraph=fullgraph, dynamic=dynamic)
     return model
 
 
@@ -70,6 +77,79 @@ def same_parameters(model: nn.Module, reference: nn.Module, tolerance: float = F
         close(ours, theirs, tolerance, name)
 
 
+def pair(
+    make: Callable[[], nn.Module], prepare: Callable[[nn.Module], nn.Module] = compiled
+) -> tuple[nn.Module, nn.Module]:
+    """`make()` as it is, and prepared; both have the same values."""
+    models = []
+    for _ in range(2):  # and no copy: there are models that cannot be copied
+        torch.manual_seed(0)
+        models.append(make())
+    return models[0], prepare(models[1])
+
+
+def backward_beside(
+    rank: int, world: int, model: nn.Module, reference: nn.Module, loss: Loss, step: int = 0, divisor: float = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Backwards of both. The reference sees the batches of all ranks, one after the other.
+
+    Returns the loss of this rank, and the reference's on the same batch.
+
+    Args:
+        divisor: by which the sum of all ranks' gradients is divided, if not by `world`.
+    """
+    ours = loss(model, step, rank)
+    ours.backward()
+    theirs = [loss(reference, step, other) for other in range(world)]
+    (sum(theirs) / (divisor or world)).backward()
+    return ours, theirs[rank]
+
+
+def same_backward(
+    rank: int, world: int, model: nn.Module, reference: nn.Module, loss: Loss, step: int = 0, tolerance: float = FP32
+) -> None:
+    """One backward of both has the same loss and gives the same gradients."""
+    model.zero_grad(), reference.zero_grad()
+    close(*backward_beside(rank, world, model, reference, loss, step), tolerance, "loss")
+    same_grads(model, reference, tolerance)
+
+
+def same_bits(models: Sequence[nn.Module], loss: Loss, rank: int, steps: int = 5) -> None:
+    """Losses, gradients and parameters of steps of all `models` are equal bit by bit."""
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for step in range(steps):
+        losses = [loss(model, step, rank) for model in models]
+        for each, optimizer in zip(losses, optimizers, strict=True):
+            assert torch.equal(each, losses[0]), (step, losses)
+            each.backward()
+            optimizer.step()
+        for (name, first), *others in zip(*(model.named_parameters() for model in models), strict=True):
+            for _, other in others:
+                assert torch.equal(first.grad.to_local(), other.grad.to_local()), f"step {step}: gradient of {name}"
+                assert torch.equal(first.to_local(), other.to_local()), f"step {step}: {name}"
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def clipped_steps(
+    model: nn.Module, loss: Loss, rank: int, max_norm: float, steps: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The losses and norms of steps of AdamW with clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    for step in range(steps):
+        value = loss(model, step, rank)
+        value.backward()
+        norm = zcompile.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield value.detach(), norm
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Momentum makes each step depend on those before."""
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+
+
 def train_beside(
     rank: int,
     world: int,
@@ -82,34 +162,32 @@ def train_beside(
     tolerance: float = FP32,
     loss_tolerance: float | None = None,
     parameter_tolerance: float | None = None,
+    divisor: float = 0,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
+    before_step: Callable[[nn.Module, nn.Module], None] = lambda model, reference: None,
     after_step: Callable[[nn.Module, nn.Module, int], None] = lambda model, reference, step: None,
 ) -> nn.Module:
     """Train `prepare(make())` and `make()` on the same batches; compare losses, gradients and parameters at every step.
 
-    The reference sees the batches of all ranks, one after the other. Returns the sharded model.
+    Returns the sharded model.
 
     Args:
         tolerance: of gradients, see `close`; of losses and of parameters too, unless those have one of their own.
+        divisor: see `backward_beside`.
     """
     loss_tolerance = tolerance if loss_tolerance is None else loss_tolerance
     parameter_tolerance = tolerance if parameter_tolerance is None else parameter_tolerance
-    models = []
-    for _ in range(2):  # and no copy: there are models that cannot be copied
-        torch.manual_seed(0)
-        models.append(make())
-    reference, model = models[0], prepare(models[1])
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (model, reference)]
+    reference, model = pair(make, prepare)
+    optimizers = [optimizer(each.parameters()) for each in (model, reference)]
     for step in range(steps):
         for microbatch in range(step * microbatches, (step + 1) * microbatches):
-            ours = loss(model, microbatch, rank)
-            ours.backward()
-            theirs = [loss(reference, microbatch, other) for other in range(world)]
-            (sum(theirs) / world).backward()
-            close(ours, theirs[rank], loss_tolerance, "loss")
+            losses = backward_beside(rank, world, model, reference, loss, microbatch, divisor)
+            close(*losses, loss_tolerance, "loss")
         same_grads(model, reference, tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        before_step(model, reference)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
         after_step(model, reference, step)
     same_parameters(model, reference, parameter_tolerance)
     return model
