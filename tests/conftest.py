@@ -61,7 +61,7 @@ LONG = (
     "distributed/test_artifact.py",
     "distributed/test_torch_modules.py",
     "distributed/test_docs.py",
-    "distributed/test_traced_reads.py",
+    "distributed/test_reads.py",
 )
 TESTS = Path(__file__).resolve().parent
 
