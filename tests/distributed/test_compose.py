@@ -11,15 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.models import normal
 from tests.support.parallel import (
     EXPERTS,
     WIDTH,
     Dense,
     Experts,
     Mixture,
+    checkpointed,
     expert_parallel,
     expert_placement,
     maybe_compiled,
@@ -29,36 +30,14 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, close, same_grads, train_beside
+from tests.support.reference import FP32, backward_beside, close, pair, same_bits, same_grads, train_beside
 from zcompile.state.sharded_model import models_of, state_of
 
 slow = pytest.mark.slow
-INNER = ["eager", "aot_eager", "inductor"]
-
-
-def each_inner(first, second):
-    """Both with each way to run, of which CI has `first` in eager and `second` under aot_eager."""
-    in_ci = {(first, "eager"), (second, "aot_eager")}
-    return [
-        pytest.param(how, inner, marks=() if (how, inner) in in_ci else slow, id=f"{how}-{inner}")
-        for how in (first, second)
-        for inner in INNER
-    ]
 
 
 def tensor_parallel(mesh, inner, sequence, model):
     return maybe_compiled(zcompile.shard(spread_dense(model, mesh["tp"], sequence), mesh["dp"]), inner)
-
-
-def rank_trains_dense(rank, world, inner, sequence):
-    mesh = mesh_of("cpu", dp=2, tp=2)
-    prepare = functools.partial(tensor_parallel, mesh, inner, sequence)
-    train_beside(mesh["dp"].get_local_rank(), 2, prepare, make=Dense, loss=token_loss)
-
-
-@pytest.mark.parametrize("how, inner", each_inner("tensor", "sequence"))
-def test_tensor_parallel_models_train_as_unsharded(ranks, how, inner):
-    ranks(4).run(rank_trains_dense, inner, how == "sequence")
 
 
 def sorting():
@@ -66,59 +45,23 @@ def sorting():
     return Mixture(sorts=True)
 
 
-def rank_trains_mixture(rank, world, inner, shard, local):
-    train_beside(
-        rank,
-        world,
-        functools.partial(expert_parallel, "cpu", inner, shard=shard, local=local),
-        make=Mixture,
-        loss=token_loss,
-    )
-
-
-@pytest.mark.parametrize("how, inner", each_inner("rows", "columns"))
-def test_expert_parallel_models_train_as_unsharded(ranks, how, inner):
-    """Modules read DTensors of the rows, and plain tensors of the columns."""
-    ranks(4).run(rank_trains_mixture, inner, Shard(int(how == "columns")), how == "columns")
-
-
-def rank_compares_bits(rank, world, make, prepare):
-    """Losses, gradients and parameters of steps in eager and under aot_eager are equal."""
-    models = []
-    for inner in ("eager", "aot_eager"):
-        torch.manual_seed(0)
-        models.append(prepare(inner, make()))
-    data_rank = rank // 2 if make is Dense else rank
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    for step in range(3):
-        losses = [token_loss(model, step, data_rank) for model in models]
-        assert torch.equal(*losses)
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            loss.backward()
-            optimizer.step()
-        for (name, mine), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(mine.grad.to_local(), other.grad.to_local()), name
-            assert torch.equal(mine.to_local(), other.to_local()), name
-
-
-def rank_compares_dense(rank, world):
-    mesh = mesh_of("cpu", dp=2, tp=2)
-    rank_compares_bits(rank, world, Dense, lambda inner, model: tensor_parallel(mesh, inner, True, model))
-
-
-def rank_compares_mixtures(rank, world):
-    rank_compares_bits(rank, world, Mixture, functools.partial(expert_parallel, "cpu", shard=Shard(0)))
-
-
 @slow
-@pytest.mark.parametrize("compare", [rank_compares_dense, rank_compares_mixtures])
-def test_aot_eager_equals_eager_bit_by_bit(ranks, compare):
-    ranks(4).run(compare)
+@on_ranks(4)
+def test_aot_eager_equals_eager_bit_by_bit(rank, world):
+    inners, mesh = ("eager", "aot_eager"), mesh_of("cpu", dp=2, tp=2)
+    dense = [pair(Dense, functools.partial(tensor_parallel, mesh, inner, True))[1] for inner in inners]
+    same_bits(dense, token_loss, rank // 2, steps=3)
+    same_bits(
+        [pair(Mixture, functools.partial(expert_parallel, "cpu", inner, shard=Shard(0)))[1] for inner in inners],
+        token_loss,
+        rank,
+        steps=3,
+    )
 
 
 def unequal_loss(model, step, rank):
     """Lengths differ between ranks and steps. At some steps all tokens of a rank, or of all, choose two experts."""
-    x = torch.randn(1 + rank % 2, 3 + rank + step, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+    x = normal(step, rank, 1 + rank % 2, 3 + rank + step, WIDTH)
     only = {1: (0, 1) if rank == 0 else None, 2: (2, 3)}.get(step)
     # Not made inside: Dynamo has been seen to take the mask of an earlier call.
     mask = None if only is None else torch.tensor([i in only for i in range(EXPERTS)])
@@ -157,47 +100,23 @@ def frozen(model):
     return model
 
 
-def checkpointed(model):
-    for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    return model
-
-
 @slow
-@pytest.mark.parametrize(
-    "variant, inner",
-    [
-        ("frozen", "eager"),
-        ("checkpointed", "aot_eager"),
-        ("frozen", "aot_eager"),
-        ("checkpointed", "eager"),
-    ],
-)
+@pytest.mark.parametrize("variant", [frozen, checkpointed])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @on_ranks(4)
 def test_variants_of_expert_parallel_models_train_as_unsharded(rank, world, variant, inner):
-    make = {"frozen": lambda: frozen(Mixture()), "checkpointed": lambda: checkpointed(Mixture())}[variant]
-    train_beside(
-        rank,
-        world,
-        functools.partial(expert_parallel, "cpu", inner, shard=Shard(0), local=True),
-        make=make,
-        loss=token_loss,
-    )
+    prepare = functools.partial(expert_parallel, "cpu", inner, shard=Shard(0), local=True)
+    train_beside(rank, world, prepare, make=lambda: variant(Mixture()), loss=token_loss)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("eager", marks=slow)])
 @on_ranks(4)
 def test_gradients_of_several_domains_accumulate(rank, world, inner):
     """Three microbatches give the sum of their gradients."""
-    torch.manual_seed(0)
-    reference = Mixture()
-    torch.manual_seed(0)
-    model = expert_parallel("cpu", inner, Mixture(), shard=Shard(0))
+    reference, model = pair(Mixture, functools.partial(expert_parallel, "cpu", inner, shard=Shard(0)))
     with zcompile.accumulate(model):
         for step in range(3):
-            token_loss(model, step, rank).backward()
-    for step in range(3):
-        (sum(token_loss(reference, step, other) for other in range(world)) / world).backward()
+            backward_beside(rank, world, model, reference, token_loss, step)
     same_grads(model, reference)
 
 
@@ -260,8 +179,10 @@ def test_ranks_that_place_parameters_otherwise_are_told(rank, world):
 ORDERS = int(os.environ.get("ZCOMPILE_COMPOSE_ORDERS", "5"))
 
 
-def rank_is_delayed(rank, world, inner):
-    """Gradients of delayed steps are those of steps without delays, bit by bit."""
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@on_ranks(4, timeout=60 + 3 * ORDERS)
+def test_delays_of_ranks_change_nothing(rank, world, inner):
+    """Gradients of delayed steps are those of steps without delays, bit by bit. ZCOMPILE_COMPOSE_ORDERS: how many."""
     chance, delays = random.Random(rank), False
 
     def maybe_sleep(*_):
@@ -286,9 +207,3 @@ def rank_is_delayed(rank, world, inner):
             gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
             model.zero_grad()
         assert all(map(torch.equal, *gradients)), step
-
-
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
-def test_delays_of_ranks_change_nothing(ranks, inner):
-    """ZCOMPILE_COMPOSE_ORDERS: how many steps."""
-    ranks(4).run(rank_is_delayed, inner, timeout=60 + 3 * ORDERS)

@@ -1,15 +1,12 @@
 """What a step of a mixture under expert parallelism sends: exact counts of its own all-to-alls, and of bytes."""
 
-import functools
-
 import pytest
 import torch
 from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.support.parallel import Experts, Mixture, expert_parallel, token_loss
+from tests.support.parallel import Experts, Mixture, checkpointed, expert_parallel, token_loss
 from tests.support.ranks import on_ranks
 
 slow = pytest.mark.slow
@@ -23,27 +20,17 @@ def all_to_alls(part):
     return sum(event.count for event in profiled.key_averages() if event.key == "_c10d_functional::all_to_all_single")
 
 
-def checkpointed():
-    model = Mixture(BLOCKS)
-    for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    return model
-
-
 def plain():
     return Mixture(BLOCKS)
 
 
+def recomputing():
+    return checkpointed(plain())
+
+
 @slow
-@pytest.mark.parametrize(
-    "inner, make, recomputed",
-    [
-        ("aot_eager", plain, 0),
-        ("aot_eager", checkpointed, 2),
-        ("inductor", plain, 0),
-        ("inductor", checkpointed, 2),
-    ],
-)
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("make, recomputed", [(plain, 0), (recomputing, 2)])
 @on_ranks(4)
 def test_a_block_has_two_all_to_alls_each_way(rank, world, inner, make, recomputed):
     """To the experts and back; a checkpoint repeats them."""

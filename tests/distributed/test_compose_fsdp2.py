@@ -20,7 +20,7 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.ranks import on_ranks
-from tests.support.reference import close
+from tests.support.reference import clipped_steps, close
 
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -57,25 +57,14 @@ def mixture(kind, efsdp, ep, shard=ROWS, policy=FP32):
     return fully_shard(model, mesh=mesh._flatten("dp"), mp_policy=policy)
 
 
-def steps_of(model, count=5):
-    """The losses and norms of steps of AdamW with clipping, on the batches of `model.data_rank`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    for step in range(count):
-        loss = token_loss(model, step, model.data_rank)
-        loss.backward()
-        yield loss.detach(), zcompile.clip_grad_norm_(model.parameters(), 0.02)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def rank_is_beside_fsdp2(rank, world, tolerance, make, *sizes, policy=FP32):
     ours, theirs = (make(kind, *sizes, policy=policy) for kind in ("zcompile", "fsdp2"))
-    for model in (ours, theirs):
-        model.data_rank = rank // 2 if make is dense else rank
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.placements == other.placements and mine.device_mesh == other.device_mesh, (name, mine, other)
         assert torch.equal(mine.to_local(), other.to_local()), name
-    for mine, other in zip(steps_of(ours), steps_of(theirs), strict=True):
+    data_rank = rank // 2 if make is dense else rank
+    steps = (clipped_steps(model, token_loss, data_rank, 0.02, steps=5) for model in (ours, theirs))
+    for mine, other in zip(*steps, strict=True):
         for kind, value, right in zip(("loss", "norm"), mine, other, strict=True):
             close(value, right, tolerance, kind)
         assert other[1] > 0.02, "nothing was clipped"
@@ -150,22 +139,6 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
 
 
-def rank_moves_checkpoints(rank, world, folder, make, source, target):
-    """From `source`, a kind with its sizes, to `target`; all values must be those that were saved."""
-    saved = make(*source)
-    with torch.no_grad():
-        for i, parameter in enumerate(saved.parameters()):
-            parameter.mul_(i + 1)
-    dcp.save(saved.state_dict(), checkpoint_id=folder)
-    loaded = make(*target)
-    state = loaded.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    loaded.load_state_dict(state)
-    for (name, mine), other in zip(whole_state(loaded).items(), whole_state(saved).values(), strict=True):
-        assert torch.equal(mine, other), name
-    assert all(isinstance(parameter, DTensor) for parameter in loaded.parameters())
-
-
 @pytest.mark.parametrize(
     "make, source, target",
     [
@@ -175,5 +148,18 @@ def rank_moves_checkpoints(rank, world, folder, make, source, target):
         pytest.param(mixture, ("zcompile", 2, 2), ("fsdp2", 4, 1), marks=pytest.mark.slow),
     ],
 )
-def test_checkpoints_load_into_other_sizes(ranks, tmp_path, make, source, target):
-    ranks(4).run(rank_moves_checkpoints, str(tmp_path), make, source, target)
+@on_ranks(4)
+def test_checkpoints_load_into_other_sizes(rank, world, tmp_path, make, source, target):
+    """From `source`, a kind with its sizes, to `target`; all values must be those that were saved."""
+    saved = make(*source)
+    with torch.no_grad():
+        for i, parameter in enumerate(saved.parameters()):
+            parameter.mul_(i + 1)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path)
+    loaded = make(*target)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    loaded.load_state_dict(state)
+    for (name, mine), other in zip(whole_state(loaded).items(), whole_state(saved).values(), strict=True):
+        assert torch.equal(mine, other), name
+    assert all(isinstance(parameter, DTensor) for parameter in loaded.parameters())

@@ -1,5 +1,6 @@
 """Meshes, ways to run, ways to shard and divisors in pairs, beside the unsharded model: `make compose`."""
 
+import functools
 import itertools
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
-from tests.support.reference import close, same_grads
+from tests.support.reference import close, train_beside
 
 MESHES = ["tensor", "sequence", "experts", "experts and tensor", "replicas and experts"]
 INNER = ["eager", "aot_eager", "inductor"]
@@ -30,26 +31,25 @@ CASES = [
     for i in range(len(MESHES))
     for j in range(len(INNER))
 ]
-STEPS = 5
+CASES.append(("experts", "aot_eager", "columns", None))
+IN_CI = (("tensor", "eager"), ("sequence", "aot_eager"), ("experts", "eager"), CASES[-1][:3])
 
 
 def made(mesh, shard):
     """A model whose parts divide by the ranks that share them, or do not."""
-    torch.manual_seed(0)
     if mesh in ("tensor", "sequence"):
         return Dense(hidden=22 if shard == "uneven" else 24)
     return Mixture(experts=6 if shard == "uneven" else 4)
 
 
 def sharded(model, kind, shard, divisor):
-    """`model` over the meshes of `kind`, and this rank's number and the number of ranks with other batches."""
+    """`model` over the meshes of `kind`. Modules read plain tensors of columns, and DTensors of all else."""
     dim = Shard(int(shard == "columns"))
     if kind in ("tensor", "sequence"):
         mesh = mesh_of("cpu", dp=2, tp=2)
         spread_dense(model, mesh["tp"], sequence=kind == "sequence")
         place = (lambda parameter: dim if parameter.ndim == 2 else None) if shard == "columns" else None
-        zcompile.shard(model, mesh["dp"], shard_placement_fn=place, gradient_divide_factor=divisor)
-        return mesh["dp"].get_local_rank(), 2
+        return zcompile.shard(model, mesh["dp"], shard_placement_fn=place, gradient_divide_factor=divisor)
     if kind == "experts":
         mesh = mesh_of("cpu", efsdp=2, ep=2)
         dense, experts = mesh._flatten("dp"), mesh["efsdp"]
@@ -65,36 +65,35 @@ def sharded(model, kind, shard, divisor):
         dense, experts = mesh["dp_replicate", "fsdp"], mesh["dp_replicate", "efsdp"]
     spread_experts(model, mesh["ep"])
     place = expert_placement(model, experts, dim, local=shard == "columns")
-    zcompile.shard(model, dense, shard_placement_fn=place, gradient_divide_factor=divisor)
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return (rank // 2, ranks // 2) if kind == "experts and tensor" else (rank, ranks)
+    return zcompile.shard(model, dense, shard_placement_fn=place, gradient_divide_factor=divisor)
+
+
+def clip(model, reference):
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.02)
+    close(zcompile.clip_grad_norm_(model.parameters(), 0.02), norm, 1e-6, "norm")
+    assert norm > 0.02, "nothing was clipped"
 
 
 def rank_trains(rank, world, kind, inner, shard, divisor):
-    reference, model = made(kind, shard), made(kind, shard)
-    data_rank, data_ranks = sharded(model, kind, shard, divisor)
-    maybe_compiled(model, inner)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.003) for each in (model, reference)]
-    for step in range(STEPS):
-        loss = token_loss(model, step, data_rank)
-        loss.backward()
-        theirs = [token_loss(reference, step, other) for other in range(data_ranks)]
-        (sum(theirs) / (data_ranks if divisor is None else divisor)).backward()
-        close(loss, theirs[data_rank], 1e-6, "loss")
-        same_grads(model, reference)
-        norms = [zcompile.clip_grad_norm_(model.parameters(), 0.02)]
-        norms.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.02))
-        close(*norms, 1e-6, "norm")
-        assert norms[1] > 0.02, "nothing was clipped"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        close(mine, other, 1e-5, name)
+    alike = 2 if kind in ("tensor", "sequence", "experts and tensor") else 1  # ranks that have the same batches
+    train_beside(
+        rank // alike,
+        world // alike,
+        lambda model: maybe_compiled(sharded(model, kind, shard, divisor), inner),
+        make=lambda: made(kind, shard),
+        loss=token_loss,
+        steps=5,
+        divisor=divisor or 0,
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.003),
+        before_step=clip,
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh, inner, shard, divisor", CASES, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(
+    "mesh, inner, shard, divisor",
+    [pytest.param(*case, marks=() if case[:2] in IN_CI or case[:3] in IN_CI else pytest.mark.slow) for case in CASES],
+    ids=lambda value: str(value).replace(" ", "-"),
+)
 def test_models_train_as_unsharded(ranks, mesh, inner, shard, divisor):
     ranks(8 if "and" in mesh else 4).run(rank_trains, mesh, inner, shard, divisor)
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import zcompile
+from tests.support.compiling import OPTIONS
+from tests.support.models import mean_square
 from tests.support.parallel import (
     WIDTH,
     Dense,
@@ -41,24 +43,8 @@ def mixture():
     return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement)
 
 
-@on_ranks(4)
-def test_uneven_parts_of_tensor_parallelism_are_one_program(rank, world):
-    """Of the 3 rows of the last layer one rank of the mesh "tp" has 2 and the other 1."""
-    mesh = mesh_of("cpu", dp=2, tp=2)
-    model = zcompile.shard(spread_dense(Dense(), mesh["tp"], sequence=True), mesh["dp"])
-    model.compile(backend="zcompile", options={"inner": "aot_eager"})
-    assert token_loss(model, 0, mesh["dp"].get_local_rank()).isfinite()
-
-
-@pytest.mark.parametrize(
-    "make, how",
-    [
-        (dense, "prefetch"),
-        pytest.param(mixture, "order", marks=pytest.mark.slow),
-        pytest.param(dense, "order", marks=pytest.mark.slow),
-        pytest.param(mixture, "prefetch", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("make", [dense, pytest.param(mixture, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["prefetch", pytest.param("order", marks=pytest.mark.slow)])
 @on_ranks(4, timeout=60)
 def test_a_rank_that_would_run_another_program_is_an_error_on_all(rank, world, make, how):
     """Rank 3 alone; under tensor parallelism it shares shards with rank 1, and sums with rank 2."""
@@ -98,15 +84,14 @@ class Sums(nn.Module):
 def test_collectives_of_the_model_are_compared_with_its_reads(rank, world):
     mesh = mesh_of("cpu", dp=2, tp=2)
     model = zcompile.shard(Sums(mesh["dp"].get_group(), before=rank >= 2), mesh["dp"])
-    model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True)
+    model.compile(**OPTIONS, fullgraph=True)
     with pytest.raises(RuntimeError, match=r"First difference: on rank [01] (reads|calls all_reduce).*on rank [01] "):
         model(torch.ones(2, WIDTH))
 
 
 def long_loss(model, step, rank):
     """Of lengths that only some data ranks come to, at some steps."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return model(torch.randn(2, 4 + step * (rank + 1), WIDTH, generator=generator)).square().mean()
+    return mean_square(2, 4 + step * (rank + 1), WIDTH)(model, step, rank)
 
 
 @pytest.mark.slow
@@ -116,7 +101,7 @@ def test_ranks_that_compile_alone_wait_for_no_other_mesh(rank, world):
 
     def prepare(model):
         zcompile.shard(spread_dense(model, mesh["tp"], sequence=False), mesh["dp"])
-        model.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True, dynamic=False)
+        model.compile(**OPTIONS, fullgraph=True, dynamic=False)
         return model
 
     train_beside(mesh["dp"].get_local_rank(), 2, prepare, make=lambda: Dense(1), loss=long_loss)

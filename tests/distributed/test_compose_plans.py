@@ -6,10 +6,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 import zcompile
-from tests.support.parallel import mesh_of
+from tests.support.parallel import maybe_compiled, mesh_of
 from tests.support.plans import deepseek, filled, llama, neox, oss, qwen, tokens_loss
 from tests.support.ranks import on_ranks
-from tests.support.reference import close
+from tests.support.reference import clipped_steps, close
 from zcompile.integrations.huggingface import distribute
 
 slow = pytest.mark.slow
@@ -39,33 +39,31 @@ def data_rank_of(rank, sizes):
     return rank // sizes.get("tp_size", 1)
 
 
-def maybe_compiled(model, inner):
-    if inner != "eager":
-        model.compile(backend="zcompile", options={"inner": inner})
-    return model
-
-
 def steps_of(model, data_rank):
-    """Losses, norms and losses of evaluations of steps of AdamW with clipping."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    for step in range(STEPS):
-        loss = tokens_loss(model, step, data_rank)
-        loss.backward()
-        norm = zcompile.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    """Losses, norms and losses of evaluations of steps."""
+    for step, trained in enumerate(clipped_steps(model, tokens_loss, data_rank, 0.5, STEPS), STEPS):
         with torch.no_grad():
-            evaluated = tokens_loss(model, step + STEPS, data_rank)
-        yield loss.detach(), norm, evaluated
+            evaluated = tokens_loss(model, step, data_rank)
+        yield *trained, evaluated
 
 
-def rank_is_beside_fsdp2(rank, world, folder, make, sizes, inner):
+@pytest.mark.parametrize(
+    "case, inner",
+    [
+        pytest.param(case, inner, marks=() if (case, inner) == ("qwen-tp-ep", "eager") else slow)
+        for case in CASES
+        for inner in ("eager", "aot_eager")
+    ],
+)
+@on_ranks(4)
+def test_models_train_and_evaluate_as_with_fsdp2(rank, world, tmp_path, case, inner):
+    make, sizes = CASES[case]
     whole, data_rank = filled(make), data_rank_of(rank, sizes)
     if rank == 0:
-        whole.save_pretrained(folder)
+        whole.save_pretrained(tmp_path)
     torch.distributed.barrier()
-    theirs = type(whole).from_pretrained(folder, distributed_config=config_of(sizes), dtype=torch.float32)
-    ours = maybe_compiled(distribute(whole, config_of(sizes)), inner)
+    theirs = type(whole).from_pretrained(tmp_path, distributed_config=config_of(sizes), dtype=torch.float32)
+    ours = maybe_compiled(distribute(whole, config_of(sizes)), inner, fullgraph=False)
     for mine, other in zip(steps_of(ours, data_rank), steps_of(theirs, data_rank), strict=True):
         for kind, value, right in zip(("loss", "norm", "evaluation"), mine, other, strict=True):
             close(value, right, 1e-6, kind)
@@ -76,23 +74,11 @@ def rank_is_beside_fsdp2(rank, world, folder, make, sizes, inner):
         close(mine, other.full_tensor(), 1e-6, name)
 
 
-IN_CI = [(case, "eager") for case in ("qwen-tp-ep",)]
-
-
-@pytest.mark.parametrize(
-    "case, inner",
-    [
-        pytest.param(case, inner, marks=() if (case, inner) in IN_CI else slow)
-        for case in CASES
-        for inner in ("eager", "aot_eager")
-    ],
-)
-def test_models_train_and_evaluate_as_with_fsdp2(ranks, tmp_path, case, inner):
-    ranks(4).run(rank_is_beside_fsdp2, str(tmp_path), *CASES[case], inner)
-
-
-def rank_loads(rank, world, make, sizes):
+@pytest.mark.parametrize("case", ["qwen-tp-ep", pytest.param("deepseek-ep", marks=slow)])
+@on_ranks(4)
+def test_models_made_on_the_meta_device_load_whole_state_dicts(rank, world, case):
     """Made on the meta device, where only a state dict gives values; beside one that was sharded with them."""
+    make, sizes = CASES[case]
     with_values = distribute(filled(make), config_of(sizes))
     with torch.device("meta"):
         model = make()
@@ -112,22 +98,15 @@ def rank_loads(rank, world, make, sizes):
         assert torch.equal(mine.grad.to_local(), other.grad.to_local())
 
 
-@pytest.mark.parametrize("case", ["qwen-tp-ep", pytest.param("deepseek-ep", marks=slow)])
-def test_models_made_on_the_meta_device_load_whole_state_dicts(ranks, case):
-    ranks(4).run(rank_loads, *CASES[case])
-
-
-def rank_saves(rank, world, folder, make, sizes):
+@on_ranks(4)
+def test_a_model_is_saved_whole_by_save_pretrained(rank, world, tmp_path):
+    make, sizes = CASES["qwen-tp-ep"]
     whole = filled(make)
-    distribute(filled(make), config_of(sizes)).save_pretrained(folder)
+    distribute(filled(make), config_of(sizes)).save_pretrained(tmp_path)
     torch.distributed.barrier()
-    loaded = type(whole).from_pretrained(folder, dtype=torch.float32)
+    loaded = type(whole).from_pretrained(tmp_path, dtype=torch.float32)
     for (name, mine), other in zip(loaded.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, other), name
-
-
-def test_a_model_is_saved_whole_by_save_pretrained(ranks, tmp_path):
-    ranks(4).run(rank_saves, str(tmp_path), *CASES["qwen-tp-ep"])
 
 
 @on_ranks(4)

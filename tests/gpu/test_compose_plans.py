@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.distributed.test_compose_plans import config_of, data_rank_of, maybe_compiled
-from tests.support.plans import VOCABULARY, deepseek, filled
+from tests.support.architectures import VOCABULARY
+from tests.support.plans import deepseek, filled
 from tests.support.ranks import on_gpus
 from tests.support.reference import close
 from zcompile.integrations.huggingface import distribute
@@ -52,7 +53,9 @@ def test_deepseek_v3_trains_as_with_fsdp2(rank, world, tmp_path, sizes, inner):
     torch.distributed.barrier()
     fsdp2 = config_of({**sizes, "fsdp_mixed_precision": True})
     theirs = type(whole).from_pretrained(tmp_path, distributed_config=fsdp2, dtype=torch.float32)
-    ours = maybe_compiled(distribute(whole.cuda(), config_of(sizes), param_dtype=torch.bfloat16), inner)
+    ours = maybe_compiled(
+        distribute(whole.cuda(), config_of(sizes), param_dtype=torch.bfloat16), inner, fullgraph=False
+    )
     pairs = zip(losses_of(ours, data_rank, STEPS), losses_of(theirs, data_rank, STEPS), strict=True)
     for mine, other in pairs:
         close(mine, other, 1e-3, "loss")

@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zcompile
+from tests.support.compiling import checkpoint_each
+from tests.support.models import mean_square
 
 WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 12, 22, 4, 2, 6
 
@@ -213,9 +215,13 @@ def expert_placement(model: nn.Module, mesh: DeviceMesh, shard: Shard, local: bo
 
 def token_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """A loss on tokens that this data rank alone sees at this step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    device = next(model.parameters()).device
-    return model(torch.randn(2, TOKENS, WIDTH, generator=generator).to(device)).square().mean()
+    return mean_square(2, TOKENS, WIDTH)(model, step, rank)
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """`model`, each of whose blocks is checkpointed."""
+    checkpoint_each(model.blocks)
+    return model
 
 
 def maybe_compiled(model: nn.Module, inner: str, fullgraph: bool = True) -> nn.Module:
