@@ -1,6 +1,7 @@
 """Hooks on the DTensors in model.parameters() see what hooks on the unsharded model's parameters see."""
 
-import copy
+import contextlib
+import functools
 
 import pytest
 import torch
@@ -8,40 +9,43 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
+from tests.support import units
+from tests.support.compiling import by_blocks
+from tests.support.mixtures import MixtureModel
 from tests.support.models import Transformer
 from tests.support.ranks import on_ranks
-from tests.support.reference import close, compiled, full, lm_loss, same_grads, same_parameters
+from tests.support.reference import (
+    FP32,
+    backward_beside,
+    close,
+    compiled,
+    lm_loss,
+    pair,
+    same_grads,
+    same_parameters,
+    sgd,
+)
+from tests.support.units import routed_loss
 
 slow = pytest.mark.slow
-FP32 = 2e-5
 
 
-def eager(model):
-    return zcompile.shard(model)
+def two_routed_losses(model, step, rank):
+    return routed_loss(model, step, rank) + routed_loss(model, step + 1, rank)
 
 
-def by_blocks(model):
-    for block in zcompile.shard(model).blocks:
-        block.compile(backend="zcompile", options={"inner": "aot_eager"})
-    return model
-
-
-eager_and_compiled = pytest.mark.parametrize("prepare", [eager, compiled])
-
-
-def mean_loss(model, step, world):
-    """What the unsharded model must train on to have the gradients of `world` ranks."""
-    return sum(lm_loss(model, step, other) for other in range(world)) / world
-
-
+@pytest.mark.parametrize(
+    "make, loss, prepare",
+    [
+        (Transformer, lm_loss, zcompile.shard),
+        (Transformer, lm_loss, compiled),
+        (MixtureModel, two_routed_losses, units.sharded),  # ranks use other parameters, and one none uses
+    ],
+)
 @pytest.mark.parametrize("before", [False, True])
-@eager_and_compiled
 @on_ranks(2)
-def test_hooks_fire_once_with_the_gradient(rank, world, prepare, before):
+def test_hooks_fire_once_with_the_gradient(rank, world, make, loss, prepare, before):
     """Each hook fires once per backward, with what the unsharded model's sees; removed ones do not."""
-    torch.manual_seed(0)
-    reference, model = Transformer(), Transformer()
-    model.load_state_dict(reference.state_dict())
     calls = {"ours": [], "theirs": []}
 
     def register(model, key):
@@ -57,18 +61,15 @@ def test_hooks_fire_once_with_the_gradient(rank, world, prepare, before):
             handles += [parameter.register_hook(note), parameter.register_post_accumulate_grad_hook(note_accumulated)]
         return handles
 
-    if before:
-        handles = register(model, "ours")
-        model = prepare(model)
-    else:
-        model = prepare(model)
-        handles = register(model, "ours")
+    reference, model = pair(make, lambda model: model)
+    handles = register(model, "ours") if before else []
+    model = prepare(model)
+    handles = handles or register(model, "ours")
     register(reference, "theirs")
     for step in range(2):  # the second accumulates
-        lm_loss(model, step, rank).backward()
-        mean_loss(reference, step, world).backward()
+        backward_beside(rank, world, model, reference, loss, step)
         ours, theirs = ({call[:2]: call[2] for call in calls[key]} for key in ("ours", "theirs"))
-        assert len(calls["ours"]) == len(ours) == len(theirs) == 2 * len(list(model.parameters()))
+        assert len(calls["ours"]) == len(ours) and ours.keys() == theirs.keys()
         for key, grad in ours.items():
             assert isinstance(grad, DTensor)
             close(grad, theirs[key], FP32, f"{key}")
@@ -77,33 +78,34 @@ def test_hooks_fire_once_with_the_gradient(rank, world, prepare, before):
         calls["ours"].clear(), calls["theirs"].clear()
     for handle in handles:
         handle.remove()
-    lm_loss(model, 0, rank).backward()
+    loss(model, 0, rank).backward()
     assert not calls["ours"]
 
 
-@pytest.mark.parametrize("prepare", [eager, compiled, pytest.param(by_blocks, marks=slow)])
+def step_now(optimizer, parameter):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "make, loss, prepare",
+    [
+        (Transformer, lm_loss, zcompile.shard),
+        (Transformer, lm_loss, compiled),
+        pytest.param(Transformer, lm_loss, by_blocks, marks=slow),
+        pytest.param(MixtureModel, routed_loss, units.sharded, marks=slow),
+    ],
+)
 @on_ranks(2)
-def test_an_optimizer_in_backward_trains_as_unsharded(rank, world, prepare):
+def test_an_optimizer_in_backward_trains_as_unsharded(rank, world, make, loss, prepare):
     """torch's tutorial: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"""
-    torch.manual_seed(0)
-    reference = Transformer()
-    models = prepare(copy.deepcopy(reference)), reference
-    for model in models:
-        optimizers = {p: torch.optim.SGD([p], lr=0.02, momentum=0.9) for p in model.parameters()}
-
-        def step_now(parameter, optimizers=optimizers):
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(step_now)
-    start = full(models[0].embed.weight).detach().clone()
+    reference, model = pair(make, prepare)
+    for parameter in (*model.parameters(), *reference.parameters()):
+        parameter.register_post_accumulate_grad_hook(functools.partial(step_now, sgd([parameter])))
     for step in range(3):
-        lm_loss(models[0], step, rank).backward()
-        mean_loss(reference, step, world).backward()
-    assert all(parameter.grad is None for parameter in models[0].parameters())
-    same_parameters(*models)
-    assert not torch.equal(full(models[0].embed.weight), start)
+        backward_beside(rank, world, model, reference, loss, step)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    same_parameters(model, reference)
 
 
 def clip_each(model):
@@ -113,22 +115,15 @@ def clip_each(model):
 
 
 @pytest.mark.parametrize(("accumulate", "late"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("prepare", [pytest.param(eager, marks=slow), compiled])
+@pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=slow), compiled])
 @on_ranks(2)
 def test_a_hook_replaces_the_gradient_of_each_microbatch(rank, world, prepare, accumulate, late):
-    torch.manual_seed(0)
-    reference = Transformer()
-    model = prepare(copy.deepcopy(reference))
-    blocks = [zcompile.accumulate(model)] if accumulate else []
-    for block in blocks:
-        block.__enter__()
-    for microbatch in range(3):
-        if microbatch == (1 if late else 0):
-            clip_each(model), clip_each(reference)
-        lm_loss(model, microbatch, rank).backward()
-        mean_loss(reference, microbatch, world).backward()
-    for block in blocks:
-        block.__exit__(None, None, None)
+    reference, model = pair(Transformer, prepare)
+    with zcompile.accumulate(model) if accumulate else contextlib.nullcontext():
+        for microbatch in range(3):
+            if microbatch == (1 if late else 0):
+                clip_each(model), clip_each(reference)
+            backward_beside(rank, world, model, reference, lm_loss, microbatch)
     same_grads(model, reference)
 
 

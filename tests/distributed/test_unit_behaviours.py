@@ -1,4 +1,4 @@
-"""What users may do with units: contents and results, in-place edits, unshard, dtypes, freezing, calls of parts.
+"""What users may do with units: contents and results, in-place edits, unshard, freezing, calls of parts.
 
 Backwards, hooks and checkpoints are in test_unit_backwards.py.
 """
@@ -13,7 +13,7 @@ from torch import nn
 import zcompile
 from tests.support.mixtures import MixtureModel, StackedExperts
 from tests.support.ranks import on_ranks
-from tests.support.reference import close, train_beside
+from tests.support.reference import close, same_backward, train_beside
 from tests.support.unit_chains import (
     KINDS,
     WIDTH,
@@ -21,10 +21,10 @@ from tests.support.unit_chains import (
     Part,
     chain_beside,
     chain_loss,
+    chains,
     inputs,
     make_chain,
-    same_backward,
-    unsharded_and_sharded,
+    skipping,
     with_units,
 )
 from tests.support.units import routed_loss, sharded
@@ -47,7 +47,7 @@ class PartsOnly(nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_a_unit_may_contain(rank, world, kind):
-    chain_beside(rank, world, make=functools.partial(make_chain, 2, kind), steps=2)
+    chain_beside(rank, world, make=functools.partial(make_chain, 2, KINDS[kind]), steps=2)
 
 
 class ReturnsLoad(Part):
@@ -159,11 +159,17 @@ class Writes(Part):
         return super().forward(x)
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @on_ranks(2)
-def test_a_write_in_a_forward_without_grad_mode_is_refused(rank, world):
+def test_a_write_in_a_forward_is_refused_and_lost(rank, world, trains):
     model = with_units(Chain(Writes()))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=rf"'parts.0.a' was modified in place .* rank {rank}"):
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    message = rf"'parts.0.a' was modified in place .* rank {rank}"
+    with torch.set_grad_enabled(trains), pytest.raises(RuntimeError, match=message):
         model(inputs(0, rank))
+    assert all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
+    model.parts[0].forward = functools.partial(Part.forward, model.parts[0])
+    chain_loss(model, 0, rank).backward()
 
 
 # --- how units are called --------------------------------------------------------------------------------------------
@@ -171,7 +177,7 @@ def test_a_write_in_a_forward_without_grad_mode_is_refused(rank, world):
 
 @on_ranks(2)
 def test_a_gather_ahead_is_not_used_after_parameters_changed(rank, world):
-    reference, model = unsharded_and_sharded()
+    reference, model = chains()
     x = inputs(0, 0)
     with torch.no_grad():
         model.parts[0](x)
@@ -224,28 +230,28 @@ def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(rank, world
 @slow
 @on_ranks(2)
 def test_a_model_may_be_applied_to_its_own_result(rank, world):
-    reference, model = unsharded_and_sharded()
+    reference, model = chains()
 
-    def loss(model, rank):
-        out = model(inputs(0, rank), skip=(1,) if rank == 1 else ())
+    def loss(model, step, rank):
+        out = model(inputs(step, rank), skip=(1,) if rank == 1 else ())
         out = model(out, skip=(2,) if rank == 1 else ())
         return model(out, skip=(0,) if rank == 0 else ()).square().mean()
 
-    for _ in range(2):
-        same_backward(rank, world, reference, model, loss)
+    for step in range(2):
+        same_backward(rank, world, model, reference, loss, step)
 
 
-def _part_loss(model, rank, step):
+def part_loss(model, step, rank):
     return model.parts[step](inputs(step, rank)).square().mean()
 
 
 @slow
 @on_ranks(2)
 def test_units_may_be_trained_in_turn_without_the_model(rank, world):
-    reference, model = unsharded_and_sharded()
+    reference, model = chains()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for step in range(3):
-        same_backward(rank, world, reference, model, functools.partial(_part_loss, step=step))
+        same_backward(rank, world, model, reference, part_loss, step)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -254,41 +260,25 @@ def test_units_may_be_trained_in_turn_without_the_model(rank, world):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @on_ranks(2)
 def test_a_rank_may_skip_a_unit_in_an_evaluation_before_the_first_step(rank, world, mode):
-    reference, model = unsharded_and_sharded()
+    reference, model = chains()
     skip = (1,) if rank == 1 else ()
     with mode():
         close(chain_loss(model, 0, rank, skip=skip), chain_loss(reference, 0, rank, skip=skip), 1e-5, "loss")
-    same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
-
-
-@slow
-@on_ranks(2)
-def test_functional_call_may_give_a_parameter_of_a_unit(rank, world):
-    reference, model = unsharded_and_sharded()
-    name = "parts.1.a"
-    ours, theirs = ({name: nn.Parameter(each.parts[1].a.detach() * 2)} for each in (model, reference))
-
-    def loss(model, rank):
-        given = theirs if model is reference else ours
-        return torch.func.functional_call(model, given, (inputs(0, rank),)).square().mean()
-
-    same_backward(rank, world, reference, model, loss)
-    close(ours[name].grad, theirs[name].grad, 1e-5, "gradient of what was given")
+    same_backward(rank, world, model, reference, chain_loss)
 
 
 @slow
 @pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
 @on_ranks(2)
 def test_a_compiled_function_may_call_a_model_with_units(rank, world, skipped):
-    reference, model = unsharded_and_sharded()
+    reference, model = chains()
     compiled_loss = torch.compile(chain_loss, backend="zcompile", options={"inner": "aot_eager"})
+
+    def loss(each, step, rank):
+        return (compiled_loss if each is model else chain_loss)(each, step, rank, skip=skipped if rank == 1 else ())
+
     for step in range(3):
-
-        def loss(each, rank, step=step):
-            skip = skipped if rank == 1 else ()
-            return (compiled_loss if each is model else chain_loss)(each, step, rank, skip=skip)
-
-        same_backward(rank, world, reference, model, loss)
+        same_backward(rank, world, model, reference, loss, step)
 
 
 @slow
@@ -308,62 +298,15 @@ def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(rank, world
     train_beside(rank, world, prepare, make=lambda: MixtureModel(StackedExperts), loss=routed_loss, steps=3)
 
 
-# --- unshard, values, dtypes, freezing -------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_one_rank_alone_may_call_a_model_that_is_whole(rank, world):
-    reference, model = unsharded_and_sharded()
-    with zcompile.unshard(model), torch.no_grad():
-        zcompile.reset_stats(model)
-        if rank == 0:
-            close(model(inputs(0, 0)), reference(inputs(0, 0)), 1e-5, "result")
-        assert zcompile.stats(model)["gathers"] == 0
-    same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
+# --- unshard, freezing -----------------------------------------------------------------------------------------------
 
 
 @slow
 @on_ranks(2)
 def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(rank, world):
-    reference, model = unsharded_and_sharded()
+    reference, model = chains()
     with zcompile.unshard(model.parts[1]), torch.no_grad():
         close(model(inputs(0, 0)), reference(inputs(0, 0)), 1e-5, "result")
-
-
-@slow
-@on_ranks(2)
-def test_what_unshard_writes_back_to_a_unit_is_gathered(rank, world):
-    reference, model = unsharded_and_sharded()
-    with zcompile.unshard(model.parts[1], writeback=True), torch.no_grad():
-        for parameter in model.parts[1].parameters():
-            parameter.mul_(2)
-    with torch.no_grad():
-        for parameter in reference.parts[1].parameters():
-            parameter.mul_(2)
-    same_backward(rank, world, reference, model, lambda model, rank: chain_loss(model, 0, rank))
-
-
-@slow
-@on_ranks(2)
-def test_load_state_dict_may_assign_to_units(rank, world):
-    reference, model = unsharded_and_sharded()
-    twice = {name: parameter.detach().clone() * 2 for name, parameter in model.state_dict().items()}
-    model.load_state_dict(twice, assign=True)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(2)
-    for step in range(2):
-        same_backward(rank, world, reference, model, lambda model, rank, step=step: chain_loss(model, step, rank))
-
-
-@slow
-@on_ranks(2)
-def test_a_model_with_units_may_change_its_dtype(rank, world):
-    reference, model = unsharded_and_sharded()
-    reference.double(), model.double()
-    x = inputs(0, rank).double()
-    with torch.no_grad():
-        close(model(x), reference(x), 1e-12, "result")
 
 
 @slow
@@ -373,41 +316,25 @@ def test_a_unit_without_a_forward_is_refused(rank, world):
         zcompile.shard(make_chain(), units=[nn.ModuleList])
 
 
-def _freeze(module, frozen, how):
-    for parameter in module.parameters():
-        if how == "method":
-            parameter.requires_grad_(not frozen)
-        else:
-            parameter.requires_grad = not frozen
-
-
 @slow
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("how", ["method", "attribute"])
+@pytest.mark.parametrize(
+    "how, skips, is_frozen",
+    [
+        ("method", [], [False, True, False, True]),
+        ("method", range(4), [False, True, False, True]),
+        ("attribute", [], [False, True, False, True]),
+        ("attribute", range(4), [False, True, False, True]),
+        ("method", [3], [True, True, True, False]),  # the order of units is taken from steps in which one is frozen
+    ],
+)
 @on_ranks(2)
-def test_a_unit_may_be_frozen_and_trained_in_turns(rank, world, how, skips):
+def test_a_unit_may_be_frozen_and_trained_in_turns(rank, world, how, skips, is_frozen):
     """Also where a rank skips it."""
-    reference, model = unsharded_and_sharded()
+    reference, model = chains()
     for step in range(4):
-        for each in (reference, model):
-            _freeze(each.parts[1], step % 2 == 1, how)
-
-        def loss(model, rank, step=step):
-            return chain_loss(model, step, rank, skip=(1,) if skips and rank == 1 else ())
-
-        same_backward(rank, world, reference, model, loss)
-
-
-@slow
-@on_ranks(2)
-def test_a_rank_may_skip_a_unit_that_was_frozen_in_the_first_steps(rank, world):
-    """The order of units is taken from steps in which one is frozen."""
-    reference, model = unsharded_and_sharded()
-    for step in range(4):
-        for each in (reference, model):
-            _freeze(each.parts[1], step < 3, "method")
-
-        def loss(model, rank, step=step):
-            return chain_loss(model, step, rank, skip=(1,) if step == 3 and rank == 1 else ())
-
-        same_backward(rank, world, reference, model, loss)
+        for parameter in (*reference.parts[1].parameters(), *model.parts[1].parameters()):
+            if how == "method":
+                parameter.requires_grad_(not is_frozen[step])
+            else:
+                parameter.requires_grad = not is_frozen[step]
+        same_backward(rank, world, model, reference, skipping(1) if step in skips else chain_loss, step)

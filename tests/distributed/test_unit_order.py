@@ -9,37 +9,31 @@ import zcompile
 from tests.support.mixtures import WIDTH, Experts, MixtureModel
 from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
-from tests.support.units import compiled, routed_loss, sharded
+from tests.support.units import bytes_of, compiled, routed_loss, sharded
 from zcompile.state.sharded_model import state_of
 
+slow = pytest.mark.slow
 
-@pytest.mark.parametrize("prepared", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+
+def not_ahead(model):
+    """With a budget in which no unit is gathered ahead."""
+    state_of(sharded(model)).unit_order.budget_bytes = 0
+    return model
+
+
+@pytest.mark.parametrize("prepare", [sharded, pytest.param(compiled, marks=slow), pytest.param(not_ahead, marks=slow)])
 @pytest.mark.parametrize(
-    "skipped", [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in [(1,), (1, 2), (0, 1)])]
+    "skipped", [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=slow) for each in [(1,), (1, 2), (0, 1)])]
 )
 @on_ranks(2)
-def test_a_rank_may_skip_a_unit(rank, world, prepared, skipped):
+def test_a_rank_may_skip_a_unit(rank, world, prepare, skipped):
     def loss(model, step, rank):
         return routed_loss(model, step, rank, skip_experts=skipped if rank == 1 and step > 0 else ())
 
-    train_beside(rank, world, {"eager": sharded, "compiled": compiled}[prepared], make=MixtureModel, loss=loss, steps=4)
+    train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=4)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_rank_may_skip_units_that_are_not_gathered_ahead(rank, world):
-    def prepare(model):
-        sharded(model)
-        state_of(model).unit_order.budget_bytes = 0
-        return model
-
-    def loss(model, step, rank):
-        return routed_loss(model, step, rank, skip_experts=(0, 1) if rank == 1 else ())
-
-    train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=3)
-
-
-@pytest.mark.slow
+@slow
 @on_ranks(2)
 def test_each_rank_may_skip_another_unit(rank, world):
     def loss(model, step, rank):
@@ -60,9 +54,10 @@ def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(rank, world):
     of_unit = 3 * len(Experts().experts)
     assert moved["gathers"] == 3 * (2 * of_unit + 4) + 4, moved  # each parameter of the root block once
     assert moved["reduces"] == 3 * (of_unit + 4) + 4, moved
-    one = sum(p.numel() for p in Experts().parameters()) * 4
-    dense = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name) * 4
-    assert moved["peak_unsharded_bytes"] <= 2 * one + dense, (moved, one)  # one unit, and the next on its way
+    one = bytes_of(model, experts=True) / 3
+    assert moved["peak_unsharded_bytes"] <= 2 * one + bytes_of(
+        model, experts=False
+    )  # one unit, and the next on its way
 
 
 @on_ranks(2)
@@ -107,20 +102,14 @@ def test_the_order_of_calls_is_learned(rank, world):
 
 @on_ranks(2)
 def test_a_budget_limits_what_is_gathered_ahead(rank, world):
-    def prepare(model):
-        sharded(model)
-        state_of(model).unit_order.budget_bytes = 0
-        return model
-
-    model = train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=2)
+    model = train_beside(rank, world, not_ahead, make=MixtureModel, loss=routed_loss, steps=2)
     zcompile.reset_stats(model)
     routed_loss(model, 3, rank).backward()
-    one = sum(p.numel() for p in Experts().parameters()) * 4
-    dense = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name) * 4
-    assert zcompile.stats(model)["peak_unsharded_bytes"] <= one + dense
+    one = bytes_of(model, experts=True) / 3
+    assert zcompile.stats(model)["peak_unsharded_bytes"] <= one + bytes_of(model, experts=False)
 
 
-@pytest.mark.slow
+@slow
 @on_ranks(2)
 def test_an_expert_may_have_no_token_of_a_rank_for_ten_steps(rank, world):
     def loss(model, step, rank):

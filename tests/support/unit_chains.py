@@ -2,9 +2,11 @@
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import zcompile
-from tests.support.reference import same_grads, train_beside
+from tests.support.models import normal
+from tests.support.reference import pair, train_beside
 
 WIDTH = 6
 
@@ -43,12 +45,16 @@ def make_chain(count=3, kind=Part):
 
 
 def inputs(step, rank):
-    torch.manual_seed(100 * step + rank)
-    return torch.randn(3 + rank, WIDTH)
+    return normal(step, rank, 3 + rank, WIDTH)
 
 
 def chain_loss(model, step, rank, **how):
     return model(inputs(step, rank), **how).square().mean()
+
+
+def skipping(*skip):
+    """`chain_loss`, with parts that rank 1 leaves out."""
+    return lambda model, step, rank: chain_loss(model, step, rank, skip=skip if rank == 1 else ())
 
 
 def with_units(model, **how):
@@ -56,53 +62,33 @@ def with_units(model, **how):
     return zcompile.shard(model, **{"units": list(model.parts), **how})
 
 
-def unsharded_and_sharded(make=make_chain):
-    """The same model twice; the second one has units."""
-    torch.manual_seed(0)
-    reference = make()
-    torch.manual_seed(0)
-    return reference, with_units(make())
+def chains(make=make_chain):
+    """A model, and the same with units."""
+    return pair(make, with_units)
 
 
 def chain_beside(rank, world, make=make_chain, loss=chain_loss, steps=3, prepare=with_units):
     return train_beside(rank, world, prepare, make=make, loss=loss, steps=steps)
 
 
-def same_backward(rank, world, reference, model, loss):
-    """The backward of `loss(model, rank)` gives the gradients of the unsharded model on the inputs of all ranks."""
-    model.zero_grad()
-    reference.zero_grad()
-    loss(model, rank).backward()
-    (sum(loss(reference, other) for other in range(world)) / world).backward()
-    same_grads(model, reference)
+class By(Part):
+    """A part whose forward is `compute(part, x)`; with a module of its own, if `make` makes one."""
+
+    def __init__(self, compute, make=nn.Identity):
+        super().__init__()
+        self.compute, self.inner = compute, make()
+
+    def forward(self, x, *depth):
+        return self.compute(self, x, *depth)
 
 
-class AsComplex(Part):
-    def forward(self, x):
-        matrix = torch.view_as_complex(self.a.view(WIDTH, 3, 2))
-        return torch.view_as_real((x.to(torch.complex64) @ matrix).square()).flatten(1) @ self.b
+def as_complex(part, x):
+    matrix = torch.view_as_complex(part.a.view(WIDTH, 3, 2))
+    return torch.view_as_real((x.to(torch.complex64) @ matrix).square()).flatten(1) @ part.b
 
 
-class MultipliesSparse(Part):
-    def forward(self, x):
-        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), torch.tanh(x @ self.a)) @ self.b
-
-
-class UsesVmap(Part):
-    def forward(self, x):
-        return torch.vmap(lambda matrix: torch.tanh(x @ matrix))(torch.stack([self.a, self.b])).sum(0)
-
-
-class SumsParameters(Part):
-    def forward(self, x):
-        return x + (self.a + self.b).sum()
-
-
-class SameGradient(Part):
-    """Both parameters get one tensor as their gradient."""
-
-    def forward(self, x):
-        return x @ (self.a + self.b).T
+def calls_itself(part, x, depth=2):
+    return x if depth == 0 else part(Part.forward(part, x), depth - 1)
 
 
 class ShapesAndDtypes(Part):
@@ -119,57 +105,22 @@ class ShapesAndDtypes(Part):
         return (x * self.in_double.sum() + self.in_bf16.float().sum()).float()
 
 
-class PaddedEmbedding(Part):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(9, WIDTH, padding_idx=2)
-
-    def forward(self, x):
-        return super().forward(x) + self.table(x.argmax(-1))
-
-
-class Recurrent(Part):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, 2)
-
-    def forward(self, x):
-        return super().forward(self.lstm(x)[0])
-
-
-class Normalized(Part):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH).eval()
-
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
-
-class Parametrized(Part):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x):
-        return self.linear(super().forward(x))
-
-
-class CallsItself(Part):
-    def forward(self, x, depth=2):
-        return x if depth == 0 else self(super().forward(x), depth - 1)
-
-
-KINDS = (
-    AsComplex,
-    MultipliesSparse,
-    UsesVmap,
-    SumsParameters,
-    SameGradient,
-    ShapesAndDtypes,
-    PaddedEmbedding,
-    Recurrent,
-    Normalized,
-    Parametrized,
-    CallsItself,
-)
+KINDS = {
+    "shapes and dtypes": ShapesAndDtypes,
+    "complex": lambda: By(as_complex),
+    "calls of itself": lambda: By(calls_itself),
+    "sparse": lambda: By(lambda part, x: torch.sparse.mm(torch.eye(len(x)).to_sparse(), (x @ part.a).tanh()) @ part.b),
+    "vmap": lambda: By(
+        lambda part, x: torch.vmap(lambda matrix: (x @ matrix).tanh())(torch.stack([part.a, part.b])).sum(0)
+    ),
+    "a sum of parameters": lambda: By(lambda part, x: x + (part.a + part.b).sum()),
+    "one gradient of both": lambda: By(lambda part, x: x @ (part.a + part.b).T),
+    "padding": lambda: By(
+        lambda part, x: Part.forward(part, x) + part.inner(x.argmax(-1)), lambda: nn.Embedding(9, WIDTH, padding_idx=2)
+    ),
+    "an LSTM": lambda: By(lambda part, x: Part.forward(part, part.inner(x)[0]), lambda: nn.LSTM(WIDTH, WIDTH, 2)),
+    "a norm": lambda: By(lambda part, x: Part.forward(part, part.inner(x)), lambda: nn.BatchNorm1d(WIDTH).eval()),
+    "a parametrization": lambda: By(
+        lambda part, x: part.inner(Part.forward(part, x)), lambda: weight_norm(nn.Linear(WIDTH, WIDTH))
+    ),
+}

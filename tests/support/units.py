@@ -1,11 +1,9 @@
 """Mixtures with units, for tests of what ranks may do."""
 
-import functools
-
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.compiling import checkpoint_each
 from tests.support.mixtures import WIDTH, Expert
 
 ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each step; no rank ever chooses expert 4
@@ -27,16 +25,17 @@ def compiled(model, inner="aot_eager", **how):
     return model
 
 
-def checkpointed(model, reentrant=False, prepare=sharded):
-    """`prepare(model)`, each of its layers checkpointed."""
-    for layer in model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=reentrant)
+def checkpointed(model, places=("around",), prepare=sharded, **how):
+    """`prepare(model)` with checkpoints of its layers ("around" units), its "units", experts ("inside" of units)."""
+    if "inside" in places:
+        checkpoint_each([each for each in model.modules() if isinstance(each, Expert)], **how)
+    if "units" in places:
+        checkpoint_each([layer.experts for layer in model.layers], **how)
+    if "around" in places:
+        checkpoint_each(model.layers, **how)
     return prepare(model)
 
 
-def checkpointed_inside(model, reentrant=False):
-    """`sharded(model)`, in whose units each expert is checkpointed."""
-    for expert in model.modules():
-        if isinstance(expert, Expert):
-            expert.forward = functools.partial(checkpoint, expert.forward, use_reentrant=reentrant)
-    return sharded(model)
+def bytes_of(model, experts):
+    """Bytes of the parameters of experts, or of all others."""
+    return 4 * sum(each.numel() for name, each in model.named_parameters() if ("experts" in name) == experts)
