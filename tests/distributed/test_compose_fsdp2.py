@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-import zcompile
 from tests.support.blocks import shard_in_blocks
 from tests.support.parallel import (
     Dense,
