@@ -322,8 +322,10 @@ def _reader(name: str, layout: Layout, single_rank: bool) -> Callable[[Any], tor
                 return given
             if getattr(self, IS_OPEN):
                 return cast(torch.Tensor, getattr(self, TABLE)[name])
-        elif (found := _read_eagerly(self, name)) is not None:
-            return found
+        elif getattr(self, IS_OPEN) and type(found := getattr(self, TABLE)[name]) is nn.Parameter:
+            return cast(torch.Tensor, found)
+        elif not _is_gathered_alone(self, name):
+            return _read_eagerly(self, name)
         leaf = getattr(self, leaf_name)
         if single_rank:
             return cast(torch.Tensor, leaf if dtype is None else as_parameter(leaf.to(dtype)))
@@ -334,21 +336,23 @@ def _reader(name: str, layout: Layout, single_rank: bool) -> Callable[[Any], tor
 
 
 @never_compiled_alone
-def _read_eagerly(module: Any, name: str) -> torch.Tensor | None:
-    """The parameter `name` for eager code; None if it must be gathered alone.
+def _is_gathered_alone(module: Any, name: str) -> bool:
+    """Whether eager code inside of a forward reads the parameter `name`, and no block can be opened.
 
-    That is so inside of a forward if no block can be opened: the parameter is read outside of its unit's call, or
-    `zcompile.unshard` has others of its block.
+    So it is if the parameter is read outside of its unit's call, or `zcompile.unshard` has others of its block.
     """
-    table: dict[str, Any] = module.__dict__[TABLE]
-    found = table[name]
-    if not is_in_forward():
-        return cast(torch.Tensor, found)
+    is_sharded = module.__dict__[TABLE][name] is module.__dict__[SHARDED + name].parameter
+    return is_sharded and is_in_forward() and not open_for_read(module)
+
+
+@never_compiled_alone
+def _read_eagerly(module: Any, name: str) -> torch.Tensor:
+    found: Any = module.__dict__[TABLE][name]
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
-    if found is not sharded.parameter:
-        is_unsharded = found is sharded.unsharded or (getattr(module, IS_OPEN) and not isinstance(found, DTensor))
-        return found if is_unsharded else read_given(module, name)
-    return cast(torch.Tensor, table[name]) if open_for_read(module) else None
+    if found is sharded.parameter or found is sharded.unsharded or not is_in_forward():
+        return cast(torch.Tensor, found)
+    is_given = isinstance(found, DTensor) or not getattr(module, IS_OPEN)
+    return cast(torch.Tensor, read_given(module, name) if is_given else found)
 
 
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:

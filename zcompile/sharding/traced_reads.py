@@ -120,9 +120,11 @@ def _table(self: Any) -> Any:
 @never_compiled_alone
 def open_for_read(module: Any) -> bool:
     """Let `module` have unsharded parameters, since code that is not compiled is about to read one; whether it has."""
-    unit = module.__dict__[IN_UNIT]
-    if not unit.is_block or unit.order is None or not is_in_forward() or TracingContext.try_get() is not None:
-        return False  # Dynamo itself looks at attributes of modules while it traces
+    unit = module.__dict__.get(IN_UNIT)  # a module that is only traced has none
+    if unit is None or not unit.is_block or unit.order is None or not is_in_forward():
+        return False
+    if TracingContext.try_get() is not None:  # Dynamo itself looks at attributes of modules while it traces
+        return False
     if not unit.is_open:
         if unit.is_whole() or unit.has_given_parameters():
             return False

@@ -30,7 +30,6 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_grap
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from zcompile import _C
 from zcompile._C import free_memory, wait_for_gathers, wait_for_reduces
 from zcompile.state.attributes import IS_OPEN, UNIT
 from zcompile.state.sharded_model import ShardedModel
@@ -56,9 +55,7 @@ class _Group(NamedTuple):
 class _Domain(NamedTuple):
     """Parameters whose gradients are reduced in one transfer: those of one domain; see placement.py."""
 
-    number: int
-    runtime: _C.Model
-    world: int  # ranks that share the shards
+    model: weakref.ref[ShardedModel]
     positions: list[int]  # in Unit.sharded
     use: torch.Tensor  # a shard for the flags that say which parameters ranks used; its values say nothing
 
@@ -102,9 +99,7 @@ class Unit:
     @property
     def state(self) -> ShardedModel:
         """The model of its parameters."""
-        state = self.model()
-        assert state is not None, f"unit '{self.name}' was called after its model was freed"
-        return state
+        return _alive(self.model)
 
     def _take(self, sharded: Sequence[ShardedParameter]) -> None:
         """Have the parameters `sharded`."""
@@ -172,7 +167,7 @@ class Unit:
             reduce_dtype=None,
             is_counted=False,
         )
-        return _Domain(model.domain, model.runtime, model.groups.world, positions, use)
+        return _Domain(weakref.ref(model), positions, use)
 
     def leaves(self) -> list[torch.Tensor]:
         """The shards, in the order of `sharded`."""
@@ -319,14 +314,15 @@ class Unit:
     def _own_transfer(self) -> Iterator[None]:
         """Inside, transfers are the unit's own: it waits for them, and neither a selective checkpoint, which counts
         ops, nor torch.func sees them."""
-        for domain in self.domains:
-            domain.runtime.keep_in_flight(True)
+        runtimes = [_alive(domain.model).runtime for domain in self.domains]
+        for runtime in runtimes:
+            runtime.keep_in_flight(True)
         try:
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
                 yield
         finally:
-            for domain in self.domains:
-                domain.runtime.keep_in_flight(False)
+            for runtime in runtimes:
+                runtime.keep_in_flight(False)
 
     def wait(self, gathered: Sequence[torch.Tensor]) -> None:
         """Wait for what `start_gather` returned.
@@ -346,7 +342,9 @@ class Unit:
         """
         used = [grad is not None for grad in grads]
         reduction = Reduction(self)
-        for number, _, world, positions, use in self.domains:
+        for reference, positions, use in self.domains:
+            model = _alive(reference)
+            number, world = model.domain, model.groups.world
             trained = [i for i in positions if leaves[i].requires_grad]
             if trained:
                 wires = [self._wire(i, grads[i], world) for i in trained]
@@ -384,6 +382,12 @@ class Unit:
                     f"{dist.get_rank()}. That writes to a gathered copy and is lost: modify the DTensor in "
                     "model.parameters() under torch.no_grad(), or initialise before zcompile.shard()."
                 )
+
+
+def _alive(model: "weakref.ref[ShardedModel]") -> ShardedModel:
+    state = model()
+    assert state is not None, "a unit was called after its model was freed"
+    return state
 
 
 def _note_grad(parameter: torch.Tensor) -> None:
