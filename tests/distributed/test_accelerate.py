@@ -157,7 +157,7 @@ def test_micro_steps_of_accumulate_gather_once(rank, world):
                 accelerator.backward(model(**inputs).loss)
                 optimizer.step()
         counts[micro_steps] = zcompile.stats(model)
-        assert not state_of(model).accumulates
+        assert not state_of(model).microbatches.accumulates
     gathered = {micro_steps: count["gathered_bytes"]["float32"] for micro_steps, count in counts.items()}
     assert gathered[3] < gathered[1], gathered  # three inside of a step, against one alone
     assert counts[3]["reduces"] == 3 * counts[1]["reduces"], counts
