@@ -32,15 +32,6 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
   return op.call(shard, shape, dtype, domain);
 }
 
-std::vector<at::Tensor> call_gather_group(
-    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t domain) {
-  static auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("zcompile::gather_group", "")
-          .typed<std::vector<at::Tensor>(at::TensorList, at::IntArrayRef, at::IntArrayRef, at::ScalarType, int64_t)>();
-  return op.call(shards, sizes, dims, dtype, domain);
-}
-
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
 std::shared_ptr<ParamState> find_in_domain(const at::Tensor& shard, int64_t domain, const char* op) {
@@ -154,13 +145,6 @@ at::Tensor gather_kernel(const at::Tensor& shard, at::IntArrayRef shape, at::Sca
   auto unsharded = gather_start_kernel(shard, shape, dtype, domain);
   gather_wait(unsharded);
   return unsharded;
-}
-
-std::vector<at::Tensor> gather_group_kernel(
-    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t domain) {
-  auto results = gather_group_start_kernel(shards, sizes, dims, dtype, domain);
-  for (const auto& unsharded : results) gather_wait(unsharded);
-  return results;
 }
 
 at::Tensor reduce_start_kernel(const at::Tensor& grad, const at::Tensor& shard, int64_t domain) {
@@ -315,20 +299,6 @@ at::Tensor gather_autograd(const at::Tensor& shard, at::IntArrayRef shape, at::S
   return unsharded;
 }
 
-std::vector<at::Tensor> gather_group_autograd(
-    at::TensorList shards, at::IntArrayRef sizes, at::IntArrayRef dims, at::ScalarType dtype, int64_t domain) {
-  const c10::impl::ExcludeDispatchKeyGuard plain(transforms);
-  std::vector<at::Tensor> results;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    results = call_gather_group(shards, sizes, dims, dtype, domain);
-  }
-  for (size_t i = 0; i < results.size(); ++i) {
-    attach(shards[i], results[i], at::GradMode::is_enabled() && shards[i].requires_grad(), domain);
-  }
-  return results;
-}
-
 at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard, int64_t domain) {
   TORCH_CHECK(
       !(at::GradMode::is_enabled() && grad.requires_grad()),
@@ -343,8 +313,6 @@ at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard, int6
 TORCH_LIBRARY(zcompile, library) {
   // The unsharded parameter, downcast on the way. A new tensor: aliases nothing.
   library.def("gather(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
-  // Several at once, in one transfer. `sizes` are those of all, `dims` says how many each has.
-  library.def("gather_group(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype, int domain=0) -> Tensor[]");
   // This rank's slice of the mean gradient. A new tensor: aliases nothing.
   library.def("reduce(Tensor grad, Tensor shard, int domain=0) -> Tensor");
   // A new tensor that is being filled: only gather_wait may read it.
@@ -379,7 +347,6 @@ TORCH_LIBRARY(zcompile, library) {
 #define ZCOMPILE_KERNELS(key)                                        \
   TORCH_LIBRARY_IMPL(zcompile, key, library) {                       \
     library.impl("gather", gather_kernel);                           \
-    library.impl("gather_group", gather_group_kernel);               \
     library.impl("reduce", reduce_kernel);                           \
     library.impl("gather_start", gather_start_kernel);               \
     library.impl("gather_cached_start", gather_cached_start_kernel); \
@@ -397,7 +364,6 @@ ZCOMPILE_KERNELS(CPU)
 ZCOMPILE_KERNELS(CUDA)
 
 TORCH_LIBRARY_IMPL(zcompile, Meta, library) {  // that of gather: zcompile/graph/ops.py
-  library.impl("gather_group", gather_group_meta);
   library.impl("reduce", reduce_meta);
   library.impl("gather_start", gather_meta);
   library.impl("gather_cached_start", gather_meta);
@@ -413,7 +379,6 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {  // that of gather: zcompile/graph
 
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
-  library.impl("gather_group", gather_group_autograd);
   library.impl("reduce", reduce_autograd);
   // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several
   // microseconds.
@@ -424,13 +389,12 @@ TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   }
 }
 
-#define ZCOMPILE_NOT_TRANSFORMED(key)                                    \
-  TORCH_LIBRARY_IMPL(zcompile, key, library) {                           \
-    library.impl("gather", torch::CppFunction::makeFallthrough());       \
-    library.impl("gather_group", torch::CppFunction::makeFallthrough()); \
-  }
+TORCH_LIBRARY_IMPL(zcompile, FuncTorchDynamicLayerFrontMode, library) {
+  library.impl("gather", torch::CppFunction::makeFallthrough());
+}
 
-ZCOMPILE_NOT_TRANSFORMED(FuncTorchDynamicLayerFrontMode)
-ZCOMPILE_NOT_TRANSFORMED(FuncTorchDynamicLayerBackMode)
+TORCH_LIBRARY_IMPL(zcompile, FuncTorchDynamicLayerBackMode, library) {
+  library.impl("gather", torch::CppFunction::makeFallthrough());
+}
 
 }  // namespace zcompile
