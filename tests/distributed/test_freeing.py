@@ -58,12 +58,13 @@ def alive(weak):
 @on_ranks(2)
 def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
     """In eager without the garbage collector."""
-    model = prepare(make_model())
-    train_step(model, rank)
-    weak = references(model)
+    gc.collect()
     if prepare is zcompile.shard:
         gc.disable()
     try:
+        model = prepare(make_model())
+        train_step(model, rank)
+        weak = references(model)
         del model
         if prepare is not zcompile.shard:
             torch._dynamo.reset()  # it has compiled code of other tests' models too

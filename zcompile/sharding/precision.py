@@ -26,14 +26,12 @@ OwnPolicies = Mapping[UnitLike, MixedPrecision]
 def policies_of(model: nn.Module, default: MixedPrecision, own: OwnPolicies) -> dict[nn.Module, MixedPrecision]:
     """The policy of each module of `model`: that of the innermost module around it with one of its own."""
     policies: dict[nn.Module, MixedPrecision] = {}
-
-    def spread(module: nn.Module, policy: MixedPrecision) -> None:
-        policy = _own_policy(module, own) or policy
+    to_visit = [(model, default)]
+    while to_visit:
+        module, around = to_visit.pop()
+        policy = _own_policy(module, own) or around
         if policies.setdefault(module, policy) is policy:
-            for child in module.children():
-                spread(child, policy)
-
-    spread(model, default)
+            to_visit += [(child, policy) for child in reversed(list(module.children()))]
     return policies
 
 
