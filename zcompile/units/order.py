@@ -138,6 +138,8 @@ class UnitOrder:
         """A forward of the whole model begins."""
         if in_backward():  # a checkpoint recomputes
             return
+        for state in {unit.state for unit in self.units}:
+            state.refuse_assigned_data()
         self.begin_forward()
         for unit in self.units:  # also of those that this rank will skip: it reduces what others reduce
             unit.follow_requires_grad()
