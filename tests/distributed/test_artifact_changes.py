@@ -115,7 +115,7 @@ CHANGES = {
     no_grad: "grad",
     autocast: "autocast",
     deterministic: "deterministic",
-    other_function: "a function that the model calls was replaced",
+    other_function: "a function that the model calls, or a process group, was replaced",
     other_forward: "the forward of Mixed was replaced",
     other_forward_of_one_module: "forward",
     other_buffer: "offset",

@@ -140,10 +140,10 @@ class Reducing(nn.Module):
         return all_reduce(self.a(x), "sum", self.group)
 
 
-def test_a_model_with_collectives_is_refused(inductor_cache):
+def test_a_model_with_collectives_over_other_groups_is_refused(inductor_cache):
     with cache_in(inductor_cache), as_rank(0, 2):
         model = zcompile.shard(Reducing())
-        with pytest.raises(ArtifactError, match=r"collectives of its own|a process group is another one"):
+        with pytest.raises(ArtifactError, match="it has a collective over process group"):
             make(model, parse_options(None), None, (torch.ones(2, 4),), {})
 
 
@@ -152,5 +152,5 @@ def test_a_model_with_collectives_is_refused(inductor_cache):
 def test_a_model_that_reads_dtensors_is_refused(rank, world):
     mesh = mesh_of("cpu", dp=2, tp=2)
     model = zcompile.shard(spread_dense(Dense(1), mesh["tp"], sequence=False), mesh["dp"])
-    with pytest.raises(ArtifactError, match=r"'blocks.0.attention.q.weight' is read as a DTensor over .*'tp'"):
+    with pytest.raises(ArtifactError, match=r"'blocks.0.attention.q.weight' is read as a DTensor.*'tp'.*local=True"):
         make(model, parse_options(None), None, (torch.randn(2, 6, WIDTH),), {})

@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundl
 from torch.fx import GraphModule
 
 from zcompile.artifact import kernels
+from zcompile.artifact.groups import Groups
 from zcompile.state.attributes import LEAF
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -38,8 +39,9 @@ class Made(NamedTuple):
         program, objects: what `Loaded` takes.
         libraries: C++ kernels, see kernels.py.
         sources: (module, first line, line after the last, SHA-256) of all functions that were traced.
-        dropped: objects that Dynamo guards by their identity, which no file can hold. Each is (expression that leads to
-            it from L, the arguments of the call, or G, the globals; the object; whether it begins with G).
+        dropped: objects that Dynamo guards by their identity, which no file can hold, and process groups. Each is
+            (expression that leads to it from L, the arguments of the call, or G, the globals; the object; whether it
+            begins with G or is a group).
     """
 
     program: bytes
@@ -49,22 +51,22 @@ class Made(NamedTuple):
     dropped: list[tuple[str, Any, bool]]
 
 
-def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend) -> Made:
+def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, groups: Groups) -> Made:
     """Compile `model(*args, **kwargs)`, forward and backward, and run nothing.
 
     Args:
         backend: compiles the graph that Dynamo captured. What it returns has torch's `serialize`, as Inductor's has.
+        groups: over which the model may have collectives of its own.
 
     Raises:
         torch._dynamo.exc.Unsupported: there are graph breaks.
         RuntimeError: something in it cannot be saved.
     """
     dropped: list[tuple[str, Any, bool]] = []
-    groups: list[str] = []
 
     def keep(guards: Sequence[Any]) -> Sequence[bool]:
-        groups.extend(each.name for each in guards if each.has_value and isinstance(each.value, dist.ProcessGroup))
-        return [_is_saved(guard, dropped) for guard in guards]
+        group_names = {f"{each.name}.group_name" for each in guards if _is_group(each)}
+        return [each.name not in group_names and _is_saved(each, dropped) for each in guards]
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return _Saved(backend(gm, example_inputs))
@@ -73,13 +75,11 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend) ->
         model._call_impl, backend=compile_graph, fullgraph=True, options={"guard_filter_fn": keep}
     )
     function = compiled.aot_compile((tuple(args), dict(kwargs)))
-    if groups:
-        raise RuntimeError(f"its code depends on {groups[0]}, and a process group is another one on each rank.")
     artifacts = function._artifacts
     inlined = artifacts.source_info.inlined_sources
     sources = [(each.module, each.firstlineno, each.lastlineno, each.checksum) for each in inlined]
     inlined.clear()  # it has the text of each module
-    libraries = artifacts.compiled_fn.take_kernels()
+    libraries = artifacts.compiled_fn.take_kernels(groups)
     program = type(function).serialize(function).serialized_data
     return Made(program, _save_objects(artifacts), libraries, sources, dropped)
 
@@ -105,37 +105,41 @@ def _save_objects(artifacts: Any) -> bytes:
         raise RuntimeError(f"an object that the model's code refers to cannot be saved: {error}") from error
 
 
+def _is_group(guard: Any) -> bool:
+    return guard.has_value and isinstance(guard.value, dist.ProcessGroup)
+
+
 def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
-    """Not so guards on shards, whose sizes differ between ranks, and what compares ids, which is noted in `dropped`."""
+    """Not so guards on shards, whose sizes differ between ranks, nor on process groups and what compares ids, which are
+    noted in `dropped`."""
     kinds = {guard.guard_type, *guard.derived_guard_types}
     if LEAF in guard.name and "TENSOR_MATCH" in kinds:
         return False
-    if kinds.isdisjoint(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES):
+    if not _is_group(guard) and kinds.isdisjoint(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES):
         return True
     if guard.has_value:
-        dropped.append((guard.orig_guard.name, guard.value, guard.is_global))
+        dropped.append((guard.orig_guard.name, guard.value, guard.is_global or _is_group(guard)))
     return False
 
 
 class _Saved(SerializableCallable):
     """What AOTAutograd made of a graph, which torch then lets this class save and load."""
 
-    def __init__(self, compiled: Callable[..., Any]):
-        self.compiled = compiled
-        self.entry: Any = None
+    def __init__(self, compiled: Any, entry: Any = None):
+        self.compiled, self.entry = compiled, entry
 
     def __call__(self, *args: Any) -> Any:
         return self.compiled(*args)
 
-    def take_kernels(self) -> dict[str, bytes]:
+    def take_kernels(self, groups: Groups) -> dict[str, bytes]:
         """See kernels.py; what is saved then has no native code."""
         with torch._functorch.config.patch(bundled_autograd_cache=True):
-            self.entry = self.compiled.serialize()  # type: ignore[attr-defined]
+            self.entry = self.compiled.serialize()
         self.entry.serialized_bw_module = None  # the backward graph, for compiled autograd
         for text in ("aot_joint_graph_str", "aot_forward_graph_str", "aot_backward_graph_str", "min_cut_info_str"):
             if hasattr(self.entry, text):
                 setattr(self.entry, text, None)  # for logs
-        return kernels.take_kernels(self.entry)
+        return kernels.take_kernels(self.entry, groups)
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: "_Saved") -> bytes:
@@ -143,22 +147,31 @@ class _Saved(SerializableCallable):
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> "_Saved":
-        entry = pickle.loads(data)
-        kernels.install_modules(entry)
-        return cls(deserialize_bundled_cache_entry(entry))
+        return cls(None, pickle.loads(data))  # to be called after `load`
+
+    def load(self, groups: Groups) -> None:
+        """Let what was saved be called, with the groups of this rank."""
+        kernels.install_modules(self.entry, groups)
+        self.compiled = deserialize_bundled_cache_entry(self.entry)
 
 
 class Loaded:
     """A compiled graph of a model, as `compile_ahead` made it, in this process or in another one."""
 
-    def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes]):
-        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process."""
+    def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes], groups: Groups):
+        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process.
+
+        Args:
+            groups: of the model, on this rank.
+        """
         kernels.install_kernels(libraries)
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
         scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
         with kernels.in_this_process():
             self.function = AOTCompiledFunction.deserialize(program, scope)
+            saved: Any = self.function._artifacts.compiled_fn
+            saved.load(groups)
         self.function.disable_guard_check()  # the caller asks for a `failed_guard` first
 
     def failed_guard(self, model: nn.Module, args: Any, kwargs: Any) -> str:

@@ -18,9 +18,10 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, code_hash, get_path, write_atomic
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from zcompile.artifact.groups import Groups, with_names, with_places
+
 MAKE = "async_compile = AsyncCompile()"
 MAKE_FROM_FILE = f"from {__name__} import Kernels; async_compile = Kernels()"
-COLLECTIVES = "torch.ops._c10d_functional"
 KNOWN = ("cpp_pybinding", "triton", "wait")  # what generated code may ask an AsyncCompile for
 
 _files: dict[str, Path] = {}  # of the kernels that were installed in this process, by `kernel_key`
@@ -53,16 +54,14 @@ def graphs_of(entry: Any) -> Iterator[Any]:
             yield part.result
 
 
-def take_kernels(entry: Any) -> dict[str, bytes]:
+def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
     """The shared libraries of the C++ kernels of an entry, by `kernel_key`, which then takes them from a file.
 
     Raises:
-        RuntimeError: its code has kernels of a kind that a file cannot hold, or collectives.
+        RuntimeError: its code has kernels of a kind that a file cannot hold, or collectives over none of `groups`.
     """
     libraries = {}
     for graph in graphs_of(entry):
-        if COLLECTIVES in graph.source_code:
-            raise RuntimeError("it has collectives of its own, whose process groups have other names on other ranks.")
         for call in ast.walk(ast.parse(graph.source_code)):
             if not isinstance(call, ast.Call):
                 continue
@@ -75,7 +74,7 @@ def take_kernels(entry: Any) -> dict[str, bytes]:
                 argument_types, source = map(ast.literal_eval, call.args)
                 kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)
                 libraries[kernel_key(argument_types, source)] = Path(kernel.__self__.__file__).read_bytes()
-        graph.source_code = graph.source_code.replace(MAKE, MAKE_FROM_FILE)
+        graph.source_code = with_places(graph.source_code.replace(MAKE, MAKE_FROM_FILE), groups)
         graph.cache_key = code_hash(graph.source_code)
         graph.counter_deltas.clear()  # what compiling counted, which loading would count again
     return libraries
@@ -99,9 +98,11 @@ def install_kernels(libraries: Mapping[str, bytes]) -> None:
             os.replace(temporary, path)
 
 
-def install_modules(entry: Any) -> None:
+def install_modules(entry: Any, groups: Groups) -> None:
     """Write the Python modules of an entry to where it looks for them, over what may be there."""
     for graph in graphs_of(entry):
+        graph.source_code = with_names(graph.source_code, groups)
+        graph.cache_key = code_hash(graph.source_code)
         path = get_path(graph.cache_key, "py")[2]
         write_atomic(path, graph.source_code, make_dirs=True)
 

@@ -10,28 +10,31 @@ import hashlib
 import importlib
 import inspect
 import operator
+import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, encode
 from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
+from zcompile.artifact.groups import Groups, groups_of, meshes_of
 from zcompile.compiler.backend import compile_planned, link_of
 from zcompile.options import Settings
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
 LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
+ASKS_FOR_RANK = re.compile(r"\bget_(local_|group_|node_local_)?rank\b|\bget_coordinate\b|\.rank\(\)|\bRANK\b")
 
 
 def make(
@@ -55,7 +58,7 @@ def make(
         return compile_planned(gm, example_inputs, settings, plan, mode)
 
     try:
-        made = aot.compile_ahead(model, args, kwargs, compile_graph)
+        made = aot.compile_ahead(model, args, kwargs, compile_graph, groups_of(model))
     except torch._dynamo.exc.Unsupported as error:
         raise ArtifactError(
             f"zcompile: the model has graph breaks, so no artifact can hold its program: {first_line(error)}. "
@@ -63,6 +66,8 @@ def make(
         ) from error
     except RuntimeError as error:  # of Dynamo's own kinds, too
         raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line(error)}") from error
+    if line := asks_for_rank(made.sources):
+        raise ArtifactError(f"zcompile: no artifact can hold the model: {line}, may differ by rank.")
     facts = {
         "memory_bytes": state.machine.memory_bytes,
         "main": main_module,
@@ -80,19 +85,17 @@ def _refuse_layouts(state: ShardedModel) -> None:
         ArtifactError: names the parameter.
     """
     ranks = set(state.mesh.mesh.flatten().tolist())
-    for each in models_of(state):
-        for sharded in each.parameters.values():
-            # Those that have a part of it. DeepSpeed's parameters are no DTensors.
-            mesh = sharded.parameter.device_mesh if isinstance(sharded.parameter, DTensor) else each.mesh
-            if (inner := sharded.layout.inner) is not None:
-                reason = (
-                    f"is read as a DTensor over {inner.mesh.mesh_dim_names}, whose code has this rank's place in it"
-                )
-            elif not set(mesh.mesh.flatten().tolist()) <= ranks:
-                reason = f"has ranks that the mesh {state.mesh.mesh_dim_names} does not have"
-            else:
-                continue
-            raise ArtifactError(f"zcompile: no artifact can hold the model: parameter '{sharded.name}' {reason}.")
+    for sharded, mesh in meshes_of(state):
+        if (inner := sharded.layout.inner) is not None:
+            reason = (
+                f"is read as a DTensor over {inner.mesh.mesh_dim_names}, whose code has this rank's place in it; "
+                "parameters with Placement(local=True) can be saved"
+            )
+        elif not set(mesh.mesh.flatten().tolist()) <= ranks:
+            reason = f"has ranks that the mesh {state.mesh.mesh_dim_names} does not have"
+        else:
+            continue
+        raise ArtifactError(f"zcompile: no artifact can hold the model: parameter '{sharded.name}' {reason}.")
 
 
 def first_line(error: Exception) -> str:
@@ -101,22 +104,25 @@ def first_line(error: Exception) -> str:
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
-    """Of each function that a guard was about: how to come to it, what it is, and whether it is global: each call looks
-    whether a global one is still that."""
-    loaded = aot.Loaded(made.program, made.objects, made.libraries)
+    """Of each function or process group that a guard was about: how to come to it, what it is, and whether each call
+    looks whether it is still that: global ones, and groups."""
+    groups = groups_of(model)
+    loaded = aot.Loaded(made.program, made.objects, made.libraries, groups)
     found: dict[str, tuple[str, str, bool]] = {}
-    for expression, value, is_global in made.dropped:
+    for expression, value, is_watched in made.dropped:
         try:
             there = loaded.look_up(expression, model)
         except Exception:  # what Dynamo cannot name in Python
             continue
         if there is value and not isinstance(there, types.ModuleType):
-            found[expression] = (expression, _identity(there), is_global)
+            found[expression] = (expression, _identity(there, groups), is_watched)
     return list(found.values())
 
 
-def _identity(value: Any) -> str:
+def _identity(value: Any, groups: Groups) -> str:
     """What tells a function, class or other object from others, in another process too."""
+    if isinstance(value, dist.ProcessGroup):
+        return f"process group at {groups.get(value.group_name, f'no place: {value.group_name}')}"
     name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None) or getattr(value, "__name__", "")
     code = code_hash(value) if isinstance(value, (types.FunctionType, types.CodeType)) else ""
     return f"{name or type(value).__qualname__} of {module_name(value)} {code}"
@@ -136,26 +142,27 @@ class Program:
             libraries = {
                 part.removeprefix(LIBRARY): data for part, data in artifact.parts.items() if part.startswith(LIBRARY)
             }
-            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries)
-        self.watched: Any = ""  # global functions that the code calls, as one expression
+            groups = groups_of(model)
+            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries, groups)
+        self.watched: Any = ""  # global functions that the code calls, and its process groups, as one expression
         self.found: tuple[Any, ...] = ()  # what they were
-        self._check_functions(model, artifact.facts["functions"], name)
+        self._check_functions(model, groups, artifact.facts["functions"], name)
         self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.in_modules()]
         classes = {type(module) for module in model.modules()}
         self.forwards = [(each, each.forward) for each in classes]
         self.hooks = _Hooks(model)
 
-    def _check_functions(self, model: nn.Module, functions: Sequence[Sequence[Any]], name: str) -> None:
-        """Compare functions with those that were traced, and remember the global ones."""
+    def _check_functions(self, model: nn.Module, groups: Groups, functions: Sequence[Sequence[Any]], name: str) -> None:
+        """Compare functions and groups with those that were traced, and remember those that each call looks at."""
         watched, found = [], []
-        for expression, identity, is_global in functions:
+        for expression, identity, is_watched in functions:
             try:
                 value = self.loaded.look_up(expression, model)
             except Exception as error:
                 raise ArtifactError(f"zcompile: {name} calls {expression}, which is not there: {error!r}.") from None
-            if _identity(value) != identity:
+            if _identity(value, groups) != identity:
                 raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}.")
-            if is_global:
+            if is_watched:
                 watched.append(expression)
                 found.append(value)
         self.watched = compile(f"({''.join(f'{each}, ' for each in watched)})", "<zcompile>", "eval")
@@ -173,7 +180,7 @@ class Program:
             return "a hook of a module was registered or removed after the artifact was loaded"
         now = self.loaded.look_up(self.watched, model)
         if not all(map(operator.is_, now, self.found)):
-            return "a function that the model calls was replaced after the artifact was loaded"
+            return "a function that the model calls, or a process group, was replaced after the artifact was loaded"
         if reason := self.loaded.failed_guard(model, args, kwargs):
             return f"it differs from the call that was compiled: {reason}"
         return ""
@@ -241,6 +248,23 @@ def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:
 @functools.cache
 def _source_lines(module: str) -> list[str]:
     return inspect.getsourcelines(importlib.import_module(module))[0]
+
+
+def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
+    """The first line of the model's traced functions that asks for this rank's number; empty if none does.
+
+    Code is traced with the number as a constant, which cannot be seen in it.
+
+    Args:
+        sources: of `zcompile.artifact.aot.Made`.
+    """
+    for module, first, end, _ in sources:
+        if module.split(".")[0] in ("torch", "zcompile"):
+            continue
+        for i, line in enumerate(_source_lines(module)[first - 1 : end - 1]):
+            if ASKS_FOR_RANK.search(line):
+                return f"line {first + i} of module {module}, `{line.strip()}`"
+    return ""
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""A mixture under expert parallelism trains from a file, which one process made without the other ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import Shard
+
+import zcompile
+from tests.support.artifacts import as_bytes, cache_in, compiler_counts
+from tests.support.fake_ranks import as_rank
+from tests.support.parallel import WIDTH, Mixture, expert_parallel, token_loss
+from zcompile.artifact.aot import lacking
+from zcompile.artifact.file_format import ArtifactError
+from zcompile.artifact.program import make
+from zcompile.compiler.backend import parse_options
+from zcompile.state.sharded_model import state_of
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+
+INPUTS = (torch.randn(2, 6, WIDTH),)
+
+
+class Numbered(nn.Module):
+    """Its tokens depend on the rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixture = Mixture(1)
+
+    @property
+    def blocks(self):
+        return self.mixture.blocks
+
+    def forward(self, x):
+        return self.mixture(x + dist.get_rank())
+
+
+def small():
+    return Mixture(1)
+
+
+def mixture(inner="eager", made=small):
+    torch.manual_seed(0)
+    return expert_parallel("cpu", inner, made(), shard=Shard(0), local=True)
+
+
+def train(model, rank):
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        loss = token_loss(model, step, rank)
+        loss.backward()
+        seen += [as_bytes(loss), *(as_bytes(parameter.grad.to_local()) for parameter in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def rank_loads(rank, world, path, folder):
+    counters.clear()
+    with cache_in(folder):
+        model = zcompile.compile(mixture(), artifact=path, require=True)
+        seen = train(model, rank)
+        assert zcompile.stats(model)["compiled"] == f"loaded from {path}" and not compiler_counts()
+        experts, dp = model.blocks[0].experts, state_of(model).mesh.get_group()
+        experts.group = dp
+        with pytest.raises(RuntimeError, match="a process group, was replaced"):
+            token_loss(model, 0, rank)
+        with pytest.raises(RuntimeError, match=r"made with another .*process group at zcompile: dimension 1 of mesh 1"):
+            other = mixture()
+            other.blocks[0].experts.group = dp
+            token_loss(zcompile.compile(other, artifact=path, require=True), 0, rank)
+    return seen
+
+
+def rank_compiles(rank, world):
+    return train(mixture("inductor"), rank)
+
+
+@pytest.mark.slow
+def test_a_mixture_trains_from_a_file_as_from_a_compile(ranks, inductor_cache, tmp_path):
+    """Of four ranks, no other has the groups of the process that made the file."""
+    path = tmp_path / "model.zc"
+    with as_rank(1, 4):
+        path.write_bytes(make(mixture(), parse_options({}), None, INPUTS, {}))
+    assert ranks(4).run(rank_loads, path, tmp_path / "empty") == ranks(4).run(rank_compiles)
+
+
+def test_what_depends_on_the_rank_is_in_no_file(inductor_cache):
+    told = r"line \d+ of module .*`return self.mixture\(x . dist.get_rank\(\)\)`"
+    with cache_in(inductor_cache), as_rank(1, 4), pytest.raises(ArtifactError, match=told):
+        make(mixture(made=Numbered), parse_options({}), None, INPUTS, {})
