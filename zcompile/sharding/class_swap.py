@@ -12,9 +12,10 @@ import copyreg
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -259,9 +260,17 @@ def _sharded_class(base: type, kind: Kind) -> type:
         around = _inside(around, contributor.around)
     namespace[AROUND] = None if around is None else staticmethod(around)
     namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
+    namespace["__deepcopy__"] = _refuse_copy
     made: type = _sharded_metaclass(type(base))(base.__name__, (_Unregistered, base), namespace)
     setattr(made, RECIPE, (base, kind))
     return made
+
+
+def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    raise RuntimeError(
+        f"zcompile: a sharded model cannot be copied (rank {dist.get_rank()}); copy it first, then call "
+        "zcompile.shard on both."
+    )
 
 
 def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:

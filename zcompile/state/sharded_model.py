@@ -250,11 +250,6 @@ class ShardedModel:
         self.install_leaf(sharded)
         return True
 
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise RuntimeError(
-            "zcompile: a sharded model cannot be copied; copy it first, then call zcompile.shard on both."
-        )
-
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("zcompile: a sharded model cannot be pickled; save model.state_dict() instead.")
 
