@@ -38,6 +38,8 @@ def build(model: nn.Module, plan: ShardPlan, machine: Machine) -> ShardedModel:
         domain = ShardedModel(mesh, machine, native_reduce, domain=i + 1, divisor=plan.divisor)
         domain.runtime.join(state.runtime)
         state.others.append(domain)
+    for each in models_of(state):
+        each.scale_of_means = plan.mesh.size() / plan.divisor
     with raised_on_all_ranks(plan.mesh) as progress:
         _shard_modules(state, model, plan, progress)
     _share_values(state)

@@ -209,7 +209,7 @@ def install_tracing_readers(
 def remove_readers(state: ShardedModel, model: nn.Module) -> None:
     """Let the modules of `model` read their own parameters again."""
     for sharded in state.parameters.values():
-        sharded.parameter.__dict__.pop("requires_grad_", None)
+        sharded.drop_methods()
         for module, attribute in sharded.owners:
             module.__dict__.pop(LEAF + attribute, None)
             module.__dict__.pop(SHARDED + attribute, None)

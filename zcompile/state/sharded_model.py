@@ -66,6 +66,7 @@ class ShardedModel:
             divisor: of summed gradients. Default: the ranks of the mesh, so that they are means.
         """
         self.domain = domain
+        self.scale_of_means = 1.0  # gradients are means over ranks times this; see `gradient_divide_factor`
         self.mesh = mesh
         self.machine = machine
         self.are_units = has_units  # of which a backward may have several reduces, delivered in another order

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor, Partial
 
 from zcompile.state.attributes import LEAF, MODEL, PARAMETER, SHARDED
 from zcompile.state.microbatches import Deferred
@@ -38,6 +39,8 @@ class ShardedParameter:
     unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
     has_deferred: bool = False  # `.grad` is a factor; see `defer_grad`
     earlier_grad: torch.Tensor | None = None  # what it was before
+    accumulation: Any = None  # autograd's node that adds to `.grad` then
+    methods: ClassVar[tuple[str, ...]] = "requires_grad_", "full_tensor"  # of the DTensor, in place of DTensor's own
     zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
 
     @property
@@ -95,7 +98,10 @@ class ShardedParameter:
             self.leaf.requires_grad_(True)  # a frozen tensor refuses hooks
             self.leaf.register_post_accumulate_grad_hook(_deliver)
             self.leaf.requires_grad_(trains)
-        self.parameter.__dict__ = _Attributes(vars(self.parameter), requires_grad_=_requires_grad_setter(self))
+        methods: dict[str, Any] = {"requires_grad_": _requires_grad_setter(self)}
+        if isinstance(self.parameter, DTensor):
+            methods["full_tensor"] = _whole_reader(self, self.state.scale_of_means)
+        self.parameter.__dict__ = _Attributes(vars(self.parameter), **methods)
         for form in (self.parameter, self.leaf):
             setattr(form, SHARDED, weakref.ref(self))
         for module, attribute in self.owners:
@@ -104,7 +110,12 @@ class ShardedParameter:
         self.owner_parameters = owner._parameters  # where the DTensor lies unless somebody replaced it
 
     def __del__(self) -> None:
-        vars(self.parameter).pop("requires_grad_", None)  # an optimizer may hold it for longer
+        self.drop_methods()  # an optimizer may hold the parameter for longer
+
+    def drop_methods(self) -> None:
+        """Let the DTensor have DTensor's own methods again."""
+        for name in self.methods:  # no global, which may be gone at the interpreter's end
+            vars(self.parameter).pop(name, None)
 
     def set_requires_grad(self, requires_grad: bool = True) -> nn.Parameter:
         """Stands in for the DTensor's `requires_grad_`: compiled graphs guard on the leaf."""
@@ -156,6 +167,15 @@ class ShardedParameter:
         if not self.has_deferred:
             self.has_deferred, self.earlier_grad = True, parameter.grad
             parameter.grad = DTensor(zeros.fill_(1), parameter._spec, requires_grad=False)
+            self.accumulation = get_gradient_edge(parameter).node
+            self.accumulation.register_prehook(self.add_to_earlier)
+
+    def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Let what a loss computes with the DTensor itself, such as a penalty, not be added to a factor."""
+        if not self.has_deferred:
+            return grads
+        self.earlier_grad = grads[0].clone() if self.earlier_grad is None else self.earlier_grad + grads[0]
+        return (torch.zeros_like(grads[0]),)
 
     def take_deferred(self) -> torch.Tensor | None:
         """The factor of the sum of gradients, if some were deferred; `.grad` is what it was before, times the same."""
@@ -163,7 +183,7 @@ class ShardedParameter:
         if not self.has_deferred:
             return None
         factor, earlier = parameter.grad, self.earlier_grad
-        self.has_deferred, self.earlier_grad, parameter.grad = False, None, earlier
+        self.has_deferred, self.earlier_grad, self.accumulation, parameter.grad = False, None, None, earlier
         if factor is None:
             return None
         if earlier is not None:
@@ -211,7 +231,7 @@ class _Attributes(dict[str, Any]):
     """The attributes of a DTensor. Copies and pickles of it leave out those by which it belongs to a model."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        others = ((name, value) for name, value in self.items() if name not in ("requires_grad_", SHARDED))
+        others = ((name, value) for name, value in self.items() if name not in (*ShardedParameter.methods, SHARDED))
         return OrderedDict, (), None, None, others
 
 
@@ -254,6 +274,29 @@ def _requires_grad_setter(sharded: ShardedParameter) -> Callable[..., nn.Paramet
         return sharded.set_requires_grad(requires_grad)
 
     return requires_grad_
+
+
+def _whole_reader(sharded: ShardedParameter, scale: float) -> Callable[..., torch.Tensor]:
+    """What replaces the DTensor's `full_tensor`: its gradient is the mean over ranks, as that of a forward's read is.
+
+    Why: DTensor takes the gradient of this rank for that of all. So a loss over this rank's own batch would train the
+    rows of each rank by that rank's batch alone, as it does under FSDP2.
+    """
+    reference = weakref.ref(sharded)
+
+    @functools.wraps(DTensor.full_tensor)
+    def full_tensor(*, grad_placements: Any = None) -> torch.Tensor:
+        sharded = reference()
+        if sharded is None:
+            raise RuntimeError("zcompile: full_tensor of a parameter whose model was freed, or has another one now.")
+        parameter = cast(DTensor, sharded.parameter)
+        means = [Partial("avg")] * parameter.device_mesh.ndim
+        whole = DTensor.full_tensor(parameter, grad_placements=grad_placements or means)
+        if whole.requires_grad and scale != 1 and not grad_placements:
+            whole.register_hook(lambda grad: grad * scale)
+        return whole
+
+    return full_tensor
 
 
 def replaced_message(name: str) -> str:

@@ -93,7 +93,7 @@ class DeferredReduces(Deferral):
                 state.runtime.take_unreduced(sharded.index)
                 if sharded.has_deferred:
                     sharded.parameter.grad = sharded.earlier_grad
-                    sharded.has_deferred, sharded.earlier_grad = False, None
+                    sharded.has_deferred, sharded.earlier_grad, sharded.accumulation = False, None, None
 
     def _defer(self, what: Deferred) -> None:
         for state in self.states:
