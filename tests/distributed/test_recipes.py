@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zcompile
 from tests.support.pages import ROOT, python_blocks
 from tests.support.ranks import on_ranks
+from tests.support.reference import same_parameters
 
 PAGE = ROOT / "docs/recipes.md"
 BLOCKS = python_blocks("docs/recipes.md")
@@ -57,7 +59,31 @@ def rank_runs_others(rank, world):
         assert value.shape == model.state_dict()[name].shape
 
 
-@pytest.mark.parametrize("program", [rank_averages, rank_runs_others])
+def rank_orthogonalizes(rank, world):
+    names = run_blocks("class DistributedMuon", "muon_model")
+    model = names["build"]()
+    optimizers = [
+        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-2),
+    ]
+    for step in range(3):
+        model(names["batch"](step)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    same_parameters(names["muon_model"], model, 1e-3)  # Muon multiplies in bf16
+    _, states = get_state_dict(names["muon_model"], names["muon"])
+    assert all(state["momentum_buffer"].full_tensor().any() for state in states["state"].values())
+
+
+def rank_steps_whole(rank, world):
+    names = run_blocks("class StepsWhole", "adafactor_model")
+    model, _, _ = unsharded(names, torch.optim.Adafactor, 3)
+    same_parameters(names["adafactor_model"], model)
+    assert len(names["adafactor"].inner) == 2  # of four parameters
+
+
+@pytest.mark.parametrize("program", [rank_averages, rank_runs_others, rank_orthogonalizes, rank_steps_whole])
 def test_a_recipe_runs(ranks, program):
     ranks(2).run(program)
 
@@ -76,4 +102,4 @@ def test_torchao_keeps_states_of_shards_in_8_bits(rank, world):
 
 
 def test_the_page_is_short():
-    assert len(PAGE.read_text().splitlines()) <= 120
+    assert len(PAGE.read_text().splitlines()) <= 225
