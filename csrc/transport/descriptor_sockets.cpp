@@ -34,6 +34,13 @@ auto despite_signals(const Call& call) {
   return result;
 }
 
+void limit_patience(const Descriptor& socket, std::chrono::milliseconds patience) {
+  const timeval limit{patience.count() / 1000, patience.count() % 1000 * 1000};
+  for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO}) {
+    check(setsockopt(socket.get(), SOL_SOCKET, option, &limit, sizeof limit) == 0, "setsockopt");
+  }
+}
+
 Descriptor open_socket() {
   Descriptor opened(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   check(opened.get() >= 0, "socket");
@@ -155,7 +162,6 @@ DescriptorSockets::DescriptorSockets(int64_t rank, int64_t world, std::chrono::m
   const Address own(name_);
   check(bind(inbox_.get(), own.get(), own.length) == 0, "bind");
   check(listen(inbox_.get(), static_cast<int>(world_)) == 0, "listen");
-  limit_patience(inbox_);
 }
 
 void DescriptorSockets::connect(std::vector<Peer> peers) {
@@ -165,7 +171,7 @@ void DescriptorSockets::connect(std::vector<Peer> peers) {
     const auto& peer = peers_.at(rank);
     const Address address(peer.name);
     outgoing_.push_back(open_socket());
-    limit_patience(outgoing_.back());
+    limit_patience(outgoing_.back(), patience_);
     const auto connected =
         despite_signals([&] { return ::connect(outgoing_.back().get(), address.get(), address.length); });
     check(connected == 0, "connect");
@@ -180,14 +186,21 @@ void DescriptorSockets::connect(std::vector<Peer> peers) {
 }
 
 void DescriptorSockets::accept() {
+  const auto deadline = std::chrono::steady_clock::now() + patience_;
   while (static_cast<int64_t>(incoming_.size()) + 1 < world_) {
-    Descriptor accepted(despite_signals([&] { return ::accept4(inbox_.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
+    const auto left = deadline - std::chrono::steady_clock::now();
+    TORCH_CHECK(
+        left.count() > 0, "zcompile: ", incoming_.size(), " of ", world_ - 1, " ranks connected to rank ", rank_,
+        " within ", patience_.count(), " ms, while ranks exchanged memory");
+    limit_patience(inbox_, std::chrono::ceil<std::chrono::milliseconds>(left));
+    Descriptor accepted(::accept4(inbox_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (accepted.get() < 0 && (errno == EAGAIN || errno == EINTR)) continue;
     check(accepted.get() >= 0, "accept");
     const auto other = credentials_of(accepted);
     const auto peer =
         std::find_if(peers_.begin(), peers_.end(), [&](const Peer& each) { return each.process == other.pid; });
     if (peer == peers_.end() || other.uid != geteuid()) continue;  // some other process, which gets nothing
-    limit_patience(accepted);
+    limit_patience(accepted, patience_);
     incoming_.emplace_back(peer - peers_.begin(), std::move(accepted));
   }
 }
@@ -210,14 +223,6 @@ void DescriptorSockets::exchange(const std::vector<Descriptor>& descriptors, con
         std::find_if(incoming_.begin(), incoming_.end(), [&](const auto& peer) { return peer.first == from; });
     TORCH_CHECK(source != incoming_.end(), "zcompile: rank " + std::to_string(from) + " does not share its memory");
     for (const auto& received : receive(source->second, descriptors.size())) import(from, received);
-  }
-}
-
-void DescriptorSockets::limit_patience(const Descriptor& socket) const {
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(patience_).count();
-  const timeval patience{std::max<time_t>(seconds, 1), 0};
-  for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO}) {
-    check(setsockopt(socket.get(), SOL_SOCKET, option, &patience, sizeof patience) == 0, "setsockopt");
   }
 }
 

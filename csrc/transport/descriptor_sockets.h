@@ -59,8 +59,6 @@ class DescriptorSockets {
   void exchange(const std::vector<Descriptor>& descriptors, const Import& import);
 
  private:
-  void limit_patience(const Descriptor& socket) const;
-
   int64_t rank_, world_;
   std::chrono::milliseconds patience_;
   std::string name_;
