@@ -7,8 +7,6 @@ So no compiler runs, and nothing tries which instructions the processor has: tha
 
 import ast
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, code_hash, get_path, write_atomic
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from zcompile.artifact.file_format import ArtifactError, check_writers, write
 from zcompile.artifact.groups import Groups, with_names, with_places
 
 MAKE = "async_compile = AsyncCompile()"
@@ -84,18 +83,25 @@ def install_kernels(libraries: Mapping[str, bytes]) -> None:
     """Let modules find `libraries`, as `take_kernels` returned them.
 
     They are files in Inductor's cache folder, because only a file can be loaded. Ranks of a host share them.
+
+    Raises:
+        ArtifactError: other users may write in that folder, and so exchange what is loaded from it.
+        OSError: it is full, or cannot be written.
     """
+    folder = Path(cache_dir()) / "zcompile"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for each in (folder.parent, folder):
+        try:
+            check_writers(each, each.stat())
+        except ArtifactError as error:
+            raise ArtifactError(f"{error} Or set TORCHINDUCTOR_CACHE_DIR to a folder of your own.") from None
     for key, library in libraries.items():
         if key in _files and _files[key].exists():
             continue
-        _files[key] = path = Path(cache_dir()) / "zcompile" / f"{hashlib.sha256(library).hexdigest()}.so"
+        path = folder / f"{hashlib.sha256(library).hexdigest()}.so"
         if not path.exists() or path.read_bytes() != library:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(library)
-            os.chmod(temporary, 0o755)
-            os.replace(temporary, path)
+            write(path, library)
+        _files[key] = path
 
 
 def install_modules(entry: Any, groups: Groups) -> None:
