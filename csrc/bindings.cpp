@@ -10,6 +10,7 @@
 #include "runtime/model.h"
 #include "runtime/unsharded_memory.h"
 #include "transport/descriptor_sockets.h"
+#include "transport/messages.h"
 #include "transport/process_groups.h"
 #include "transport/shard_layout.h"
 
@@ -327,6 +328,7 @@ void bind_model(py::module& module) {
             }
           },
           py::arg("message"))
+      .def_static("wake_waits", &wake_waits)
       .def(
           "nccl_failure",
           [](const Model& model) {

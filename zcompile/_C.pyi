@@ -80,6 +80,8 @@ class Model:
     def order_digests(self) -> list[tuple[int, int]]: ...  # count and hash, of each log
     def order_failure(self) -> str: ...  # empty unless ranks are known to differ
     def fail_order(self, message: str) -> None: ...
+    @staticmethod
+    def wake_waits() -> None: ...  # so that Python handles signals (Ctrl-C) where its main thread waits for a message
     def nccl_failure(self) -> str: ...  # why its collectives fail; empty while they work
     def connect_nccl(self) -> None: ...  # all ranks together
     def abort_nccl(self) -> None: ...  # so that no host waits for a device that waits for another rank

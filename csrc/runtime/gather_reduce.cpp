@@ -7,6 +7,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <cstdio>
@@ -91,6 +92,8 @@ Model& model_of(c10::ArrayRef<ParamState*> params) {
 void wait_for(const InFlight& in_flight, const Model& model, const char* op) {
   try {
     in_flight.transfer->wait();
+  } catch (const pybind11::error_already_set&) {  // Ctrl-C
+    throw;
   } catch (const std::exception& error) {
     for (const auto& order : model.orders()) order->check();  // why it did not come, if that is known
     TORCH_CHECK(

@@ -1,5 +1,7 @@
 #include "runtime/in_flight.h"
 
+#include <torch/csrc/utils/pybind.h>
+
 #include <exception>
 
 namespace zcompile {
@@ -49,6 +51,8 @@ void InFlightTable::abandon(const std::weak_ptr<Model>& model) {
   for (auto& in_flight : take_all_of(model, /*with_kept=*/false)) {
     try {
       if (in_flight.transfer) in_flight.transfer->wait();
+    } catch (const pybind11::error_already_set&) {  // Ctrl-C
+      throw;
     } catch (const std::exception&) {  // whoever waited for the same rank was told
     }
   }

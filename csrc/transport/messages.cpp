@@ -1,8 +1,10 @@
 #include "transport/messages.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <chrono>
 #include <mutex>
 
 #include "compat.h"
@@ -17,12 +19,12 @@ struct Message {
   Work work;
   WeakGroup ranks;
   bool is_left = false;  // nobody waits for it
+  std::string ended;  // why its wait was ended; empty: it was not
 };
 
 struct OnTheirWay {
   std::mutex mutex;
   std::vector<Message> messages;
-  std::string error;  // of those whose wait was ended
 
   static OnTheirWay& instance() {
     static auto* all = new OnTheirWay;  // never destroyed: threads may outlive static destructors
@@ -34,6 +36,29 @@ struct OnTheirWay {
     std::erase_if(messages, [&](const Message& each) { return std::ranges::find(works, each.work) != works.end(); });
   }
 };
+
+// Waits until `work` arrives, and says why not if end_waits() ended that. A wait that wake_waits() woke goes on, but
+// first Python handles signals, which throws if a handler raises: Python's main thread handles none while it waits.
+std::string wait_for_one(const Work& work) {
+  auto& all = OnTheirWay::instance();
+  const auto begin = std::chrono::steady_clock::now();
+  auto left = kNoTimeout;  // that of the group
+  while (!work->wait(left)) {
+    {
+      std::lock_guard lock(all.mutex);
+      const auto message = std::ranges::find(all.messages, work, &Message::work);
+      if (message == all.messages.end()) return "";
+      if (!message->ended.empty()) return std::exchange(message->ended, "");
+      const auto ranks = message->ranks.lock();
+      const auto limit = ranks ? ranks->getBackend(c10::kCPU)->getBackendOptions()->timeout : left;
+      const auto waited = std::chrono::steady_clock::now() - begin;
+      left = std::max(std::chrono::ceil<std::chrono::milliseconds>(limit - waited), std::chrono::milliseconds(1));
+    }
+    const pybind11::gil_scoped_acquire python;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  }
+  return "";
+}
 
 void wait_for_left(const c10d::ProcessGroup& ranks) {
   std::vector<Work> works;
@@ -88,20 +113,22 @@ std::vector<Work> start_all_to_all(
 }
 
 void wait_for(const std::vector<Work>& works) {
-  auto& all = OnTheirWay::instance();
-  bool arrived = true;
+  std::string ended;
   try {
     for (const auto& work : works) {
-      if (!(arrived = work->wait())) break;  // end_waits() has ended it
+      ended = wait_for_one(work);
+      if (!ended.empty()) break;
     }
+  } catch (const pybind11::error_already_set&) {
+    leave(works);  // another rank may still send
+    throw;
   } catch (...) {
-    all.forget(works);
+    OnTheirWay::instance().forget(works);
     throw;
   }
-  if (arrived) return all.forget(works);
-  leave(works);  // another rank may still send
-  std::lock_guard lock(all.mutex);
-  TORCH_CHECK(false, all.error);
+  if (ended.empty()) return OnTheirWay::instance().forget(works);
+  leave(works);
+  TORCH_CHECK(false, ended);
 }
 
 void leave(const std::vector<Work>& works) {
@@ -115,7 +142,15 @@ void leave(const std::vector<Work>& works) {
 void end_waits(const std::string& error) {
   auto& all = OnTheirWay::instance();
   std::lock_guard lock(all.mutex);
-  all.error = error;
+  for (auto& message : all.messages) {
+    message.ended = error;
+    message.work->abort();
+  }
+}
+
+void wake_waits() {
+  auto& all = OnTheirWay::instance();
+  std::lock_guard lock(all.mutex);
   for (const auto& message : all.messages) message.work->abort();
 }
 

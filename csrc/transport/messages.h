@@ -34,4 +34,7 @@ void leave(const std::vector<Work>& works);
 // Ends the waits for all messages that are on their way, with an error.
 void end_waits(const std::string& error);
 
+// Lets Python handle signals (Ctrl-C) in a main thread that waits for messages. Called once in a while.
+void wake_waits();
+
 }  // namespace zcompile

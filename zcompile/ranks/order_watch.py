@@ -91,6 +91,7 @@ class OrderWatch:
                 if runtime is None:
                     self.ended = True
                     return
+            _C.Model.wake_waits()
             if failure := runtime.order_failure():  # found before an optimizer's step, or in another part of the model
                 self.publish(failure)
                 return
