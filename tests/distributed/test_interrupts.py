@@ -17,6 +17,7 @@ from tests.support.time_limits import scaled
 def rank_main(rank, store, place, compiled, pipe):
     """Rank 0 waits in a gather or reduce of `place`, rank 1 in a barrier of torch's."""
     os.dup2(os.open(f"{store}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     model = zcompile.shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
     if compiled:
