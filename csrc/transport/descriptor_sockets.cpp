@@ -34,7 +34,7 @@ auto despite_signals(const Call& call) {
   return result;
 }
 
-void limit_patience(const Descriptor& socket, std::chrono::milliseconds patience) {
+void set_timeout(const Descriptor& socket, std::chrono::milliseconds patience) {
   const timeval limit{patience.count() / 1000, patience.count() % 1000 * 1000};
   for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO}) {
     check(setsockopt(socket.get(), SOL_SOCKET, option, &limit, sizeof limit) == 0, "setsockopt");
@@ -171,7 +171,7 @@ void DescriptorSockets::connect(std::vector<Peer> peers) {
     const auto& peer = peers_.at(rank);
     const Address address(peer.name);
     outgoing_.push_back(open_socket());
-    limit_patience(outgoing_.back(), patience_);
+    set_timeout(outgoing_.back(), patience_);
     const auto connected =
         despite_signals([&] { return ::connect(outgoing_.back().get(), address.get(), address.length); });
     check(connected == 0, "connect");
@@ -192,7 +192,7 @@ void DescriptorSockets::accept() {
     TORCH_CHECK(
         left.count() > 0, "zcompile: ", incoming_.size(), " of ", world_ - 1, " ranks connected to rank ", rank_,
         " within ", patience_.count(), " ms, while ranks exchanged memory");
-    limit_patience(inbox_, std::chrono::ceil<std::chrono::milliseconds>(left));
+    set_timeout(inbox_, std::chrono::ceil<std::chrono::milliseconds>(left));
     Descriptor accepted(::accept4(inbox_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (accepted.get() < 0 && (errno == EAGAIN || errno == EINTR)) continue;
     check(accepted.get() >= 0, "accept");
@@ -200,7 +200,7 @@ void DescriptorSockets::accept() {
     const auto peer =
         std::find_if(peers_.begin(), peers_.end(), [&](const Peer& each) { return each.process == other.pid; });
     if (peer == peers_.end() || other.uid != geteuid()) continue;  // some other process, which gets nothing
-    limit_patience(accepted, patience_);
+    set_timeout(accepted, patience_);
     incoming_.emplace_back(peer - peers_.begin(), std::move(accepted));
   }
 }

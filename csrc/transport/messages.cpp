@@ -37,8 +37,9 @@ struct OnTheirWay {
   }
 };
 
-// Waits until `work` arrives, and says why not if end_waits() ended that. A wait that wake_waits() woke goes on, but
-// first Python handles signals, which throws if a handler raises: Python's main thread handles none while it waits.
+// Waits until `work` arrives. Returns the error with which end_waits() ended the wait, or an empty string. Python's
+// main thread handles no signal while it waits here. So if wake_waits() wakes it, it handles signals, and waits on;
+// this throws if a handler does.
 std::string wait_for_one(const Work& work) {
   auto& all = OnTheirWay::instance();
   const auto begin = std::chrono::steady_clock::now();
@@ -47,7 +48,7 @@ std::string wait_for_one(const Work& work) {
     {
       std::lock_guard lock(all.mutex);
       const auto message = std::ranges::find(all.messages, work, &Message::work);
-      if (message == all.messages.end()) return "";
+      if (message == all.messages.end()) return "";  // another thread waited for it, too, and it has arrived
       if (!message->ended.empty()) return std::exchange(message->ended, "");
       const auto ranks = message->ranks.lock();
       const auto limit = ranks ? ranks->getBackend(c10::kCPU)->getBackendOptions()->timeout : left;

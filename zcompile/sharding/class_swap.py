@@ -346,9 +346,10 @@ def _reader(name: str, layout: Layout, single_rank: bool) -> Callable[[Any], tor
 
 @never_compiled_alone
 def _is_gathered_alone(module: Any, name: str) -> bool:
-    """Whether eager code inside of a forward reads the parameter `name`, and no block can be opened.
+    """Whether eager code reads the parameter `name` inside of a forward, and no block can be opened for it.
 
-    So it is if the parameter is read outside of its unit's call, or `zcompile.unshard` has others of its block.
+    This happens if the parameter is read outside of its unit's call, or if other parameters of its block are replaced
+    or whole (`zcompile.unshard`).
     """
     is_sharded = module.__dict__[TABLE][name] is module.__dict__[SHARDED + name].parameter
     return is_sharded and is_in_forward() and not open_for_read(module)
@@ -356,6 +357,7 @@ def _is_gathered_alone(module: Any, name: str) -> bool:
 
 @never_compiled_alone
 def _read_eagerly(module: Any, name: str) -> torch.Tensor:
+    """The parameter `name` as the module has it; inside of a forward, the value of a tensor that replaces it."""
     found: Any = module.__dict__[TABLE][name]
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     if found is sharded.parameter or found is sharded.unsharded or not is_in_forward():
