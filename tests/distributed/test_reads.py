@@ -19,6 +19,7 @@ from tests.support.reads import BREAK_GRAPHS, NOT_COMPILED, WAYS, WIDTH, Reader,
 from tests.support.reference import backward_beside, compiled, full, pair
 
 slow = pytest.mark.slow
+EAGER, COMPILED = ("root", "blocks", "units"), ("aot_eager", "inductor")
 SOME = ["parameters()", "functional_call of a submodule", "func.jvp"]  # under Inductor
 TOLERANCE, BF16 = 2e-6, 1e-3  # of losses and gradients; of the way that computes in bf16
 
@@ -51,7 +52,7 @@ def freeze(model):
 
 def difference(rank, world, engine, way, state):
     """The largest difference between losses, and between gradients, of three steps and those of the unsharded model."""
-    count = 1 if engine in ("aot_eager", "inductor") else 2  # compiled code has no blocks
+    count = 1 if engine in COMPILED else 2  # compiled code has no blocks
     reference, model = pair(lambda: nn.Sequential(*(reading(way)() for _ in range(count))), ENGINES[engine])
     if state == "frozen":
         freeze(model), freeze(reference)
@@ -87,14 +88,14 @@ def outcome(rank, world, engine, way, state):
     "engine, world",
     [
         *(("root", 2), ("blocks", 2), ("units", 2), ("aot_eager", 2)),
-        *(pytest.param(*case, marks=slow) for case in itertools.product(("root", "blocks", "units"), (1, 3))),
+        *(pytest.param(*case, marks=slow) for case in itertools.product((*EAGER, *COMPILED), (1, 3))),
         *(pytest.param(engine, 2, marks=slow) for engine in ("inductor", "fsdp2")),
     ],
 )
 @on_ranks(timeout=900)
 def test_a_forward_may_read_its_parameters_in_any_way(rank, world, engine, state):
     """Compiled takes long, because each way is another model to compile."""
-    left_out = {"aot_eager": NOT_COMPILED, "inductor": NOT_COMPILED}.get(engine, ()) if state == "train" else ()
+    left_out = NOT_COMPILED if engine in COMPILED and state == "train" else ()
     left_out = ("state_dict()",) if engine == "fsdp2" else left_out  # an error in a forward of FSDP2
     found = {way: outcome(rank, world, engine, way, state) for way in WAYS if way not in left_out}
     assert set(found.values()) == {"right"}, {way: what for way, what in found.items() if what != "right"}

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import itertools
 import os
-import socket
 import sys
 import time
 import traceback
@@ -41,6 +40,7 @@ class Ranks:
         self.backend = backend
         self._processes: list = []
         self._pipes: list = []
+        self._store: dist.TCPStore | None = None  # of the ranks' rendezvous
 
     def run(self, function, *args, timeout: float = TIMEOUT_SECONDS, allow_failure: bool = False):
         """Call `function(rank, world, *args)` on every rank; the list of what they return.
@@ -77,16 +77,14 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port
         context = mp.get_context("spawn" if self.backend == "nccl" else "forkserver")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            arguments = rank, self.world, self.backend, port, theirs, dict(os.environ)
+            arguments = rank, self.world, self.backend, self._store.port, theirs, dict(os.environ)
             process = context.Process(target=_serve, args=arguments, daemon=False)
             if self.backend == "nccl":
                 process.start()
@@ -154,9 +152,9 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
     faulthandler.enable()  # says where a rank crashed
     if backend == "nccl":
         take_gpu(rank, world)
-    dist.init_process_group(
-        backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=scaled(TIMEOUT_SECONDS / 2))
-    )
+    timeout = datetime.timedelta(seconds=scaled(TIMEOUT_SECONDS / 2))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout, store=store)
     _, store = distributed_c10d._world.pg_map[dist.group.WORLD]
     settings = inductor_config.get_config_copy()
     for number in itertools.count():
