@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import zcompile
 from tests.support.blocks import OneOfTwo, shard_in_blocks
 from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks
@@ -233,6 +234,19 @@ def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(rank, world):
         state_of(models[1]).order_check.digests = None  # as if it had started some
     message = difference_at_step(optimizers[1 - rank], models[1 - rank])
     assert "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in message
+
+
+@on_ranks(2)
+def test_parameters_that_change_places_within_one_reduce_are_a_difference(rank, world):
+    """Without a gather that tells them apart: both are in memory."""
+    model = experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zcompile.accumulate(model):
+        for second in (False, True, rank == 1):
+            backward(model, second)
+    message = difference_at_step(optimizer, model)
+    assert DIFFERENT in message
+    assert "reduce 'a.weight' and 1 more on rank 0 and reduce 'b.weight' and 1 more on rank 1" in message
 
 
 def rank_has_two_meshes(rank, world):

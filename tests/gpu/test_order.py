@@ -107,7 +107,7 @@ def test_a_gather_that_nccl_refuses_is_an_error_that_names_the_parameter(pause_s
 def rank_replica_reads_another(rank, world, transport):
     mesh = dist.init_device_mesh("cuda", (2, world // 2))
     model = shard_in_blocks(OneOfTwo().cuda(), mesh)
-    state_of(model).use_transport(transport)
+    state_of(model).runtime.use_transport(transport)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for second in (False, True, mesh.get_coordinate()[0] == 1):
         optimizer.zero_grad()
@@ -121,7 +121,7 @@ def rank_replica_reads_another(rank, world, transport):
     return ""
 
 
-@pytest.mark.parametrize("transport", ["p2p", "nccl"])
+@pytest.mark.parametrize("transport", ["p2p", "c10d"])
 def test_replicas_that_reduce_different_gradients_do_not_step(transport):
     pool = Ranks(4, "nccl")
     messages = pool.run(rank_replica_reads_another, transport)
