@@ -1,12 +1,18 @@
 """Bad input gets one clear error before any collective, on every rank, and nothing hangs."""
 
+import contextlib
 import os
+import resource
+import tempfile
 import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
 import zcompile
 import zcompile.state.transport_choice
@@ -113,6 +119,37 @@ def test_a_rank_whose_graph_no_other_runs_is_told(rank, world):
     if rank == 0:
         message = "rank 0 has waited 0 s for rank 1 to come to a graph that begins with: first"
         raises(RuntimeError, message, lambda: agreement.check([Line("first")]))
+
+
+def fills_its_disk(stack, folder):
+    """No file may grow any more, which the system tells as it does of a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+
+
+def cannot_write(stack, folder):
+    """Its cache lies below a file."""
+    (folder / "file").touch()
+    stack.enter_context(mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder / "file" / "cache")))
+
+
+@pytest.mark.parametrize("fault", ["fills_its_disk", "cannot_write"])
+@on_ranks(2)
+def test_others_are_told_of_a_rank_that_cannot_compile(rank, world, fault):
+    """Its own error says why, and the others do not wait for it. Later they go on together."""
+    model = compiled(nn.Linear(4, 4), inner="inductor")
+    begin = time.monotonic()
+    with fresh_cache(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if rank == 1:
+            globals()[fault](stack, Path(folder))
+        with pytest.raises(Exception) as raised:
+            model(torch.ones(2, 4))
+    assert ("rank 1 could not compile a graph: " in str(raised.value)) == (rank == 0), raised.value
+    assert time.monotonic() - begin < scaled(60)
+    torch._dynamo.reset()
+    with fresh_cache():
+        model(torch.ones(2, 4)).sum().backward()
 
 
 @on_ranks(2)

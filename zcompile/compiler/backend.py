@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import RestartAnalysis
 from torch._functorch import config
 from torch.fx import Graph, GraphModule, Node
 
@@ -63,12 +64,24 @@ def compile_graph(
     plan = _plan(example_inputs, settings)
     if settings.save_for_backward_bytes is None and saves_by_hooks():
         plan = replace(plan, save_for_backward_bytes=0)  # save_on_cpu would move an unsharded parameter
-    compiled = compile_planned(gm, example_inputs, settings, plan, mode)
+    try:
+        compiled = compile_planned(gm, example_inputs, settings, plan, mode)
+    except Exception as error:
+        if not isinstance(error, RestartAnalysis):  # by which Dynamo traces once more
+            _stop_others(example_inputs, error)
+        raise
     if not _models(example_inputs):
         return compiled
     compiled = _passing_for_parameters(gm, compiled)
     program = functools.partial(_program, _reads(gm), plan, settings)
     return _on_first_run(checking_requires_grad(compiled), settings, program)
+
+
+def _stop_others(example_inputs: Sequence[Any], error: Exception) -> None:
+    """Other ranks compare the graph with this rank, which failed to compile it: a full disk, a broken cache."""
+    for model in _models(example_inputs):
+        if model.agreement is not None:
+            model.agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
 
 
 def compile_planned(

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -81,6 +81,13 @@ class Agreement:
         self.store.set(f"{self.round}/waiting/{self.rank}", "null")
         self.known.add(key)
 
+    def stop(self, reason: str) -> None:
+        """Let the checks of all other ranks raise, since this rank comes to none: why, in words that follow its name.
+
+        Without that, they would wait for this rank until the timeout.
+        """
+        self._end_round(f"zcompile: rank {self.rank} {reason}")
+
     def _has_come(self, rank: int, key: str, position: int) -> bool:
         """Whether `rank` has come to the program, or has started a later collective than `position`."""
         if self.store.check([f"{self.round}/{key}/{rank}"]):
@@ -88,11 +95,14 @@ class Agreement:
         waiting = self._waiting(rank)
         return max(self.started(rank), waiting[1] if waiting else 0) > position
 
-    def _fail(self, message: str) -> None:
-        """End the round on all ranks."""
-        self.store.set(f"{self.round}/failed", message)
-        self.round += 1
+    def _fail(self, message: str) -> NoReturn:
+        self._end_round(message)
         raise RuntimeError(message)
+
+    def _end_round(self, message: str) -> None:
+        """On all ranks; the first message stays."""
+        self.store.compare_set(f"{self.round}/failed", "", message)
+        self.round += 1
 
     def _waiting(self, rank: int) -> tuple[str, int] | None:
         """The key of the program with which `rank` waits, and how many collectives it has started."""
