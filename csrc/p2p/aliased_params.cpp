@@ -2,6 +2,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/cuda/CUDAEvent.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <exception>
@@ -29,7 +30,11 @@ void* AliasedParams::take(const void* shard, int64_t bytes, const OwnPages& own)
   if (!mapping) {
     auto& mappings = mappings_[shard];
     if (mappings.size() == max_mappings) return nullptr;
-    mappings.push_back(map(bytes, own));
+    try {
+      mappings.push_back(map(bytes, own));
+    } catch (const c10::OutOfMemoryError&) {
+      return nullptr;  // memory that torch's allocator has cached may do
+    }
     mapping = mappings.back().get();
     by_address_[mapping->range.begin()] = mapping;
   }

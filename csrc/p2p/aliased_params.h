@@ -41,7 +41,7 @@ class AliasedParams {
   ~AliasedParams();
 
   // Returns an uninitialised unsharded parameter of `bytes`, to be given back to `release`; none where `shard`, which
-  // stands for one parameter at one width, has too many mappings in use.
+  // stands for one parameter at one width, has too many mappings in use, or the device has no memory left.
   void* take(const void* shard, int64_t bytes, const OwnPages& own);
   void release(void* unsharded);
   // Whether `memory` is an aliased parameter.

@@ -10,6 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_an_example_runs_under_torchrun(tmp_path, program, arguments, written):
 def test_the_minimal_example_trains(inductor_cache):
     losses = [float(line.split()[-1]) for line in run_example("minimal.py").splitlines()]
     assert len(losses) == 10 and losses[0] == pytest.approx(math.log(256), abs=0.1) and losses[-1] < 2.0
+
+
+@pytest.mark.slow
+def test_two_jobs_that_share_a_home_may_start_together(tmp_path, monkeypatch):
+    """They compile at once, into one empty cache."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(run_example, ["minimal.py"] * 2)
+    assert first == second and first.count("loss") == 10
 
 
 TINY = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "64"]

@@ -2,20 +2,20 @@
 
 import contextlib
 import os
-import resource
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 import zcompile
 import zcompile.state.transport_choice
+from tests.support.faults import full_disk
 from tests.support.models import Transformer
 from tests.support.raising import RAISES, MayRaise
 from tests.support.ranks import on_ranks
@@ -121,35 +121,41 @@ def test_a_rank_whose_graph_no_other_runs_is_told(rank, world):
         raises(RuntimeError, message, lambda: agreement.check([Line("first")]))
 
 
-def fills_its_disk(stack, folder):
-    """No file may grow any more, which the system tells as it does of a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+@contextlib.contextmanager
+def cache_below_a_file():
+    with tempfile.NamedTemporaryFile() as file, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{file.name}/cache")
+        yield
 
 
-def cannot_write(stack, folder):
-    """Its cache lies below a file."""
-    (folder / "file").touch()
-    stack.enter_context(mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder / "file" / "cache")))
-
-
-@pytest.mark.parametrize("fault", ["fills_its_disk", "cannot_write"])
+@pytest.mark.parametrize("fault", [full_disk, cache_below_a_file])
 @on_ranks(2)
 def test_others_are_told_of_a_rank_that_cannot_compile(rank, world, fault):
     """Its own error says why, and the others do not wait for it. Later they go on together."""
     model = compiled(nn.Linear(4, 4), inner="inductor")
     begin = time.monotonic()
-    with fresh_cache(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        if rank == 1:
-            globals()[fault](stack, Path(folder))
-        with pytest.raises(Exception) as raised:
-            model(torch.ones(2, 4))
+    with fresh_cache(), fault() if rank == 1 else contextlib.nullcontext(), pytest.raises(Exception) as raised:
+        model(torch.ones(2, 4))
     assert ("rank 1 could not compile a graph: " in str(raised.value)) == (rank == 0), raised.value
     assert time.monotonic() - begin < scaled(60)
     torch._dynamo.reset()
     with fresh_cache():
         model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_damaged_cache_of_inductor_is_compiled_again(rank, world):
+    model = compiled(nn.Linear(4, 4), inner="inductor")
+    with fresh_cache():
+        expected = model(torch.ones(2, 4))
+        expected.sum().backward()
+        for path in Path(cache_dir()).rglob("*"):
+            if path.is_file() and path.suffix != ".so":  # which are loaded
+                path.write_bytes(path.read_bytes()[:-7] + b"damaged")
+        torch._dynamo.reset()
+        found = model(torch.ones(2, 4))
+        found.sum().backward()
+    assert torch.equal(found, expected)
 
 
 @on_ranks(2)
@@ -204,16 +210,23 @@ def test_a_module_on_meta_needs_reset_parameters(rank, world):
     raises(RuntimeError, message, lambda: zcompile.shard(nn.Sequential(WithoutReset())))
 
 
-def rank_closes_the_group(rank, world):
+def rank_closes_the_group(rank, world, queued):
+    """With so many gathers queued, which end before the group does."""
     model = zcompile.shard(Transformer())
     lm_loss(model, 0, rank).backward()
+    shard = model.head.__dict__["_zcompile_leaf_weight"].detach()
+    shape, whole = list(model.head.weight.shape), model.head.weight.full_tensor().detach()
+    started = [torch.ops.zcompile.gather_start(shard, shape, torch.float32) for _ in range(queued)]
     dist.destroy_process_group()
+    for unsharded in started:
+        assert torch.equal(torch.ops.zcompile.gather_wait(unsharded), whole)
     lm_loss(model, 1, rank)
 
 
-def test_a_closed_process_group_is_named(ranks):
-    for message in ranks(2).run(rank_closes_the_group, allow_failure=True):
-        assert "of this sharded model was closed" in message
+@pytest.mark.parametrize("queued", [0, 30])
+def test_a_closed_process_group_is_named(ranks, queued):
+    for message in ranks(2).run(rank_closes_the_group, queued, allow_failure=True):
+        assert "of this sharded model was closed" in message, message
 
 
 def rank_dies(rank, world):

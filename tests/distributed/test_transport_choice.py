@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
+from tests.support.faults import full_disk
 from tests.support.models import Transformer
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss
@@ -131,6 +132,14 @@ def test_a_damaged_cache_or_none_is_measured_again(rank, world, tmp_path, text):
             file.write_text(text.replace("KEY", key))
         make_runtime = functools.partial(without_peers, state, ())
         assert "measured now" in select_transport._faster(state.mesh, make_runtime).reason
+
+
+def test_a_full_disk_leaves_no_file_behind(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with full_disk():
+        select_transport._write_cache("a machine", {"nccl": 1.0, "p2p": 2.0})
+    assert "could not be kept" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 class OnGpu:

@@ -1,9 +1,11 @@
 """Unsharded parameters whose memory is mapped from the ranks' cached shards instead of copied."""
 
 import contextlib
+import ctypes
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zcompile
@@ -147,3 +149,43 @@ def test_aliased_params_are_mapped_once(rank, world):
     for _ in range(3):
         gather_cached(leaf, shape), gather_cached(leaf, shape)
     assert zcompile.stats(module)["transport_bytes"] == held
+
+
+@contextlib.contextmanager
+def nothing_left_for_others():
+    """The GPU has no memory left but a block of torch's allocator, which keeps it because a part is in use."""
+    driver, taken = ctypes.CDLL("libcuda.so.1"), []
+    torch.cuda.empty_cache()
+    block = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    del block
+    part = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    dist.barrier()  # of ranks that share the GPU
+    for size in (1 << 30, 1 << 26, 1 << 21):
+        address = ctypes.c_uint64()
+        while driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)) == 0:
+            taken.append(address)
+            address = ctypes.c_uint64()
+    dist.barrier()
+    try:
+        yield
+    finally:
+        dist.barrier()
+        for address in taken:
+            driver.cuMemFree_v2(address)
+        del part
+
+
+@on_gpus(2)
+def test_a_parameter_is_copied_where_no_page_is_left(rank, world):
+    module = nn.Linear(2048, 4101, bias=False).cuda()
+    expected = module.weight.detach().bfloat16()
+    zcompile.shard(module)
+    state_of(module).runtime.use_transport("p2p")
+    leaf, shape = module.__dict__["_zcompile_leaf_weight"].detach(), [4101, 2048]
+    for _ in range(6):  # cached, and mapped once
+        gather_cached(leaf, shape)
+    dist.barrier()
+    with nothing_left_for_others():
+        mapped, copied = gather_cached(leaf, shape), gather_cached(leaf, shape)
+        assert torch.equal(mapped, expected) and torch.equal(copied, expected)
+        assert not in_allocator(mapped.data_ptr()) and in_allocator(copied.data_ptr())

@@ -1,5 +1,6 @@
 """Which transport a sharded model uses: peer-to-peer copy engines, or the collectives of its process group."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -189,10 +190,12 @@ def _write_cache(key: str, times: dict[str, float]) -> None:
     if file is None:
         log.warning("zcompile: the measured transports are not kept: there is no home directory. Set XDG_CACHE_HOME.")
         return
+    unfinished = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
         unfinished.write_text(json.dumps(_read_cache() | {key: times}, indent=1))
         unfinished.replace(file)
     except OSError as error:
         log.warning("zcompile: the measured transports could not be kept in %s: %s", file, error)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
