@@ -174,6 +174,16 @@ def rank_loads_beside_an_edited_source(rank, world, path):
     return rank_loads_where(rank, world, path, program, "_source_lines", edited)
 
 
+def rank_loads_in_another_environment(rank, world, path):
+    """torch lies in another folder, and the program was started in another."""
+    with replaced(torch._dynamo.config, "debug_dir_root", "/elsewhere"):
+        return rank_loads_where(rank, world, path, torch._dynamo.config, "base_dir", "/elsewhere")
+
+
+def test_a_file_is_loaded_in_another_virtual_environment(ranks, file):
+    assert ranks(1).run(rank_loads_in_another_environment, file) == ["no error"]
+
+
 @pytest.mark.parametrize(
     "load, expected",
     [

@@ -99,8 +99,14 @@ def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memor
     }
 
 
+_FOLDERS = ("torch._dynamo.config.base_dir", "torch._dynamo.config.debug_dir_root")
+
+
 def _torch_settings() -> dict[str, str]:
-    """Settings of Dynamo, AOTAutograd and Inductor that change what they make, as torch's own caches take them."""
+    """Settings of Dynamo, AOTAutograd and Inductor that change what they make, as torch's own caches take them.
+
+    Without folders, which differ between virtual environments and working directories.
+    """
     return {
         f"{config}.{name}": str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
         for config, settings in (
@@ -109,6 +115,7 @@ def _torch_settings() -> dict[str, str]:
             ("torch._inductor.config", kernels.inductor_settings()),
         )
         for name, value in settings.items()
+        if f"{config}.{name}" not in _FOLDERS
     }
 
 
