@@ -9,7 +9,7 @@ from torch import nn
 
 import zcompile
 from tests.support.meshes import short_mesh
-from tests.support.mixtures import TOP, WIDTH, Experts, MixtureModel, StackedExperts
+from tests.support.mixtures import TOP, Experts, MixtureModel, StackedExperts
 from tests.support.raising import Fault, fail
 from tests.support.ranks import on_ranks
 from tests.support.reference import BF16, close, train_beside
@@ -221,10 +221,6 @@ def test_units_that_cannot_be_are_refused(rank, world):
         zcompile.shard(MixtureModel(), units=[nn.Linear(2, 2)])
     with pytest.raises(TypeError, match="modules of the model or classes"):
         zcompile.shard(MixtureModel(), units=["experts"])
-    tied = MixtureModel()
-    tied.enter.weight = tied.layers[0].experts.experts[0].tied = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    with pytest.raises(ValueError, match=r"'layers.0.experts.experts.0.tied' is tied to 'enter.weight'"):
-        zcompile.shard(tied, units=[Experts])
 
 
 def test_the_mixture_has_an_expert_that_no_rank_hits():

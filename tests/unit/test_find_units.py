@@ -7,7 +7,7 @@ from torch import nn
 from tests.support.architectures import HUGGING_FACE, hugging_face
 from tests.support.mixtures import WIDTH, Expert, Experts, Mixture, StackedExperts
 from tests.support.models import Transformer
-from zcompile.units.find import check_units, default_units, find_units, implementations
+from zcompile.units.find import default_units, find_units, implementations
 
 
 class GroupedExperts(nn.Module):
@@ -88,16 +88,6 @@ def test_a_unit_inside_of_another_is_a_part_of_it():
     assert list(find_units(model, [Mixture, Experts])) == ["0"]
     assert list(find_units(model, [model[0].experts, Expert])) == ["0.experts"]
     assert list(find_units(model, [nn.SiLU])) == []
-
-
-def test_parameters_tied_inside_of_a_unit_are_no_obstacle():
-    model = Mixture(Experts)
-    model.experts.experts[0].up.weight = model.experts.experts[1].up.weight
-    assert check_units(model, [Experts], set()) is None
-    model.router.weight = model.experts.experts[2].extra = nn.Parameter(torch.ones(5, WIDTH))
-    problem = str(check_units(model, [Experts], set()))
-    assert "'experts.experts.2.extra' is tied to 'router.weight'" in problem and "unit 'experts'" in problem
-    assert check_units(model, [Experts], {id(model.router.weight)}) is None  # it is not sharded
 
 
 def test_another_implementation_of_experts_is_refused(monkeypatch):

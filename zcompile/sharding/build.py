@@ -50,7 +50,6 @@ def _shard_modules(state: ShardedModel, model: nn.Module, plan: ShardPlan, progr
     """Exchange the parameters of each module of `model` for DTensors, module by module; without a collective."""
     device = device_of(state.mesh)
     ignored = plan.options.ignored
-    in_units = {below for unit in plan.units.values() for below in unit.modules()}
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter
     originals: list[nn.Parameter] = []  # held until the end, so that no id is given twice
     for path, module in list(model.named_modules()):
@@ -67,7 +66,7 @@ def _shard_modules(state: ShardedModel, model: nn.Module, plan: ShardPlan, progr
                 placement = plan.placements[id(original)]
                 domains = [state, *state.others]
                 of_module = next((each for each in domains if each.mesh == placement.mesh), state)
-                if state.units is not None and module in in_units:
+                if state.units is not None and module in plan.in_units:
                     of_module = state.units
                 owner = module, attribute
                 policy = plan.policies[id(original)]

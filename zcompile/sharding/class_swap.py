@@ -114,11 +114,10 @@ def install_readers(
             for module, attribute in sharded.owners:
                 module.__dict__[SHARDED + attribute] = sharded
                 by_module.setdefault(module, {})[attribute] = sharded.layout
-    in_units = {below for module in model.modules() if UNIT in module.__dict__ for below in module.modules()}
     for module, attributes in by_module.items():
         own = module.__dict__
-        own[STATE] = units if module in in_units else state
         unit = own.get(IN_UNIT)
+        own[STATE] = state if unit is None or unit.is_block else units
         is_root = module is model and units is not None
         layouts = tuple(attributes.items())
         is_unit, has_units = UNIT in own, UNITS_BELOW in own

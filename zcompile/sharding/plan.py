@@ -1,6 +1,6 @@
 """The plan of `zcompile.shard`: where each parameter goes, and which modules are units; without other ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -11,7 +11,7 @@ from zcompile.costs.formulas.registry import registered_costs
 from zcompile.sharding.class_swap import Casts
 from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
 from zcompile.state.placement import Placement, PlacementFunction
-from zcompile.units.find import UnitLike, default_units, find_units
+from zcompile.units.find import UnitLike, default_units, find_units, leave_shared
 
 Placements = list[tuple[nn.Parameter, Placement]]  # of each parameter that is sharded, in the order of the model's
 
@@ -38,6 +38,7 @@ class ShardPlan:
         meshes: of the other domains, in the order of their first parameters.
         placements: of each parameter that is sharded, by its id.
         units: path -> module of each unit.
+        in_units: the modules whose parameters units gather.
         policies: of mixed precision, of each parameter, by its id.
         casts: see precision.py.
         gathers: whether a read of a parameter gathers or casts it. One rank without `param_dtype` does neither.
@@ -50,6 +51,7 @@ class ShardPlan:
     meshes: tuple[DeviceMesh, ...]
     placements: dict[int, Placement]
     units: dict[str, nn.Module]
+    in_units: frozenset[nn.Module]
     policies: dict[int, MixedPrecision]
     casts: dict[nn.Module, Casts]
     gathers: bool
@@ -76,6 +78,8 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
     units = find_units(model, wanted) if gathers else {}
     if options.units is None:
         units = {path: unit for path, unit in units.items() if spread_parameter(unit, placements, mesh) is None}
+    in_units = _modules_in(model, units, options.ignored)
+    units = {path: unit for path, unit in units.items() if not in_units.isdisjoint(unit.modules())}
     own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}
     options_text = (
         f"units={list(units)} {options.policy} {own or ''} "
@@ -92,12 +96,25 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
         tuple(others),
         {id(parameter): placement for parameter, placement in placements},
         units,
+        in_units,
         {id(each): policies[module] for module in reversed(policies) for each in module.parameters(recurse=False)},
         casts_of(model, options.policy, options.own_policies, list(units.values())),
         gathers,
         options_text,
         (*lines, options_text, *costs),
     )
+
+
+def _modules_in(model: nn.Module, units: Mapping[str, nn.Module], ignored: Container[int]) -> frozenset[nn.Module]:
+    """The modules with parameters inside of `units`, without those that share one with a module outside."""
+    owners: dict[int, set[nn.Module]] = {}  # by id of the parameter
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in ignored:
+                owners.setdefault(id(parameter), set()).add(module)
+    unit_of = {below: path for path, unit in units.items() for below in unit.modules()}
+    leave_shared(unit_of, owners.values())
+    return frozenset(unit_of) & set().union(*owners.values())
 
 
 def spread_parameter(unit: nn.Module, placements: Placements, mesh: DeviceMesh) -> str | None:

@@ -51,7 +51,7 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
         return [], error
     placements, error = _placements(model, mesh, options)
     if error is None and options.units is not None:
-        error = check_units(model, options.units, options.ignored)
+        error = check_units(model, options.units)
         error = error or _check_rows(find_units(model, options.units), placements, mesh)
     return placements, error
 

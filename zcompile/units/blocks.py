@@ -26,7 +26,7 @@ from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import BLOCK, IN_UNIT, OPENED, STATE, UNIT
 from zcompile.state.forward_scope import is_compiled_call, never_compiled_alone
 from zcompile.state.sharded_model import ShardedModel
-from zcompile.units.find import repeated_modules
+from zcompile.units.find import leave_shared, repeated_modules
 from zcompile.units.forward import UnitCall, call_inside, records_graph
 from zcompile.units.order import GATHER, EventList, UnitOrder, in_backward
 from zcompile.units.unit import Unit
@@ -42,12 +42,10 @@ def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
     """
     units = {module for module in model.modules() if UNIT in module.__dict__}
     blocks = repeated_modules(model, units, MIN_BLOCK_BYTES)
-    block_of: dict[nn.Module, nn.Module | None] = {below: block for block in blocks for below in block.modules()}
+    block_of = {below: block for block in blocks for below in block.modules()}
     members: dict[nn.Module | None, list[Any]] = {None: []} | {block: [] for block in blocks}
     of_blocks = [each for domain in (state, *state.others) for each in domain.parameters.values()]
-    owners = [{module for module, _ in sharded.owners} for sharded in of_blocks]
-    while shared := [each for each in owners if len({block_of.get(module) for module in each}) > 1]:
-        block_of |= dict.fromkeys(set().union(*shared))  # which may tear apart what these modules share with others
+    leave_shared(block_of, [{module for module, _ in sharded.owners} for sharded in of_blocks])
     for sharded in of_blocks:
         members[block_of.get(sharded.owners[0][0])].append(sharded)
     names = {module: name for name, module in model.named_modules()}

@@ -9,7 +9,7 @@ import ast
 import inspect
 import textwrap
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -135,7 +135,21 @@ def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Mod
     return units
 
 
-def check_units(model: nn.Module, wanted: Sequence[UnitLike], ignored: Container[int]) -> Exception | None:
+def leave_shared(group_of: MutableMapping[nn.Module, Any], owners: Iterable[Collection[nn.Module]]) -> None:
+    """Take modules out of their groups if they share a parameter with a module outside.
+
+    So all modules that have a parameter are in one group or in none, and a module's parameters stay together.
+
+    Args:
+        group_of: the group of each module that has one.
+        owners: of each parameter, the modules that have it.
+    """
+    while shared := [each for each in owners if len({group_of.get(module) for module in each}) > 1]:
+        for module in set().union(*shared):  # which may tear apart the groups of what these modules share with others
+            group_of.pop(module, None)
+
+
+def check_units(model: nn.Module, wanted: Sequence[UnitLike]) -> Exception | None:
     """Why `wanted` cannot be units of `model`, or None. Returned, not raised, so that ranks can agree first."""
     for each in wanted:
         if not isinstance(each, nn.Module) and not (isinstance(each, type) and issubclass(each, nn.Module)):
@@ -152,18 +166,4 @@ def check_units(model: nn.Module, wanted: Sequence[UnitLike], ignored: Container
         if not any(isinstance(module, each) if isinstance(each, type) else module is each for module in modules):
             what = f"module of class {each.__name__}" if isinstance(each, type) else f"{type(each).__name__} of `units`"
             return ValueError(f"zcompile.shard: the model has no such {what}, which is to be a unit.")
-    unit_of = {id(below): path for path, unit in find_units(model, wanted).items() for below in unit.modules()}
-    first: dict[int, tuple[str, str | None]] = {}
-    for path, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in ignored:
-                continue
-            name = f"{path}.{attribute}" if path else attribute
-            other, unit = first.setdefault(id(parameter), (name, unit_of.get(id(module))))
-            if unit != unit_of.get(id(module)):
-                return ValueError(
-                    f"zcompile.shard: parameter '{name}' is tied to '{other}', and only one of them is inside of unit "
-                    f"'{unit if unit is not None else unit_of[id(module)]}'. Make a module that has both the unit, or "
-                    "none."
-                )
     return None
