@@ -1,12 +1,10 @@
 """What users do to parameters, gradients and states between a backward and a step."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from tests.support.deepspeed import deepspeed, is_taken_over, make_engine, train
+from tests.support.deepspeed import deepspeed, make_engine, train
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -57,36 +55,4 @@ def test_unused_parameters_do_not_step(rank, world):
         weights.append([deepspeed.utils.safe_get_full_fp32_param(layer.weight) for layer in layers])
     (always, sometimes), (always_later, sometimes_later) = weights
     assert torch.equal(sometimes, sometimes_later) and not torch.equal(always, always_later)
-    engine.destroy()
-
-
-class Uneven(nn.Module):
-    """Runs its layer more often on some ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x, times):
-        for _ in range(times):
-            x = torch.tanh(self.layer(x))
-        return x.square().sum()
-
-
-@on_ranks(2)
-def test_gradients_that_only_other_ranks_asked_for_are_added(rank, world):
-    torch.manual_seed(0)
-    model = Uneven()
-    reference = copy.deepcopy(model)
-    sum(reference(torch.ones(2, 4), 1 + other) / world for other in range(world)).backward()
-    model.layer.compile()
-    engine = make_engine({}, model=model, gradient_accumulation_steps=1, **sgd(lr=0.0))
-    engine.compile()
-    for _ in range(2):
-        engine.backward(engine(torch.ones(2, 4), 1 + rank))
-        for name, parameter in engine.module.named_parameters():
-            expected = dict(reference.named_parameters())[name].grad
-            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(parameter), expected, rtol=1e-5, atol=1e-6)
-        engine.step()
-    assert is_taken_over(engine), engine.zcompile.given_back
     engine.destroy()
