@@ -110,13 +110,29 @@ ASAN_TESTS := $(addprefix tests/distributed/test_,training.py accumulate.py life
 ASAN_LIBRARIES = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
 ASAN_OPTIONS := detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0:protect_shadow_gap=0
 asan: install
-	rm -rf $(ASAN)/zcompile $(ASAN)/passes $(ASAN)/csrc $(ASAN)/tests
-	mkdir -p $(ASAN)
-	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -P --parents --preserve=timestamps -t $(ASAN)
-	cd $(ASAN) && $(ALONE) CFLAGS=-fsanitize=address LDFLAGS=-fsanitize=address \
-		$(PYTHON) setup.py --quiet build_ext --inplace
+	$(call build_copy,$(ASAN),address)
 	cd $(ASAN) && LD_PRELOAD="$(ASAN_LIBRARIES)" ASAN_OPTIONS=$(ASAN_OPTIONS) OMP_NUM_THREADS=1 \
 		$(PYTHON) -m pytest -p no:cacheprovider -m "not slow" $(ASAN_TESTS) $(ARGS)
+
+# The same under ThreadSanitizer, for a minute on two ranks. Only accesses of the runtime are looked at: torch's gloo has
+# races of its own. Reports are printed.
+.PHONY: tsan
+TSAN := build/tsan
+TSAN_OPTIONS := ignore_noninstrumented_modules=1:history_size=5
+tsan: install
+	$(call build_copy,$(TSAN),thread)
+	cd $(TSAN) && LD_PRELOAD="$(subst asan,tsan,$(ASAN_LIBRARIES))" TSAN_OPTIONS=$(TSAN_OPTIONS) OMP_NUM_THREADS=1 \
+		PYTHONPATH=. setarch -R $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 \
+		tests/support/under_tsan.py 60
+
+# A copy of this source in folder $(1), with an extension built with -fsanitize=$(2).
+define build_copy
+	rm -rf $(1)/zcompile $(1)/passes $(1)/csrc $(1)/tests
+	mkdir -p $(1)
+	git ls-files -z --cached --others --exclude-standard | xargs -0 cp -P --parents --preserve=timestamps -t $(1)
+	cd $(1) && $(ALONE) CFLAGS=-fsanitize=$(2) LDFLAGS=-fsanitize=$(2) $(PYTHON) setup.py --quiet build_ext --inplace
+	cd $(1) && $(ALONE) $(PYTHON) setup.py --quiet egg_info
+endef
 
 # Tensor and expert parallelism in every combination, and a thousand steps with delayed ranks: about an hour.
 .PHONY: compose
