@@ -1,7 +1,7 @@
 // Transports touch values here: casts on the way out and means on the way in. Two sums are elsewhere: rows of
 // embeddings peer to peer (embedding_rows.cu), and replicas that `accumulate` defers
 // (zcompile/training/deferred_reduces.py). Each rounds to nearest even on every device, and adds up in rank order at
-// fp32 or better.
+// fp32 or better. Only `native_reduce` (transport/c10d.cpp) adds up as the backend does.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Peer-to-peer reduce: every rank pushes slices of its gradient to their owners, who add them up.
+// Peer-to-peer reduce-scatter: every rank pushes slices of its gradient to their owners, who add them up.
 //
 // [Note: reduces in pieces]
 // Every rank has staging buffers for what its peers push. They are cut into regions, which are used in turn. A region

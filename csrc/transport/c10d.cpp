@@ -130,6 +130,7 @@ class C10dTransport : public Transport {
     return std::make_unique<C10dReduce>(context_, std::move(works), std::move(sums));
   }
 
+  // A reduce-scatter: an all-to-all of slices, which are added up at the wait; the backend's own with `native_reduce`.
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
     if (packs(requests) && !context_.native_reduce()) return start_packed_reduce(requests);
     std::vector<C10dReduce::Sum> sums;

@@ -25,7 +25,7 @@ void C10dReduce::wait() {
       continue;
     }
     auto sum = at::empty({out.numel()}, received.options().dtype(sum_dtype(received.scalar_type())));
-    mean(rows, 1.0, sum);
+    mean(rows, 1.0, sum);  // a sum: divided once, below
     mean_over_replicas(context_, sum, out, extras);
   }
 }

@@ -7,7 +7,7 @@
 namespace zcompile {
 
 // Rank r owns the flat elements [r * chunk, (r + 1) * chunk), cut off at `numel`: the last ranks may own fewer, or
-// none. A replicated parameter (a scalar) belongs to every rank as a whole.
+// none. A replicated parameter (a scalar; not HSDP's replicas) belongs to every rank as a whole.
 struct ShardLayout {
   int64_t numel = 0;
   int64_t chunk = 0;

@@ -114,8 +114,8 @@ bool in_backward();
 // Collectives of a c10d::ProcessGroup: gloo or NCCL.
 std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);
 
-// out = (`sum`, flat, added up over the ranks that hold the same shard) / context.divisor(replicas). Ends in the order
-// of the current stream.
+// HSDP's sum over replicas: out = (`sum`, flat, added up over the ranks that hold the same shard) /
+// context.divisor(replicas). Ends in the order of the current stream. Defined in c10d_transfers.cpp.
 void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
 struct P2pSettings {

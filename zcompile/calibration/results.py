@@ -1,4 +1,4 @@
-"""What `zcompile calibrate` measured of a machine: as JSON in a cache, and merged with a shipped table.
+"""What `zcompile calibrate` measured of a machine: as JSON in ~/.cache/zcompile, and merged with a shipped table.
 
 A file is of one device and one number of ranks. It names the driver and the torch that it was measured with, and counts
 for no other. Plans take a figure of it only where it differs by more than a quarter from the shipped table: so a second

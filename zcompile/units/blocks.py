@@ -8,8 +8,9 @@ its memory until backward, which would read it at once.
 
 Blocks stay closed in compiled code, whose graphs gather each parameter where it is read; see class_swap.py. If eager
 code reads a parameter of a closed block, between two graphs or outside of the block's call, this opens the block until
-the outermost forward ends. All ranks run the same blocks, as under FSDP2. So nothing is made up for, and backward needs
-no node of its own: hooks on results open a block, and hooks on its inputs end it.
+the outermost forward ends. All ranks run the same blocks, as under FSDP2. So no rank makes up for a skipped block; as
+in any unit, a parameter that a rank did not use is reduced as zeros. And backward needs no node of its own: hooks on
+results open a block, and hooks on its inputs end it.
 """
 
 import functools
