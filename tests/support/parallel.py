@@ -21,7 +21,7 @@ WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 12, 22, 4, 2, 6
 
 
 class Attention(nn.Module):
-    """Causal attention whose heads tensor parallelism divides."""
+    """Causal attention whose heads tensor parallelism divides. Context parallelism replaces `attend`."""
 
     def __init__(self, heads: int = 2):
         super().__init__()
@@ -31,8 +31,10 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (project(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(-2))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
+
+    def attend(self, q, k, v):
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class FeedForward(nn.Module):

@@ -1,0 +1,47 @@
+"""torch's own context parallelism, which knows the attention kernels of GPUs alone."""
+
+import pytest
+import torch
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import zcompile
+from tests.support.models import normal
+from tests.support.parallel import WIDTH, Dense, maybe_compiled, mesh_of
+from tests.support.ranks import on_gpus
+from tests.support.reference import pair, same_grads, sgd
+
+TOKENS = 128  # the kernel pads sums to 32 tokens, and torch computes with quarters of a sequence
+
+
+def one_head():
+    """The kernel wants heads whose size 4 divides."""
+    model = Dense().cuda()
+    for block in model.blocks:
+        block.attention.head = WIDTH
+    return model
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@on_gpus(4)
+def test_sequences_that_torch_divides_train_as_whole_ones(rank, world, inner):
+    """Rank 0 of "cp" has the first and the last quarter of each sequence, so that both compute as much."""
+    mesh = mesh_of("cuda", dp=2, cp=2)
+    flat = mesh["dp", "cp"]._flatten("dp_cp")
+    reference, model = pair(one_head, lambda model: maybe_compiled(zcompile.shard(model, flat), inner))
+    optimizers = [sgd(each.parameters()) for each in (model, reference)]
+    for step in range(3):
+        batches = [normal(step, data_rank, 2, TOKENS, WIDTH).cuda() for data_rank in (0, 1)]
+        (sum(reference(batch).square().mean() for batch in batches) / 2).backward()
+        tokens = batches[mesh["dp"].get_local_rank()]
+        with (
+            sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+            context_parallel(mesh["cp"], buffers=[tokens], buffer_seq_dims=[1], no_restore_buffers={tokens}),
+        ):
+            assert tokens.shape[1] == TOKENS // 2
+            model(tokens).square().mean().backward()  # inside: it needs torch's handlers, too
+        same_grads(model, reference, 1e-3)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
