@@ -1,6 +1,7 @@
 """Schedules of torch.distributed.pipelining: stages whose parameters are sharded over the data-parallel ranks."""
 
 import contextlib
+import copy
 import functools
 
 import pytest
@@ -8,10 +9,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import zcompile
 from tests.support import blocks
 from tests.support.models import normal
+from tests.support.parallel import (
+    EXPERTS,
+    HIDDEN,
+    TENSOR_PLAN,
+    TOKENS,
+    WIDTH,
+    DenseBlock,
+    MixtureBlock,
+    expert_placement,
+    maybe_compiled,
+    spread_experts,
+)
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, same_grads
 
@@ -71,3 +86,47 @@ def test_a_schedule_gives_the_gradients_of_one_process(rank, world, name, form, 
             same_grads(part, reference[number])
         for each in reference:
             each.zero_grad()
+
+
+def tensor_parallel(stage, mesh):
+    return zcompile.shard(parallelize_module(stage, mesh["tp"], TENSOR_PLAN), mesh["dp"]), mesh["dp"].get_local_rank()
+
+
+def expert_parallel(stage, mesh):
+    placement = expert_placement(spread_experts(stage, mesh["ep"]), mesh["efsdp"], Shard(0))
+    fsdp = mesh["efsdp", "ep"]._flatten("fsdp")
+    return zcompile.shard(stage, fsdp, shard_placement_fn=placement), fsdp.get_local_rank()
+
+
+SPREAD = {
+    "tp": (tensor_parallel, ("pp", "dp", "tp"), functools.partial(DenseBlock, HIDDEN)),
+    "ep": (expert_parallel, ("pp", "efsdp", "ep"), functools.partial(MixtureBlock, False, EXPERTS)),
+}
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", SPREAD)
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
+@on_ranks()
+def test_stages_may_be_spread_by_tensor_or_expert_parallelism(rank, world, kind, inner):
+    spread, names, make = SPREAD[kind]
+    mesh = init_device_mesh("cpu", (2, world // 4, 2), mesh_dim_names=names)
+    number, reference = mesh.get_local_rank("pp"), [make(), make()]
+    part, data_rank = spread(copy.deepcopy(reference[number]), mesh)
+    stage = PipelineStage(
+        maybe_compiled(part, inner, False), number, 2, torch.device("cpu"), group=mesh.get_group("pp")
+    )
+    schedule = schedules.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+    batches = normal(0, 0, world // (4 if kind == "tp" else 2), MICROBATCHES, TOKENS, WIDTH)
+    for _ in range(2):
+        part.zero_grad()
+        with zcompile.accumulate(part, reduce="last"):
+            schedule.step(target=batches[data_rank]) if number else schedule.step(batches[data_rank])
+    for each in batches:
+        (loss_of(reference[1](reference[0](each)), each) / len(batches)).backward()
+    same_grads(part, reference[number])
+    norm = zcompile.clip_grad_norm_(part.parameters(), float("inf")).square()
+    torch.distributed.all_reduce(norm, group=stage.group)
+    nn.utils.clip_grads_with_norm_(part.parameters(), 0.01, norm.sqrt(), foreach=False)
+    nn.utils.clip_grad_norm_(nn.ModuleList(reference).parameters(), 0.01)
+    same_grads(part, reference[number])
