@@ -99,6 +99,13 @@ def test_gradients_may_be_reduced_once_behind_the_last_microbatch(rank, world, i
     assert stats["reduces"] == MICROBATCHES * parameters
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@on_ranks(1)
+def test_one_rank_adds_up_its_gradients(rank, world, inner):
+    """Compiled code of one rank reduces nothing that could wait."""
+    all_close(run(rank, inner, "last")[1], reference_grads(world))
+
+
 class Branching(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -32,7 +32,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
             - "last": they add up unreduced, and the block's end reduces them once (FSDP2's
               `set_requires_gradient_sync(False)`). Each rank holds a whole gradient of every parameter meanwhile, in
               the parameter's dtype. Hooks of parameters run at the end. Parameters of units (`units` of
-              `zcompile.shard`) are reduced in each microbatch all the same.
+              `zcompile.shard`) are reduced in each microbatch all the same. On one rank, as "each".
 
             Gradients of split backwards (zero-bubble pipelines) are reduced at the block's end.
 

@@ -73,10 +73,13 @@ class DeferredReplicas(Deferral):
 
 
 class DeferredReduces(Deferral):
-    """Microbatches add up whole gradients; the block's end reduces each once. Units reduce in each microbatch."""
+    """Microbatches add up whole gradients; the block's end reduces each once. Units reduce in each microbatch.
+
+    Nothing of one rank is deferred: its compiled graphs may have no reduces.
+    """
 
     def __init__(self, states: Sequence[ShardedModel]):
-        super().__init__([state for state in states if not state.are_units])
+        super().__init__([state for state in states if not state.are_units and state.mesh.size() > 1])
 
     def begin(self) -> None:
         self._defer(Deferred.REDUCES)
