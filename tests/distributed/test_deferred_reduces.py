@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -100,10 +101,13 @@ def test_gradients_may_be_reduced_once_behind_the_last_microbatch(rank, world, i
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@on_ranks(1)
-def test_one_rank_adds_up_its_gradients(rank, world, inner):
-    """Compiled code of one rank reduces nothing that could wait."""
-    all_close(run(rank, inner, "last")[1], reference_grads(world))
+@on_ranks(2)
+def test_a_mesh_of_one_rank_adds_up_its_gradients(rank, world, inner):
+    """As of a stage that one rank has. Its compiled code reduces nothing that could wait, and warns of nothing."""
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "zcompile")
+        all_close(run(0, inner, "last", mesh["dp"])[1], reference_grads(1))
 
 
 class Branching(torch.nn.Module):

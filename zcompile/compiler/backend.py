@@ -281,7 +281,8 @@ def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Seque
 def _warn_if_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     if not (dist.is_initialized() and dist.get_world_size() > 1) or calls(gm.graph, GATHER):
         return
-    if any(type(value) is torch.nn.Parameter for value in example_inputs):  # not what an earlier graph gathered
+    unsharded = [value for value in example_inputs if model_of(value) is None]  # shards of one rank are read ungathered
+    if any(type(value) is torch.nn.Parameter for value in unsharded):  # not what an earlier graph gathered
         warnings.warn(
             "zcompile: this graph reads parameters that are not sharded, so every rank keeps all of them and gradients "
             "are not reduced. Call zcompile.shard(model) before compiling. It is compiled as Inductor would.",
