@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     add("--log-every", type=int, default=10, help="steps")
     add("--out", type=Path, default=Path("out"))
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    parser.set_defaults(tp=1)  # of train.py, whose batches these are
+    parser.set_defaults(pp=1, tp=1)  # of train.py, whose batches these are
     return parser.parse_args()
 
 

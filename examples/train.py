@@ -21,10 +21,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zcompile
@@ -33,6 +34,8 @@ from zcompile.cli import require
 VOCABULARY = 256  # bytes
 VALIDATION_BATCHES = 16
 VALIDATION_SEED = 1 << 40  # far from `seed + step` of any training batch
+MICROBATCHES = 4  # of a pipeline
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # stages have different parameters
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -43,7 +46,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--inner", choices=["inductor", "aot_eager"], default="inductor", help="what zcompile hands its graphs to")
     add("--transport", choices=["auto", "p2p", "nccl", "gloo"], default="auto", help="of zcompile")
     add("--steps", type=int, default=250)
-    add("--batch", type=int, default=32, help="sequences per step over all ranks; a multiple of ranks / --tp")
+    add("--batch", type=int, default=32, help="sequences per step over all ranks")
     add("--tokens", type=int, default=128, help="bytes per sequence")
     add("--lr", type=float, default=3e-3, help="at the end of the warm-up")
     add("--warmup", type=int, default=40, help="steps")
@@ -58,7 +61,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--resume", type=Path, help="a checkpoint directory, of any engine and number of ranks")
     add("--stop-after", type=int, help="end at this step of the schedule, as an interrupted run would")
     add("--out", type=Path, default=Path("out"))
-    parser.set_defaults(tp=1)
+    parser.set_defaults(pp=1, tp=1)
     return parser
 
 
@@ -127,12 +130,18 @@ class LanguageModel(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats per byte; both arguments are int64 of shape (sequences, tokens)."""
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss; both arguments are int64 of shape (sequences, tokens). Without targets, the last layer's result."""
         x = self.embedding(inputs)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+        x = self.head(self.norm(x))
+        return x if targets is None else loss_of(x, targets)
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per byte."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def read_corpus(limit_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,11 +162,12 @@ def read_corpus(limit_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
 def draw_batch(corpus: torch.Tensor, seed: int, args: argparse.Namespace, device: torch.device):
     """This rank's slice of the batch that `seed` stands for. No state, so a resumed run goes on where it was.
 
-    Ranks of tensor parallelism have one slice.
+    Ranks of tensor parallelism, and the stages of a pipeline, have one slice.
     """
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(corpus) - args.tokens, (args.batch,), generator=generator)
-    mine = starts.chunk(dist.get_world_size() // args.tp)[dist.get_rank() // args.tp]
+    slices = dist.get_world_size() // (args.pp * args.tp)
+    mine = starts.chunk(slices)[dist.get_rank() // args.tp % slices]
     sequences = corpus[mine[:, None] + torch.arange(args.tokens + 1)].to(device, torch.int64)
     return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
@@ -166,7 +176,9 @@ def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """The sharded model. Every rank seeds alike: each keeps its slice of its own initial values."""
     torch.manual_seed(args.seed)
     model = LanguageModel(args.dim, args.layers, args.heads, args.tokens)
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    shape = (args.pp, dist.get_world_size() // (args.pp * args.tp), args.tp)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    keep_stage(model, mesh["pp"])
     if args.tp > 1 or args.engine == "fsdp2":
         model.to(device)
     if args.tp > 1:
@@ -198,6 +210,18 @@ def cosine(args: argparse.Namespace, step: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))
 
 
+def keep_stage(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Keep the layers of this rank's stage of a pipeline. Their names stay, since checkpoints hold all stages."""
+    model.pipeline, stage, layers = mesh.get_group(), mesh.get_local_rank(), len(model.blocks)
+    for i in range(layers):
+        if i * mesh.size() // layers != stage:
+            delattr(model.blocks, str(i))
+    if stage > 0:
+        model.embedding = nn.Identity()
+    if stage < mesh.size() - 1:
+        model.norm, model.head = nn.Identity(), nn.Identity()
+
+
 class Training(Stateful):
     """All that a checkpoint must hold. Parameters are DTensors, which `dcp` cuts anew for another number of ranks.
 
@@ -215,7 +239,7 @@ class Training(Stateful):
         self.records: list[dict] = []
 
     def state_dict(self) -> dict:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=BY_NAME)
         scheduler = self.scheduler.state_dict()
         return {
             "model": model,
@@ -226,15 +250,24 @@ class Training(Stateful):
         }
 
     def load_state_dict(self, state: dict) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states, options=BY_NAME)
         self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.records = state["step"], json.loads(state["records"])
 
-    def train_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.args.bf16):
-            loss = self.model(inputs, targets)
+            return self.model(inputs, targets)
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute clipped gradients; the loss."""
+        loss = self.evaluate(inputs, targets)
         loss.backward()
         zcompile.clip_grad_norm_(self.model.parameters(), 1.0)
+        return loss
+
+    def train_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = self.backward(inputs, targets)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -248,6 +281,31 @@ class Training(Stateful):
     def draw(self) -> list[Path]:
         """The pictures, drawn of all runs in OUT."""
         return [draw_curves(self.args.out)]
+
+
+class PipelineTraining(Training):
+    """Training of a stage of a pipeline."""
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module):
+        super().__init__(args, model)
+        self.stage, device = model.pipeline.rank(), next(model.parameters()).device
+        stage = PipelineStage(model, self.stage, args.pp, device, group=model.pipeline)
+        self.schedule = Schedule1F1B(stage, MICROBATCHES, loss_of)
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, train: bool = False) -> torch.Tensor:
+        """The loss times the number of stages, where this is the last one, else 0. The mean over ranks is the loss."""
+        run, last, losses = self.schedule.step if train else self.schedule.eval, self.stage == self.args.pp - 1, []
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.args.bf16):
+            run(*([] if self.stage else [inputs]), target=targets if last else None, losses=losses)
+        return torch.stack(losses).mean() * self.args.pp if last else torch.zeros((), device=inputs.device)
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with zcompile.accumulate(self.model, reduce="last"):
+            loss = self.evaluate(inputs, targets, train=True)
+        norm = zcompile.clip_grad_norm_(self.model.parameters(), math.inf).square()  # of this stage
+        dist.all_reduce(norm, group=self.model.pipeline)
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), 1.0, norm.sqrt(), foreach=False)
+        return loss
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
@@ -293,8 +351,7 @@ def validate(training: Training, corpus: torch.Tensor, device: torch.device) -> 
     total = torch.zeros((), device=device)
     for index in range(VALIDATION_BATCHES):
         inputs, targets = draw_batch(corpus, VALIDATION_SEED + index, training.args, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=training.args.bf16):
-            total += training.model(inputs, targets)
+        total += training.evaluate(inputs, targets)
     training.model.train()
     return mean_over_ranks(total / VALIDATION_BATCHES)
 
@@ -350,18 +407,20 @@ def run(args: argparse.Namespace, build: Build, training_type: type[Training] = 
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    if dist.get_world_size() % args.tp or args.heads % args.tp:
-        raise SystemExit(f"--tp {args.tp} must divide the {dist.get_world_size()} ranks and the heads, {args.heads}")
-    if args.batch % (dist.get_world_size() // args.tp):
-        slices = dist.get_world_size() // args.tp
-        raise SystemExit(f"--batch {args.batch} must be a multiple of {slices}, the ranks that see other batches")
+    world, tp, pp = dist.get_world_size(), args.tp, args.pp
+    if world % (tp * pp) or args.heads % tp:
+        raise SystemExit(f"--tp {tp} times --pp {pp} must divide the {world} ranks, and --tp the {args.heads} heads")
+    multiple = world // (tp * pp) * (MICROBATCHES if pp > 1 else 1)
+    if args.batch % multiple:
+        raise SystemExit(f"--batch {args.batch} must be a multiple of {multiple}, data-parallel ranks x microbatches")
     args.out.mkdir(parents=True, exist_ok=True)
 
     training_bytes, validation_bytes = read_corpus(int(args.corpus_mb * 1e6))
     model = build(args, device)
     training = training_type(args, model)
+    of_stage = torch.tensor(float(sum(parameter.numel() for parameter in model.parameters())), device=device)
+    size = pp * mean_over_ranks(of_stage)
     if dist.get_rank() == 0:
-        size = sum(parameter.numel() for parameter in model.parameters())
         text = len(training_bytes)
         print(f"{size / 1e6:.2f} M parameters, {text / 1e6:.1f} MB of text, {dist.get_world_size()} ranks")
     if args.resume:
@@ -378,7 +437,11 @@ def main() -> None:
     parser = make_parser(__doc__)
     about = "ranks of tensor parallelism, which divide the heads and see the same batches"
     parser.add_argument("--tp", type=int, default=1, help=about)
-    run(parser.parse_args(), build)
+    parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline, which divide the layers")
+    args = parser.parse_args()
+    if args.pp > 1 and (args.engine == "fsdp2" or args.layers < args.pp):
+        parser.error(f"--pp {args.pp} needs an engine of zcompile, and at least as many --layers")
+    run(args, build, PipelineTraining if args.pp > 1 else Training)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def check_results(folder, program, arguments, written):
     [
         ("train.py", [*ZCOMPILE, *CORPUS], "zcompile"),
         ("moe.py", MOE, "moe-zcompile-grouped"),
+        ("train.py", [*ZCOMPILE, *CORPUS, "--pp", "2", "--layers", "2"], "zcompile"),
         slow("train.py", ["--engine", "fsdp2", "--batch", "4", *CORPUS], "fsdp2"),
         slow("train.py", [*ZCOMPILE, *CORPUS, "--tp", "2"], "zcompile"),
         slow("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2"),
