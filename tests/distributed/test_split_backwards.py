@@ -119,7 +119,8 @@ def test_blocks_are_gathered_once_inside_of_accumulate(rank, world):
         assert zcompile.stats(model)["gathered_bytes"]["float32"] > whole
 
 
-@on_ranks(2)
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
 def test_a_split_backward_that_cannot_be_right_is_refused(rank, world):
     """Of compiled code, and of blocks that have no memory to stay; the message names a parameter."""
     for is_compiled in (False, True):

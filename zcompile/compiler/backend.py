@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch import config
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.compiler.graph_checks import check_graph
@@ -26,6 +28,7 @@ from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
 from zcompile.ranks.program_check import Line
 from zcompile.source_hash import source_hash
+from zcompile.state.attributes import PARAMETER
 from zcompile.state.forward_scope import checking_requires_grad
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import as_parameter, model_of
@@ -72,7 +75,7 @@ def compile_graph(
         raise
     if not _models(example_inputs):
         return compiled
-    compiled = _passing_for_parameters(gm, compiled)
+    compiled = _passing_for_parameters(gm, compiled) if calls(gm.graph, GATHER) else _refusing_split_backwards(compiled)
     program = functools.partial(_program, _reads(gm), plan, settings)
     return _on_first_run(checking_requires_grad(compiled), settings, program)
 
@@ -153,6 +156,31 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
         values = compiled(*args)
         for position in positions:
             as_parameter(values[position])
+        return values
+
+    return run
+
+
+def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled` of one rank. It reduces nothing, and reduces are what refuses a split backward on several ranks."""
+
+    def run(*args: Any) -> Any:
+        values = compiled(*args)
+        models = [(arg, model) for arg in args if (model := model_of(arg)) is not None]
+        leaves = [leaf for leaf, model in models if leaf.requires_grad and model.microbatches.accumulates]
+
+        def refuse(_: Any) -> None:
+            executes = torch._C._will_engine_execute_node
+            if _keeps_graph() and not any(executes(get_gradient_edge(leaf).node) for leaf in leaves):
+                raise RuntimeError(
+                    "zcompile: a split backward, of inputs alone with its graph kept, came to parameter "
+                    f"'{getattr(leaves[0], PARAMETER).name}' on rank {dist.get_rank()} inside of zcompile.accumulate. "
+                    "Compiled code has no gradients of parameters apart: run a zero-bubble pipeline in eager."
+                )
+
+        nodes = {value.grad_fn for value in values if isinstance(value, torch.Tensor)} if leaves else set()
+        for node in filter(None, nodes):
+            node.register_prehook(refuse)
         return values
 
     return run
