@@ -9,11 +9,9 @@ from torch.fx import Graph, GraphModule, Node
 from zcompile.graph.liveness import Liveness
 from zcompile.graph.ops import (
     GATHER,
-    GATHER_GROUP_START,
     GATHER_STARTS,
     GATHER_WAIT,
     REDUCE,
-    REDUCE_GROUP_START,
     REDUCE_ROWS,
     REDUCE_STARTS,
     REDUCE_WAIT,
@@ -21,13 +19,13 @@ from zcompile.graph.ops import (
     args_of,
     calls,
     chain,
-    is_narrowing,
-    readers,
+    named_args,
+    nodes_in,
+    shards_of,
     started_tensors,
-    value,
-    views_and_moves,
 )
 from zcompile.graph.param_lifetimes import ParamLifetimes
+from zcompile.passes.narrow_gathers import narrowing_casts
 
 log = logging.getLogger("zcompile")
 
@@ -55,8 +53,7 @@ def _verify_gathers(graph: Graph, after: str) -> None:
     gathers = [(node, (node.args[0], node.args[2])) for node in calls(graph, GATHER)]  # with shard and dtype
     started: set[Node] = set()
     for start in calls(graph, *GATHER_STARTS):
-        is_group = start.target is GATHER_GROUP_START
-        shards, dtype = args_of(start)[0] if is_group else args_of(start)[:1], start.args[3 if is_group else 2]
+        shards, dtype = shards_of(start), named_args(start)["dtype"]
         tensors = _waited_once(start, after, len(shards), GATHER_WAIT)
         started.update(tensors)
         gathers += [(tensor, (shard, dtype)) for tensor, shard in zip(tensors, shards, strict=True)]
@@ -76,8 +73,7 @@ def _verify_reduces(graph: Graph, after: str) -> None:
     reduces = [(node, node.args[1]) for node in calls(graph, REDUCE, REDUCE_ROWS)]  # with shard
     grad_of: dict[Node, Node] = {}  # tensor of a start -> the gradient that it reduces
     for start in calls(graph, *REDUCE_STARTS):
-        is_group = start.target is REDUCE_GROUP_START
-        grads, shards = args_of(start)[:2] if is_group else ([arg] for arg in args_of(start)[:2])
+        grads, shards = nodes_in(start.args[0]), shards_of(start)
         grad_of.update(zip(_waited_once(start, after, len(shards), REDUCE_WAIT), grads, strict=True))
         reduces += [(start, shard) for shard in shards]
     for wait in calls(graph, REDUCE_WAIT):
@@ -97,10 +93,7 @@ def verify_widths(graph: Graph) -> None:
         VerificationError: all readers of a gather cast it to one narrower dtype.
     """
     for node in calls(graph, GATHER, GATHER_WAIT):
-        outside = [reader for _, reader in readers([node, *views_and_moves(node)])]
-        all_narrow = bool(outside) and all(is_narrowing(reader) for reader in outside)
-        dtypes = {value(reader).dtype for reader in outside} if all_narrow else set()
-        _require(len(dtypes) != 1, "all", node, "is wider than its readers")
+        _require(not narrowing_casts(node), "all", node, "is wider than its readers")
 
 
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:

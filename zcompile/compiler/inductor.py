@@ -26,7 +26,7 @@ from zcompile.graph.ops import (
     SAVED_FOR_BACKWARD,
     calls,
     is_user_collective,
-    nodes_in,
+    shards_of,
 )
 from zcompile.options import Plan
 from zcompile.passes import pipeline
@@ -152,9 +152,8 @@ class _Partitioner(CustomPartitionerFn):
 
 def _shards_of(graph: Graph) -> list[Node]:
     """The inputs of `graph` that are shards."""
-    shards = [start.args[0] for start in calls(graph, *GATHER_STARTS, GATHER_ROWS)]
-    shards += [start.args[1] for start in calls(graph, *REDUCE_STARTS)]
-    found = {node for each in shards for node in nodes_in(each)}
+    starts = calls(graph, *GATHER_STARTS, GATHER_ROWS, *REDUCE_STARTS)
+    found = {shard for start in starts for shard in shards_of(start)}
     return [node for node in graph.find_nodes(op="placeholder") if node in found]
 
 

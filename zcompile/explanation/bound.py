@@ -25,8 +25,8 @@ from zcompile.graph.ops import (
     GATHERS,
     REDUCES,
     WAITS,
-    args_of,
     is_user_collective,
+    shards_of,
     value,
     waits_of,
 )
@@ -65,10 +65,8 @@ def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -
 
 def _gathered_by(start: Node) -> set[tuple[object, ...]]:
     """What a gather brings: (shard, dtype) of each tensor."""
-    is_group = start.target is GATHER_GROUP_START
-    shards = args_of(start)[0] if is_group else args_of(start)[:1]
-    fakes = start.meta["val"] if is_group else [value(start)]
-    return {(shard, fake.dtype) for shard, fake in zip(shards, fakes, strict=True)}
+    fakes = start.meta["val"] if start.target is GATHER_GROUP_START else [value(start)]
+    return {(shard, fake.dtype) for shard, fake in zip(shards_of(start), fakes, strict=True)}
 
 
 def _first_wait(start: Node, position: dict[Node, int]) -> int:

@@ -22,6 +22,7 @@ from zcompile.graph.ops import (
     calls,
     reduce_budget,
     result_bytes,
+    shards_of,
     transfer_bytes,
     value,
 )
@@ -223,14 +224,4 @@ def _stretched(timeline: Timeline) -> Callable[[float], float]:
 
 def _shards(graph: Graph, named: Collection[Node]) -> set[Node]:
     """Inputs that are shards, which live as long as the model: those named, and what is gathered or reduced."""
-    shards = set(named)
-    for start in calls(graph, *GATHERS, GATHER_ROWS):
-        shards.update(_nodes(start.args[0]))
-    for start in calls(graph, *REDUCES):
-        shards.update(_nodes(start.args[1]))
-    return shards
-
-
-def _nodes(argument: object) -> list[Node]:
-    """The nodes that an argument is or, of a group, has."""
-    return [argument] if isinstance(argument, Node) else list(cast(Sequence[Node], argument))
+    return {*named, *(shard for start in calls(graph, *GATHERS, GATHER_ROWS, *REDUCES) for shard in shards_of(start))}

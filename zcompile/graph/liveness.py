@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch.fx import Graph, Node
 
-from zcompile.graph.ops import args_of, aten, nodes_in, result_bytes
+from zcompile.graph.ops import args_of, aten, named_args, nodes_in, result_bytes
 
 # Ops that fuse, beside those with torch's tag for pointwise ones.
 FUSES = {
@@ -172,7 +172,7 @@ def aliases(node: Node) -> list[Node] | None:
     if not returned:
         return None if result_bytes(node) else []
     names = [arg.name for arg in schema.arguments if arg.alias_info and arg.alias_info.before_set & returned]
-    given = dict(zip((arg.name for arg in schema.arguments), node.args)) | node.kwargs
+    given = named_args(node)
     return [source for name in names for source in nodes_in(given.get(name))]
 
 

@@ -103,9 +103,7 @@ def user_collective_of(node: Node) -> str:
 
 def domain_of(node: Node) -> int:
     """The domain of a gather, a reduce, or a start of either: parameters of one domain are sharded over one mesh."""
-    schema = cast(torch._ops.OpOverload, node.target)._schema
-    place = next(i for i, argument in enumerate(schema.arguments) if argument.name == "domain")
-    return cast(int, node.args[place]) if len(node.args) > place else 0
+    return named_args(node).get("domain", 0)
 
 
 def domain_args(node: Node) -> tuple[int, ...]:
@@ -117,6 +115,12 @@ def domain_args(node: Node) -> tuple[int, ...]:
 def args_of(node: Node) -> tuple[Any, ...]:
     """The arguments of a call, for callers that know their types from the schema. FX types them as a wide union."""
     return node.args
+
+
+def named_args(node: Node) -> dict[str, Any]:
+    """The arguments of a call of an op that are given, by their names in its schema."""
+    schema = cast(torch._ops.OpOverload, node.target)._schema
+    return {**dict(zip((argument.name for argument in schema.arguments), node.args)), **node.kwargs}
 
 
 def nbytes(node: Node) -> int:
@@ -279,6 +283,11 @@ def started_tensors(start: Node) -> list[Node]:
 def waits_of(start: Node) -> list[Node]:
     """The waits for the tensors of a start, in the order of `started_tensors`."""
     return [wait for tensor in started_tensors(start) for wait in tensor.users]
+
+
+def shards_of(start: Node) -> list[Node]:
+    """The shards that a gather, a reduce, or a start of either is of."""
+    return nodes_in(start.args[0] if start.target in GATHERS or start.target is GATHER_ROWS else start.args[1])
 
 
 def transfer_bytes(start: Node) -> int:

@@ -10,12 +10,11 @@ from torch.fx import Graph, Node
 
 from zcompile.graph.liveness import Liveness
 from zcompile.graph.ops import (
-    GATHER_GROUP_START,
     GATHER_STARTS,
-    args_of,
     calls,
     chain,
     readers,
+    shards_of,
     transfer_bytes,
     value,
     waits_of,
@@ -58,8 +57,7 @@ class ParamLifetimes:
         end = len(self.liveness.nodes)
         self.lifetimes: list[ParamLifetime] = []
         for start in calls(graph, *GATHER_STARTS):
-            shards = args_of(start)[0] if start.target is GATHER_GROUP_START else args_of(start)[:1]
-            for shard, wait, storage in zip(shards, waits_of(start), storages[start], strict=True):
+            for shard, wait, storage in zip(shards_of(start), waits_of(start), storages[start], strict=True):
                 ends, returned = min(storage.dies, end - 1), storage.dies == end
                 lifetime = ParamLifetime(shard, start, wait, storage.nbytes, position[start], ends, returned)
                 self.lifetimes.append(lifetime)

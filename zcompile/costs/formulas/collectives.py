@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from zcompile.costs.formulas.work import nbytes_of, sizes_of
 from zcompile.costs.hardware import Link
-from zcompile.graph.ops import WAIT_TENSOR
+from zcompile.graph.ops import WAIT_TENSOR, named_args
 
 COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the copy engines do not
 
@@ -42,7 +42,5 @@ def _link_of(node: Node, link: Link) -> Link:
     hardware = link.hardware
     known = {wire.transport for wire in hardware.wires}
     transport = next((name for name in COLLECTIVES if name in known), link.wire.transport)
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args)) | node.kwargs
-    world = given.get("group_size", link.world)
+    world = named_args(node).get("group_size", link.world)
     return hardware.over(transport, world if isinstance(world, int) else link.world)
