@@ -20,7 +20,7 @@ from tests.support.artifacts import cache_in
 from tests.support.pages import Block, blocks_of, check_commands, check_config, python_blocks
 from tests.support.reference import same_parameters
 from zcompile.artifact.aot import lacking
-from zcompile.costs.formulas.registry import registered_costs, unregister_cost
+from zcompile.costs.formulas import registry
 
 PAGES = ("README.md", "docs/guide.md")
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -83,8 +83,7 @@ def as_a_program(folder: Path):
         patch.setattr(torch.distributed, "destroy_process_group", lambda: None)
         patch.chdir(folder)
         yield
-    for op, _ in registered_costs():
-        unregister_cost(op)
+    registry._registered.clear()
 
 
 def rank_runs_block(rank, world, block, folder, cache):
@@ -148,7 +147,7 @@ def check_checkpoint(names, rank, world):
 
 def check_explained(names, rank, world):
     """One block prints the plan, the other one registers a cost."""
-    assert [op for op, _ in registered_costs()] == ["lib::product"] * ("product_cost" in names)
+    assert [op for op, _ in registry.registered_costs()] == ["lib::product"] * ("product_cost" in names)
 
 
 def check_artifact(names, rank, world):

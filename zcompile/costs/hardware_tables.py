@@ -14,18 +14,14 @@ import torch
 from zcompile.costs.hardware import CPU, H200, MIB, Hardware, Network, Points, Wire
 
 
-def _scaled(wire: Wire, ratio: float) -> Wire:
-    """`wire` with `ratio` times the bandwidth and the same latency."""
+def _scaled_wires(ratio: float) -> tuple[Wire, ...]:
+    """The H200's wires with `ratio` times the bandwidth and the same latency."""
 
     def points(measured: Points) -> Points:
         latency_s = measured[0][1]
         return tuple((nbytes, latency_s + (seconds - latency_s) / ratio) for nbytes, seconds in measured)
 
-    return replace(wire, gather=points(wire.gather), reduce=points(wire.reduce))
-
-
-def _scaled_wires(ratio: float) -> tuple[Wire, ...]:
-    return tuple(_scaled(wire, ratio) for wire in H200.wires)
+    return tuple(replace(wire, gather=points(wire.gather), reduce=points(wire.reduce)) for wire in H200.wires)
 
 
 def _pcie_wire(world: int, bytes_s: float, latency_s: float = 25e-6) -> Wire:
@@ -126,29 +122,22 @@ L40S = Hardware(
 
 TABLES = {"h200": H200, "h100": H100, "a100": A100, "b200": B200, "l40s": L40S, "cpu": CPU}
 
-# Which device a table is of, by torch's name of it. Of others, the first kin below has the table that stands in.
+# Of which devices a table is, by torch's names of them; and for which others it stands in, if no table is of them.
 NAMES = (
-    (r"\bH200\b", H200),
-    (r"\bH100\b.*\bHBM3\b", H100),
-    (r"\bA100-SXM.*80GB", A100),
-    (r"(?<!G)\bB200\b", B200),
-    (r"\bL40S\b", L40S),
-)
-KIN = (
-    (r"GB200|B200|B300|B100", B200),
-    (r"GH200", H200),
-    (r"H100|H800|H20\b", H100),
-    (r"A100|A800|A30\b", A100),
-    (r"\bL40|\bL4\b|RTX|A10\b|A40\b|A6000", L40S),
+    (r"(?<!G)\bB200\b", r"GB200|B200|B300|B100", B200),
+    (r"\bH200\b", r"GH200", H200),
+    (r"\bH100\b.*\bHBM3\b", r"H100|H800|H20\b", H100),
+    (r"\bA100-SXM.*80GB", r"A100|A800|A30\b", A100),
+    (r"\bL40S\b", r"\bL40|\bL4\b|RTX|A10\b|A40\b|A6000", L40S),
 )
 
 
 def table_of_name(name: str) -> tuple[Hardware, bool]:
     """The shipped table for a GPU that torch calls `name`, and whether it is of that GPU or stands in for one."""
-    for pattern, table in NAMES:
+    for pattern, _, table in NAMES:
         if re.search(pattern, name):
             return table, True
-    stand_in = next((table for pattern, table in KIN if re.search(pattern, name)), H200)
+    stand_in = next((table for _, kin, table in NAMES if re.search(kin, name)), H200)
     return replace(stand_in, source=f"there is no table for {name}: that of the {stand_in.name}"), False
 
 

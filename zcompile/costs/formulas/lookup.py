@@ -1,7 +1,7 @@
 """Which formula a node has: the user's, a built-in one, torch's count of operations, or none."""
 
 import logging
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from zcompile.costs.formulas import attention, memory_ops, products
 from zcompile.costs.formulas.registry import KERNEL, Registered, kernel_function, name_of, registered
-from zcompile.costs.formulas.work import Call, Work, sizes_of
+from zcompile.costs.formulas.work import Call, Work, sizes_of, tensors_in
 
 log = logging.getLogger("zcompile")
 
@@ -25,46 +25,35 @@ COMPUTE = ("linalg_", "_linalg_", "_fft_", "cholesky", "_cdist", "_trilinear", "
 _told: set[str] = set()  # ops of which the log has said something
 
 
-class Found(NamedTuple):
-    """What is known of the time of a node.
+def find_work(node: Node) -> tuple[Work | None, str]:
+    """What `node`, a call, does, and the name of an op or a kernel if that computes what no formula tells, else "".
 
-    Attributes:
-        work: None if no formula is known; then its bytes count.
-        name: of an op or a kernel that computes something that no formula tells; else empty.
+    Without a formula, its bytes count. Pointwise nodes and others that only move bytes have none.
     """
-
-    work: Work | None
-    name: str = ""
-
-
-NO_FORMULA = Found(None)
-
-
-def find_work(node: Node) -> Found:
-    """What `node`, a call, does. Pointwise nodes and others that only move bytes have no formula."""
     target: Any = node.target
     is_higher = isinstance(target, torch._ops.HigherOrderOperator)
     schema: Any = getattr(target, "_schema", None)
     if schema is None and not is_higher:  # a Python function, such as an item of a tuple
-        return NO_FORMULA
+        return None, ""
     name = "" if is_higher else schema.name
     if is_higher or registered(name) or name in BUILT_IN:
         call = call_of(node)
         name = call.name
         if (entry := registered(name)) is not None:
             work = _by_user(entry, call)
-            return Found(work, name if work is None else "")
+            return work, name if work is None else ""
         if name in BUILT_IN:
-            return Found(BUILT_IN[name](call))
+            return BUILT_IN[name](call), ""
     elif products.is_matmul(node):
         count = products.counted_by_torch(node)
-        return Found(Work(flops=count, dtype=_dtype_of_product(node))) if count else NO_FORMULA
+        dtype = tensors_in(sizes_of(node.meta["val"]))[0].dtype
+        return Work(flops=count, dtype=dtype) if count else None, ""
     namespace, _, op = name.partition("::")
     if namespace in KNOWN_NAMESPACES and not op.startswith(COMPUTE):
-        return NO_FORMULA
+        return None, ""
     text = "nothing says how long %s takes, so plans count the bytes of its tensors: see zcompile.register_cost"
     _tell(logging.INFO, name, text, name)
-    return Found(None, name)
+    return None, name
 
 
 def call_of(node: Node) -> Call:
@@ -123,11 +112,3 @@ def _tell(level: int, name: str, text: str, *args: Any) -> None:
     if name not in _told:
         _told.add(name)
         log.log(level, f"zcompile: {text}", *args)
-
-
-def _dtype_of_product(node: Node) -> torch.dtype:
-    """Of the result, or of its first tensor."""
-    result = node.meta["val"]
-    if isinstance(result, torch.Tensor):
-        return result.dtype
-    return next(tensor for tensor in result if tensor is not None).dtype

@@ -58,11 +58,6 @@ def registered(name: str) -> Registered | None:
     return _registered.get(name)
 
 
-def unregister_cost(op: Any) -> None:
-    """Forget the formula of `op`, if there is one."""
-    _registered.pop(name_of(op), None)
-
-
 def registered_costs() -> tuple[tuple[str, str], ...]:
     """(op, version) of all that was registered, by name: part of each plan, which ranks compare."""
     return tuple(sorted((name, entry.version) for name, entry in _registered.items()))
