@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,11 +30,6 @@ def _width() -> int:
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str, **how: object) -> None:
-        super().__init__(prog, max_help_position=26, width=_width())
-
-
 class Parser(argparse.ArgumentParser):
     """The parser of a subcommand. It reports bad input as one line on stderr and exits with code 2."""
 
@@ -43,7 +39,7 @@ class Parser(argparse.ArgumentParser):
             prog=f"zcompile {name}",
             usage=f"zcompile {name} {command.usage}",
             description=f"{about}\n\nexample:\n  {command.example}",
-            formatter_class=_HelpFormatter,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=_width()),
         )
         command.add_options(self)
 
@@ -168,58 +164,37 @@ def _add_explain(options: Parser) -> None:
 
 def _add_calibrate(options: Parser) -> None:
     add = options.add_argument
-    add(
-        "--ranks",
-        type=positive,
-        metavar="N",
-        help="processes between which transfers are measured (default: one per GPU, or 2 on CPUs)",
+    about = "processes between which transfers are measured (default: one per GPU, or 2 on CPUs)"
+    add("--ranks", type=positive, metavar="N", help=about)
+    about = (
+        "where to write, for `zcompile explain --hardware FILE` (default: the cache in XDG_CACHE_HOME or ~/.cache, "
+        "where training and `zcompile profile` find it)"
     )
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="where to write, for `zcompile explain --hardware FILE` (default: the cache in XDG_CACHE_HOME or "
-        "~/.cache, where training and `zcompile profile` find it)",
-    )
+    add("--output", type=Path, metavar="FILE", help=about)
 
 
 def _add_precompile(options: Parser) -> None:
     add = options.add_argument_group("required").add_argument
-    add(
-        "--module",
-        required=True,
-        metavar="FILE.py:FUNCTION",
-        help="the model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch). The module may be "
-        "sharded already. FILE.py must do nothing when it is imported",
+    about = (
+        "the model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch). The module may be "
+        "sharded already. FILE.py must do nothing when it is imported"
     )
+    add("--module", required=True, metavar="FILE.py:FUNCTION", help=about)
     add("--ranks", type=positive, required=True, metavar="N", help="ranks of the run")
     add("--out", type=Path, required=True, metavar="FILE", help="where to write the artifact")
     add = options.add_argument_group("sharding of the run, if FUNCTION does not shard").add_argument
     add("--replicas", type=positive, default=1, metavar="N", help="2 of 8 ranks are a mesh of 2 x 4 (default: 1)")
-    add(
-        "--param-dtype",
-        choices=DTYPES,
-        help="param_dtype of zcompile.shard (default: that of the parameters)",
-    )
-    add(
-        "--reduce-dtype",
-        choices=DTYPES,
-        help="reduce_dtype of zcompile.shard (default: that of the gradients)",
-    )
+    about = "param_dtype of zcompile.shard (default: that of the parameters)"
+    add("--param-dtype", choices=DTYPES, help=about)
+    about = "reduce_dtype of zcompile.shard (default: that of the gradients)"
+    add("--reduce-dtype", choices=DTYPES, help=about)
     add = options.add_argument_group("compiler of the run").add_argument
     add("--options", default="{}", metavar="JSON", help="options of the backend (default: {})")
     add("--mode", help="mode of torch.compile, which Inductor gets (default: none)")
-    add(
-        "--transport",
-        choices=TRANSPORTS[1:],
-        help="transport of the run (default: nccl on GPUs, gloo on CPUs)",
-    )
-    add(
-        "--threads",
-        type=positive,
-        metavar="N",
-        help="threads of a rank, on CPUs (default: OMP_NUM_THREADS, or 1 as under torchrun)",
-    )
+    about = "transport of the run (default: nccl on GPUs, gloo on CPUs)"
+    add("--transport", choices=TRANSPORTS[1:], help=about)
+    about = "threads of a rank, on CPUs (default: OMP_NUM_THREADS, or 1 as under torchrun)"
+    add("--threads", type=positive, metavar="N", help=about)
     add("--device", choices=("cuda", "cpu"), help="device of the run (default: cuda where there is a GPU, else cpu)")
 
 
@@ -286,29 +261,23 @@ COMMANDS = {
 
 def help_text() -> str:
     """The text of `zcompile --help`."""
-    lines = [
-        "usage: zcompile COMMAND [options]",
-        "",
-        "ZeRO-3 training as a torch.compile backend: measure, predict and compile ahead of time.",
-        "",
-        "commands:",
-    ]
+    commands = ""
     for name, command in COMMANDS.items():
         told = [
             textwrap.fill(text, WIDTH, initial_indent=6 * " ", subsequent_indent=6 * " ")
             for text in (command.about, command.when)
         ]
-        lines += [f"  {name}", *told, f"      example: {command.example}", ""]
-    return "\n".join(
-        [
-            *lines,
-            "options:",
-            "  -h, --help   print this",
-            "  --version    print the version of zcompile",
-            "",
-            "`zcompile COMMAND --help` lists a command's options. `python -m zcompile` is the same program.",
-        ]
-    )
+        commands += "\n".join([f"  {name}", *told, f"      example: {command.example}", "\n"])
+    return f"""usage: zcompile COMMAND [options]
+
+ZeRO-3 training as a torch.compile backend: measure, predict and compile ahead of time.
+
+commands:
+{commands}options:
+  -h, --help   print this
+  --version    print the version of zcompile
+
+`zcompile COMMAND --help` lists a command's options. `python -m zcompile` is the same program."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
