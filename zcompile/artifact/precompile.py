@@ -12,8 +12,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from zcompile.artifact.file_format import ArtifactError, write
 from zcompile.artifact.model import check_artifact
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
-from zcompile.explanation.workloads import BadInput
+from zcompile.explanation.workloads import BadInput, built_by, function_of
 from zcompile.sharding.shard import shard
 from zcompile.state.attributes import STATE
 from zcompile.state.sharded_model import models_of, state_of
@@ -74,13 +74,11 @@ def precompile(arguments: argparse.Namespace) -> bytes:
         raise BadInput(f"--options takes a JSON object: {error}") from None
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-    name, build = imported(arguments.module)
+    build = function_of(arguments.module, imported)
+    name = Path(arguments.module.rpartition(":")[0]).stem
     dist.init_process_group("fake", rank=0, world_size=arguments.ranks, store=FakeStore())
     try:
-        made = build()
-        if not isinstance(made, tuple) or len(made) != 3:
-            raise BadInput(f"{arguments.module} must return a module, batch(step, rank) and loss(module, batch)")
-        model, batch, loss = made
+        model, batch, loss = built_by(build, arguments.module)
         _shard(model, arguments, device)
 
         def compile_call(*args: Any, **kwargs: Any) -> Any:
@@ -114,23 +112,10 @@ class _Compiled(BaseException):
     """The model was called, and compiled into the artifact that is the argument."""
 
 
-def imported(where: str) -> tuple[str, Callable[[], Any]]:
-    """The module and the function that "file.py:function" names; imported by the name by which `import` finds it.
-
-    Raises:
-        BadInput: there is none.
-    """
-    text, _, function = where.rpartition(":")
-    file = Path(text)
-    if not text or not file.is_file():
-        raise BadInput(f"--module takes file.py:function, and there is no file {text or where!r}")
+def imported(file: Path) -> ModuleType:
+    """The module of a file, imported by the name by which `import` finds it."""
     sys.path.insert(0, str(file.resolve().parent))
-    try:
-        module = importlib.import_module(file.stem)
-    except Exception as error:
-        raise BadInput(f"{file} cannot be imported: {type(error).__name__}: {error}") from None
+    module = importlib.import_module(file.stem)
     if not file.samefile(getattr(module, "__file__", None) or os.devnull):
         raise BadInput(f"{file} has the name of another module, {module.__name__}: rename it")
-    if not callable(getattr(module, function, None)):
-        raise BadInput(f"{file} has no function {function!r}")
-    return file.stem, getattr(module, function)
+    return module

@@ -110,13 +110,14 @@ def measure_compute(device: torch.device) -> dict[str, Any]:
         kernel: _if_possible(partial(attention_rate, device, kernel, sizes.attention))
         for kernel in (KERNELS if on_gpu else ("flash",))
     }
+    least = torch.ones(16, device=device)
     return {
         "matmul_flops_s": tuple((str(dtype).removeprefix("torch."), rate) for dtype, rate in matmuls.items() if rate),
         "grouped_share": grouped / plain if grouped and plain else None,
         "attention_flops_s": tuple((kernel, rate) for kernel, rate in attention.items() if rate),
         "bytes_s": memory_rate(device, sizes.memory_bytes),
         "adam_bytes_s": adam_rate(device, sizes.memory_bytes),
-        "kernel_s": _kernel_s(device),
+        "kernel_s": seconds_of(lambda: least.add_(1), device, calls=MOST_CALLS),  # one after the other
     }
 
 
@@ -218,9 +219,3 @@ def adam_rate(device: torch.device, nbytes: int) -> float:
         parameter.grad = torch.rand_like(parameter)
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)
     return ADAM_BYTES * (nbytes // 4) / seconds_of(optimizer.step, device)
-
-
-def _kernel_s(device: torch.device) -> float:
-    """Seconds of the least kernel, one after the other."""
-    x = torch.ones(16, device=device)
-    return seconds_of(lambda: x.add_(1), device, calls=MOST_CALLS)

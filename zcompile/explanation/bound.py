@@ -47,9 +47,11 @@ def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -
             key = _gathered_by(start)
             if not gathered.issuperset(key):
                 gathered.update(key)
-                due_s[_first_wait(start, position)] += transfer_s(start, costs.link)
+                waits = [position[wait] for wait in waits_of(start) if wait.target in WAITS]  # none if it was not split
+                due_s[min(waits, default=position[start])] += transfer_s(start, costs.link)
         elif start.target in REDUCES:
-            begun_s[_made_at(start, position)] += transfer_s(start, costs.link)
+            last_gradient = max((position[source] for source in start.all_input_nodes), default=position[start] - 1)
+            begun_s[last_gradient + 1] += transfer_s(start, costs.link)
         elif is_user_collective(start):
             begun_s[position[start]] += collective_s(start, costs.link)
     compute_s = before_s[-1]
@@ -67,14 +69,3 @@ def _gathered_by(start: Node) -> set[tuple[object, ...]]:
     """What a gather brings: (shard, dtype) of each tensor."""
     fakes = start.meta["val"] if start.target is GATHER_GROUP_START else [value(start)]
     return {(shard, fake.dtype) for shard, fake in zip(shards_of(start), fakes, strict=True)}
-
-
-def _first_wait(start: Node, position: dict[Node, int]) -> int:
-    """Where a gather must have arrived. One that was not split is its own wait."""
-    waits = [wait for wait in waits_of(start) if wait.target in WAITS]
-    return min((position[wait] for wait in waits), default=position[start])
-
-
-def _made_at(start: Node, position: dict[Node, int]) -> int:
-    """Behind the node that makes the last gradient that a reduce moves."""
-    return max((position[source] for source in start.all_input_nodes), default=position[start] - 1) + 1

@@ -34,9 +34,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    """Raises:
-    BadInput: `text`, which the option `name` was given, is no list of whole numbers.
-    """
+    """The whole numbers in `text`, which the option `name` was given."""
     least = 1 if name == "--ranks" else 0
     try:
         numbers = [int(number) for number in text.split(",") if number]
@@ -48,11 +46,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _tables(name: str) -> Tables:
-    """The shipped table `name`, or those of a file.
-
-    Raises:
-        BadInput: there is no such table, or the file is none that `zcompile calibrate` wrote.
-    """
+    """The shipped table `name`, or those of a file that `zcompile calibrate` wrote."""
     if name in TABLES:
         return Tables(TABLES[name], TABLES[name])
     try:
@@ -66,9 +60,7 @@ def _tables(name: str) -> Tables:
 
 
 def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
-    """Raises:
-    BadInput: the table does not have the transport, or the transport does not reach so many ranks.
-    """
+    """The link of so many ranks; over the fastest transport that reaches them if none is asked for."""
     known = list(dict.fromkeys(wire.transport for wire in hardware.wires))
     far = world > hardware.domain
     if transport is None:
@@ -102,9 +94,7 @@ def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: b
 
 
 def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]:
-    """Raises:
-    BadInput: `text` is no list of numbers from 0 to 1.
-    """
+    """Settings for each share in `text`, a list of numbers from 0 to 1."""
     try:
         shares = [float(share) for share in text.split(",") if share]
         return [parse_options({**options, "activation_memory_budget": share}) for share in shares]
@@ -135,11 +125,7 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
 
 
 def _predicted(arguments: argparse.Namespace) -> dict[str, list[Explanation]]:
-    """Explanations by what differs between them: "ranks", "budgets" or "activation_budgets".
-
-    Raises:
-        BadInput: there is no such model, it cannot be traced, or a number is none.
-    """
+    """Explanations by what differs between them: "ranks", "budgets" or "activation_budgets"."""
     ranks, budgets_mib = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
     if not ranks:
         raise BadInput("--ranks takes at least one number")
@@ -179,7 +165,8 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code 0.
 
     Raises:
-        BadInput: see `_predicted`; or the file for JSON cannot be written.
+        BadInput: there is no such model or table, it cannot be traced, an option cannot have its value, or the file for
+            JSON cannot be written.
     """
     before = Counter(counters["graph_break"])
     explained = _predicted(arguments)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -85,10 +86,7 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
         BadInput: there is no such model.
     """
     if module:
-        made = function_of(module)()
-        if not isinstance(made, tuple) or len(made) != 3:
-            raise BadInput(f"{module} must return a module, batch(step, rank) and loss(module, batch)")
-        model, batch, loss = made
+        model, batch, loss = built_by(function_of(module), module)
         return Workload(WithLoss(model, loss), batch, None)
     if name in SIZES:
         size = SIZES[name]
@@ -130,24 +128,41 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def function_of(where: str) -> Callable[[], Any]:
+def import_alone(file: Path) -> ModuleType:
+    """The module of a file, imported under a name that no other module has."""
+    specification = importlib.util.spec_from_file_location(f"zcompile_profiled_{file.stem}", file)
+    if specification is None or specification.loader is None:
+        raise BadInput(f"--module takes a Python file, and {file} is none")
+    loaded = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = loaded  # where pickle and dataclasses look
+    specification.loader.exec_module(loaded)
+    return loaded
+
+
+def function_of(where: str, import_file: Callable[[Path], ModuleType] = import_alone) -> Callable[[], Any]:
     """The function that "file.py:function" names.
 
     Raises:
         BadInput: there is none.
     """
-    file, _, function = where.rpartition(":")
-    if not file or not Path(file).is_file():
-        raise BadInput(f"--module takes file.py:function, and there is no file {file or where!r}")
-    specification = importlib.util.spec_from_file_location(f"zcompile_profiled_{Path(file).stem}", file)
-    if specification is None or specification.loader is None:
-        raise BadInput(f"--module takes a Python file, and {file} is none")
-    loaded = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = loaded  # where pickle and dataclasses look
+    text, _, function = where.rpartition(":")
+    file = Path(text)
+    if not text or not file.is_file():
+        raise BadInput(f"--module takes file.py:function, and there is no file {text or where!r}")
     try:
-        specification.loader.exec_module(loaded)
+        module = import_file(file)
+    except BadInput:
+        raise
     except Exception as error:
         raise BadInput(f"{file} cannot be imported: {type(error).__name__}: {_first_line(error)}") from None
-    if not callable(getattr(loaded, function, None)):
+    if not callable(getattr(module, function, None)):
         raise BadInput(f"{file} has no function {function!r}")
-    return getattr(loaded, function)
+    return getattr(module, function)
+
+
+def built_by(build: Callable[[], Any], where: str) -> Any:
+    """The module, the batches and the loss that a user's function, which `where` names, returns."""
+    made = build()
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise BadInput(f"{where} must return a module, batch(step, rank) and loss(module, batch)")
+    return made
