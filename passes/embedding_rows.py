@@ -83,21 +83,14 @@ def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
 
 
 class _AddedRows(NamedTuple):
-    """The gradients of rows that are added to zeros.
+    """The gradients of rows that are added to zeros."""
 
-    Attributes:
-        grad: gradients, of shape [*indices.shape, width].
-        indices: the row that each of them is added to.
-        table_rows: if indices may be negative and then count from the end, the number of rows; else None.
-        mask: which indices count, or which do not; None if all count.
-        mask_counts: whether `mask` says which indices count.
-    """
-
-    grad: Node
-    indices: Node
+    grad: Node  # gradients, of shape [*indices.shape, width]
+    indices: Node  # the row that each of them is added to
+    # If indices may be negative and then count from the end, the number of rows; else None.
     table_rows: int | None = None
-    mask: Node | None = None
-    mask_counts: bool = True
+    mask: Node | None = None  # which indices count, or which do not; None if all count
+    mask_counts: bool = True  # whether `mask` says which indices count
 
 
 def _added_rows(dense: Node, fused: bool) -> _AddedRows | None:

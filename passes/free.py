@@ -49,7 +49,7 @@ def free(graph: Graph) -> None:
         if is_matmul(node) and node not in needed:
             behind += [last_dgrad[origin] for origin in map(_origin, node.all_input_nodes) if origin in last_dgrad]
         dgrad = max(behind, key=position.__getitem__, default=node)
-        if _writes(node):
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):  # it writes to an argument
             _move(sorted(itertools.chain(*waiting.values()), key=position.__getitem__), before=node)
             waiting.clear()
             goal.clear()
@@ -114,8 +114,3 @@ def _origin(node: Node) -> Node:
     while node.args and is_movement(node, args_of(node)[0]):
         node = args_of(node)[0]
     return node
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable

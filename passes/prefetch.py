@@ -59,16 +59,10 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
 
 
 class _Needs(NamedTuple):
-    """What a transfer needs to be hidden, in seconds of compute since the graph's beginning.
+    """What a transfer needs to be hidden, in seconds of compute since the graph's beginning."""
 
-    Attributes:
-        begins_s: the latest time at which it may begin.
-        reader_s: when its first reader comes.
-        takes_s: how long it takes.
-    """
-
-    begins_s: float
-    reader_s: float
+    begins_s: float  # the latest time at which it may begin
+    reader_s: float  # when its first reader comes
     takes_s: float
 
 

@@ -1,10 +1,14 @@
 """Backward gathers parameters again instead of having them saved."""
 
-from torch.fx import Graph
+import torch
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zcompile.graph.dequantized import dequantized
-from zcompile.graph.ops import GATHER, backward_nodes, calls, chain, readers
+from zcompile.costs.formulas.products import is_matmul
+from zcompile.graph.ops import GATHER, aten, backward_nodes, calls, chain, is_user_collective, readers, value
+from zcompile.options import TRAINABLE
+
+LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.take.default}
 
 
 def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
@@ -22,7 +26,7 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
         saves_readers: whether such readers get that tag. Not under a budget of activations, for which sizes decide.
     """
     backward = backward_nodes(graph)
-    of_quantized = set(dequantized(graph))
+    of_quantized = set(_dequantized(graph))
     for gather in calls(graph, GATHER):
         links = chain(gather)
         if gather in of_quantized:
@@ -36,3 +40,24 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
             continue
         for reader in calls_reading:
             reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def _dequantized(graph: Graph) -> list[Node]:
+    """Gathers of dtypes that do not train, and nodes that are made of them and of other parameters alone.
+
+    A lookup of packed values in a table, whose result has the shape of the weight, counts, whatever the table is.
+    Matmuls do not, nor does what is random.
+    """
+    found: dict[Node, bool] = {  # of parameters alone -> whether one of them is quantized
+        gather: value(gather).dtype not in TRAINABLE for gather in calls(graph, GATHER)
+    }
+    for node in graph.nodes:
+        if node.op != "call_function" or node in found or is_matmul(node) or is_user_collective(node):
+            continue
+        sources = node.all_input_nodes
+        if node.target in LOOKUPS:
+            sources = [source for source in sources if source is not node.args[0] or source in found]
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if sources and not is_random and all(source in found for source in sources):
+            found[node] = any(found[source] for source in sources)
+    return [node for node, is_quantized in found.items() if is_quantized]

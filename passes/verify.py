@@ -37,10 +37,7 @@ class VerificationError(AssertionError):
 def verify(graph: Graph, after: str) -> None:
     """Check that each parameter has one gather and one reduce, and that each start is waited for exactly once.
 
-    A parameter may be gathered again when its first gather's result is dead.
-
-    Args:
-        after: name of the pass that has just run.
+    A parameter may be gathered again when its first gather's result is dead. `after` names the pass that has just run.
 
     Raises:
         VerificationError: names the pass and the first offending node.
@@ -87,11 +84,7 @@ def _verify_reduces(graph: Graph, after: str) -> None:
 
 
 def verify_widths(graph: Graph) -> None:
-    """Check that no parameter travels wider than its readers need.
-
-    Raises:
-        VerificationError: all readers of a gather cast it to one narrower dtype.
-    """
+    """Check that no parameter travels wider than its readers need."""
     for node in calls(graph, GATHER, GATHER_WAIT):
         _require(not narrowing_casts(node), "all", node, "is wider than its readers")
 
@@ -118,11 +111,7 @@ def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
 def verify_partition(forward: GraphModule, num_outputs: int) -> None:
     """Check that forward saves no unsharded parameter, nor a view of one, except those that `save_for_backward` chose.
 
-    Args:
-        forward: the forward graph. Its outputs after the first `num_outputs` are saved for backward.
-
-    Raises:
-        VerificationError: names what would be saved.
+    Its outputs after the first `num_outputs` are saved for backward.
     """
     unsharded = {link for gather in calls(forward.graph, GATHER) for link in chain(gather)}
     outputs = args_of(forward.graph.output_node())[0]

@@ -39,26 +39,19 @@ OPTIONAL_PASSES = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What passes are configured with: everything that decides a plan, except the graph itself.
+    """What passes are configured with: everything that decides a plan, except the graph itself."""
 
-    Attributes:
-        link: the machine, the transport and the number of ranks; the same on all ranks.
-        fused: whether what runs the graph fuses pointwise nodes.
-        disabled: names of passes to leave out, of OPTIONAL_PASSES.
-        costs: (op, version) of the formulas that users registered; see `zcompile.register_cost`.
-        others: see the fields of these names in `zcompile.options.Settings`.
-    """
-
-    link: Link
+    link: Link  # the machine, the transport and the number of ranks; the same on all ranks
+    # What the options of these names give; see `Settings`.
     gather_budget_bytes: int
     reduce_budget_bytes: int | None
     bucket_bytes: int
     save_for_backward_bytes: int | None
     rematerialize: bool = True
     activation_memory_budget: float = 1.0
-    fused: bool = True
-    disabled: tuple[str, ...] = ()
-    costs: tuple[tuple[str, str], ...] = ()
+    fused: bool = True  # whether what runs the graph fuses pointwise nodes
+    disabled: tuple[str, ...] = ()  # names of passes to leave out, of OPTIONAL_PASSES
+    costs: tuple[tuple[str, str], ...] = ()  # (op, version) of the formulas that users registered
 
 
 @dataclass(frozen=True)

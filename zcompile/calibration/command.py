@@ -21,10 +21,7 @@ TIMEOUT_S = 300.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, keep the rates, and print them beside the shipped table.
-
-    Returns:
-        The exit code: 0, or 1 if a rank failed.
+    """Measure, keep the rates, and print them beside the shipped table. Returns 1 if a rank failed.
 
     Raises:
         BadInput: more ranks than GPUs, or a file that cannot be written.
@@ -39,11 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def start_ranks(ranks: int, output: Path | None) -> int:
-    """Start `ranks` processes that measure this machine, wait for them, and return the exit code of the command.
-
-    Args:
-        output: the file of the calibration. Default: the cache in which training finds it.
-    """
+    """Start processes that measure this machine into `output`, by default the cache. Returns the exit code."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launch, "-m", "zcompile", "calibrate", *(["--output", str(output)] if output else [])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun has it, under which models train

@@ -4,6 +4,7 @@ Ranks may have other devices, or other files of calibrations in their homes. Pla
 rank reports its own machine, and all take the table of the first rank and the least memory.
 """
 
+import functools
 import logging
 import os
 import socket
@@ -21,40 +22,29 @@ from zcompile.ranks.process_groups import all_gather_over_mesh, device_of, is_fa
 
 log = logging.getLogger("zcompile")
 
-_noticed: set[str] = set()
+_warn_once = functools.cache(log.warning)
 
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """The machine of one rank, as it reports it to the others.
+    """The machine of one rank, as it reports it to the others."""
 
-    Attributes:
-        device: the name of its device.
-        calibration: of that device, as JSON; "" if `zcompile calibrate` did not run there.
-        notice: a warning for the user, if there is no calibration.
-        memory: the host or GPU whose memory it shares, its bytes, and how many ranks of the job at least share it.
-    """
-
-    device: str
-    calibration: str
-    notice: str
+    device: str  # the name of its device
+    calibration: str  # of that device, as JSON; "" if `zcompile calibrate` did not run there
+    notice: str  # a warning for the user, if there is no calibration
+    # The host or GPU whose memory it shares, its bytes, and how many ranks of the job at least share it.
     memory: tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that all ranks of a mesh plan with.
+    """The machine that all ranks of a mesh plan with."""
 
-    Attributes:
-        hardware: the table for plans; see `Tables`.
-        measured: the table for predictions.
-        memory_bytes: of the rank that has the least, rounded down to a power of two: 80 GB are 64 GiB. Total and not
-            free memory, because that differs from run to run, and another plan would miss every cache. Rounded,
-            because machines of one kind differ a little.
-    """
-
-    hardware: Hardware
-    measured: Hardware
+    hardware: Hardware  # the table for plans; see `Tables`
+    measured: Hardware  # the table for predictions
+    # Of the rank that has the least, rounded down to a power of two: 80 GB are 64 GiB. Total and not free memory,
+    # because that differs from run to run, and another plan would miss every cache. Rounded, because machines of one
+    # kind differ a little.
     memory_bytes: int
 
 
@@ -78,9 +68,8 @@ def local_machine(mesh: DeviceMesh) -> LocalMachine:
 def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine:
     """The machine to plan with, from the report of each rank of `mesh`, in one order on all ranks."""
     first, on_gpu = reports[0], mesh.device_type == "cuda"
-    if first.notice and mesh.get_rank() == mesh.mesh.flatten().tolist()[0] and first.notice not in _noticed:
-        _noticed.add(first.notice)
-        log.warning("zcompile: %s", first.notice)
+    if first.notice and mesh.get_rank() == mesh.mesh.flatten().tolist()[0]:
+        _warn_once("zcompile: %s", first.notice)
     shipped = table_of_name(first.device)[0] if on_gpu else CPU
     calibration = Calibration.from_json(first.calibration) if first.calibration else None
     hardware, measured = (shipped, shipped) if calibration is None else tables_of(shipped, calibration)

@@ -26,23 +26,16 @@ CYCLES_S = 2e9  # of a GPU's clock, about
 
 
 class Sizes(NamedTuple):
-    """Shapes that are measured.
+    """Shapes that are measured."""
 
-    Attributes:
-        products: n of each matmul [n, n] x [n, n].
-        grouped_rows: rows of all groups together, for each measured grouped matmul.
-        groups, inner, columns: number of groups, and the shape [inner, columns] of each group's weight.
-        attention: batch, heads, sequence length, width of a head.
-        memory_bytes: of each of the two tensors that the measured pointwise kernel reads; of all parameters that the
-            measured step of AdamW changes.
-    """
-
-    products: tuple[int, ...]
-    grouped_rows: tuple[int, ...]
-    groups: int
+    products: tuple[int, ...]  # n of each matmul [n, n] x [n, n]
+    grouped_rows: tuple[int, ...]  # rows of all groups together, for each measured grouped matmul
+    groups: int  # in each of these, with a weight of shape [inner, columns]
     inner: int
     columns: int
-    attention: tuple[int, int, int, int]
+    attention: tuple[int, int, int, int]  # batch, heads, sequence length, width of a head
+    # Of each of the two tensors that the measured pointwise kernel reads; of all parameters that the measured step of
+    # AdamW changes.
     memory_bytes: int
 
 

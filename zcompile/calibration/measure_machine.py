@@ -123,11 +123,7 @@ def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
 
 
 class _Transport:
-    """Transfers of one transport, timed.
-
-    Args:
-        runtime: an empty one. Before anything is measured, it must use the transport.
-    """
+    """Transfers of one transport, timed. The runtime, an empty one, must use it before anything is measured."""
 
     def __init__(self, name: str, runtime: _C.Model, mesh: DeviceMesh, device: torch.device):
         self.name, self.runtime, self.device = name, runtime, device

@@ -27,10 +27,7 @@ def host_memory_bytes() -> int:
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
     """The limits in bytes of this process's control groups and of those that they are in, of either version.
 
-    Without a limit, version 1 has a number near 2 ** 63.
-
-    Args:
-        root: where `proc` and `sys` are; tests have their own.
+    Without a limit, version 1 has a number near 2 ** 63. Tests have a `root` of their own, with `proc` and `sys`.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -38,11 +38,7 @@ Partition = Callable[..., tuple[GraphModule, GraphModule]]  # as `zcompile.compi
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse settings that Inductor does not have, or that would let ranks compile different graphs.
-
-    Raises:
-        ValueError: names the setting.
-    """
+    """Refuse settings that Inductor does not have, or that would let ranks compile different graphs."""
     if strange := [name for name in config if not hasattr(inductor_config, name)]:
         raise ValueError(
             f"zcompile: option 'inductor' has {', '.join(map(repr, strange))}, which Inductor does not know; "
@@ -56,11 +52,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def refuse_cuda_graphs(config: Mapping[str, Any], mode: str | None) -> None:
-    """Refuse CUDA graphs, whether a mode, an option or torch's own configuration asks for them.
-
-    Raises:
-        ValueError: they are asked for.
-    """
+    """Refuse CUDA graphs, whether a mode, an option or torch's own configuration asks for them."""
     settings = {**(list_mode_options(mode) if mode else {}), **config}
     if settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
         raise ValueError(

@@ -10,19 +10,14 @@ Points = tuple[tuple[int, float], ...]  # measured: (bytes that a rank receives,
 
 @dataclass(frozen=True)
 class Wire:
-    """Measured transfers of one transport between `world` ranks of one domain (of NVLink, say).
-
-    Attributes:
-        gather, reduce: (bytes that a rank receives, seconds) of transfers of rising size. One tensor each; on CPUs,
-            where it takes time to pack them, several.
-        interference: seconds that compute loses for each second of transfer beside it: transfers take memory bandwidth,
-            power or SMs.
-    """
+    """Measured transfers of one transport between `world` ranks of one domain (of NVLink, say)."""
 
     transport: str
     world: int
+    # Both: transfers of rising size, of one tensor each; on CPUs, where it takes time to pack them, of several.
     gather: Points
     reduce: Points
+    # Seconds that compute loses for each second of transfer beside it: transfers take memory bandwidth, power or SMs.
     interference: float
 
 
@@ -56,44 +51,32 @@ STAND_INS = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine. Rates are what kernels reach, not what the maker promises.
-
-    Attributes:
-        matmul_flops_s: (dtype, operations a second that large matmuls reach), for each dtype that was measured.
-        attention_flops_s: operations a second that flash attention reaches: forward and backward together, heads 128
-            wide, no mask. `costs/attention.py` has what other calls reach of it.
-        bytes_s: bytes of memory a second that a pointwise kernel reads and writes.
-        adam_bytes_s: the same of fused AdamW, which reads and writes many tensors at once. None: as `bytes_s`.
-        kernel_s: the least time of a kernel, in seconds.
-        wires: what was measured. Of a transport's wires, `over` takes the one with the most ranks that are not more
-            than the world.
-        domain: how many ranks share the fast links.
-        network: what connects domains.
-        memory_bytes: of one device.
-        source: what the figures rest on; `explain` prints it.
-        attention_by_kernel: (kernel, operations a second) of other kernels, where they were measured. The others have a
-            share of `attention_flops_s`; see ATTENTION_SHARES.
-        grouped_share: what grouped matmuls reach of the rate of plain ones, padding counted.
-        widest_cudnn_head: torch runs attention by cuDNN before it tries other kernels, where heads are no wider than
-            this and 2-byte; 0 where it tries flash attention first.
-        attention_varies: whether a call of attention reaches another share of the rate than the measured ones, as on
-            GPUs.
-    """
+    """One machine. Rates are what kernels reach, not what the maker promises."""
 
     name: str
+    # (dtype, operations a second that large matmuls reach), for each dtype that was measured.
     matmul_flops_s: tuple[tuple[torch.dtype, float], ...]
+    # Operations a second that flash attention reaches: forward and backward together, heads 128 wide, no mask.
+    # `formulas/attention.py` has what other calls reach of it.
     attention_flops_s: float
-    bytes_s: float
-    kernel_s: float
+    bytes_s: float  # bytes of memory a second that a pointwise kernel reads and writes
+    kernel_s: float  # the least time of a kernel, in seconds
+    # Of a transport's wires, `over` takes the one with the most ranks that are not more than the world.
     wires: tuple[Wire, ...]
-    domain: int
-    network: Network
-    memory_bytes: int
-    source: str
+    domain: int  # how many ranks share the fast links
+    network: Network  # what connects domains
+    memory_bytes: int  # of one device
+    source: str  # what the figures rest on; `explain` prints it
+    # (kernel, operations a second) of other kernels, where they were measured. The others have a share of
+    # `attention_flops_s`; see ATTENTION_SHARES.
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
-    grouped_share: float = 0.8
+    grouped_share: float = 0.8  # what grouped matmuls reach of the rate of plain ones, padding counted
+    # Whether a call of attention reaches another share of the rate than the measured ones, as on GPUs.
     attention_varies: bool = True
+    # torch runs attention by cuDNN before it tries other kernels, where heads are no wider than this and 2-byte; 0
+    # where it tries flash attention first.
     widest_cudnn_head: int = 0
+    # The rate of fused AdamW, which reads and writes many tensors at once. None: `bytes_s`.
     adam_bytes_s: float | None = None
 
     def matmul_rate(self, dtype: torch.dtype) -> float:

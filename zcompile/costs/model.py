@@ -41,23 +41,14 @@ class Costs:
 
     A matmul takes the time of its operations or of its bytes, whichever is more. Nodes that fuse take the time of the
     bytes that their kernels read and write ([Note: what fuses] in liveness.py). Transfers, waits and views take none.
-
-    Args:
-        link: gives the hardware's rates.
-        fused: whether pointwise nodes fuse, as under Inductor.
-
-    Attributes:
-        liveness: of the same graph, with the same `fused`.
-        seconds: node -> its compute time in seconds.
-        without_formula: seconds of compute of ops that no formula is known for, by their names. They count as bytes.
     """
 
     def __init__(self, graph: Graph, link: Link, fused: bool = True):
         self.link = link
         note_unbacked_sizes(graph)
         self.liveness = Liveness(graph, fused)
-        self.seconds: dict[Node, float] = {}
-        self.without_formula: dict[str, float] = {}
+        self.seconds: dict[Node, float] = {}  # of compute
+        self.without_formula: dict[str, float] = {}  # of ops without one, by name: they count as bytes
         self._segment = -1
         self._read: set[Storage] = set()  # by the kernels of that segment
         for node in self.liveness.nodes:
@@ -117,39 +108,24 @@ def _dtype(node: Node) -> torch.dtype:
 
 @dataclass
 class Transfer:
-    """One gather, reduce or collective of the user's in a simulated step; several parameters may travel together.
-
-    Attributes:
-        start: the node that begins it.
-        nbytes: bytes on the wire, from `wire_bytes`.
-        begins_s, ends_s: seconds since the graph's beginning.
-        exposed_s: seconds that compute waits for it.
-    """
+    """One gather, reduce or collective of the user's in a simulated step; several parameters may travel together."""
 
     start: Node
-    nbytes: int
-    begins_s: float
+    nbytes: int  # bytes on the wire, from `wire_bytes`
+    begins_s: float  # seconds since the graph's beginning, as `ends_s`
     ends_s: float
-    exposed_s: float = 0.0
+    exposed_s: float = 0.0  # seconds that compute waits for it
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated run of a graph, which takes `compute_s + exposed_s + slowed_s`.
+    """A simulated run of a graph, which takes `compute_s + exposed_s + slowed_s`."""
 
-    Attributes:
-        transfers: in the order of their starts.
-        compute_s: seconds of compute, as if nothing travelled beside it.
-        exposed_s: seconds in which compute waits for the wire.
-        slowed_s: seconds that compute loses because the wire takes memory bandwidth, power or SMs meanwhile.
-        begins_s: when each node begins, in graph order, `slowed_s` left out.
-    """
-
-    transfers: tuple[Transfer, ...]
-    compute_s: float
-    exposed_s: float
-    slowed_s: float
-    begins_s: tuple[float, ...]
+    transfers: tuple[Transfer, ...]  # in the order of their starts
+    compute_s: float  # seconds of compute, as if nothing travelled beside it
+    exposed_s: float  # seconds in which compute waits for the wire
+    slowed_s: float  # seconds that compute loses because the wire takes memory bandwidth, power or SMs meanwhile
+    begins_s: tuple[float, ...]  # when each node begins, in graph order, `slowed_s` left out
 
     @property
     def total_s(self) -> float:
@@ -159,8 +135,7 @@ class Timeline:
 def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timeline:
     """Run `graph` without a device: nodes compute in order, and one wire serves transfers in the order of their starts.
 
-    Args:
-        cached: starts that find their parameter unsharded, and transfer nothing.
+    Starts in `cached` find their parameter unsharded, and transfer nothing.
     """
     link = costs.link
     now_s = wire_free_s = compute_s = exposed_s = 0.0

@@ -62,19 +62,12 @@ FUSES = {
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that one node makes. Positions are indices of nodes in the graph.
-
-    Attributes:
-        maker: the node.
-        nbytes: its size, dynamic sizes as traced.
-        made: position of the maker.
-        dies: position of the last reader; the number of nodes if the graph returns it.
-    """
+    """Memory that one node makes. Positions are indices of nodes in the graph."""
 
     maker: Node
-    nbytes: int
+    nbytes: int  # its size, dynamic sizes as traced
     made: int
-    dies: int
+    dies: int  # position of the last reader; the number of nodes if the graph returns it
 
 
 class Liveness:
@@ -82,21 +75,14 @@ class Liveness:
 
     Args:
         fused: whether pointwise nodes fuse, as under Inductor.
-
-    Attributes:
-        nodes: the graph's nodes in order.
-        position: node -> its index in `nodes`.
-        storages: node -> the storages that hold its result. For a result that is never written: those that it is
-            computed from.
-        written: the nodes whose result is written to memory that they make.
-        segment: node -> the number of its segment; see [Note: what fuses].
     """
 
     def __init__(self, graph: Graph, fused: bool = True):
         self.nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
+        # Node -> the storages that hold its result. For a result that is never written: those that it is computed from.
         self.storages: dict[Node, list[Storage]] = {}
-        self.written: set[Node] = set()
+        self.written: set[Node] = set()  # nodes whose result is written to memory that they make
         self.segment = _segments(self.nodes) if fused else dict(self.position)
         for i, node in enumerate(self.nodes):
             self.storages[node] = self._storages_of(node, i)
@@ -115,9 +101,7 @@ class Liveness:
     ) -> list[int]:
         """Bytes alive while each node runs: its arguments, its result, and whatever is read later.
 
-        Args:
-            exclude: nodes whose storages do not count.
-            scaled: nodes whose storages count `scale` times.
+        Storages of nodes in `exclude` do not count, those of nodes in `scaled` count `scale` times.
         """
         change = [0] * (len(self.nodes) + 2)
         for storage in self:

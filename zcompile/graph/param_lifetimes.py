@@ -9,53 +9,30 @@ import torch
 from torch.fx import Graph, Node
 
 from zcompile.graph.liveness import Liveness
-from zcompile.graph.ops import (
-    GATHER_STARTS,
-    calls,
-    chain,
-    readers,
-    shards_of,
-    transfer_bytes,
-    value,
-    waits_of,
-)
+from zcompile.graph.ops import GATHER_STARTS, calls, chain, readers, shards_of, transfer_bytes, value, waits_of
 
 
 @dataclass(frozen=True)
 class ParamLifetime:
-    """The lifetime of one unsharded parameter, from the start of its gather to its last reader.
+    """The lifetime of one unsharded parameter, from the start of its gather to its last reader."""
 
-    Attributes:
-        shard: the node that is gathered.
-        start: the node that begins the gather, alone or for a group.
-        wait: the node whose result is the unsharded parameter.
-        nbytes: size of the unsharded parameter.
-        begins, ends: positions of the start and of the last reader in the graph, both included.
-        returned: whether the parameter lives on after the graph. Then it counts in no budget.
-    """
-
-    shard: Node
-    start: Node
-    wait: Node
-    nbytes: int
-    begins: int
-    ends: int
-    returned: bool
+    shard: Node  # the node that is gathered
+    start: Node  # the node that begins the gather, alone or for a group
+    wait: Node  # the node whose result is the unsharded parameter
+    nbytes: int  # of the unsharded parameter
+    begins: int  # position of the start in the graph
+    ends: int  # position of the last reader, included
+    returned: bool  # whether the parameter lives on after the graph. Then it counts in no budget
 
 
 class ParamLifetimes:
-    """All lifetimes of a graph in which gathers are split into starts and waits.
-
-    Attributes:
-        lifetimes: in the order of the starts.
-        liveness: of the same graph, without fusion: a pointwise node reads a parameter where it stands.
-    """
+    """All lifetimes of a graph in which gathers are split into starts and waits."""
 
     def __init__(self, graph: Graph):
-        self.liveness = Liveness(graph, fused=False)
+        self.liveness = Liveness(graph, fused=False)  # a pointwise node reads a parameter where it stands
         position, storages = self.liveness.position, self.liveness.storages
         end = len(self.liveness.nodes)
-        self.lifetimes: list[ParamLifetime] = []
+        self.lifetimes: list[ParamLifetime] = []  # in the order of the starts
         for start in calls(graph, *GATHER_STARTS):
             for shard, wait, storage in zip(shards_of(start), waits_of(start), storages[start], strict=True):
                 ends, returned = min(storage.dies, end - 1), storage.dies == end
@@ -65,9 +42,7 @@ class ParamLifetimes:
     def unsharded_bytes(self, include_returned: bool = False, exclude: Collection[Node] = ()) -> list[int]:
         """Bytes of unsharded parameters at each node, in flight or gathered; then a 0, for the end of the graph.
 
-        Args:
-            include_returned: whether parameters that live on after the graph count too.
-            exclude: starts whose parameters do not count.
+        Those that live on after the graph count if `include_returned`, those of starts in `exclude` never.
         """
         change = [0] * (len(self.liveness.nodes) + 1)
         for lifetime in self.lifetimes:

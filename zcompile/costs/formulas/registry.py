@@ -64,11 +64,7 @@ def registered_costs() -> tuple[tuple[str, str], ...]:
 
 
 def name_of(op: Any) -> str:
-    """The name under which the formula of `op` is kept: "lib::op", or "triton:module.kernel".
-
-    Raises:
-        TypeError: it is neither an op nor a Triton kernel.
-    """
+    """The name under which the formula of `op` is kept: "lib::op", or "triton:module.kernel"."""
     if isinstance(op, str) and op.count("::") == 1 and all(op.split("::")):
         return op
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returned

@@ -61,11 +61,7 @@ class Work:
     seconds: float = 0.0
 
     def on(self, hardware: Hardware, dtype: torch.dtype, nbytes: float) -> float:
-        """Seconds on `hardware`.
-
-        Args:
-            dtype, nbytes: what the fields of these names are by default.
-        """
+        """Seconds on `hardware`; `dtype` and `nbytes` are what the fields of these names are by default."""
         memory_s = (nbytes if self.nbytes is None else self.nbytes) / hardware.bytes_s
         seconds = memory_s
         if self.flops:
@@ -82,22 +78,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Call:
-    """A call as formulas see it.
+    """A call as formulas see it."""
 
-    Attributes:
-        name: of the op, without its overload, such as "aten::topk".
-        args, kwargs: with a `TensorSize` for each tensor, and a number for each dynamic size.
-        out: a `TensorSize`, or a tuple of them and None.
-        names: of the op's parameters, from its schema. Empty if there is none.
-        node: where it stands; for formulas that look at more than sizes.
-    """
-
-    name: str
-    args: tuple[Any, ...]
+    name: str  # of the op, without its overload, such as "aten::topk"
+    args: tuple[Any, ...]  # with a `TensorSize` for each tensor, and a number for each dynamic size, as `kwargs`
     kwargs: Mapping[str, Any]
-    out: Any
-    names: tuple[str, ...] = ()
-    node: Node | None = field(default=None, compare=False)
+    out: Any  # a `TensorSize`, or a tuple of them and None
+    names: tuple[str, ...] = ()  # of the op's parameters, from its schema. Empty if there is none
+    node: Node | None = field(default=None, compare=False)  # where it stands; for formulas that look at more than sizes
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The argument `name`, by position or by keyword; `default` if it is not given."""
