@@ -13,6 +13,7 @@ In fp16, the step stays DeepSpeed's, because the search for overflows reads Deep
 offloaded optimizer, which reads that buffer, too.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,8 @@ ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.op
 class LeanStep:
     """From `install()` to `remove()`, methods of one stage-3 optimizer are replaced, and its gradient buffers freed."""
 
+    EDITING = ("set_fp32_grad_for_param", "set_local_grad_for_param")
     REPLACED = (
-        "set_fp32_grad_for_param",
-        "set_local_grad_for_param",
         "_get_norm_groups",
         "_prepare_fp32_grad_for_sub_group",
         "unscale_and_clip_grads",
@@ -73,11 +73,7 @@ class LeanStep:
 
     @property
     def gradients(self) -> Gradients:
-        """The gradients of this step.
-
-        Raises:
-            RuntimeError: DeepSpeed has its buffers, as between `offload_states` and `reload_states`.
-        """
+        """The gradients of this step."""
         if self.cached_gradients is None:
             raise RuntimeError("zcompile: this engine's states are offloaded; call reload_states first.")
         return self.cached_gradients
@@ -89,6 +85,9 @@ class LeanStep:
         for name in self.REPLACED:
             self.originals[name] = getattr(self.optimizer, name)
             setattr(self.optimizer, name, getattr(self, name.lstrip("_")))
+        for name in self.EDITING:
+            self.originals[name] = getattr(self.optimizer, name)
+            setattr(self.optimizer, name, functools.partial(self.edit, name))
 
     def remove(self, restore_buffers: bool) -> None:
         """Let DeepSpeed do the step again, with its buffers and this step's gradients in them if `restore_buffers`."""
@@ -254,18 +253,9 @@ class LeanStep:
         if self.cached_gradients is not None:
             self.cached_gradients.clear()
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, parameter: ZeroParameter) -> None:
-        """Also note the edit."""
-        self.originals["set_fp32_grad_for_param"](value, parameter)
-        self.note_edit(parameter)
-
-    def set_local_grad_for_param(self, value: torch.Tensor, parameter: ZeroParameter) -> None:
-        """Also note the edit."""
-        self.originals["set_local_grad_for_param"](value, parameter)
-        self.note_edit(parameter)
-
-    def note_edit(self, parameter: ZeroParameter) -> None:
-        """Increment the gradient's version. DeepSpeed writes gradients past the version counter."""
+    def edit(self, name: str, value: torch.Tensor, parameter: ZeroParameter) -> None:
+        """Also increment the gradient's version. DeepSpeed's methods of EDITING write past the version counter."""
+        self.originals[name](value, parameter)
         if self.cached_gradients is not None and parameter.requires_grad:
             torch.autograd.graph.increment_version(self.cached_gradients[parameter.ds_id])
 

@@ -16,12 +16,7 @@ class SubGroup:
     """A flat main parameter and its optimizer state, cut into views [elements of a partition], one a parameter."""
 
     def __init__(self, flat: nn.Parameter, state: dict[str, Any], lengths: list[int]):
-        """
-        Args:
-            flat: the main parameter, [sum of `lengths`].
-            state: of the optimizer for `flat`.
-            lengths: elements of each parameter's partition, in order.
-        """
+        """`flat` is the main parameter, [sum of `lengths`]; `lengths` are elements of each partition, in order."""
         self.flat = flat
         self.state = state
         self.numbers = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
@@ -75,10 +70,7 @@ def cast_batches(
     """Yield the gradients in `dtype` and divided by `scale`, in order.
 
     Gradients that need no cast come as one batch. Others come in batches of about `cast_bytes` after the cast, and each
-    gradient is freed when it has been cast.
-
-    Args:
-        gradients: is emptied.
+    gradient is freed when it has been cast: the list is emptied.
     """
     batch, batch_cast_bytes = [], 0
     gradients.reverse()

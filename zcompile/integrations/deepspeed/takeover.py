@@ -165,11 +165,7 @@ class Takeover:
     # --- Taking over and giving back ---
 
     def take_over(self) -> None:
-        """Gather from the engine's partitions; all ranks together.
-
-        Raises:
-            RuntimeError: this engine is not supported.
-        """
+        """Gather from the engine's partitions; all ranks together."""
         optimizer = self.engine.optimizer
         if reason := unsupported(self.engine):
             raise RuntimeError(reason)
@@ -213,11 +209,7 @@ class Takeover:
         order_units(state, units)
 
     def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: ZeroParameter) -> None:
-        """Make `module.attribute`, a ZeRO-3 parameter, one of `state`.
-
-        Raises:
-            RuntimeError: it is partitioned over other ranks than the model.
-        """
+        """Make `module.attribute`, a ZeRO-3 parameter, one of `state`."""
         known = self.partitions.get(parameter.ds_id)
         if known is not None:  # tied
             known.add_owner(module, attribute, known.leaf)
@@ -256,11 +248,7 @@ class Takeover:
 
     @torch.no_grad()
     def accept(self, partition: Partition, grad: torch.Tensor) -> None:
-        """Have the optimizer store or add a reduced gradient, [elements of the partition without padding].
-
-        Raises:
-            RuntimeError: inside of `engine.coalesce_grad_reduction()`.
-        """
+        """Have the optimizer store or add a reduced gradient, [elements of the partition without padding]."""
         parameter, optimizer = partition.parameter, self.engine.optimizer
         if parameter.ds_id not in self.trained:
             return

@@ -34,11 +34,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The class of that name, whose module is imported now.
-
-    Raises:
-        ImportError: the library that it stands in for is not installed.
-    """
+    """The class of that name, whose module is imported now."""
     if name in _MODULES:
         return getattr(importlib.import_module(f"zcompile.integrations.huggingface.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,11 +50,7 @@ class Accelerator(accelerate.Accelerator):
 
     @staticmethod
     def adopt(accelerator: accelerate.Accelerator, plugin: CompilePlugin) -> "Accelerator":
-        """Make one of accelerate's, which has prepared nothing yet, one of this class.
-
-        Raises:
-            ValueError: see `Accelerator`.
-        """
+        """Make one of accelerate's, which has prepared nothing yet, one of this class."""
         accelerator.__class__ = Accelerator
         adopted = cast(Accelerator, accelerator)
         adopted.state.dynamo_plugin = plugin
@@ -212,11 +208,7 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
 
 
 def _places_in(optimizers: Iterable[Optimizer], names: dict[int, str]) -> list[tuple[list[torch.Tensor], int, str]]:
-    """List, index and name of each parameter of `names`, by id, that an optimizer holds.
-
-    Raises:
-        ValueError: an optimizer has a state of one.
-    """
+    """List, index and name of each parameter of `names`, by id, that an optimizer holds."""
     places = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -79,11 +79,7 @@ class CompilePlugin(TorchDynamoPlugin):
 
 
 def compile_plugin_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> CompilePlugin:
-    """What compiles, from the two arguments of `accelerate.Accelerator`.
-
-    Raises:
-        ValueError: both are given, or a backend that is not zcompile's.
-    """
+    """What compiles, from the two arguments of `accelerate.Accelerator`."""
     if plugin is not None and backend is not None:
         raise ValueError("zcompile: pass either dynamo_plugin or dynamo_backend.")
     if isinstance(plugin, CompilePlugin):
@@ -94,11 +90,7 @@ def compile_plugin_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> 
 
 
 def refuse_settings(accelerator: Accelerator) -> None:
-    """Refuse what an accelerator was told that zcompile does not do.
-
-    Raises:
-        ValueError: another way to shard, parallelism beside data parallelism, or a precision that is not supported.
-    """
+    """Refuse what an accelerator was told that zcompile does not do."""
     state = accelerator.state
     rank = f"(rank {accelerator.process_index})"
     kind = state.distributed_type

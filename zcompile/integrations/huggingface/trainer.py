@@ -73,11 +73,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def _refuse_arguments(args: transformers.TrainingArguments) -> None:
-    """Refuse what a sharded model cannot do.
-
-    Raises:
-        ValueError: see `TrainerMixin`.
-    """
+    """Refuse what a sharded model cannot do."""
     refused = {
         "fsdp": bool(args.fsdp),
         "deepspeed": bool(args.deepspeed),
