@@ -19,10 +19,9 @@ from typing import NoReturn
 
 from zcompile.costs.hardware_tables import TABLES
 from zcompile.explanation.llama import SIZES
-from zcompile.explanation.workloads import BadInput
+from zcompile.explanation.workloads import DTYPES, BadInput
 from zcompile.options import TRANSPORTS
 
-DTYPES = ("fp32", "bf16", "fp16")
 WIDTH = 100  # columns of a help text, or fewer in a narrower terminal
 
 
@@ -200,23 +199,15 @@ def _add_precompile(options: Parser) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its help, its options, and the module whose `run(arguments)` returns the exit code.
-
-    Attributes:
-        about: the effect, in sentences.
-        when: the use, in sentences.
-        example: a whole command.
-        usage: the required options, and "[options]".
-        packages: of the extra with the subcommand's name, without which it does not run.
-    """
+    """A subcommand: its help, its options, and the module whose `run(arguments)` returns the exit code."""
 
     module: str
     add_options: Callable[[Parser], None]
-    about: str
-    when: str
-    example: str
-    usage: str = "[options]"
-    packages: tuple[str, ...] = ()
+    about: str  # the effect, in sentences
+    when: str  # the use, in sentences
+    example: str  # a whole command
+    usage: str = "[options]"  # the required options, and "[options]"
+    packages: tuple[str, ...] = ()  # of the extra with the subcommand's name, without which it does not run
 
 
 COMMANDS = {

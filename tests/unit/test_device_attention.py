@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from zcompile.cli import main
 from zcompile.costs.hardware_tables import A100, B200, H100
-from zcompile.explanation.device_attention import DeviceAttention
+from zcompile.explanation.without_gpu import DeviceAttention
 
 EFFICIENT, CPU_FLASH = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
 CUDNN = "_scaled_dot_product_cudnn_attention"

@@ -27,24 +27,15 @@ from zcompile.artifact.file_format import ArtifactError, write
 from zcompile.artifact.model import check_artifact
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
-from zcompile.explanation.workloads import BadInput, built_by, function_of
+from zcompile.explanation.workloads import DTYPES, BadInput, built_by, function_of
 from zcompile.sharding.shard import shard
 from zcompile.state.attributes import STATE
 from zcompile.state.sharded_model import models_of, state_of
 from zcompile.state.transport_choice import Choice
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the artifact and print its size and SHA-256.
-
-    Returns:
-        The exit code: 0, or 1 if the model cannot be compiled into a file.
-
-    Raises:
-        BadInput: see `precompile`.
-    """
+    """Write the artifact and print its size and SHA-256. Returns 1 if the model cannot be compiled into a file."""
     try:
         data = precompile(arguments)
     except ArtifactError as error:

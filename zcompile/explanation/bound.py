@@ -33,11 +33,7 @@ from zcompile.graph.ops import (
 
 
 def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> float:
-    """Seconds that compute must wait for transfers in any schedule of a planned graph; see the note above.
-
-    Args:
-        cached: starts that find their parameter unsharded, and transfer nothing.
-    """
+    """Seconds that compute must wait for transfers in any schedule of a planned graph; `cached`: as in `simulate`."""
     nodes, position = costs.liveness.nodes, costs.liveness.position
     before_s = list(accumulate((costs.seconds[node] for node in nodes), initial=0.0))
     due_s, begun_s = [0.0] * len(nodes), [0.0] * len(nodes)  # by place: transfers due there, and possible from there

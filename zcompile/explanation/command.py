@@ -18,19 +18,16 @@ from zcompile.calibration.results import Calibration, Tables, tables_of
 from zcompile.compiler.backend import parse_options
 from zcompile.costs.hardware import CPU, Hardware, Link
 from zcompile.costs.hardware_tables import TABLES
-from zcompile.explanation.device_attention import attention_of_gpus
 from zcompile.explanation.explanation import Explanation, comparison
 from zcompile.explanation.predict import predict_step
 from zcompile.explanation.trace import Traced, trace
-from zcompile.explanation.triton_target import triton_without_gpu
-from zcompile.explanation.workloads import BadInput, Workload, load
+from zcompile.explanation.without_gpu import attention_of_gpus, triton_without_gpu
+from zcompile.explanation.workloads import DTYPES, BadInput, Workload, load
 from zcompile.options import Plan, Settings
 from zcompile.sharding.class_swap import install_tracing_readers
 from zcompile.sharding.precision import MixedPrecision, casts_of
 
 STATES = 4  # weight, gradient and two moments
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -77,11 +74,8 @@ def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
 def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: bool = False) -> dict[int, str]:
     """Let the modules of `workload` gather their parameters, as if these were the shards of one rank.
 
-    Args:
-        single_rank: let them cast their parameters instead, as a model on one rank does.
-
-    Returns:
-        The name of each parameter by the id of its shard.
+    With `single_rank`, they cast them instead, as a model on one rank does. Returns the name of each parameter by the
+    id of its shard.
     """
     names: dict[int, str] = {}
     seen: dict[int, nn.Parameter] = {}
@@ -116,7 +110,7 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
             arguments.model, arguments.module, arguments.sequences, arguments.tokens, arguments.checkpointing
         )
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
-        names = install_trace_readers(workload, PRECISIONS[arguments.precision], single_rank=plan.link.world == 1)
+        names = install_trace_readers(workload, DTYPES[arguments.precision], single_rank=plan.link.world == 1)
         batch = workload.batch(0, 0)
         try:
             return trace(lambda: workload.model(batch), plan, lambda leaf: names.get(id(leaf))), parameters
@@ -160,9 +154,6 @@ def _predicted(arguments: argparse.Namespace) -> dict[str, list[Explanation]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan for the first number of ranks, and a line for each number.
-
-    Returns:
-        The exit code 0.
 
     Raises:
         BadInput: there is no such model or table, it cannot be traced, an option cannot have its value, or the file for

@@ -87,11 +87,7 @@ class Explanation:
 
 
 def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> str:
-    """A table with one row for each explanation.
-
-    Args:
-        what: names the number that comes with each explanation, and by which they differ.
-    """
+    """A table with a row for each explanation and the number by which they differ, which `what` names."""
     columns = ("step ms", "exposed ms", "slowed ms", "peak GiB", "saved MiB", "unsharded at once MiB", "gathered MiB")
     rows = [
         (

@@ -93,11 +93,8 @@ class PlannedGraph:
 def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
     """The graphs of a step in the order in which they run: all forwards, then their backwards in reverse.
 
-    Args:
-        graphs: in the order in which they were traced, each forward before its backward.
-
-    Returns:
-        Pairs: a graph, and how many bytes the other graphs hold for their backwards while it runs.
+    They were traced each forward before its backward. With a graph comes how many bytes the others hold meanwhile for
+    their backwards.
     """
     forwards: list[tuple[PlannedGraph, int]] = []
     backwards: list[tuple[PlannedGraph, int]] = []

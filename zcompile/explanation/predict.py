@@ -101,11 +101,7 @@ def _cached(graphs: Sequence[PlannedGraph], microbatch_cache_bytes: int) -> dict
 def _planned(
     traced: Traced, plan: Plan, link: Link, traced_world: int, cached: Collection[Key] | None = None
 ) -> PlannedGraph:
-    """The planned graph.
-
-    Args:
-        cached: what is cached inside of `zcompile.accumulate`; None outside of it.
-    """
+    """The planned graph. `cached` is what is cached inside of `zcompile.accumulate`; None outside of it."""
     graph, copies = copied(traced.graph)
     pipeline.run_passes(graph, pipeline.schedule_passes(plan))
     names = {copies[node]: name for node, name in traced.names.items()}
@@ -164,9 +160,7 @@ def _held_by(traced: Traced, plan: Plan, link: Link, timeline: Timeline, least_s
 def _gathers(
     lifetimes: ParamLifetimes, timeline: Timeline, names: Mapping[Node, str], hits: Collection[Node]
 ) -> tuple[Gather, ...]:
-    """Args:
-    hits: starts that find their parameter cached, which gather nothing.
-    """
+    """Those of the graph, but for `hits`, starts that find their parameter cached."""
     transfers = {transfer.start: transfer for transfer in timeline.transfers}
     starts = dict.fromkeys(lifetime.start for lifetime in lifetimes.lifetimes)
     buckets = {start: i for i, start in enumerate(start for start in starts if start.target is GATHER_GROUP_START)}

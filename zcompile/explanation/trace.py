@@ -32,9 +32,6 @@ def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | Non
     Returns:
         A forward and, if it has one, a backward for each of Dynamo's graphs. The passes on joint graphs have run, the
         schedule passes have not.
-
-    Raises:
-        RuntimeError: Dynamo captured nothing.
     """
     traced: list[Traced] = []
 
@@ -69,9 +66,7 @@ def _call(run: Callable[[], Any]) -> Any:
 
 
 def _traced(graph: Graph, names: Sequence[str | None]) -> Traced:
-    """Args:
-    names: of each input of the Dynamo graph that `graph` is of.
-    """
+    """`names`: of each input of the Dynamo graph that `graph` is of."""
     copy, copies = copied(graph)
     origins = {node: node.meta.get("desc") for node in graph.find_nodes(op="placeholder")}
     kind = "backward" if any(isinstance(origin, TangentAOTInput) for origin in origins.values()) else "forward"

@@ -14,6 +14,8 @@ from torch import nn
 
 from zcompile.explanation.llama import SIZES, Llama, Size
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class BadInput(ValueError):
     """A user asked for what is not possible. The text is one sentence."""
@@ -21,17 +23,11 @@ class BadInput(ValueError):
 
 @dataclass
 class Workload:
-    """A model and its batches.
+    """A model and its batches."""
 
-    Attributes:
-        model: its forward takes a batch and returns the loss.
-        batch: (step, rank) -> the batch of that rank, on the CPU.
-        tokens: in one batch; None if that has no meaning.
-    """
-
-    model: nn.Module
-    batch: Callable[[int, int], Any]
-    tokens: int | None
+    model: nn.Module  # its forward takes a batch and returns the loss
+    batch: Callable[[int, int], Any]  # (step, rank) -> the batch of that rank, on the CPU
+    tokens: int | None  # in one batch; None if that has no meaning
 
 
 class HuggingFace(nn.Module):
@@ -81,9 +77,6 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
         module: "file.py:build", which is taken instead of `name`. `build()` returns a module, `batch(step, rank)`, and
             `loss(module, batch)`.
         sequences, tokens: of a batch, if other than the model's usual ones. They have no meaning with `module`.
-
-    Raises:
-        BadInput: there is no such model.
     """
     if module:
         model, batch, loss = built_by(function_of(module), module)
@@ -140,11 +133,7 @@ def import_alone(file: Path) -> ModuleType:
 
 
 def function_of(where: str, import_file: Callable[[Path], ModuleType] = import_alone) -> Callable[[], Any]:
-    """The function that "file.py:function" names.
-
-    Raises:
-        BadInput: there is none.
-    """
+    """The function that "file.py:function" names."""
     text, _, function = where.rpartition(":")
     file = Path(text)
     if not text or not file.is_file():

@@ -1,11 +1,16 @@
-"""Attention as a GPU would run it, for graphs that are traced on the CPU: `zcompile explain`.
+"""Graphs as a GPU would run them, traced without one: `zcompile explain`.
 
-Why: on the CPU, torch runs attention as plain matmuls where its one kernel does not fit, as for values that are
-narrower than queries (DeepSeek-V3). The scores then stand in the graph, with their memory and their time. A GPU has a
-kernel for that. The ops of GPUs have fake results on any device, so a graph can have them that nobody runs.
+On the CPU, torch runs attention as plain matmuls where its one kernel does not fit, as for values that are narrower
+than queries (DeepSeek-V3). The scores then stand in the graph, with their memory and their time. A GPU has a kernel for
+that. The ops of GPUs have fake results on any device, so a graph can have them that nobody runs.
+
+To know which tensors a user's Triton kernel writes, torch compiles it to Triton's first representation, and Triton asks
+its driver for which GPU. Where there is none, torch takes every argument for written, and graphs have copies that
+nobody makes.
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +24,7 @@ from zcompile.costs.hardware import Hardware
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_FLASH = 256  # of a head
 ALIGNED = 8  # elements; the kernel takes heads whose width is a multiple
+CAPABILITY, WARP_THREADS = 90, 32  # of Hopper; which arguments are written is the same for every GPU
 
 
 @contextlib.contextmanager
@@ -77,14 +83,9 @@ def _attention(
         )
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
     saves = query.requires_grad or key.requires_grad or value.requires_grad
-    if cudnn:
-        out, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, bias, saves, dropout_p, is_causal, False, scale=scale
-        )
-    else:
-        out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, saves, dropout_p, is_causal, scale=scale
-        )
+    aten = torch.ops.aten
+    op = aten._scaled_dot_product_cudnn_attention if cudnn else aten._scaled_dot_product_efficient_attention
+    out, *_ = op(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)
     return out
 
 
@@ -93,3 +94,27 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+class _Driver:
+    """As much of a driver of Triton as tracing asks for."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", CAPABILITY, WARP_THREADS)
+
+
+@contextlib.contextmanager
+def triton_without_gpu() -> Iterator[None]:
+    """Inside, Triton kernels can be traced, though not run, on a machine without a GPU. With one, nothing changes."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import driver
+
+    driver.set_active(_Driver())
+    try:
+        yield
+    finally:
+        driver.set_active(None)  # it looks for GPUs anew
