@@ -33,21 +33,16 @@ def lacking() -> str:
 
 
 class Made(NamedTuple):
-    """One compiled graph.
+    """One compiled graph."""
 
-    Attributes:
-        program, objects: what `Loaded` takes.
-        libraries: C++ kernels, see kernels.py.
-        sources: (module, first line, line after the last, SHA-256) of all functions that were traced.
-        dropped: objects that Dynamo guards by their identity, which no file can hold, and process groups. Each is
-            (expression that leads to it from L, the arguments of the call, or G, the globals; the object; whether it
-            begins with G or is a group).
-    """
-
-    program: bytes
+    program: bytes  # what `Loaded` takes, as are `objects`
     objects: bytes
-    libraries: dict[str, bytes]
+    libraries: dict[str, bytes]  # C++ kernels, see kernels.py
+    # (module, first line, line after the last, SHA-256) of all functions that were traced.
     sources: list[tuple[str, int, int, str]]
+    # Objects that Dynamo guards by their identity, which no file can hold, and process groups. Each is (expression that
+    # leads to it from L, the arguments of the call, or G, the globals; the object; whether it begins with G or is a
+    # group).
     dropped: list[tuple[str, Any, bool]]
 
 
@@ -90,11 +85,7 @@ def _is_dynamos(name: str) -> bool:
 
 
 def _save_objects(artifacts: Any) -> bytes:
-    """What Dynamo put into globals for the bytecode, and does not save itself. Modules are saved by name.
-
-    Raises:
-        RuntimeError: something of it cannot be pickled.
-    """
+    """What Dynamo put into globals for the bytecode, and does not save itself. Modules are saved by name."""
     environment, scope = artifacts.runtime_env, nn.Module._call_impl.__globals__
     saved = {*environment.import_sources, *environment.used_globals, artifacts.backend_id}
     objects = {name: scope[name] for name in environment.external_refs if _is_dynamos(name) and name not in saved}
@@ -159,11 +150,7 @@ class Loaded:
     """A compiled graph of a model, as `compile_ahead` made it, in this process or in another one."""
 
     def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes], groups: Groups):
-        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process.
-
-        Args:
-            groups: of the model, on this rank.
-        """
+        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process."""
         kernels.install_kernels(libraries)
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
@@ -183,11 +170,7 @@ class Loaded:
         return "; ".join(map(str, guards.check_verbose(arguments).verbose_code_parts)) or "a guard does not hold"
 
     def look_up(self, expression: Any, model: nn.Module) -> Any:
-        """The object that an expression of `Made.dropped`, as text or as code, leads to here.
-
-        Raises:
-            Exception: it leads nowhere.
-        """
+        """The object that an expression of `Made.dropped`, as text or as code, leads to here; raises if to none."""
         return eval(expression, {"L": {"self": model}, "G": self.function.fn.__globals__})
 
 

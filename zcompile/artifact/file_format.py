@@ -28,17 +28,11 @@ class ArtifactError(RuntimeError):
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file as it was read.
+    """A file as it was read."""
 
-    Attributes:
-        fingerprint: what it was made for, see fingerprint.py.
-        facts: what else the header says: JSON values by name.
-        parts: bytes by name.
-    """
-
-    fingerprint: dict[str, str]
-    facts: dict[str, Any]
-    parts: dict[str, bytes]
+    fingerprint: dict[str, str]  # what it was made for, see fingerprint.py
+    facts: dict[str, Any]  # what else the header says: JSON values by name
+    parts: dict[str, bytes]  # bytes by name
 
 
 def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> bytes:
@@ -96,27 +90,18 @@ def read(path: Path, sha256: str | None = None) -> bytes:
 
 
 def check_writers(path: Path, status: os.stat_result) -> None:
-    """Refuse a file or folder that other users may write or replace, and warn of one that its group may write.
-
-    Raises:
-        ArtifactError: says who may write it, and what to do.
-    """
+    """Refuse a file or folder that other users may write or replace, and warn of one that its group may write."""
+    problem, folder = "", path.parent.stat().st_mode
     if status.st_uid not in (os.geteuid(), 0):
-        raise ArtifactError(
-            f"zcompile: {path} is refused: it belongs to the user of number {status.st_uid}, and loading it runs what "
-            "is in it. If you trust it, copy it."
-        )
-    folder = path.parent.stat().st_mode
-    if folder & stat.S_IWOTH and not folder & stat.S_ISVTX:
-        raise ArtifactError(
-            f"zcompile: {path} is refused: every user of this machine may replace files in its folder, and loading it "
-            f"runs what is in it. Move it, or `chmod o-w {path.parent}`."
-        )
-    if status.st_mode & stat.S_IWOTH:
-        raise ArtifactError(
-            f"zcompile: {path} is refused: every user of this machine may write it, and loading it runs what is in "
-            f"it. Make it anew, or `chmod o-w {path}` if you trust it."
-        )
+        problem, remedy = f"it belongs to the user of number {status.st_uid}", "If you trust it, copy it."
+    elif folder & stat.S_IWOTH and not folder & stat.S_ISVTX:
+        problem = "every user of this machine may replace files in its folder"
+        remedy = f"Move it, or `chmod o-w {path.parent}`."
+    elif status.st_mode & stat.S_IWOTH:
+        problem = "every user of this machine may write it"
+        remedy = f"Make it anew, or `chmod o-w {path}` if you trust it."
+    if problem:
+        raise ArtifactError(f"zcompile: {path} is refused: {problem}, and loading it runs what is in it. {remedy}")
     if status.st_mode & stat.S_IWGRP:
         warnings.warn(
             f"zcompile: the group of {path} may write it, and loading it runs what is in it: `chmod g-w {path}`, or "
@@ -126,11 +111,7 @@ def check_writers(path: Path, status: os.stat_result) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, that its owner alone may write, and that the umask lets read.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file that is there whole or not at all, that its owner alone may write, and that the umask lets read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

@@ -241,9 +241,8 @@ def _digest(lines: Iterable[str]) -> str:
 
 def differences(made: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """One line for each field that differs between a file and this process."""
-    fields = [*made, *(name for name in here if name not in made)]
     return [
         f"{name}: made for {made.get(name, 'nothing')}; here {here.get(name, 'nothing')}"
-        for name in fields
+        for name in {**made, **here}
         if made.get(name) != here.get(name)
     ]

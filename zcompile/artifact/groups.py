@@ -38,11 +38,7 @@ def groups_of(model: nn.Module) -> Groups:
 
 
 def with_places(code: str, groups: Groups) -> str:
-    """Code of Inductor with places for the names of groups, which are the last arguments of collectives.
-
-    Raises:
-        RuntimeError: a collective is over another group.
-    """
+    """Code of Inductor with places for the names of groups, which are the last arguments of collectives."""
     saved = code
     for call in ast.walk(ast.parse(code)):
         op = ast.unparse(call.func) if isinstance(call, ast.Call) else ""

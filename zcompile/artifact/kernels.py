@@ -35,11 +35,7 @@ class Kernels(AsyncCompile):
     """Stands in for `AsyncCompile` in modules that come from a file."""
 
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
-        """The kernel as a Python function.
-
-        Raises:
-            RuntimeError: the file does not have it.
-        """
+        """The kernel as a Python function."""
         key = kernel_key(argtypes, source_code)
         if key not in _files:
             raise RuntimeError(f"zcompile: the artifact lacks the C++ kernel {key[:12]}, which its code calls.")

@@ -85,11 +85,7 @@ def compile(
 
 
 def check_artifact(settings: Settings) -> None:
-    """Refuse settings, or a torch, with which no file can be made.
-
-    Raises:
-        ValueError: says what is missing.
-    """
+    """Refuse settings, or a torch, with which no file can be made."""
     if reason := aot.lacking():
         raise ValueError(f"zcompile: an artifact is not possible here: {reason}. Leave 'artifact' out.")
     if settings.inner != "inductor":
@@ -98,18 +94,12 @@ def check_artifact(settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank found.
-
-    Attributes:
-        verdict: FITS, ABSENT, or why the file does not fit.
-        file: the SHA-256 of the file.
-        here: the SHA-256 of the rank's own fingerprint.
-    """
+    """What one rank found."""
 
     rank: int
-    verdict: str
-    file: str
-    here: str
+    verdict: str  # FITS, ABSENT, or why the file does not fit
+    file: str  # the SHA-256 of the file
+    here: str  # the SHA-256 of the rank's own fingerprint
 
 
 class FromFile:
@@ -128,15 +118,7 @@ class FromFile:
         sha256: str | None = None,
         around_make: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """See `compile`.
-
-        Args:
-            around_make: makes a context in which the file is made, if it is.
-
-        Raises:
-            RuntimeError: `model` is not sharded.
-            ValueError: see `check_artifact`.
-        """
+        """See `compile`. `around_make` makes a context in which the file is made, if it is."""
         state_of(model)
         check_artifact(settings)
         self.model = weakref.ref(model)
@@ -205,11 +187,7 @@ class FromFile:
         log.info("zcompile: compiled code: %s", how)
 
     def give_up(self, model: nn.Module, reason: str) -> None:
-        """Compile on all ranks, which do this together.
-
-        Raises:
-            RuntimeError: the file is required.
-        """
+        """Compile on all ranks, which do this together."""
         self.program = None
         if self.require:
             raise RuntimeError(f"zcompile: {self.path} is required and cannot be used. {reason}")
@@ -282,11 +260,7 @@ def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh,
 
 
 def broadcast_over_mesh(mesh: DeviceMesh, value: Any, source: int) -> Any:
-    """The value of one rank on all ranks of the mesh.
-
-    Args:
-        source: its place in the mesh, as in `all_gather_over_mesh`.
-    """
+    """On all ranks of the mesh, the value of the one at place `source` in it, as in `all_gather_over_mesh`."""
     place = torch.unravel_index(torch.tensor(source), mesh.mesh.shape)
     for dimension in reversed(range(mesh.ndim)):
         values = [value]

@@ -79,11 +79,7 @@ def make(
 
 
 def _refuse_layouts(state: ShardedModel) -> None:
-    """Refuse parameters with which compiled code differs between ranks.
-
-    Raises:
-        ArtifactError: names the parameter.
-    """
+    """Refuse parameters with which compiled code differs between ranks."""
     ranks = set(state.mesh.mesh.flatten().tolist())
     for sharded, mesh in meshes_of(state):
         if (inner := sharded.layout.inner) is not None:
@@ -229,11 +225,7 @@ class _Hooks:
 
 
 def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:
-    """Compare the text of all functions that were traced with what is imported here.
-
-    Raises:
-        ArtifactError: one differs.
-    """
+    """Compare the text of all functions that were traced with what is imported here."""
     for module, first, end, checksum in sources:
         try:
             lines = _source_lines(module)
@@ -251,12 +243,9 @@ def _source_lines(module: str) -> list[str]:
 
 
 def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
-    """The first line of the model's traced functions that asks for this rank's number; empty if none does.
+    """The first line of traced functions, `Made.sources`, that asks for this rank's number; empty if none does.
 
     Code is traced with the number as a constant, which cannot be seen in it.
-
-    Args:
-        sources: of `zcompile.artifact.aot.Made`.
     """
     for module, first, end, _ in sources:
         if module.split(".")[0] in ("torch", "zcompile"):
