@@ -18,6 +18,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from zcompile.profile.timeline import Event
+
 KINDS = ("shards", "optimizer", "transport", "unsharded", "gradients", "activations")
 # How the name of a range begins -> what is allocated there.
 TELLS = {
@@ -40,28 +42,18 @@ GATHER = re.compile(r"zcompile::gather \S+(?P<more> and \d+ more)? \(")
 CPU, CUDA = 0, 1  # "Device Type" in traces
 
 
-Event = dict[str, Any]  # of a trace
-
-
 @dataclass
 class Allocation:
-    """Addresses [address, address + nbytes) from `begins` until `ends`.
-
-    Attributes:
-        begins, ends: us as in the trace; infinite if before or after it.
-        range: the event that tells the kind.
-        lost: no free was seen.
-        of_transport: on a GPU, out of what the transport holds: [Note: memory of no allocator].
-    """
+    """Addresses [address, address + nbytes) from `begins` until `ends`."""
 
     address: int
     nbytes: int
-    begins: float
+    begins: float  # us as in the trace, as `ends`; infinite if before or after it
     ends: float = math.inf
     kind: str = "activations"
-    range: Event | None = None
-    lost: bool = False
-    of_transport: bool = False
+    range: Event | None = None  # the event that tells the kind
+    lost: bool = False  # no free was seen
+    of_transport: bool = False  # on a GPU, out of what the transport holds: [Note: memory of no allocator]
 
 
 def reports_of(trace: dict[str, Any], device: int | None) -> list[Event]:

@@ -19,9 +19,7 @@ from zcompile.profile.job import Job
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Raises:
-    BadInput: no such engine or option, or more ranks than GPUs.
-    """
+    """What each engine trains, and the engines, as the command line says."""
     engines = names_of(arguments.engines)
     for name in engines:
         find(name)
@@ -56,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code: 0, 1 if no engine gave a result, or 143 after a SIGTERM.
 
     Raises:
-        BadInput: no such engine, option or model.
+        BadInput: no such engine, option or model, one that does not fit, more ranks than GPUs, or a folder for the
+            report that may not be written.
     """
     terminated = False
 

@@ -29,9 +29,6 @@ def count(job: Job) -> dict[str, int | None]:
     """`parameters` of what `job` trains, and `flops` of a step on one rank, counted on the meta device.
 
     Both are None for a user's module, which only the ranks build; `flops` also if the model does not run there.
-
-    Raises:
-        BadInput: there is no such model, or it does not fit.
     """
     if job.module:
         function_of(job.module)
@@ -75,11 +72,7 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
 
 
 def compare(
-    job: Job,
-    counted: Mapping[str, int | None],
-    engines: list[str],
-    repeats: int,
-    output: Path,
+    job: Job, counted: Mapping[str, int | None], engines: list[str], repeats: int, output: Path
 ) -> dict[str, Any]:
     """Train under each of `engines`, `repeats` times in turns, so that a drift of the machine shows.
 

@@ -30,11 +30,7 @@ class Training:
 
 
 class Engine:
-    """A model in training with fused AdamW. It knows nothing of how it is measured. Subclasses prepare the model.
-
-    Attributes:
-        settings: what a subclass set beside torch's defaults, and what this torch lacks of it; reports show it.
-    """
+    """A model in training with fused AdamW. It knows nothing of how it is measured. Subclasses prepare the model."""
 
     wire_is_traced = True  # whether torch.profiler sees all that it sends
     casts_inputs = True  # whether the engine casts floating-point inputs itself
@@ -42,7 +38,7 @@ class Engine:
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         self.training = training
         self.options = options
-        self.settings: list[str] = []
+        self.settings: list[str] = []  # beside torch's defaults, and what this torch lacks of them; reports show it
         self.model = self.prepare(model)
         self.optimizer = self.make_optimizer()
         self.steps = 0

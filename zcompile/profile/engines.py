@@ -33,21 +33,13 @@ ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine on the list.
-
-    Attributes:
-        make: makes it.
-        about: what the help says of it.
-        needs: packages, and "cuda".
-        options: those of the backend's options that it takes.
-        environment: variables that its ranks have from their start.
-    """
+    """An engine on the list."""
 
     make: Callable[[nn.Module, Training, Mapping[str, Any]], Engine]
-    about: str
-    needs: Collection[str] = ()
-    options: Collection[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    about: str  # what the help says of it
+    needs: Collection[str] = ()  # packages, and "cuda"
+    options: Collection[str] = ()  # those of the backend's options that it takes
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that its ranks have from their start
 
     def missing(self, device: str) -> str | None:
         """Why the engine cannot run on such a device, or None."""
@@ -89,14 +81,7 @@ ENGINES = {
 
 
 def find(name: str) -> tuple[Entry, dict[str, Any]]:
-    """The engine of a name, and the options of the backend in the name.
-
-    Args:
-        name: such as "fsdp2" or "zcompile:transport=nccl:save_for_backward_bytes=0".
-
-    Raises:
-        BadInput: no such engine, or it does not take such options.
-    """
+    """The engine of a name such as "fsdp2" or "zcompile:transport=nccl:bucket_bytes=0", and the options in it."""
     kind, *settings = re.split(r":(?=\w+(?:=|$))", name)  # not within JSON
     if kind not in ENGINES:
         raise BadInput(f"no engine {kind!r}; there are {', '.join(ENGINES)}")

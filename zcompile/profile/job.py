@@ -10,14 +10,7 @@ PARENT = "ZCOMPILE_PROFILER_PID"  # the environment variable that says which pro
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one engine: the command's options, and from `engine` on what `compare` sets for each run.
-
-    Attributes:
-        untraced: whether no run traces steps.
-        trace: whether this run does, as the first of an engine.
-        folder: where results, errors and traces go.
-        cache: a folder for what Inductor compiles, empty at an engine's first run.
-    """
+    """One run of one engine: the command's options, and from `engine` on what `compare` sets for each run."""
 
     device: str
     ranks: int
@@ -33,12 +26,12 @@ class Job:
     learning_rate: float
     seed: int
     timeout_s: float
-    untraced: bool
+    untraced: bool  # whether no run traces steps
     keep_trace: bool
     engine: str = ""
-    trace: bool = False
-    folder: str = ""
-    cache: str = ""
+    trace: bool = False  # whether this run does, as the first of an engine
+    folder: str = ""  # where results, errors and traces go
+    cache: str = ""  # a folder for what Inductor compiles, empty at an engine's first run
 
     def file(self, name: str) -> Path:
         return Path(self.folder) / name

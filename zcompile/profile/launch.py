@@ -5,13 +5,14 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from zcompile.profile.engines import find
 from zcompile.profile.job import PARENT, Job
@@ -37,7 +38,7 @@ def run(job: Job) -> dict[str, Any]:
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)))
     processes: list[subprocess.Popen[bytes]] = []
-    port = _free_port()
+    port = get_free_port()
     try:
         for rank in range(job.ranks):
             processes.append(_start(job, file, rank, port))
@@ -115,9 +116,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -27,21 +27,16 @@ POINTS = 400  # of a curve
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one rank in the last traced step.
+    """Memory of one rank in the last traced step."""
 
-    Attributes:
-        ms: about POINTS points in time at most, the peak's among them, in ms since the step began. On a GPU, when the
-            device came to the allocation, not the host.
-        kinds: kind -> bytes at each of these points.
-        at_peak: kind -> bytes when their sum is highest.
-        allocator_bytes: the peak by the GPU's allocator, with the transport's memory; None on a CPU. If the sum of
-            `at_peak` is within 2 % of it, the kinds are told apart rightly.
-    """
-
+    # About POINTS points in time at most, the peak's among them, in ms since the step began. On a GPU, when the device
+    # came to the allocation, not the host.
     ms: list[float]
-    kinds: dict[str, list[int]]
-    at_peak: dict[str, int]
+    kinds: dict[str, list[int]]  # kind -> bytes at each of these points
+    at_peak: dict[str, int]  # kind -> bytes when their sum is highest
     peak_ms: float
+    # The peak by the GPU's allocator, with the transport's memory; None on a CPU. If the sum of `at_peak` is within 2 %
+    # of it, the kinds are told apart rightly.
     allocator_bytes: int | None
 
 
@@ -53,12 +48,9 @@ def memory_of_step(
     transport_bytes: int,
     peak_bytes: int | None,
 ) -> Memory:
-    """Args:
-    walks: those of the trace.
-    allocations: those of the trace. They get the kinds that `walks` tell.
-    device: the GPU's index; None for the CPU.
-    transport_bytes: of the transport, outside of the allocator.
-    peak_bytes: the allocator's in the last step, on a GPU.
+    """From what a trace has of memory. `allocations` get the kinds that `walks` tell.
+
+    `transport_bytes` are outside of the allocator, whose own peak in the last step is `peak_bytes`, on a GPU.
     """
     times = [time for time, _ in ranges_of(trace, WALK)]
     allocations = allocations + tell_by_address(allocations, zip(times, walks.found), walks.before)
@@ -88,14 +80,10 @@ def memory_of_step(
 def tell_by_address(
     allocations: list[Allocation], walks: Iterable[tuple[float, list[OwnedStorage]]], known: Mapping[int, int] | None
 ) -> list[Allocation]:
-    """Give allocations that were alive at a walk the kind of the storage that lay there.
+    """Give allocations that were alive at a walk (time, storages) the kind of the storage that lay there.
 
-    Args:
-        walks: (time, storages).
-        known: address -> bytes of all that was there before the trace; None if that is not known.
-
-    Returns:
-        An allocation for each storage that has none in the trace: it was there before.
+    Returns an allocation for each storage that has none in the trace: it was there before. `known` has the bytes of
+    all that was, by address; None if that is not known.
     """
     by_address: dict[int, list[Allocation]] = defaultdict(list)
     for block in allocations:

@@ -25,16 +25,13 @@ class Walks:
     """While entered, notes what the engine owns at the beginning of each optimizer step.
 
     Gradients are complete then, and still there.
-
-    Attributes:
-        found: one list for each range named WALK in the trace, in order.
-        before: address -> bytes of what torch's allocator held on entry. Only owned storages that it gave out count as
-            its memory: gradients may lie in a transport's. None on a CPU, where there is no such list.
     """
 
     def __init__(self, engine: Any, on_gpu: bool):
         self.engine, self.on_gpu = engine, on_gpu
-        self.found: list[list[OwnedStorage]] = []
+        self.found: list[list[OwnedStorage]] = []  # for each range named WALK in the trace, in order
+        # Address -> bytes of what torch's allocator held on entry. Only owned storages that it gave out count as its
+        # memory: gradients may lie in a transport's. None on a CPU, where there is no such list.
         self.before: dict[int, int] | None = None
 
     def __enter__(self) -> "Walks":

@@ -11,22 +11,15 @@ from zcompile.profile.memory import POINTS
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What the plan predicts of a step on one rank.
-
-    Attributes:
-        memory: (ms since the step began, bytes, bytes without activations and gradients).
-        rests_on: where the figures of the machine come from.
-        saved_bytes: that the forward of a microbatch saves for backward.
-        activation_memory_budget: the share of activations that this is under.
-    """
+    """What the plan predicts of a step on one rank."""
 
     step_ms: float
     exposed_ms: float
     peak_bytes: int
-    memory: list[tuple[float, int, int]]
-    rests_on: str
-    saved_bytes: int
-    activation_memory_budget: float
+    memory: list[tuple[float, int, int]]  # (ms since the step began, bytes, bytes without activations and gradients)
+    rests_on: str  # where the figures of the machine come from
+    saved_bytes: int  # that the forward of a microbatch saves for backward
+    activation_memory_budget: float  # the share of activations that this is under
 
 
 def step_of(explained: Explanation, microbatches: int) -> PlannedStep:

@@ -94,11 +94,7 @@ def title(results: Results) -> str:
 
 
 def clear(folder: Path) -> None:
-    """Remove an earlier report. Make the folder.
-
-    Raises:
-        BadInput: it is a file, or may not be written.
-    """
+    """Remove an earlier report. Make the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "report.html", *(f"{picture}.png" for picture in PICTURES)):
@@ -110,12 +106,9 @@ def clear(folder: Path) -> None:
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """Write `results.json`, each picture as a PNG, and `report.html`, which needs no other file.
+    """Write `results.json`, each picture as a PNG, and last `report.html`, which needs no other file.
 
     All of it is made from `results`, so a report can be made again from its `results.json`.
-
-    Returns:
-        What was written.
     """
     written = [folder / "results.json"]
     written[0].write_text(json.dumps(results) + "\n")

@@ -20,19 +20,15 @@ Event = dict[str, Any]  # of a trace
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one step, ms. Compute, exposed and idle add up to it. Communication is what was on the wire at all.
-
-    Attributes:
-        traced_ms: what the step took while it was traced.
-        timeline: "compute" and "communication" of about the last traced step, ms since it began.
-    """
+    """Of one step, ms. Compute, exposed and idle add up to it. Communication is what was on the wire at all."""
 
     step_ms: float
-    traced_ms: float
+    traced_ms: float  # what the step took while it was traced
     compute_ms: float
     communication_ms: float
     exposed_ms: float
     idle_ms: float
+    # "compute" and "communication" of about the last traced step, ms since it began.
     timeline: dict[str, list[Interval]]
 
     def at_speed(self, timed_ms: float) -> "Parts":
@@ -163,18 +159,13 @@ def clip(intervals: list[Interval], to: Interval) -> list[Interval]:
 def subtract(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
     """What of disjoint, ordered intervals lies in none of `others`, which are so too."""
     left: list[Interval] = []
-    i = 0
-    for begin, end in intervals:
-        while i < len(others) and others[i][1] <= begin:
-            i += 1
-        following = i
-        while following < len(others) and others[following][0] < end:
-            if begin < others[following][0]:
-                left.append((begin, others[following][0]))
-            begin = max(begin, others[following][1])
-            following += 1
-        if begin < end:
-            left.append((begin, end))
+    depth, since = 0, 0.0  # in how many of `intervals` less those of `others` all times since then are
+    changes = [change for begin, end in intervals for change in ((begin, 1), (end, -1))]
+    changes += [change for begin, end in others for change in ((begin, -1), (end, 1))]
+    for time, change in sorted(changes):
+        if depth == 1 and time > since:
+            left.append((since, time))
+        depth, since = depth + change, time
     return left
 
 

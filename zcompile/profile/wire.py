@@ -14,10 +14,8 @@ def wire_bytes(trace: dict[str, Any], ranks: int) -> int:
 
     They are outputs of all-gathers, and inputs of reduce-scatters, all-reduces and all-to-alls. `zcompile.stats`
     counts the same, without what else an engine sends, such as norms of gradients. What really crosses a link is
-    (W - 1) / W of it, and twice that of an all-reduce. Messages are what crosses.
-
-    Args:
-        ranks: W of the groups in which gloo gathers, whose events do not tell.
+    (W - 1) / W of it, and twice that of an all-reduce. Messages are what crosses. `ranks` is W of the groups in which
+    gloo gathers, whose events do not tell.
     """
     total = sent = 0
     for event in trace["traceEvents"]:
