@@ -1,7 +1,7 @@
 """`zcompile.clip_grad_norm_`: one norm over parameters of several meshes."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ def clip_grad_norm_(
             by_mesh.setdefault(mesh, []).append(parameter)
     norms = []
     for group in by_mesh.values():
-        norm = nn.utils.get_total_norm([_grad(each) for each in group], norm_type, foreach=foreach)
+        norm = nn.utils.get_total_norm([cast(torch.Tensor, each.grad) for each in group], norm_type, foreach=foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
@@ -59,11 +59,6 @@ def clip_grad_norm_(
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=foreach)
     return total
-
-
-def _grad(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def _refuse_deferred(parameters: Iterable[torch.Tensor]) -> None:

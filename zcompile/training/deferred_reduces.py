@@ -17,7 +17,6 @@ from zcompile.state.microbatches import Deferred
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
 
-REDUCE = ("each", "shards", "last")  # the values of `accumulate(reduce=)`
 BUCKET_BYTES = 64 << 20  # of shards that are summed over replicas by one collective
 
 
@@ -26,6 +25,12 @@ class Deferral:
 
     def __init__(self, states: Sequence[ShardedModel]):
         self.states = states
+
+    def defer(self, what: Deferred) -> None:
+        """Let microbatches leave out `what` from now on."""
+        for state in self.states:
+            state.microbatches.deferred = what
+            state.runtime.defer(what.value)
 
     def begin(self) -> None:
         """The block begins."""
@@ -48,24 +53,24 @@ class DeferredReplicas(Deferral):
         self.earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def begin(self) -> None:
+        self.defer(Deferred.REPLICAS)
         for state in self.states:
-            _defer(state, Deferred.REPLICAS)
             for sharded in state.parameters.values():
                 if sharded.parameter.grad is not None:
                     self.earlier.append((sharded.parameter, sharded.parameter.grad))
                     sharded.parameter.grad = None
 
     def finish(self) -> None:
+        self.defer(Deferred.NOTHING)
         for state in self.states:
-            _defer(state, Deferred.NOTHING)
             _sum_over_replicas(state)
         for parameter, grad in self.earlier:
             added = parameter.grad
             parameter.grad = grad if added is None else grad.add_(added)
 
     def drop(self) -> None:
+        self.defer(Deferred.NOTHING)
         for state in self.states:
-            _defer(state, Deferred.NOTHING)
             for sharded in state.parameters.values():
                 sharded.parameter.grad = None
         for parameter, grad in self.earlier:
@@ -82,15 +87,15 @@ class DeferredReduces(Deferral):
         super().__init__([state for state in states if not state.are_units and state.mesh.size() > 1])
 
     def begin(self) -> None:
-        self._defer(Deferred.REDUCES)
+        self.defer(Deferred.REDUCES)
 
     def finish(self) -> None:
-        self._defer(Deferred.NOTHING)
+        self.defer(Deferred.NOTHING)
         for state in self.states:
             _reduce(state)
 
     def drop(self) -> None:
-        self._defer(Deferred.NOTHING)
+        self.defer(Deferred.NOTHING)
         for state in self.states:
             for sharded in state.parameters.values():
                 state.runtime.take_unreduced(sharded.index)
@@ -98,25 +103,12 @@ class DeferredReduces(Deferral):
                     sharded.parameter.grad = sharded.earlier_grad
                     sharded.has_deferred, sharded.earlier_grad, sharded.accumulation = False, None, None
 
-    def _defer(self, what: Deferred) -> None:
-        for state in self.states:
-            _defer(state, what)
-
-
-def _defer(state: ShardedModel, what: Deferred) -> None:
-    state.microbatches.deferred = what
-    state.runtime.defer(what.value)
-
 
 def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> Deferral:
-    """What is deferred for `reduce`, one of REDUCE.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    if reduce not in REDUCE:
-        raise ValueError(f"zcompile: accumulate(reduce={reduce!r}): it is one of {', '.join(map(repr, REDUCE))}")
+    """What is deferred for `accumulate(reduce=)`."""
     kinds = {"each": Deferral, "shards": DeferredReplicas, "last": DeferredReduces}
+    if reduce not in kinds:
+        raise ValueError(f"zcompile: accumulate(reduce={reduce!r}): it is one of {', '.join(map(repr, kinds))}")
     return kinds[reduce](states)
 
 

@@ -70,11 +70,7 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what the transports' kernels do not compute.
-
-    Raises:
-        ValueError: see `fuse_optimizer`.
-    """
+    """Refuse what the transports' kernels do not compute."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(f"zcompile.fuse_optimizer takes torch.optim.Adam and AdamW, not {type(optimizer).__name__}.")
     for group in optimizer.param_groups:
@@ -137,7 +133,8 @@ class StepMode(TorchDispatchMode):
         others = tuple([value for i, value in enumerate(values) if i not in ours] for values in args)
         tensors = [values for i, values in enumerate(local) if i != MAXIMA]
         settings = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
-        on_shards = bool(ours) and not _is_scaled(kwargs) and all(_are_sharded_alike(args, i) for i in ours)
+        is_scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None  # and maybe by DTensors
+        on_shards = bool(ours) and not is_scaled and all(_are_sharded_alike(args, i) for i in ours)
         is_plain = on_shards and _is_plain(func, kwargs)
         if is_plain and state.runtime.fused_adam_step(list(ours.values()), tensors, **settings):
             self.refreshes_cache = True
@@ -162,11 +159,6 @@ def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
     if kwargs["amsgrad"] or kwargs["maximize"]:
         return False
     return func is ADAMW or kwargs["weight_decay"] == 0
-
-
-def _is_scaled(kwargs: dict[str, Any]) -> bool:
-    """Whether the call is from a GradScaler, whose scales may be DTensors."""
-    return kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None
 
 
 def _are_sharded_alike(args: tuple[Any, ...], i: int) -> bool:

@@ -65,11 +65,7 @@ def _checked(closure: Any, states: list[ShardedModel]) -> Any:
 
 
 def check_orders(states: list[ShardedModel]) -> None:
-    """Compare what all ranks started, once for all models over the same groups.
-
-    Raises:
-        RuntimeError: see `OrderCheck.check`.
-    """
+    """Compare what all ranks started, once for all models over the same groups."""
     checked = set()
     # All ranks in one order, also those of several meshes that have two ranks in common.
     for state in sorted(states, key=_order_of_checks):

@@ -126,11 +126,7 @@ class Generation:
             self.replay(self.recordings[running[0]])
 
     def meet(self, number: int) -> list[int]:
-        """What each rank says, of which some run a forward and others may be through.
-
-        Raises:
-            RuntimeError: on all ranks: one has failed, or they cannot go on together.
-        """
+        """What each rank says, of which some run a forward and others may be through."""
         try:
             said = self.meeting.meet(number)
             if number != _FAILED:

@@ -106,11 +106,7 @@ def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _selected(module_or_params: Any) -> list[ShardedParameter]:
-    """The sharded parameters that are meant, each once.
-
-    Raises:
-        ValueError: one is not a DTensor of a sharded model.
-    """
+    """The sharded parameters that are meant, each once."""
     found: list[Any]
     if isinstance(module_or_params, nn.Module):
         found = sharded_parameters_in(module_or_params)
