@@ -161,15 +161,8 @@ def extension() -> dict[str, Any]:
     from torch.utils import cpp_extension
 
     macros = [("ZCOMPILE_TORCH_VERSION", f'"{torch.__version__}"'), ("USE_DISTRIBUTED", None), ("USE_C10D_GLOO", None)]
-    flags: Any = [
-        "-std=c++20",
-        "-O2",
-        "-g0",
-        "-Wall",
-        "-Wno-unknown-pragmas",
-        "-Wno-interference-size",
-        "-fvisibility=hidden",
-    ]
+    warnings = ["-Wall", "-Wno-unknown-pragmas", "-Wno-interference-size"]
+    flags: Any = ["-std=c++20", "-O2", "-g0", *warnings, "-fvisibility=hidden"]
     make = cpp_extension.CppExtension
     if toolkit is not None:
         make = cpp_extension.CUDAExtension

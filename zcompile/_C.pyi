@@ -64,12 +64,7 @@ class Model:
     def stop_recording(self) -> list[tuple[list[int], torch.dtype]]: ...  # parameters that travelled together, dtype
     def forbid_gathers(self, index: int, forbid: bool) -> None: ...
     def use_transport(
-        self,
-        name: str,
-        *,
-        gather_streams: int = 1,
-        reduce_streams: int = 1,
-        timeout_ms: int | None = None,
+        self, name: str, *, gather_streams: int = 1, reduce_streams: int = 1, timeout_ms: int | None = None
     ) -> None: ...
     def join(self, other: Model) -> None: ...
     def keep_in_flight(self, on: bool) -> None: ...
@@ -116,12 +111,7 @@ def own_storage(tensor: Tensor) -> Tensor:
 
 def cast(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None: ...
 def mean(
-    rows: Sequence[Tensor],
-    divisor: float,
-    out: Tensor,
-    *,
-    base: Tensor | None = None,
-    squares: Tensor | None = None,
+    rows: Sequence[Tensor], divisor: float, out: Tensor, *, base: Tensor | None = None, squares: Tensor | None = None
 ) -> None: ...
 def make_squares(numel: int, device: torch.device) -> Tensor: ...
 
