@@ -1,6 +1,6 @@
 """DeepSpeed, by itself, with its compiler, and with zcompile."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,10 +14,7 @@ class Zero3(Engine):
     """DeepSpeed's stage 3."""
 
     casts_inputs = False
-
-    def config(self) -> dict[str, Any]:
-        """What this engine adds to the configuration of DeepSpeed."""
-        return {}
+    added_config: ClassVar[dict[str, Any]] = {}  # to the configuration of DeepSpeed
 
     def zero_options(self) -> dict[str, Any]:
         """What this engine adds to "zero_optimization"."""
@@ -32,7 +29,7 @@ class Zero3(Engine):
             "torch_adam": True,
             "fused": True,
         }
-        config = self.config() | {
+        config = self.added_config | {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.training.microbatches,
             "gradient_clipping": 0.0,  # the other engines do not clip
@@ -64,9 +61,7 @@ class DeepCompile(Zero3):
     """DeepSpeed's stage 3 with its compiler."""
 
     wire_is_traced = False  # it has a communicator of its own
-
-    def config(self) -> dict[str, Any]:
-        return {"compile": {"deepcompile": True}}
+    added_config: ClassVar[dict[str, Any]] = {"compile": {"deepcompile": True}}
 
 
 class Zero3Zcompile(Zero3):
