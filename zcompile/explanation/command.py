@@ -57,7 +57,7 @@ def _tables(name: str) -> Tables:
 
 
 def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
-    """The link of so many ranks; over the fastest transport that reaches them if none is asked for."""
+    """The link of so many ranks; over the table's first transport that reaches them if none is asked for."""
     known = list(dict.fromkeys(wire.transport for wire in hardware.wires))
     far = world > hardware.domain
     if transport is None:

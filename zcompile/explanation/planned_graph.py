@@ -93,8 +93,8 @@ class PlannedGraph:
 def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
     """The graphs of a step in the order in which they run: all forwards, then their backwards in reverse.
 
-    They were traced each forward before its backward. With a graph comes how many bytes the others hold meanwhile for
-    their backwards.
+    `graphs` has each forward before its backward. With a graph comes how many bytes the others hold for their backwards
+    while it runs.
     """
     forwards: list[tuple[PlannedGraph, int]] = []
     backwards: list[tuple[PlannedGraph, int]] = []
