@@ -121,8 +121,8 @@ TSAN := build/tsan
 TSAN_OPTIONS := ignore_noninstrumented_modules=1:history_size=5
 tsan: install
 	$(call build_copy,$(TSAN),thread)
-	cd $(TSAN) && LD_PRELOAD="$(subst asan,tsan,$(ASAN_LIBRARIES))" TSAN_OPTIONS=$(TSAN_OPTIONS) OMP_NUM_THREADS=1 \
-		PYTHONPATH=. setarch -R $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 \
+	cd $(TSAN) && LD_PRELOAD="$(subst asan,tsan,$(ASAN_LIBRARIES))" TSAN_OPTIONS=$(TSAN_OPTIONS) PYTHONPATH=. \
+		OMP_NUM_THREADS=1 setarch -R $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 \
 		tests/support/under_tsan.py 60
 
 # A copy of this source in folder $(1), with an extension built with -fsanitize=$(2).
