@@ -6,17 +6,16 @@ modules with a policy of their own. Outputs are cast to the `output_dtype` of th
 is that of the arguments of `zcompile.shard`.
 """
 
-import dataclasses
 from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecision
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zcompile.sharding.class_swap import Casts, Contributor, contribute
 from zcompile.state.attributes import CASTS
+from zcompile.state.containers import map_tensors
 from zcompile.state.forward_scope import never_compiled_alone
 from zcompile.units.find import UnitLike, repeated_modules
 
@@ -91,23 +90,7 @@ def check_policies(
 @never_compiled_alone
 def _cast(dtype: torch.dtype, container: Any) -> Any:
     """`container` with its floating-point tensors in `dtype`; the same object if they are."""
-    values, structure = tree_flatten(container)
-    is_changed = False
-    for i, value in enumerate(values):
-        values[i] = _cast_leaf(dtype, value)
-        is_changed |= values[i] is not value
-    return tree_unflatten(values, structure) if is_changed else container
-
-
-@never_compiled_alone
-def _cast_leaf(dtype: torch.dtype, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # one that torch's pytree does not know
-        old = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
-        new = {name: _cast(dtype, each) for name, each in old.items()}
-        return value if all(new[name] is old[name] for name in old) else dataclasses.replace(value, **new)
-    return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, container)
 
 
 @never_compiled_alone

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import BLOCK, IN_UNIT, OPENED, STATE, UNIT
+from zcompile.state.containers import map_tensors
 from zcompile.state.forward_scope import is_compiled_call, never_compiled_alone
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.units.find import leave_shared, repeated_modules
@@ -175,17 +175,17 @@ class _BlockCall(UnitCall):
 
 def _connect(call: _BlockCall, result: Any) -> Any:
     """`result`, whose backward opens the block first."""
-    values, structure = tree_flatten(result)
-    is_changed = False
-    for i, value in enumerate(values):
-        if not isinstance(value, torch.Tensor):
-            continue
-        if call.unit.has_memory_of(value):
-            values[i] = value = value.clone()  # a parameter itself, or a view of it, would lose its memory
-            is_changed = True
-        if value.requires_grad:
-            call.begin_with_gradient_of(value)
-    return tree_unflatten(values, structure) if is_changed else result
+    call.has_result = False
+
+    def connect(tensor: torch.Tensor) -> torch.Tensor:
+        call.has_result = True
+        if call.unit.has_memory_of(tensor):
+            tensor = tensor.clone()  # a parameter itself, or a view of it, would lose its memory
+        if tensor.requires_grad:
+            call.begin_with_gradient_of(tensor)
+        return tensor
+
+    return map_tensors(connect, result)
 
 
 @torch.compiler.disable(recursive=False)
@@ -208,7 +208,8 @@ def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any,
     finally:
         unit.in_forward, unit.call = False, None
         if begun is None or not in_backward():  # a checkpoint computes again what backward is about to read
-            keep = torch._C._are_functorch_transforms_active() or (unit.is_root and begun is not None)
+            keep = torch._C._are_functorch_transforms_active()
+            keep |= begun is not None and (unit.is_root or not begun.has_result)
             unit.close(keep)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._autograd import _get_sequence_nr
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import IN_UNIT, UNIT, UNITS_BELOW
+from zcompile.state.containers import map_tensors, tensors_in
 from zcompile.state.forward_scope import call_eagerly, never_compiled_alone
 from zcompile.units.order import UnitOrder, in_backward
 from zcompile.units.unit import Unit
@@ -24,6 +24,7 @@ class UnitCall:
         self.order: UnitOrder = unit.order
         self.shards = unit.leaves()  # which modules may drop before a backward reads them
         self.is_in_backward = self.creates_graph = self.was_split = False
+        self.has_result = True  # a tensor that forward returned, whose gradient begins backward
         self.begins_at = _get_sequence_nr()
         unit.calls_ahead.add(self)
 
@@ -79,8 +80,8 @@ class UnitCall:
 
         Autograd runs what is ready in the reverse order of forward.
         """
-        for each in tree_leaves(given):
-            if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:  # whose hooks would stay
+        for each in tensors_in(given):
+            if each.requires_grad and not each.is_leaf:  # whose hooks would stay
                 each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))  # users hold it
 
 
@@ -137,9 +138,10 @@ class _Exit(torch.autograd.Function):
 
 def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> Any:
     """`result`, whose backward opens the unit first and ends at `entry`."""
-    values, structure = tree_flatten(result)
+    values = tensors_in(result)
+    call.has_result = bool(values)
     # What the caller has already stays what it is: it may be changed in place, which autograd must see.
-    known = {id(_base_of(value)) for value in tree_leaves(given) if isinstance(value, torch.Tensor)}
+    known = {id(_base_of(value)) for value in tensors_in(given)}
     places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(_base_of(value)) not in known]
     # Others must not begin to need a gradient: who adds one to a buffer would hold the graphs of all steps.
     needed = [i for i in places if values[i].requires_grad]
@@ -152,15 +154,16 @@ def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> An
     tensors = [each.clone() if call.unit.has_memory_of(each) else each for each in tensors]
     for i, tensor in zip(needed, _Exit.apply(call, entry, *tensors), strict=True):
         values[i] = tensor
-    return tree_unflatten(values, structure)
+    changed = iter(values)
+    return map_tensors(lambda _: next(changed), result)
 
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+def _is_differentiable(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def records_graph() -> bool:
@@ -192,12 +195,12 @@ def _end(module: Any, begun: "tuple[UnitCall, torch.Tensor] | None", result: Any
 
 
 @torch.compiler.disable
-def _leave(module: Any, is_call: bool) -> None:
+def _leave(module: Any, call: UnitCall | None) -> None:
     """Behind the forward of the unit, also if it raised."""
     unit: Unit = module.__dict__[UNIT]
     unit.in_forward, unit.call = False, None
-    if not (is_call and in_backward()):  # a checkpoint computes again what backward is about to read
-        unit.close(keep=torch._C._are_functorch_transforms_active())
+    if call is None or not in_backward():  # a checkpoint computes again what backward is about to read
+        unit.close(keep=torch._C._are_functorch_transforms_active() or (call is not None and not call.has_result))
 
 
 @torch._dynamo.disable(recursive=False, reason="a unit gathers its parameters before its forward: see zcompile.shard")
@@ -215,7 +218,7 @@ def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
         result = call(module, *args, **kwargs)
         return _end(module, begun, result, (args, kwargs))
     finally:
-        _leave(module, begun is not None)
+        _leave(module, None if begun is None else begun[0])
 
 
 @never_compiled_alone
@@ -234,8 +237,8 @@ def call_inside(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 def _watch(unit: Unit, result: Any) -> None:
     call: UnitCall | None = unit.call
     if call is not None and records_graph() and not in_backward():
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+        for value in tensors_in(result):
+            if value.requires_grad:
                 call.begin_with_gradient_of(value)
 
 

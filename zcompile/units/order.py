@@ -33,10 +33,10 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.state.attributes import IN_UNIT, UNIT, UNITS_BELOW
+from zcompile.state.containers import tensors_in
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.units.unit import Reduction, Unit, deliver_rest
 
@@ -178,8 +178,8 @@ class UnitOrder:
                 begun = torch._C._current_graph_task_id()
                 self.begin_backward()
 
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:  # whose hooks stay
+        for tensor in tensors_in(result):
+            if tensor.requires_grad and not tensor.is_leaf:  # whose hooks stay
                 tensor.register_hook(begin_backward)
 
     @torch.compiler.disable
