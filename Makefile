@@ -114,7 +114,7 @@ asan: install
 	cd $(ASAN) && LD_PRELOAD="$(ASAN_LIBRARIES)" ASAN_OPTIONS=$(ASAN_OPTIONS) OMP_NUM_THREADS=1 \
 		$(PYTHON) -m pytest -p no:cacheprovider -m "not slow" $(ASAN_TESTS) $(ARGS)
 
-# The same under ThreadSanitizer, for a minute on two ranks. Only accesses of the runtime are looked at: torch's gloo has
+# The same under ThreadSanitizer, for a minute on two ranks. Only accesses of the runtime count, since torch's gloo has
 # races of its own. Reports are printed.
 .PHONY: tsan
 TSAN := build/tsan

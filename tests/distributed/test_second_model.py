@@ -74,3 +74,41 @@ def test_programs_say_nothing_of_folders(tmp_path, monkeypatch):
     assert backend._without_folder(line) == 'File "package/model.py", line 3, in forward'
     assert backend._without_folder('File "/elsewhere/model.py", line 3, in f') == 'File "model.py", line 3, in f'
     assert backend._without_folder("return self.weight * x") == "return self.weight * x"
+
+
+class Teaches(nn.Module):
+    """Calls two sharded models, one of which is no module of this one."""
+
+    def __init__(self, student, teacher):
+        super().__init__()
+        self.student, self.held = student, [teacher]
+
+    def forward(self, x):
+        return (self.student(x) - self.held[0](x)).square().mean()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("student_is_sharded", [False, True])
+@on_ranks(2)
+def test_a_model_that_another_one_calls_follows_its_parameters(rank, world, compiles, student_is_sharded):
+    """After copies into them, and after they are frozen and trained in turns."""
+    losses, grads = [], []
+    for shard in (zcompile.shard, lambda model: model):
+        torch.manual_seed(0)
+        student, teacher = layers(), shard(layers())
+        both = shard(Teaches(student, teacher)) if student_is_sharded else Teaches(shard(student), teacher)
+        if compiles and shard is zcompile.shard:
+            both.compile(backend="zcompile", options={"inner": "aot_eager"})
+        losses.append([]), grads.append([])
+        for step in range(4):
+            teacher.requires_grad_(step % 2 == 1)
+            loss = both(torch.full((2, 6), 1.0 + step))
+            loss.backward()
+            losses[-1].append(loss.item())
+            grads[-1].append([each.grad is not None for each in teacher.parameters()])
+            torch.optim.SGD(both.parameters(), lr=0.1).step()
+            both.zero_grad(), teacher.zero_grad()
+            with torch.no_grad():
+                for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
+                    mine.lerp_(other, 0.5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and grads[0] == grads[1]

@@ -9,9 +9,10 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import zcompile
+from tests.support import raising
 from tests.support.compiling import SELECTIVE, checkpoint_each
 from tests.support.mixtures import MixtureModel
-from tests.support.raising import Fault, fail
+from tests.support.raising import Fault, MayRaise, fail
 from tests.support.ranks import on_ranks
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
 from tests.support.unit_chains import (
@@ -117,6 +118,25 @@ def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(rank, world):
 
 
 # --- backwards of several kinds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [None, [nn.Linear]])
+@on_ranks(2)
+def test_parameters_are_those_of_the_model_after_a_backward_that_raised(rank, world, units):
+    """Gradients that are dropped then, and values that are written, are of the DTensors."""
+    model = zcompile.shard(nn.Sequential(nn.Linear(4, 4), MayRaise(), nn.Linear(4, 4)), units=units)
+    parameters, x = list(model.parameters()), torch.ones(2, 4)
+    model(x).sum().backward()
+    loss = model(x).sum()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="on purpose"):
+        patch.setattr(raising, "RAISES", [True])
+        loss.backward()
+    model.zero_grad()
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
+    assert all(each.grad is None for each in parameters)
+    with torch.no_grad():
+        model[2].bias.fill_(7.0)
+    assert torch.equal(model[2].bias.full_tensor(), torch.full((4,), 7.0))
 
 
 @on_ranks(2)

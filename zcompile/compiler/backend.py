@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from zcompile.compiler.graph_checks import check_graph
 from zcompile.compiler.inductor import check_config, compile_inductor, refuse_cuda_graphs
 from zcompile.costs.hardware import CPU, Link
-from zcompile.graph.ops import GATHER, calls, user_collective_of
+from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
@@ -67,6 +67,7 @@ def compile_graph(
     plan = _plan(example_inputs, settings)
     if settings.save_for_backward_bytes is None and saves_by_hooks():
         plan = replace(plan, save_for_backward_bytes=0)  # save_on_cpu would move an unsharded parameter
+    _tell_models_apart(gm, example_inputs)
     try:
         compiled = compile_planned(gm, example_inputs, settings, plan, mode)
     except Exception as error:
@@ -78,6 +79,22 @@ def compile_graph(
     compiled = _passing_for_parameters(gm, compiled) if calls(gm.graph, GATHER) else _refusing_split_backwards(compiled)
     program = functools.partial(_program, _reads(gm), plan, settings)
     return _on_first_run(checking_requires_grad(compiled), settings, program)
+
+
+def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Number the domains of the second model in a graph, and of later ones, apart from those of the first.
+
+    Passes move parameters of one domain together, and parameters of two models cannot be.
+    """
+    numbers: dict[ShardedModel, int] = {}
+    for model in _models(example_inputs):
+        first = next((other for other in numbers if model in other.others), model)
+        numbers[model] = numbers.setdefault(first, len(set(numbers.values())))
+    inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs))
+    for node in gm.graph.find_nodes(op="call_function", target=GATHER) if len(numbers) > 1 else ():
+        number = next((numbers[model] for model in (model_of(inputs.get(node.args[0])),) if model is not None), 0)
+        if number > 0:
+            node.args = (*node.args[:3], domain_of(node) + DOMAINS_OF_MODEL * number)
 
 
 def _stop_others(example_inputs: Sequence[Any], error: Exception) -> None:

@@ -101,6 +101,9 @@ def user_collective_of(node: Node) -> str:
     return op.split(".")[0] if space.startswith("_c10d_functional") and not op.startswith("wait_tensor") else ""
 
 
+DOMAINS_OF_MODEL = 1 << 16  # in graphs of several models, domains of the second begin here; csrc/ops.cpp knows it too
+
+
 def domain_of(node: Node) -> int:
     """The domain of a gather, a reduce, or a start of either: parameters of one domain are sharded over one mesh."""
     return named_args(node).get("domain", 0)

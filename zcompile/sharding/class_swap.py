@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from zcompile.graph.ops import GATHER as gather
 from zcompile.options import TRAINABLE
 from zcompile.sharding.substituted_parameters import layout_of, read_given
-from zcompile.sharding.traced_reads import Others, given_in_trace, open_for_read, traced_members
+from zcompile.sharding.traced_reads import Others, given_in_trace, is_open, open_for_read, traced_members
 from zcompile.state.attributes import (
     AROUND,
     BLOCK,
@@ -330,7 +330,7 @@ def _reader(name: str, layout: Layout, single_rank: bool) -> Callable[[Any], tor
                 return given
             if getattr(self, IS_OPEN):
                 return cast(torch.Tensor, getattr(self, TABLE)[name])
-        elif getattr(self, IS_OPEN) and type(found := getattr(self, TABLE)[name]) is nn.Parameter:
+        elif is_open(self) and type(found := getattr(self, TABLE)[name]) is nn.Parameter:
             return cast(torch.Tensor, found)
         elif not _is_gathered_alone(self, name):
             return _read_eagerly(self, name)

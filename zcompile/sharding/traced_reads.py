@@ -111,10 +111,19 @@ def _table(self: Any) -> Any:
     if torch.compiler.is_compiling():
         return TracedTable(self)
     look_again()
+    is_open(self)
     state = self.__dict__.get(STATE)
     if state is not None and state.in_compiled and IN_UNIT in self.__dict__:
         open_for_read(self)
     return self.__dict__["_parameters"]
+
+
+@never_compiled_alone
+def is_open(module: Any) -> bool:
+    """Whether `module` has unsharded parameters. A backward that raised has left them there: they are given up now."""
+    if getattr(module, IS_OPEN, False) and not is_in_forward():
+        module.__dict__[IN_UNIT].order.abandon_if_raised()
+    return bool(getattr(module, IS_OPEN, False))
 
 
 @never_compiled_alone

@@ -37,6 +37,7 @@ def never_compiled_alone(function: Any) -> Any:
 
 class _Thread(threading.local):
     forwards = 0  # that this thread is in
+    models: tuple[ShardedModel, ...] = ()  # of the outermost of these, and of forwards of other models inside
     is_eager = False  # inside of `call_eagerly`
     looks_again = False  # whether the next call of a module looks for parameters that others replace
     announced_depth = -1  # where this many are, `announce` is called with each module that begins another one
@@ -100,6 +101,13 @@ def _enter(*states: ShardedModel) -> bool:
     return sum(state.enter_forward() for state in states) > 0  # of all: each lets its leaves follow
 
 
+@never_compiled_alone
+def _is_outermost(module: Any) -> bool:
+    """Whether a call of `module` begins a forward of its model: another model's forward may be around it."""
+    state: ShardedModel = module.__dict__[STATE]
+    return _thread.forwards == 0 or not (state.are_units or state in _thread.models)
+
+
 def counting_call(
     base: type[nn.Module], is_root: bool, around: Callable[[Any, Any, Any, Any], Any] | None
 ) -> Callable[..., Any]:
@@ -121,11 +129,13 @@ def counting_call(
         if not _thread.is_eager:
             if not is_root and _thread.forwards == _thread.announced_depth:
                 _thread.announce(self)
-            enters = _thread.forwards == 0 or _thread.looks_again or self._compiled_call_impl is not None
+            enters = _is_outermost(self) or _thread.looks_again or self._compiled_call_impl is not None
             _thread.looks_again = False
             if enters and _enter(self.__dict__[STATE]):
                 return call_eagerly(__call__, (self, *args), kwargs)
-        call_outermost = self.__dict__[STATE].call_outermost if _thread.forwards == 0 else None
+        models, call_outermost = _thread.models, None
+        if _is_outermost(self):
+            _thread.models, call_outermost = (*models, self.__dict__[STATE]), self.__dict__[STATE].call_outermost
         _thread.forwards += 1
         try:
             call = base.__call__  # looked up now: tracers of modules patch it
@@ -134,13 +144,14 @@ def counting_call(
             return call(self, *args, **kwargs) if around is None else around(call, self, args, kwargs)
         finally:
             _thread.forwards -= 1
+            _thread.models = models
 
     def call_root(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return __call__(self, *args, **kwargs)
         if _thread.forwards == _thread.announced_depth:  # which may raise: no unit knows of this forward yet
             _thread.announce(self)
-        if _thread.forwards > 0:
+        if not _is_outermost(self):
             return __call__(self, *args, **kwargs)
         order = self.__dict__[STATE].unit_order
         order.enter_root()
@@ -225,8 +236,9 @@ def register_forward_method(module: nn.Module, name: str) -> None:
                 _thread.announce(module)
             if _enter(*states):
                 return call_eagerly(counted, args, kwargs)
-        state = module.__dict__.get(STATE)
-        call_outermost = state.call_outermost if state is not None and _thread.forwards == 0 else None
+        models, call_outermost = _thread.models, None
+        if STATE in module.__dict__ and _is_outermost(module):
+            _thread.models, call_outermost = (*models, module.__dict__[STATE]), module.__dict__[STATE].call_outermost
         _thread.forwards += 1
         try:
             if call_outermost is not None:
@@ -234,5 +246,6 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             return method(*args, **kwargs) if around is None else around(call, module, args, kwargs)
         finally:
             _thread.forwards -= 1
+            _thread.models = models
 
     setattr(module, name, never_compiled_alone(counted))
