@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
@@ -18,7 +19,7 @@ from tests.support.microbatches import (
     separately,
     train_microbatches,
 )
-from tests.support.models import Transformer, batch, loss_of, normal
+from tests.support.models import Transformer, batch, loss_of, mean_square, normal
 from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, backward_beside, close, compiled, pair, same_grads, train_beside
 from tests.support.sharded_ops import ops
@@ -272,3 +273,34 @@ def test_accumulate_may_end_before_the_backward(rank, world):
             return loss_of(model, batch(step, of_rank))
 
     train_beside(rank, world, loss=loss, microbatches=3)
+
+
+class TwoMethods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def encode(self, x):
+        return self.first(x)
+
+    def decode(self, x):
+        return self.second(x)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+@pytest.mark.parametrize("reduce", ["each", "shards", "last"])
+@on_ranks(2)
+def test_a_block_that_several_forwards_of_a_microbatch_read_keeps_all_gradients(rank, world, reduce):
+    """Each forward leaves out parameters, for which its backward reduces zeros that nothing takes."""
+    reference, model = pair(TwoMethods, zcompile.shard)
+    for name in ("encode", "decode"):
+        zcompile.register_forward_method(model, name)
+    loss = mean_square(3, 6)
+    with zcompile.accumulate(model, reduce=reduce):
+        for step in range(3):
+            model.decode(model.encode(normal(step, rank, 3, 6))).square().mean().backward()
+    for step in range(3):
+        (sum(loss(reference, step, other) for other in range(world)) / world).backward()
+    same_grads(model, reference)

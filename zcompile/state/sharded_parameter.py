@@ -201,6 +201,11 @@ class ShardedParameter:
         if state.microbatches.accumulates and not state.are_units:
             state.runtime.accumulate_onto(self.index, accumulated, owner=owner)
 
+    def let_reduce_begin_anew(self) -> None:
+        """Let the next reduce add to nothing, after `let_reduce_add_to`."""
+        if self.state.microbatches.accumulates:
+            self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # which nothing holds
+
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """The sum of `accumulated`, the gradient of earlier microbatches, and `grad`, which a reduce just made.
 

@@ -351,6 +351,9 @@ class Unit:
                 own = [used[i] and each.layout.domain == number for i, each in enumerate(self.sharded)]
                 flags = torch.tensor(own, dtype=use.dtype).to(use.device, non_blocking=True)
                 wires.append(flags.repeat(world))  # each rank gets its slice of this, too
+                for i in trained:
+                    if not used[i]:  # its result may be dropped, and what had accumulated with it
+                        self.sharded[i].let_reduce_begin_anew()
                 with self._own_transfer():
                     *reduced, counts = reduce_group_start(wires, [*(leaves[i] for i in trained), use], number)
                 gives = [used[i] or self.sharded[i].zeros_if_unused for i in trained]
