@@ -304,3 +304,30 @@ def test_a_block_that_several_forwards_of_a_microbatch_read_keeps_all_gradients(
     for step in range(3):
         (sum(loss(reference, step, other) for other in range(world)) / world).backward()
     same_grads(model, reference)
+
+
+class LeavesOut(TwoMethods):
+    """Has one layer that only some ranks use, and one that none does."""
+
+    def __init__(self):
+        super().__init__()
+        self.third = nn.Linear(6, 6)
+
+    def forward(self, x, uses_second):
+        x = self.first(x)
+        return self.second(x) if uses_second else x
+
+
+@pytest.mark.parametrize("reduce", ["each", "shards", "last"])
+@on_ranks(2)
+def test_a_parameter_that_no_rank_used_has_no_gradient(rank, world, reduce):
+    """And one that is frozen after its microbatch keeps what it got."""
+    reference, model = pair(LeavesOut, zcompile.shard)
+    with zcompile.accumulate(model, reduce=reduce):
+        for step in range(2):
+            model(normal(step, rank, 3, 6), rank == 0).square().mean().backward()
+        model.first.requires_grad_(False)
+    for step, other in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        (reference(normal(step, other, 3, 6), other == 0).square().mean() / world).backward()
+    assert model.third.weight.grad is None and model.third.bias.grad is None
+    same_grads(model, reference)

@@ -122,8 +122,11 @@ class ShardedParameter:
         self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
         return self.parameter
 
-    def post_accumulate_grad(self, leaf: torch.Tensor) -> None:
+    def post_accumulate_grad(self, leaf: torch.Tensor, is_late: bool = False) -> None:
         """Autograd's hook on the leaf: move its gradient to the DTensor, adding to what is there.
+
+        Args:
+            is_late: the gradient is of earlier backwards; the parameter may have been frozen since.
 
         Raises:
             RuntimeError: the module has another parameter now.
@@ -134,7 +137,7 @@ class ShardedParameter:
         parameter: Any = self.parameter
         if self.is_replaced():
             raise RuntimeError(replaced_message(self.name))
-        if not parameter.requires_grad:
+        if not (parameter.requires_grad or is_late):
             return
         microbatches = getattr(leaf, MODEL).microbatches
         accumulates = microbatches.accumulates  # of each parameter in each step, so the usual path is short

@@ -127,7 +127,7 @@ def _reduce(state: ShardedModel) -> None:
             leaf.grad = torch.ops.zcompile.reduce(grad, leaf, state.domain)
             if factor is not None:
                 leaf.grad.mul_(factor)
-        sharded.post_accumulate_grad(leaf)
+        sharded.post_accumulate_grad(leaf, is_late=True)
 
 
 def _sum_over_replicas(state: ShardedModel) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile._C import free_memory, wait_for_gathers, wait_for_reduces
 from zcompile.state.attributes import IS_OPEN, UNIT
+from zcompile.state.microbatches import Deferred
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
 
@@ -345,7 +346,8 @@ class Unit:
         for reference, positions, use in self.domains:
             model = _alive(reference)
             number, world = model.domain, model.groups.world
-            trained = [i for i in positions if leaves[i].requires_grad]
+            is_deferred = model.microbatches.deferred is Deferred.REDUCES  # no collective, so ranks may differ
+            trained = [i for i in positions if leaves[i].requires_grad and (used[i] or not is_deferred)]
             if trained:
                 wires = [self._wire(i, grads[i], world) for i in trained]
                 own = [used[i] and each.layout.domain == number for i, each in enumerate(self.sharded)]

@@ -43,10 +43,10 @@ class Partition(ShardedParameter):
         """Whether DeepSpeed has put the partition elsewhere."""
         return self.leaf.numel() > 0 and self.leaf.data_ptr() != self.parameter.ds_tensor.data_ptr()
 
-    def post_accumulate_grad(self, leaf: torch.Tensor) -> None:
+    def post_accumulate_grad(self, leaf: torch.Tensor, is_late: bool = False) -> None:
         """Hand the leaf's gradient to `accept`."""
         grad, leaf.grad = leaf.grad, None
-        if grad is not None and self.parameter.requires_grad:
+        if grad is not None and (self.parameter.requires_grad or is_late):
             self.accept(self, grad)
 
 
