@@ -170,7 +170,7 @@ class _TracedModel:
     """Stands for the `ShardedModel` of such modules."""
 
     call_outermost = None
-    in_compiled = False
+    in_compiled = are_units = False
 
     @staticmethod
     def enter_forward() -> bool:
