@@ -43,7 +43,7 @@ inline Collective collective_of(const ReduceRequest& request, int64_t model) {
   return {true, model, request.param->index, request.grad.scalar_type()};
 }
 
-// The hash of what `hash` is of, followed by `next`; another one if the two change places.
+// The hash of a sequence, from the hash of its beginning and its last element. It depends on the order of the elements.
 inline int64_t hash_chain(int64_t hash, int64_t next) {
   const auto mixed = (static_cast<uint64_t>(hash) * 0x9e3779b97f4a7c15) ^ static_cast<uint64_t>(next);
   return static_cast<int64_t>(mixed ^ (mixed >> 32));

@@ -92,9 +92,9 @@ def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         numbers[model] = numbers.setdefault(first, len(set(numbers.values())))
     inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs))
     for node in gm.graph.find_nodes(op="call_function", target=GATHER) if len(numbers) > 1 else ():
-        number = next((numbers[model] for model in (model_of(inputs.get(node.args[0])),) if model is not None), 0)
-        if number > 0:
-            node.args = (*node.args[:3], domain_of(node) + DOMAINS_OF_MODEL * number)
+        owner = model_of(inputs.get(node.args[0]))
+        if owner is not None and numbers[owner] > 0:
+            node.args = (*node.args[:3], domain_of(node) + DOMAINS_OF_MODEL * numbers[owner])
 
 
 def _stop_others(example_inputs: Sequence[Any], error: Exception) -> None:
