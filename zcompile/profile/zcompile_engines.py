@@ -42,6 +42,25 @@ class EagerUnits(Eager):
         return [block for block in blocks_of(model) if block is not model] or None
 
 
+class UnitsCompile(EagerUnits):
+    """Blocks gathered whole, each compiled by Inductor, as FSDP2's users do."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        for block in blocks_of(model):
+            block.compile()
+        return super().prepare(model)
+
+
+class Blocks(Eager):
+    """Each block compiled by zcompile, the rest eager."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model = super().prepare(model)
+        for block in blocks_of(model):
+            block.compile(backend="zcompile", options=self.options)
+        return model
+
+
 class Zcompile(Eager):
     def prepare(self, model: nn.Module) -> nn.Module:
         model = super().prepare(model)
