@@ -1,7 +1,10 @@
 """How often eager code gathers: as FSDP2, each parameter once in forward and, of blocks, once in backward."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zcompile
@@ -55,3 +58,72 @@ def test_each_parameter_is_gathered_once_in_forward_and_in_backward(rank, world,
         assert sum(zcompile.stats(model)["gathered_bytes"].values()) == whole
         loss.backward()
         assert whole < sum(zcompile.stats(model)["gathered_bytes"].values()) <= 2 * whole
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.GELU()) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def compile_layers(model, backend):
+    for layer in model.layers:
+        layer.compile(backend=backend)
+
+
+def wrap_layers(model, backend):
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend=backend)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    "compile_each, backend",
+    [
+        (compile_layers, "aot_eager"),
+        (wrap_layers, "aot_eager"),
+        (compile_layers, "inductor"),
+        (wrap_layers, "zcompile"),
+    ],
+)
+@on_ranks(2)
+def test_compiled_layers_keep_no_weight_until_backward(rank, world, compile_each, backend, is_first):
+    """By any backend, compiled before `shard`, as FSDP2's users do, or after it."""
+    torch._dynamo.reset()
+    model = Layers()
+    reference = copy.deepcopy(model)
+    if is_first:
+        compile_each(model, backend)
+    shard_in_blocks(model)
+    if not is_first:
+        compile_each(model, backend)
+    whole = sum(each.nbytes for each in model.parameters())
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    saved: list[torch.UntypedStorage] = []
+    for _ in range(2):
+        zcompile.reset_stats(model)
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()) or t, lambda t: t):
+            loss = model(x)
+        weights = [each for each in saved if each.nbytes() == 8 * 8 * 4]
+        saved.clear()
+        loss.backward()
+        assert not weights
+        assert sum(zcompile.stats(model)["gathered_bytes"].values()) == 2 * whole
+    reference(x).backward()
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(expected.grad)
+        torch.testing.assert_close(ours.grad.full_tensor(), expected.grad / world)
+
+
+@on_ranks(2)
+def test_a_model_that_another_backend_compiles_whole_is_warned_of(rank, world):
+    model = shard_in_blocks(Layers())
+    model.compile(backend="aot_eager")
+    with pytest.warns(UserWarning, match="keep each gathered parameter until backward"):
+        model(torch.ones(4, 8))

@@ -52,7 +52,7 @@ def rank_losses(rank, world, engine, stance="force_eager"):
         "simplefsdp",
         "eager+units",
         pytest.param("zcompile+blocks", marks=pytest.mark.slow),
-        pytest.param("units+compile", marks=pytest.mark.slow),
+        pytest.param("eager+compile", marks=pytest.mark.slow),
         pytest.param("fsdp2+tuned", marks=pytest.mark.slow),
         pytest.param("ddp", marks=pytest.mark.slow),
         pytest.param("eager", marks=pytest.mark.slow),

@@ -61,7 +61,7 @@ def build():
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, limit"),
+        (["--engines", "zcompile,fast"], "no engine 'fast'; there are zcompile, zcompile+blocks"),
         (["--engines", "zcompile:fast=1"], "unknown option 'fast'"),
         (["--engines", "zcompile:transport"], "reads key=value, not 'transport'"),
         (["--engines", "zcompile:inductor=3"], "option 'inductor' must be a mapping"),

@@ -28,7 +28,7 @@ from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
 from zcompile.ranks.program_check import Line
 from zcompile.source_hash import source_hash
-from zcompile.state.attributes import PARAMETER
+from zcompile.state.attributes import PARAMETER, PLANS
 from zcompile.state.forward_scope import checking_requires_grad
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import as_parameter, model_of
@@ -79,6 +79,9 @@ def compile_graph(
     compiled = _passing_for_parameters(gm, compiled) if calls(gm.graph, GATHER) else _refusing_split_backwards(compiled)
     program = functools.partial(_program, _reads(gm), plan, settings)
     return _on_first_run(checking_requires_grad(compiled), settings, program)
+
+
+setattr(compile_graph, PLANS, True)
 
 
 def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -26,7 +26,7 @@ from zcompile.profile.torch_engines import (
     SimpleFsdp,
     SimpleFsdpTuned,
 )
-from zcompile.profile.zcompile_engines import Blocks, Eager, EagerUnits, UnitsCompile, Zcompile
+from zcompile.profile.zcompile_engines import Blocks, Eager, EagerCompile, EagerUnits, Zcompile
 
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
 
@@ -57,10 +57,10 @@ ENGINES = {
     "zcompile+blocks": Entry(Blocks, "the same, but each block compiled on its own", options=ALL_OPTIONS),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
     "eager": Entry(Eager, "zcompile.shard and fuse_optimizer, not compiled", options=("transport",)),
+    "eager+compile": Entry(EagerCompile, "eager, torch.compile of each block", options=("transport",)),
     "eager+units": Entry(
         EagerUnits, "eager, each block gathered whole: zcompile.shard(units=...)", options=("transport",)
     ),
-    "units+compile": Entry(UnitsCompile, "eager+units, torch.compile of each block", options=("transport",)),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
     "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block"),
     "fsdp2+tuned": Entry(

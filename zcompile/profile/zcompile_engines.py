@@ -42,8 +42,8 @@ class EagerUnits(Eager):
         return [block for block in blocks_of(model) if block is not model] or None
 
 
-class UnitsCompile(EagerUnits):
-    """Blocks gathered whole, each compiled by Inductor, as FSDP2's users do."""
+class EagerCompile(Eager):
+    """Each block compiled by Inductor, as FSDP2's users do."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         for block in blocks_of(model):

@@ -141,6 +141,14 @@ def install_readers(
             of_torch=of_torch,
         )
         _swap_class(module, kind)
+    _call_anew(model)
+
+
+def _call_anew(model: nn.Module) -> None:
+    """Let each `torch.compile(module)` inside of `model` call the module by the class that it has now."""
+    for module in model.modules():
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            module._initialize()
 
 
 def _inside(inner: Around | None, outer: Around | None) -> Around | None:
@@ -224,6 +232,7 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
             for contributor in contributors_of(base, kind):
                 if contributor.restored is not None:
                     contributor.restored(module)
+    _call_anew(model)
 
 
 def _swap_class(module: nn.Module, kind: Kind) -> None:

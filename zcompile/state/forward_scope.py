@@ -21,7 +21,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 
-from zcompile.state.attributes import AROUND, SHARDED, STATE
+from zcompile.state.attributes import AROUND, PLANS, SHARDED, STATE
 from zcompile.state.sharded_model import ShardedModel
 
 
@@ -83,6 +83,23 @@ def is_compiled_call(module: Any) -> bool:
         return False
     callback: Any = get_eval_frame_callback()
     return module._compiled_call_impl is not None or (callback is not None and callback is not False)
+
+
+@never_compiled_alone
+def is_planned_call(module: Any) -> bool:
+    """Whether a call of `module` here is compiled by zcompile, whose graphs gather what they read, and free it."""
+    if not is_compiled_call(module):
+        return False
+    backend: Any = get_eval_frame_callback()
+    if module._compiled_call_impl is not None:
+        get_config = getattr(module._compiled_call_impl, "get_compiler_config", None)
+        if get_config is None:  # code of an artifact
+            return True
+        backend = get_config.__closure__[0].cell_contents.callback  # of torch's OptimizeContext
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    backend = getattr(backend, "compiler_fn", backend)  # torch wraps backends that are not Inductor
+    return hasattr(getattr(backend, "func", backend), PLANS)  # it may be a functools.partial
 
 
 @never_compiled_alone

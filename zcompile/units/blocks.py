@@ -6,7 +6,8 @@ layer of a transformer; other parameters are gathered together, as the root bloc
 runs, its modules have unsharded parameters. The root block is open in every outermost forward that reads it, and keeps
 its memory until backward, which would read it at once.
 
-Blocks stay closed in compiled code, whose graphs gather each parameter where it is read; see class_swap.py. If eager
+Blocks stay closed in code that zcompile compiles, whose graphs gather each parameter where it is read; see
+class_swap.py. Another backend would keep what it gathers until backward; so a block that it compiles opens. If eager
 code reads a parameter of a closed block, between two graphs or outside of the block's call, this opens the block until
 the outermost forward ends. All ranks run the same blocks, as under FSDP2. So no rank makes up for a skipped block; as
 in any unit, a parameter that a rank did not use is reduced as zeros. And backward needs no node of its own: hooks on
@@ -14,6 +15,7 @@ results open a block, and hooks on its inputs end it.
 """
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import BLOCK, IN_UNIT, OPENED, STATE, UNIT
 from zcompile.state.containers import map_tensors
-from zcompile.state.forward_scope import is_compiled_call, never_compiled_alone
+from zcompile.state.forward_scope import is_compiled_call, is_planned_call, never_compiled_alone
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.units.find import leave_shared, repeated_modules
 from zcompile.units.forward import UnitCall, call_inside, records_graph
@@ -188,6 +190,36 @@ def _connect(call: _BlockCall, result: Any) -> Any:
     return map_tensors(connect, result)
 
 
+@torch.compiler.disable
+def _begin(unit: Unit, given: Any) -> _BlockCall | None:
+    """Open `unit` for a forward that is called with `given`."""
+    unit.follow_requires_grad()
+    if not (unit.is_open and unit in unit.order.read_units):
+        unit.order.open(unit)
+    if not records_graph():
+        return None
+    unit.call = call = _BlockCall(unit)
+    call.end_with_gradients_of(given)
+    return call
+
+
+@torch.compiler.disable
+def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
+    """Behind a forward that returned `result`. Returns what the block returns."""
+    unit.refuse_writes()
+    return result if begun is None else _connect(begun, result)
+
+
+@torch.compiler.disable
+def _leave(unit: Unit, begun: _BlockCall | None) -> None:
+    """Behind a forward, also if it raised."""
+    unit.in_forward, unit.call = False, None
+    if begun is None or not in_backward():  # a checkpoint computes again what backward is about to read
+        keep = torch._C._are_functorch_transforms_active()
+        keep |= begun is not None and (unit.is_root or not begun.has_result)
+        unit.close(keep)
+
+
 @torch.compiler.disable(recursive=False)
 def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """`call(module, *args, **kwargs)` while `unit` is open."""
@@ -196,26 +228,15 @@ def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any,
     begun: _BlockCall | None = None
     unit.in_forward = True
     try:
-        unit.follow_requires_grad()
-        if not (unit.is_open and unit in unit.order.read_units):
-            unit.order.open(unit)
-        if records_graph():
-            begun = unit.call = _BlockCall(unit)
-            begun.end_with_gradients_of((args, kwargs))
-        result = call(module, *args, **kwargs)
-        unit.refuse_writes()
-        return result if begun is None else _connect(begun, result)
+        begun = _begin(unit, (args, kwargs))
+        return _end(unit, begun, call(module, *args, **kwargs))
     finally:
-        unit.in_forward, unit.call = False, None
-        if begun is None or not in_backward():  # a checkpoint computes again what backward is about to read
-            keep = torch._C._are_functorch_transforms_active()
-            keep |= begun is not None and (unit.is_root or not begun.has_result)
-            unit.close(keep)
+        _leave(unit, begun)
 
 
 @never_compiled_alone
 def _call_block(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or is_compiled_call(module):
+    if torch.compiler.is_compiling() or is_planned_call(module):
         return call(module, *args, **kwargs)
     return _call_open(module.__dict__[BLOCK], call, module, *args, **kwargs)
 
@@ -239,10 +260,22 @@ def _call_outermost(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     return order.leave_root(result)
 
 
+@torch.compiler.disable
+def _warn_of_backend(module: Any) -> None:
+    if records_graph() and not in_backward():
+        warnings.warn(
+            f"zcompile: '{type(module).__name__}' is compiled by another backend, whose graphs keep each gathered "
+            'parameter until backward. Compile it by backend="zcompile", or compile its layers instead.',
+            stacklevel=2,
+        )
+
+
 @never_compiled_alone
 def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     state: ShardedModel = module.__dict__[STATE]
     order: BlockOrder = state.block_order
+    if not is_planned_call(module):
+        _warn_of_backend(module)
     if order.has_read and not in_backward():
         order.drop_reads()
     state.in_compiled = True

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 UnitLike = type[nn.Module] | nn.Module
 
@@ -39,13 +40,18 @@ def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: i
             inside |= set(module.modules())
         if module in inside or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
-        for child in module.children():
+        for child in map(_compiled_module, module.children()):
             is_called = type(child).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
             nbytes = sum(each.numel() * each.itemsize for each in child.parameters())
             if is_called and child not in inside and child not in units and nbytes >= min_bytes:
                 repeated.append(child)
                 inside |= set(child.modules())
     return repeated
+
+
+def _compiled_module(module: nn.Module) -> nn.Module:
+    """The module of which `torch.compile(...)` made `module`; any other module itself."""
+    return getattr(module, "_orig_mod", module) if isinstance(module, OptimizedModule) else module
 
 
 def loops_over_experts(module: nn.Module) -> bool:
@@ -122,7 +128,7 @@ def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Mod
 
     A module without parameters is no unit.
     """
-    instances = {id(each) for each in wanted if isinstance(each, nn.Module)}
+    instances = {id(_compiled_module(each)) for each in wanted if isinstance(each, nn.Module)}
     classes = tuple(each for each in wanted if isinstance(each, type))
     units: dict[str, nn.Module] = {}
     inside: set[int] = set()
