@@ -114,9 +114,7 @@ def _add_profile_measurement(add: Callable[..., object]) -> None:
     add("--repeats", type=positive, default=2, metavar="N", help="runs of each engine, in turns (default: 2)")
     about = "seconds after which a run is ended (default: 600)"
     add("--timeout", dest="timeout_s", type=float, default=600.0, metavar="SECONDS", help=about)
-    about = (
-        "only step times, peaks and losses, without the parts of a step and memory by kind: much quicker (default: off)"
-    )
+    about = "only step times, peaks and losses, without the parts of a step: much quicker (default: off)"
     add("--untraced", action="store_true", help=about)
 
 
@@ -216,8 +214,7 @@ COMMANDS = {
         _add_profile,
         "Train one model under several engines, and compare step time, peak memory and losses.",
         "Use it to learn whether zcompile is faster for your model on your machine, and why: the report splits step "
-        "time into compute, exposed communication and idle, and memory by what it is for. Each engine runs in "
-        "processes of its own, in turns.",
+        "time into compute, exposed communication and idle. Each engine runs in processes of its own, in turns.",
         "zcompile profile --model tiny --engines zcompile,fsdp2 --ranks 2",
         packages=("jinja2", "matplotlib", "psutil"),
     ),

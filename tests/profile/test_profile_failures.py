@@ -107,6 +107,6 @@ def test_a_plan_that_fails_on_one_rank_takes_nothing_with_it(tmp_path, monkeypat
     arguments = ["--engines", engine, "--output", str(tmp_path)]
     assert main(["profile", *SHORT, *write_model(tmp_path, NO_PLAN), *arguments]) == 0
     measured = results_in(tmp_path)["engines"][engine]
-    assert measured["plan"] is None and measured["memory"] and len(measured["losses"]) == 5
+    assert measured["plan"] is None and measured["wire_bytes"] and len(measured["losses"]) == 5
     assert measured["missing"] == ["plan (OutOfMemoryError: no room for a plan)"]
     assert "there is no plan (OutOfMemoryError" in (tmp_path / "report.html").read_text()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.trace_events import ranged
-from zcompile.profile.timeline import Parts, clip, clock, length, parts_of_step, subtract, union
+from zcompile.profile.timeline import Parts, clip, length, parts_of_step, subtract, union
 from zcompile.profile.worker import MOST_TRACES, Run
 
 
@@ -88,15 +88,3 @@ def test_a_slow_trace_is_made_again(monkeypatch, traced_ms, taken_ms):
     monkeypatch.setattr("zcompile.profile.worker.dist.get_rank", lambda: 0)
     assert run.parts(10.5).traced_ms == taken_ms
     assert MOST_TRACES == 3
-
-
-def test_the_time_of_a_gpu_is_when_it_came_to_the_next_kernel_that_was_launched():
-    """On a device whose kernels run 10,000 us after their launches."""
-    times = range(0, 2000, 10)
-    launches = [ranged("cudaLaunchKernel", time, time + 1, category="cuda_runtime", correlation=time) for time in times]
-    kernels = [
-        ranged("gemm", time + 10000, time + 10009, category="kernel", stream=7, correlation=time) for time in times
-    ]
-    other = ranged("Memcpy PtoP", 10500, 10600, category="gpu_memcpy", stream=24, correlation=1)
-    assert clock({"traceEvents": [*launches, *kernels, other]})(205.0) == 10210.0
-    assert clock({"traceEvents": launches})(205.0) == 205.0

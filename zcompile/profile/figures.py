@@ -8,15 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COMPUTE, EXPOSED, IDLE, NEUTRAL = "#2f6db5", "#d95f02", "#bbbbbb", "#5b8c5a"
-KIND_COLORS = {  # from the bottom of the stack: what is always there, what engines differ in, what the model makes
-    "shards": ("#1b4f72", "parameters as stored"),
-    "optimizer": ("#7fb3d5", "optimizer"),
-    "transport": ("#7f7f7f", "transport"),
-    "unsharded": (EXPOSED, "unsharded parameters"),
-    "gradients": (NEUTRAL, "gradients"),
-    "activations": ("#f2d7a0", "activations and the rest"),
-}
-PLAN = "#c0392b"
 
 Results = Mapping[str, Any]
 
@@ -91,48 +82,6 @@ def draw_timeline(results: Results) -> Figure | None:
     return figure
 
 
-def draw_kinds(results: Results) -> Figure | None:
-    """Memory of each engine over a step, stacked by kind, on one scale, and over it the plan."""
-    engines = {name: engine for name, engine in finished(results).items() if engine.get("memory")}
-    if not engines:
-        return None
-    large = max(sum(engine["memory"]["at_peak"].values()) for engine in engines.values()) >= 2**30
-    scale, unit = (2**30, "GiB") if large else (2**20, "MiB")
-    figure = Figure(figsize=(7, 0.8 + 1.5 * len(engines)), layout="constrained")
-    plots: list[Axes] = list(figure.subplots(len(engines), sharex=True, sharey=True, squeeze=False)[:, 0])
-    for axes, (name, engine) in zip(plots, engines.items()):
-        _stack(axes, engine["memory"], scale)
-        title = name
-        if plan := engine.get("plan"):
-            saved = f"{plan['saved_bytes'] / scale:.3g} {unit}"
-            title += f", activation_memory_budget {plan['activation_memory_budget']:g}: {saved} planned for backward"
-            ms, *levels = zip(*plan["memory"])
-            for level, style, label in zip(levels, ("-", ":"), ("plan", "plan: unsharded parameters")):
-                height = [nbytes / scale for nbytes in level]
-                axes.step(ms, height, style, where="post", color=PLAN, linewidth=1, label=label)
-        axes.set_title(title, loc="left", fontsize=9)
-        axes.set_ylabel(unit)
-    plots[0].set_xlim(left=0)
-    plots[0].set_ylim(bottom=0)
-    plots[-1].set_xlabel("ms since the step began")
-    shown = {label: handle for axes in plots for handle, label in zip(*axes.get_legend_handles_labels())}
-    figure.legend(shown.values(), shown.keys(), fontsize=7, loc="outside upper center", ncols=4, frameon=False)
-    return figure
-
-
-def _stack(axes: Axes, memory: Mapping[str, Any], scale: int) -> None:
-    """One area for each kind, each with the points at which it changes: some kinds never do."""
-    low = [0.0] * len(memory["ms"])
-    last = len(low) - 1
-    for kind, (color, label) in KIND_COLORS.items():
-        high = [below + nbytes / scale for below, nbytes in zip(low, memory["kinds"][kind])]
-        edges = list(zip(low, high))
-        points = [i for i in range(last + 1) if i in (0, last) or edges[i] != edges[i - 1]]
-        ms, bottom, top = ([values[i] for i in points] for values in (memory["ms"], low, high))
-        axes.fill_between(ms, bottom, top, step="post", color=color, label=label, linewidth=0)
-        low = high
-
-
 def draw_losses(results: Results) -> Figure:
     """Losses of each engine that trains."""
     figure, axes = _plot(3)
@@ -172,12 +121,6 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
     ),
     "timeline": ("About one traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
     "memory": ("Peak memory of rank 0 during the timed steps.", draw_memory),
-    "kinds": (
-        "Memory over one traced step by what it is for, rank 0, on one scale. The red line is zcompile's plan, the "
-        "dotted line the plan without activations and gradients. Of each 400th of the step the highest is drawn. On a "
-        "GPU, the time is when the device got to what the host had asked for.",
-        draw_kinds,
-    ),
     "losses": ("Losses, means over ranks. 'limit' is left out, for it does not train.", draw_losses),
     "steps": ("Every timed step, of its slowest rank.", draw_every_step),
 }

@@ -1,10 +1,8 @@
 """What a step consists of, read from a trace of torch.profiler."""
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 STEP = "zcompile.profile::step"
@@ -95,26 +93,6 @@ def ranges_of(trace: dict[str, Any], name: str) -> list[Interval]:
 def device_events(trace: dict[str, Any]) -> list[Event]:
     """What ran on GPUs."""
     return [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-
-
-def clock(trace: dict[str, Any]) -> Callable[[float], float]:
-    """From a time on the host to the time at which the GPU got there, us.
-
-    That is when the next kernel began, on the busiest stream, that was launched from then on. On a CPU there is one
-    time.
-    """
-    device = device_events(trace)
-    if not device:
-        return lambda host: host
-    busiest = busiest_stream(device)
-    runs = {event["args"]["correlation"]: event for event in device if event["args"]["stream"] == busiest}
-    launches = (event for event in trace["traceEvents"] if event.get("cat") in ("cuda_runtime", "cuda_driver"))
-    pairs = sorted(
-        (event["ts"], runs[number]["ts"]) for event in launches if (number := event["args"].get("correlation")) in runs
-    )
-    hosts, begins = [host for host, _ in pairs], list(accumulate((begin for _, begin in pairs), max))
-    end = max(interval(event)[1] for event in runs.values())
-    return lambda host: begins[i] if (i := bisect_left(hosts, host)) < len(begins) else max(host, end)
 
 
 def is_nccl(event: Event) -> bool:

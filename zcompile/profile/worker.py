@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,9 @@ from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_map_only
 
 from zcompile.explanation.workloads import Workload, load
-from zcompile.profile.allocations import allocations_of
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.engines import find
 from zcompile.profile.job import PARENT, Job
-from zcompile.profile.memory import Memory, memory_of_step
-from zcompile.profile.owned_storages import Walks, name_deepspeed_transfers
 from zcompile.profile.planned_step import PlannedStep, step_of
 from zcompile.profile.resident_memory import ResidentMemory
 from zcompile.profile.timeline import STEP, Parts, parts_of_step
@@ -39,7 +35,7 @@ TRACED_STEPS = 3
 HOST_STEPS = 3
 MOST_TRACES = 3  # until one is as fast as steps that are not traced
 SLOWER = 1.05  # a trace that took so much longer shows another step
-RECORDED_STEPS = 2  # the first shows what was allocated before and is freed in it
+RECORDED_STEPS = 2  # of the trace that may be kept
 
 
 class Run:
@@ -81,7 +77,6 @@ class Run:
             "parameters": self.parameters,
             "tokens": self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks,
             "parts": None,
-            "memory": None,  # by kind
             "plan": None,
             "missing": [],  # what could not be measured, and why
             "about": f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
@@ -215,50 +210,29 @@ class Run:
         return parts_of_step(json.loads(file.read_text()), TRACED_STEPS)
 
     def record(self, measured: dict[str, Any]) -> None:
-        """Add memory by kind, and bytes on the wire, to what rank 0 measured.
+        """Add bytes on the wire to what rank 0 measured, and keep the trace if the job says so.
 
-        They come from a second trace, with allocations and shapes, which would disturb the times of the first. Traces
-        differ between versions of torch, so what cannot be read from one is added to `missing`.
+        They come from a second trace, with shapes, which would disturb the times of the first. Traces differ between
+        versions of torch, so what cannot be read from one is added to `missing`.
         """
-        if "deepspeed" in sys.modules:
-            name_deepspeed_transfers()
-        with (
-            Walks(self.engine, self.cuda) as walks,
-            torch.profiler.profile(profile_memory=True, record_shapes=True) as profiler,
-        ):
+        with torch.profiler.profile(record_shapes=True) as profiler:
             for _ in range(RECORDED_STEPS):
-                if self.cuda:
-                    torch.cuda.reset_peak_memory_stats()
                 with torch.profiler.record_function(STEP):
                     self.step()
-                walks.again()
             self.synchronize()
         if dist.get_rank() != 0:
             return
-        peak_bytes = torch.cuda.max_memory_allocated() if self.cuda else None
-        device = torch.cuda.current_device() if self.cuda else None
         file = self.job.kept_trace if self.job.keep_trace else self.job.file("recorded.json")
         profiler.export_chrome_trace(str(file))
+        if not self.engine.wire_is_traced:
+            return
         with gzip.open(file) if file.suffix == ".gz" else file.open() as opened:
             trace = json.load(opened)
-
-        def read_memory() -> Memory:
-            allocations, extra_bytes = allocations_of(trace, device), self.engine.extra_bytes()
-            return memory_of_step(trace, walks, allocations, device, extra_bytes, peak_bytes)
-
-        def read_wire() -> int | None:
-            return wire_bytes(trace, self.job.ranks) // RECORDED_STEPS if self.engine.wire_is_traced else None
-
-        readers: tuple[tuple[str, str, Callable[[], Any]], ...] = (
-            ("memory", "memory by kind", read_memory),
-            ("wire_bytes", "count of bytes on the wire", read_wire),
-        )
-        for key, what, read in readers:
-            try:
-                measured[key] = read()
-            except Exception as error:
-                traceback.print_exc()
-                measured["missing"].append(f"{what} ({type(error).__name__}: {error})")
+        try:
+            measured["wire_bytes"] = wire_bytes(trace, self.job.ranks) // RECORDED_STEPS
+        except Exception as error:
+            traceback.print_exc()
+            measured["missing"].append(f"count of bytes on the wire ({type(error).__name__}: {error})")
 
     def planned(self) -> PlannedStep | None:
         """What zcompile's plan predicts. All ranks trace the model again."""
