@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -107,10 +106,8 @@ def rank_explain_and_run(rank, world, save_for_backward_bytes):
 @pytest.mark.parametrize("save_for_backward_bytes", [None, pytest.param(0, marks=slow)])
 def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
     results = ranks(2).run(rank_explain_and_run, save_for_backward_bytes)
-    mine, others = (
-        replace(result[0], graphs=tuple(replace(graph, memory=()) for graph in result[0].graphs)) for result in results
-    )
-    assert mine == others  # ranks plan alike; their shares of gradients differ by a row
+    mine, others = (result[0] for result in results)
+    assert mine == others  # ranks plan alike
     plan, gathers_explaining, forward, backward, sizes = results[0]
     planned_forward, planned_backward = plan.graphs
     assert (planned_forward.kind, planned_backward.kind) == ("forward", "backward")

@@ -45,15 +45,8 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     assert less["activation_memory_budget"] == 0.4 and "activation budget" in told
     assert less["graphs"][1]["saved_bytes"] < 0.6 * two["graphs"][1]["saved_bytes"]
     for graph in two["graphs"]:
-        times, live, unsharded = zip(*graph["memory"])
-        total_ms = graph["compute_ms"] + graph["exposed_ms"] + graph["slowed_ms"]
-        assert times[0] == 0 and list(times) == sorted(times) and times[-1] == pytest.approx(total_ms, abs=2e-3)
-        assert max(live) == graph["live_bytes"] and 0 < max(unsharded) <= graph["gathered_bytes"]
-        assert all(begin <= end <= total_ms + 2e-3 for begin, end in graph["transfers"])
-        gathers = enumerate(graph["gathers"])
-        starts = {i if gather["bucket"] is None else f"bucket {gather['bucket']}" for i, gather in gathers}
-        reduces = len(graph["transfers"]) - len(starts)
-        assert reduces > 0 if graph["kind"] == "backward" else reduces == 0
+        assert 0 < graph["unsharded_bytes"] <= min(graph["gathered_bytes"], graph["live_bytes"])
+        assert (graph["reduced_bytes"] > 0) == (graph["kind"] == "backward")
 
 
 def test_one_rank_casts_parameters_instead_of_gathering_them(tmp_path):

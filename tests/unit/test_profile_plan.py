@@ -1,6 +1,5 @@
 """The step that a plan predicts: its length, its memory and its transfers."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.costs.hardware import H200
 from zcompile.explanation.command import install_trace_readers
-from zcompile.explanation.curve import thinned
 from zcompile.explanation.explanation import Explanation
 from zcompile.explanation.planned_graph import PlannedGraph, in_order
 from zcompile.explanation.predict import predict_step
@@ -21,9 +19,8 @@ from zcompile.profile.planned_step import step_of
 
 
 def graph(kind, live, full, saved=0, ms=10.0):
-    """A graph with `live` and `full` bytes in its first half, half of both in its second, and one transfer."""
-    memory = ((0.0, live, full), (ms / 2, live // 2, full // 2))
-    return PlannedGraph(kind, 2, (), (), 0, 0, 0, ms - 0.25, 0.25, 0.0, full, full, live, saved, memory, ((1.0, 3.0),))
+    """A graph with `live` and `full` bytes at most."""
+    return PlannedGraph(kind, 2, (), (), 0, 0, 0, ms - 0.25, 0.25, 0.0, full, full, live, saved)
 
 
 def test_a_plan_of_a_step():
@@ -69,12 +66,3 @@ def test_gradients_that_backward_left_count_in_the_optimizer_step(transport):
     assert step_of(explained, 1).peak_bytes == explained.peak_bytes >= explained.static_bytes + explained.gradient_bytes
     idle = replace(explained, graphs=())
     assert step_of(idle, 1).peak_bytes == explained.static_bytes + explained.gradient_bytes
-
-
-def test_a_thinned_curve_keeps_its_peak():
-    generator = random.Random(1)
-    points = sorted((generator.random(), generator.randrange(1 << 30)) for _ in range(5000))
-    few = thinned(points, 100, lambda point: point[1])
-    assert 50 < len(few) <= 102 and set(few) <= set(points) and few == sorted(few)
-    assert max(few, key=lambda point: point[1]) == max(points, key=lambda point: point[1])
-    assert thinned(points[:7], 100, lambda point: point[1]) == points[:7]

@@ -125,7 +125,6 @@ class Timeline:
     compute_s: float  # seconds of compute, as if nothing travelled beside it
     exposed_s: float  # seconds in which compute waits for the wire
     slowed_s: float  # seconds that compute loses because the wire takes memory bandwidth, power or SMs meanwhile
-    begins_s: tuple[float, ...]  # when each node begins, in graph order, `slowed_s` left out
 
     @property
     def total_s(self) -> float:
@@ -140,9 +139,7 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
     link = costs.link
     now_s = wire_free_s = compute_s = exposed_s = 0.0
     transfers: dict[Node, Transfer] = {}  # by start
-    begins_s: list[float] = []
     for node in graph.nodes:
-        begins_s.append(now_s)
         if node.op != "call_function" or node in cached:
             continue
         now_s += costs.seconds[node]
@@ -166,7 +163,7 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
             transfers[waited_for].exposed_s += waited_s
     hidden_s = max(0.0, sum(transfer.ends_s - transfer.begins_s for transfer in transfers.values()) - exposed_s)
     slowed_s = hidden_s * link.wire.interference
-    return Timeline(tuple(transfers.values()), compute_s, exposed_s, slowed_s, tuple(begins_s))
+    return Timeline(tuple(transfers.values()), compute_s, exposed_s, slowed_s)
 
 
 def _started_by(wait: Node, transfers: Collection[Node]) -> Node | None:

@@ -53,9 +53,6 @@ class PlannedGraph:
         bound_bytes: what the budget allows `unsharded_bytes` to be.
         live_bytes: most bytes at once without shards: activations, unsharded parameters, gradients.
         saved_bytes: of a backward, the bytes that its forward saved for it.
-        memory: at most about `predict.POINTS` points of (ms since the graph began, live bytes as above, bytes of
-            unsharded parameters that this graph gathered).
-        transfers: (begin, end) in ms since the graph began, of each gather and reduce in the order of their starts.
         least_exposed_ms: what is exposed in any schedule of these transfers, were there no limit of memory; see
             [Note: the bound] in bound.py.
         held_by: what most of `exposed_ms` is due to: "wire", which is too slow for any schedule; "budget", the bytes
@@ -79,8 +76,6 @@ class PlannedGraph:
     bound_bytes: int
     live_bytes: int
     saved_bytes: int
-    memory: tuple[tuple[float, int, int], ...]
-    transfers: tuple[tuple[float, float], ...]
     least_exposed_ms: float = 0.0
     held_by: str = ""
     without_formula: tuple[tuple[str, float], ...] = ()

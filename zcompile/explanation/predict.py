@@ -1,6 +1,6 @@
 """Predicts the time and the memory of a step from its traced graphs, a plan, and the figures of a machine."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -9,7 +9,6 @@ from torch.fx import Graph, Node
 from zcompile.costs.hardware import ADAM_BYTES, Link
 from zcompile.costs.model import Costs, Timeline, simulate, wire_bytes
 from zcompile.explanation.bound import least_exposed_s
-from zcompile.explanation.curve import thinned
 from zcompile.explanation.explanation import Explanation
 from zcompile.explanation.planned_graph import Gather, PlannedGraph, Rows, in_order
 from zcompile.explanation.trace import Traced, copied
@@ -35,7 +34,6 @@ GRADIENT_BYTES = 4  # of an element of a shard
 STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
 LITTLE = 0.005  # of a graph's time that is exposed is not worth a reason
 UNLIMITED_BYTES = 1 << 60
-POINTS = 100  # of a graph's curve of memory
 
 Key = tuple[str, str]  # a parameter's name, and the dtype in which it is gathered
 
@@ -119,9 +117,6 @@ def _planned(
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
     rows = tuple(Rows(*_key(node, names), *result_bytes(node)) for node in calls(graph, GATHER_ROWS))
     most_first = sorted(costs.without_formula.items(), key=lambda item: (-item[1], item[0]))
-    ms = _stretched(timeline)
-    unsharded = lifetimes.unsharded_bytes(include_returned=True, exclude=hits)
-    curve = [(ms(begin_s), *nbytes) for begin_s, nbytes in zip(timeline.begins_s, zip(live, unsharded))]
     return PlannedGraph(
         kind=traced.kind,
         nodes=len(costs.liveness.nodes),
@@ -140,8 +135,6 @@ def _planned(
         least_exposed_ms=1e3 * min(least_s, timeline.exposed_s),
         held_by=_held_by(traced, plan, link, timeline, least_s) if cached is None else "",
         without_formula=tuple((name, 1e3 * seconds) for name, seconds in most_first),
-        memory=tuple(thinned(curve, POINTS, lambda point: point[1])),
-        transfers=tuple((ms(transfer.begins_s), ms(transfer.ends_s)) for transfer in timeline.transfers),
     )
 
 
@@ -204,16 +197,6 @@ def _key(start: Node, names: Mapping[Node, str]) -> Key:
 
 def _dtype_name(node: Node) -> str:
     return str(value(node).dtype).removeprefix("torch.")
-
-
-def _stretched(timeline: Timeline) -> Callable[[float], float]:
-    """From a simulated time in s to ms, rounded to us.
-
-    What slows compute is not at any place of the simulated time. It is spread over the graph.
-    """
-    running_s = timeline.compute_s + timeline.exposed_s
-    factor = 1e3 * timeline.total_s / running_s if running_s else 1e3
-    return lambda seconds: round(factor * seconds, 3)
 
 
 def _shards(graph: Graph, named: Collection[Node]) -> set[Node]:

@@ -39,14 +39,14 @@ class ParamLifetimes:
                 lifetime = ParamLifetime(shard, start, wait, storage.nbytes, position[start], ends, returned)
                 self.lifetimes.append(lifetime)
 
-    def unsharded_bytes(self, include_returned: bool = False, exclude: Collection[Node] = ()) -> list[int]:
+    def unsharded_bytes(self, exclude: Collection[Node] = ()) -> list[int]:
         """Bytes of unsharded parameters at each node, in flight or gathered; then a 0, for the end of the graph.
 
-        Those that live on after the graph count if `include_returned`, those of starts in `exclude` never.
+        Those that live on after the graph do not count, nor do those of starts in `exclude`.
         """
         change = [0] * (len(self.liveness.nodes) + 1)
         for lifetime in self.lifetimes:
-            if (include_returned or not lifetime.returned) and lifetime.start not in exclude:
+            if not lifetime.returned and lifetime.start not in exclude:
                 change[lifetime.begins] += lifetime.nbytes
                 change[lifetime.ends + 1] -= lifetime.nbytes
         return list(accumulate(change))
