@@ -34,8 +34,7 @@ from zcompile.calibration.measure_compute import (
     warm_up,
 )
 from zcompile.calibration.results import Calibration, device_name, driver_of, merged
-from zcompile.costs.hardware import CPU, Hardware
-from zcompile.costs.hardware_tables import table_of_name
+from zcompile.costs.hardware import CPU, Hardware, table_of_name
 from zcompile.costs.model import Costs
 
 aten = torch.ops.aten

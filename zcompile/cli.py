@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from zcompile.costs.hardware_tables import TABLES
+from zcompile.costs.hardware import TABLES
 from zcompile.explanation.llama import SIZES
 from zcompile.explanation.workloads import DTYPES, BadInput
 from zcompile.options import TRANSPORTS

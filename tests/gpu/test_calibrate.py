@@ -8,7 +8,7 @@ from torch import nn
 
 import zcompile
 from zcompile.calibration import measure_compute, measure_machine
-from zcompile.costs.hardware_tables import table_of_name
+from zcompile.costs.hardware import table_of_name
 from zcompile.state.sharded_model import state_of
 
 SMALL = measure_compute.Sizes((512, 1024), (1024,), 4, 256, 256, (1, 4, 512, 64), 1 << 24)

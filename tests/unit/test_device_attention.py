@@ -1,6 +1,7 @@
 """Which attention a graph has that is traced on the CPU for a GPU."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,14 +15,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from zcompile.cli import main
-from zcompile.costs.hardware_tables import A100, B200, H100
+from zcompile.costs.hardware import H100
 from zcompile.explanation.without_gpu import DeviceAttention
 
+WITHOUT_CUDNN, OF_NARROW_HEADS = (replace(H100, widest_cudnn_head=width) for width in (0, 128))  # as A100, B200
 EFFICIENT, CPU_FLASH = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
 CUDNN = "_scaled_dot_product_cudnn_attention"
 
 
-def ops_of(widths, dtype=torch.bfloat16, mask=False, hardware=A100, **how):
+def ops_of(widths, dtype=torch.bfloat16, mask=False, hardware=WITHOUT_CUDNN, **how):
     """The names of the attention ops, forward and backward, of heads whose queries and values have `widths`."""
     with FakeTensorMode():
         query, key = (torch.empty(2, 4, 64, widths[0], dtype=dtype, requires_grad=True) for _ in range(2))
@@ -51,7 +53,7 @@ def ops_of(widths, dtype=torch.bfloat16, mask=False, hardware=A100, **how):
         ({"widths": (64, 64), "dtype": torch.float32}, CPU_FLASH),
         ({"widths": (64, 64), "is_causal": True, "hardware": H100}, CUDNN),
         ({"widths": (192, 128), "mask": True, "hardware": H100}, CUDNN),
-        ({"widths": (192, 128), "is_causal": True, "hardware": B200}, EFFICIENT),
+        ({"widths": (192, 128), "is_causal": True, "hardware": OF_NARROW_HEADS}, EFFICIENT),
         ({"widths": (64, 64), "dtype": torch.float32, "hardware": H100}, CPU_FLASH),
     ],
 )

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zcompile.costs.hardware_tables import TABLES, stand_in_notice, table_of_name
+from zcompile.costs.hardware import TABLES, stand_in_notice, table_of_name
 
 
 @pytest.mark.parametrize(
@@ -14,9 +14,6 @@ from zcompile.costs.hardware_tables import TABLES, stand_in_notice, table_of_nam
         ("NVIDIA H200", "H200"),
         ("NVIDIA H200 NVL", "H200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA L40S", "L40S"),
     ],
 )
 def test_a_gpu_has_the_table_of_its_name(name, table):
@@ -27,10 +24,9 @@ def test_a_gpu_has_the_table_of_its_name(name, table):
     "name, table",
     [
         ("NVIDIA H100 PCIe", "H100"),
-        ("NVIDIA A100-PCIE-40GB", "A100"),
-        ("NVIDIA GB200", "B200"),
+        ("NVIDIA A100-SXM4-80GB", "H200"),
         ("NVIDIA GH200 480GB", "H200"),
-        ("NVIDIA L4", "L40S"),
+        ("NVIDIA H20", "H100"),
         ("an abacus", "H200"),
     ],
 )
@@ -56,11 +52,3 @@ def test_tables_have_rates_of_what_trains_and_times_that_rise_with_bytes(table):
     for wire in table.wires:
         for points in (wire.gather, wire.reduce):
             assert all(less < more for pair in pairwise(points) for less, more in zip(*pair, strict=True))
-
-
-def test_machines_are_ordered_as_their_data_sheets_are():
-    """Compute and memory, and the time of a large gather between eight GPUs."""
-    order = [TABLES[name] for name in ("l40s", "a100", "h100", "h200", "b200")]
-    for less, more in pairwise(order):
-        assert less.matmul_rate(torch.bfloat16) <= more.matmul_rate(torch.bfloat16) and less.bytes_s < more.bytes_s
-        assert less.over("nccl", 8).gather_s(1 << 30) >= more.over("nccl", 8).gather_s(1 << 30)

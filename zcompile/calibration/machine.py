@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.calibration.memory import host_memory_bytes, least_share
 from zcompile.calibration.results import Calibration, device_name, read_calibration, tables_of
-from zcompile.costs.hardware import CPU, Hardware
-from zcompile.costs.hardware_tables import stand_in_notice, table_of_name
+from zcompile.costs.hardware import CPU, Hardware, stand_in_notice, table_of_name
 from zcompile.ranks.process_groups import all_gather_over_mesh, device_of, is_fake, shard_group_of
 
 log = logging.getLogger("zcompile")

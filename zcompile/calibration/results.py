@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zcompile.costs.hardware import CPU, Hardware, Points, Wire
-from zcompile.costs.hardware_tables import table_of_name
+from zcompile.costs.hardware import CPU, Hardware, Points, Wire, table_of_name
 
 VERSION = 4  # of the file: raised when something else is measured
 DIFFERS = 0.25  # a measured figure replaces a shipped one if it is further from it than this share of it

@@ -1,7 +1,12 @@
-"""What a machine can do, as plans see it: tables of rates and of transfer times, the same on all ranks of a model."""
+"""What a machine can do, as plans see it: tables of rates and of transfer times, the same on all ranks of a model.
 
+Those of the H200 and of CPUs were measured. That of the H100 rests in part on NVIDIA's data sheet (2023): what it
+promises is taken times what an H200 reaches of its own, 0.75 of dense matmuls. `zcompile calibrate` measures others.
+"""
+
+import re
 from bisect import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -180,6 +185,29 @@ H200 = Hardware(
     adam_bytes_s=3.5e12,
 )
 
+H100 = Hardware(
+    name="H100",  # SXM
+    matmul_flops_s=(
+        (torch.bfloat16, 700e12),  # of 989
+        (torch.float16, 700e12),
+        (torch.float32, 48e12),  # of 67
+        (torch.float8_e4m3fn, 1250e12),  # of 1979
+        (torch.int8, 800e12),  # of 1979; measured
+        (torch.float64, 50e12),  # of 67
+    ),
+    attention_flops_s=306e12,  # measured
+    bytes_s=2.8e12,  # of 3.35; measured, large additions reach 3.04 and casts 1.9
+    kernel_s=3e-6,
+    wires=H200.wires,  # the same NVLink 4
+    domain=8,
+    network=H200.network,
+    memory_bytes=79 << 30,
+    source="the data sheet of the H100 SXM, times what an H200 reaches of its own; attention and memory measured; "
+    "transfers as measured on H200, which has the same NVLink; between hosts, 400 Gb/s for each GPU are assumed",
+    widest_cudnn_head=256,
+    adam_bytes_s=2.6e12,  # measured
+)
+
 KIB = 1 << 10
 
 CPU = Hardware(
@@ -204,3 +232,28 @@ CPU = Hardware(
     source="one thread of a server with AMX, and gloo between two ranks on one host; other CPUs differ by factors; "
     "between hosts, 8 Gb/s are assumed",
 )
+
+TABLES = {"h200": H200, "h100": H100, "cpu": CPU}
+
+
+def table_of_name(name: str) -> tuple[Hardware, bool]:
+    """The shipped table for a GPU that torch calls `name`, and whether it is of that GPU or stands in for one."""
+    for pattern, table in ((r"\bH200\b", H200), (r"\bH100\b.*\bHBM3\b", H100)):
+        if re.search(pattern, name):
+            return table, True
+    stand_in = H100 if re.search(r"H100|H800|H20\b", name) else H200
+    return replace(stand_in, source=f"there is no table for {name}: that of the {stand_in.name}"), False
+
+
+def stand_in_notice(device: torch.device) -> str:
+    """What a user should know of the table of `device`: a line, or nothing if the table is of that device."""
+    if device.type != "cuda":
+        return ""
+    name = torch.cuda.get_device_name(device)
+    table, is_of_it = table_of_name(name)
+    if is_of_it:
+        return ""
+    return (
+        f"plans for {name} rest on a table of the {table.name}: `zcompile calibrate`, once and on all GPUs of the "
+        "machine, measures one of its own"
+    )

@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.calibration.results import Calibration, Tables, tables_of
 from zcompile.compiler.backend import parse_options
-from zcompile.costs.hardware import CPU, Hardware, Link
-from zcompile.costs.hardware_tables import TABLES
+from zcompile.costs.hardware import CPU, TABLES, Hardware, Link
 from zcompile.explanation.explanation import Explanation, comparison
 from zcompile.explanation.predict import predict_step
 from zcompile.explanation.trace import Traced, trace

@@ -9,7 +9,7 @@ import torch
 
 from zcompile.calibration.command import start_ranks
 from zcompile.calibration.results import read_calibration
-from zcompile.costs.hardware_tables import stand_in_notice
+from zcompile.costs.hardware import stand_in_notice
 from zcompile.explanation.workloads import BadInput
 from zcompile.profile import report
 from zcompile.profile.compare import compare, count
