@@ -42,13 +42,10 @@ class Zcompile:
         numel: int,
         count: int,
         native_reduce: bool = False,
-        **streams: int,
     ):
         rank, self.world = dist.get_rank(), dist.get_world_size()
         names = dict(zip(("gather", "reduce"), group_names, strict=True))
-        self.runtime = _C.Model(
-            **names, replicate="", control="", rank=rank, world=self.world, native_reduce=native_reduce
-        )
+        self.runtime = _C.Model(**names, replicate="", rank=rank, world=self.world, native_reduce=native_reduce)
         self.chunk = numel // self.world
         self.shards = [torch.randn(self.chunk, device=DEVICE) for _ in range(count)]
         self.grads = [torch.randn(self.world, self.chunk, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
@@ -61,7 +58,7 @@ class Zcompile:
                 replicated=False,
                 reduce_dtype=None,
             )
-        self.runtime.use_transport(transport, **streams)
+        self.runtime.use_transport(transport)
 
     def groups(self) -> list[slice]:
         """What the backend's bucket pass would send together."""
@@ -235,16 +232,10 @@ def show(title: str, figures: dict[str, dict], inbound_bytes: float) -> None:
         )
 
 
-def zcompile_engines(
-    groups: list[str], limited: dict[int, list[str]], streams: list[int], numel: int, count: int
-) -> dict[str, Callable]:
+def zcompile_engines(groups: list[str], limited: dict[int, list[str]], numel: int, count: int) -> dict[str, Callable]:
     """zcompile on each transport of this machine; `limited`: groups by the number of SMs that NCCL has there."""
     over = f"zcompile {dist.get_backend()}"
-    p2p = {
-        f"zcompile p2p, {n} streams": partial(Zcompile, groups, "p2p", numel, count, gather_streams=n, reduce_streams=n)
-        for n in streams
-        if DEVICE == "cuda"
-    }
+    p2p = {"zcompile p2p": partial(Zcompile, groups, "p2p", numel, count)} if DEVICE == "cuda" else {}
     held = {f"{over}, {limit} CTAs": partial(Zcompile, names, "c10d", numel, count) for limit, names in limited.items()}
     return {**p2p, over: partial(Zcompile, groups, "c10d", numel, count), **held}
 
@@ -254,7 +245,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sizes-mib", default="1x16,8x8,64x7,256x2,1024x1", help="MIBxCOUNT of bf16 parameters, with commas between")
-    add("--streams", default="1", help="copy streams of p2p, separated by commas; zcompile uses one")
     add("--max-ctas", default="", help="limits on NCCL's SMs, separated by commas")
     add("--products", type=int, default=10, help="matmuls in a run")
     add("--rounds", type=int, default=15)
@@ -279,13 +269,12 @@ def main() -> None:
     groups = [dist.group.WORLD.group_name, dist.new_group().group_name]
     limits = [int(limit) for limit in arguments.max_ctas.split(",") if limit and DEVICE == "cuda"]
     limited = {limit: [new_group(dist.group.WORLD, limit).group_name for _ in groups] for limit in limits}
-    streams = [int(n) for n in arguments.streams.split(",")]
     world, products = dist.get_world_size(), Products(arguments.products)
     results = {}
     for size in arguments.sizes_mib.split(","):
         mib, count = (int(part) for part in size.split("x"))
         numel = mib * MIB // 2
-        ours = zcompile_engines(groups, limited, streams, numel, count)
+        ours = zcompile_engines(groups, limited, numel, count)
         native = f"zcompile {dist.get_backend()}, native reduce"
         torch_bf16, torch_fp32 = (partial(Torch, numel, count, dtype) for dtype in (torch.bfloat16, torch.float32))
         gathers = {**ours, "torch: cast, all-gather": torch_bf16}

@@ -281,14 +281,12 @@ void bind_model(py::module& module) {
       .def("forbid_gathers", &Model::forbid_gathers, py::arg("index"), py::arg("forbid"))
       .def(
           "use_transport",
-          [](Model& model, const std::string& name, int64_t gather_streams, int64_t reduce_streams,
-             std::optional<int64_t> timeout_ms) {
-            P2pSettings settings{gather_streams, reduce_streams, std::nullopt, std::nullopt};
+          [](Model& model, const std::string& name, std::optional<int64_t> timeout_ms) {
+            P2pSettings settings;
             if (timeout_ms) settings.timeout = std::chrono::milliseconds(*timeout_ms);
             model.use_transport(name, settings);
           },
-          ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("gather_streams") = P2pSettings().gather_streams,
-          py::arg("reduce_streams") = P2pSettings().reduce_streams, py::arg("timeout_ms") = py::none())
+          ReleaseGil(), py::arg("name"), py::kw_only(), py::arg("timeout_ms") = py::none())
       .def("join", &Model::join, py::arg("other"))
       .def("keep_in_flight", &Model::keep_in_flight, py::arg("on"))
       .def("refresh", &Model::refresh, ReleaseGil())

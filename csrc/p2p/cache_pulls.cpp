@@ -5,12 +5,13 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/kernels.h"
+#include "p2p/copy_streams.h"
 
 namespace zcompile::cuda {
 
 namespace {
 
+constexpr size_t small_bytes = 1 << 20;  // up to here, a copy beside compute costs more time than it saves
 // Of a pull that ranks start together, at the least. The same on all ranks.
 constexpr size_t min_bytes_for_barrier = 1 << 20;
 // Of own pieces that are copied with what peers have, at the most: what an aliased parameter has beside its pages.
@@ -20,14 +21,13 @@ constexpr size_t max_own_bytes_with_peers = 4 << 20;
 
 CachePulls::CachePulls(
     TransportContext& context, Signals& signals, Lane& work, AliasedParams& aliased, RefreshProgress& progress,
-    int64_t streams, std::shared_ptr<EventPool> pool)
+    std::shared_ptr<EventPool> pool)
     : context_(context),
       signals_(signals),
       work_(work),
       aliased_(aliased),
       progress_(progress),
-      pool_(pool),
-      copy_streams_(streams, std::move(pool)),
+      pool_(std::move(pool)),
       own_(take_quiet_stream()) {}
 
 CachePulls::~CachePulls() {
@@ -38,7 +38,7 @@ CachePulls::~CachePulls() {
 c10::cuda::CUDAEvent CachePulls::pull(const std::vector<Pull>& pulls) {
   auto copies = copies_of(pulls);
   auto event = pool_->take();
-  if (CopyStreams::is_small(copies.bytes)) {
+  if (copies.bytes <= small_bytes) {
     auto& all = copies.of_peers;
     all.insert(all.end(), copies.of_own.begin(), copies.of_own.end());
     read_here(copies.group, [&](cudaStream_t stream) {
@@ -104,7 +104,7 @@ void CachePulls::pull_by_engines(Copies copies, int64_t param, c10::cuda::CUDAEv
   } else {
     copies.of_peers.insert(copies.of_peers.end(), copies.of_own.begin(), copies.of_own.end());
   }
-  copy_streams_.copy(copies.of_peers);
+  copy_async(copies.of_peers, lane_stream.stream());
   event.record(lane_stream);
   if (apart) {
     event.block(own_stream);

@@ -14,10 +14,12 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/kernels.h"
 #include "p2p/aliased_params.h"
 #include "p2p/cache_memory.h"
-#include "p2p/copy_streams.h"
+#include "p2p/lane.h"
 #include "p2p/signals.h"
+#include "p2p/streams.h"
 #include "transport/transport.h"
 
 namespace zcompile::cuda {
@@ -38,7 +40,7 @@ class CachePulls {
  public:
   CachePulls(
       TransportContext& context, Signals& signals, Lane& work, AliasedParams& aliased, RefreshProgress& progress,
-      int64_t streams, std::shared_ptr<EventPool> pool);
+      std::shared_ptr<EventPool> pool);
   ~CachePulls();
   CachePulls(const CachePulls&) = delete;
   CachePulls& operator=(const CachePulls&) = delete;
@@ -51,7 +53,7 @@ class CachePulls {
   void finish(const c10::cuda::CUDAStream& stream);
   // Copies are about to be written again.
   void start_refresh() { arrived_ = started_ = 0; }
-  Lane& lane() { return copy_streams_.lane(); }
+  Lane& lane() { return lane_; }
 
  private:
   struct Copies {
@@ -72,7 +74,7 @@ class CachePulls {
   AliasedParams& aliased_;
   RefreshProgress& progress_;
   std::shared_ptr<EventPool> pool_;
-  CopyStreams copy_streams_;
+  Lane lane_;  // copies of what peers have
   c10::cuda::CUDAStream own_;  // copies of large own pieces in backward, which would hold up pulls behind them
   c10::cuda::CUDAEvent read_;  // what kernels in compute's order have read of cached shards until now
   uint32_t arrived_ = 0;  // groups of this refresh that the lane has waited for

@@ -9,6 +9,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/numerics.h"
+#include "p2p/copy_streams.h"
 #include "p2p/schedule/cache_layout.h"
 
 namespace zcompile::cuda {
@@ -45,15 +46,13 @@ at::Device current_device() { return at::Device(at::kCUDA, c10::cuda::current_de
 
 }  // namespace
 
-Reducer::Reducer(
-    TransportContext& context, Signals& signals, Lane& work, int64_t streams, std::shared_ptr<EventPool> pool)
+Reducer::Reducer(TransportContext& context, Signals& signals, Lane& work, std::shared_ptr<EventPool> pool)
     : context_(context),
       signals_(signals),
       work_(work),
-      pool_(pool),
+      pool_(std::move(pool)),
       slot_bytes_(bytes_of_slot(context)),
       staging_(context.groups().gather, current_device(), staging_regions * (context.world() - 1) * slot_bytes_),
-      copy_streams_(streams, std::move(pool)),
       replicas_(context.groups().replicate.empty() ? nullptr : OrderLog::of(context.groups().replicate)) {}
 
 std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests) {
@@ -145,11 +144,10 @@ void Reducer::finish(const c10::cuda::CUDAStream& stream) { pool_->order(work_.s
 
 void Reducer::push(const Piece& piece) {
   const auto world = context_.world(), rank = context_.rank();
-  auto& lane = copy_streams_.lane();
-  ready_.block(lane.stream());
-  free_[region()].block(lane.stream());
+  ready_.block(lane_.stream());
+  free_[region()].block(lane_.stream());
   if (signals_.start_together())
-    signals_.barrier(signal::pushing, pieces_, lane, {"to be ready to reduce", piece.front().request->param->index});
+    signals_.barrier(signal::pushing, pieces_, lane_, {"to be ready to reduce", piece.front().request->param->index});
   std::vector<Copy> copies;
   for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
     const auto owner = (rank + step) % world;
@@ -158,8 +156,8 @@ void Reducer::push(const Piece& piece) {
       if (bytes > 0) copies.push_back({place_of(part.offset, rank, owner), part.slice_of(owner), bytes});
     }
   }
-  copy_streams_.copy(copies);
-  copied_.record(lane.stream());
+  copy_async(copies, lane_.stream().stream());
+  copied_.record(lane_.stream());
   copied_.block(work_.stream());
 }
 

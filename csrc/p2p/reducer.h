@@ -5,7 +5,7 @@
 // has a slot for each peer. Rank s pushes slice d of its gradient into its slot on rank d. A large gradient takes
 // several pieces, so staging does not grow with it. Small gradients that start together share a piece. All ranks count
 // the pieces of all reduces alike. Piece n goes so:
-//   copy streams: wait until all ranks have added up what was in the region; copy to every peer
+//   lane:         wait until all ranks have added up what was in the region; copy to every peer
 //   work:         wait for these copies; post "pushed n", tagged with what is reduced; wait for everybody's; add up in
 //                 rank order, reading the own slice where it is
 // A rank posts "pushed n" after it has added up piece n - 1. So a rank that has seen everybody's knows that its region
@@ -31,8 +31,9 @@
 #include <memory>
 #include <vector>
 
-#include "p2p/copy_streams.h"
+#include "p2p/lane.h"
 #include "p2p/signals.h"
+#include "p2p/streams.h"
 #include "p2p/symmetric_memory.h"
 #include "transport/order_log.h"
 #include "transport/transport.h"
@@ -41,7 +42,7 @@ namespace zcompile::cuda {
 
 class Reducer {
  public:
-  Reducer(TransportContext& context, Signals& signals, Lane& work, int64_t streams, std::shared_ptr<EventPool> pool);
+  Reducer(TransportContext& context, Signals& signals, Lane& work, std::shared_ptr<EventPool> pool);
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
   // Whether pieces of this gradient can be cut at rows.
@@ -50,7 +51,7 @@ class Reducer {
   // `stream` waits for all reduces that have been started.
   void finish(const c10::cuda::CUDAStream& stream);
   int64_t bytes() const { return staging_.bytes(); }
-  Lane& lane() { return copy_streams_.lane(); }
+  Lane& lane() { return lane_; }
 
  private:
   // Elements [begin, begin + most) of every rank's slice of one gradient.
@@ -105,7 +106,7 @@ class Reducer {
   std::shared_ptr<EventPool> pool_;
   int64_t slot_bytes_;
   SymmetricBuffer staging_;
-  CopyStreams copy_streams_;  // pushes
+  Lane lane_;  // pushes
   std::shared_ptr<OrderLog> replicas_;  // what ranks with the same shards reduce together; null: there are no replicas
   std::array<c10::cuda::CUDAEvent, staging_regions> free_;  // by region: all ranks have added it up
   c10::cuda::CUDAEvent ready_;  // of the reduce that is being started: what it pushes

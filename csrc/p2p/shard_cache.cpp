@@ -110,15 +110,14 @@ std::vector<bool> launch_scheduled_adam(
 }  // namespace
 
 ShardCache::ShardCache(
-    TransportContext& context, Signals& signals, Reducer& reducer, Lane& work, int64_t streams,
-    std::shared_ptr<EventPool> pool)
+    TransportContext& context, Signals& signals, Reducer& reducer, Lane& work, std::shared_ptr<EventPool> pool)
     : context_(context),
       signals_(signals),
       work_(work),
       pool_(pool),
       aliased_(std::make_shared<AliasedParams>(c10::Device(c10::kCUDA, c10::cuda::current_device()))),
       memory_(context),
-      pulls_(context, signals, work, *aliased_, progress_, streams, std::move(pool)),
+      pulls_(context, signals, work, *aliased_, progress_, std::move(pool)),
       grads_(context, reducer, *aliased_) {}
 
 std::unique_ptr<Transfer> ShardCache::gather(

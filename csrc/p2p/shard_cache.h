@@ -40,10 +40,9 @@ namespace zcompile::cuda {
 
 class ShardCache {
  public:
-  // `work` is the stream of [Note: one stream beside compute] in copy_streams.h; `streams` are those of pulls.
+  // `work` is the stream of [Note: one stream beside compute] in copy_streams.h.
   ShardCache(
-      TransportContext& context, Signals& signals, Reducer& reducer, Lane& work, int64_t streams,
-      std::shared_ptr<EventPool> pool);
+      TransportContext& context, Signals& signals, Reducer& reducer, Lane& work, std::shared_ptr<EventPool> pool);
 
   // Fills what is cached from all ranks' copies, in one transfer (none if nothing is), and appends the other requests
   // to `uncached`.

@@ -30,8 +30,8 @@ class P2pTransport : public Transport {
         signals_(
             context.groups().gather, at::Device(at::kCUDA, c10::cuda::current_device()), context.rank(),
             context.world(), settings.in_step.value_or(context.world() > 2)),
-        reducer_(context, signals_, work_, settings.reduce_streams, pool_),
-        cache_(context, signals_, reducer_, work_, settings.gather_streams, pool_),
+        reducer_(context, signals_, work_, pool_),
+        cache_(context, signals_, reducer_, work_, pool_),
         watchdog_(
             {&work_, &cache_.lane(), &reducer_.lane()}, settings.timeout.value_or(timeout_of(context.groups().gather)),
             [this](const PeerWait& wait, cudaStream_t stream) { return describe(wait, stream); },

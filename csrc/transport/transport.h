@@ -119,10 +119,6 @@ std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);
 void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
 struct P2pSettings {
-  // Copy streams. One engine fills the link to a single peer. It serves two streams one after the other, which only
-  // delays what is needed first.
-  int64_t gather_streams = 1;
-  int64_t reduce_streams = 1;
   std::optional<std::chrono::milliseconds> timeout;  // of a wait for a peer; that of the process group unless given
   std::optional<bool> in_step;  // whether ranks start transfers together; by default where there are more than two
 };
