@@ -14,7 +14,7 @@ from zcompile.cli import main
 from zcompile.explanation.workloads import load
 from zcompile.profile import figures, report
 from zcompile.profile.engines import file_name
-from zcompile.profile.wire import wire_bytes
+from zcompile.profile.timeline import wire_bytes
 
 OURS = "zcompile:inner=aot_eager"  # Inductor would take most of this module's time
 

@@ -1,7 +1,7 @@
 """Bytes on the wire, as the profiler counts them in a trace."""
 
 from tests.support.trace_events import ranged
-from zcompile.profile.wire import wire_bytes
+from zcompile.profile.timeline import wire_bytes
 
 
 def test_bytes_on_the_wire():

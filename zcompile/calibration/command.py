@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zcompile.calibration.measure_machine import calibrate
 from zcompile.calibration.results import Calibration, merged, write_calibration
 from zcompile.costs.hardware import MIB, Hardware
-from zcompile.explanation.text import table_text
+from zcompile.explanation.explanation import table_text
 from zcompile.explanation.workloads import BadInput
 
 TIMEOUT_S = 300.0

@@ -15,7 +15,7 @@ from zcompile.profile import report
 from zcompile.profile.compare import compare, count
 from zcompile.profile.engines import find, names_of
 from zcompile.profile.figures import finished
-from zcompile.profile.job import Job
+from zcompile.profile.launch import Job
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:

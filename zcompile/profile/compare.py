@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from zcompile.explanation.workloads import BadInput, Workload, function_of, load
-from zcompile.profile import launch
 from zcompile.profile.engines import file_name, find
-from zcompile.profile.job import Job
+from zcompile.profile.launch import Failed, Job, run
 
 log = logging.getLogger("zcompile")
 
@@ -99,9 +98,8 @@ def compare(
                 shutil.rmtree(cache, ignore_errors=True)
             try:
                 trace = repeat == 0 and not job.untraced
-                run = replace(job, engine=name, folder=str(folder), cache=str(cache), trace=trace)
-                measured[name].append(launch.run(run))
-            except launch.Failed as error:
+                measured[name].append(run(replace(job, engine=name, folder=str(folder), cache=str(cache), trace=trace)))
+            except Failed as error:
                 absent[name] = {"failed": str(error)}
     except KeyboardInterrupt:  # the rest is reported
         absent = {name: {"failed": "interrupted"} for name in engines if not measured[name]} | absent
@@ -124,9 +122,7 @@ def together(runs: list[dict[str, Any]], flops: int | None, precision: str) -> d
         "repeats": [statistics.median(run["step_ms"]) for run in runs],
         "all": [run["step_ms"] for run in runs],
     }
-    for name in ("peak_bytes", "reserved_bytes", "retries", "held_bytes"):
-        values = [run[name] for run in runs]
-        result[name] = None if None in values else max(values)
+    result["peak_bytes"] = max(run["peak_bytes"] for run in runs)
     result["tokens_per_s"] = result["tokens"] and result["tokens"] / (middle / 1e3)
     peak = next((flops for device, flops in PEAK_FLOPS.items() if device in result["about"]), None)
     # The peak is of bf16.

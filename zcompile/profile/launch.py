@@ -1,4 +1,4 @@
-"""Starts the ranks of one engine in fresh processes, and tells how they ended."""
+"""A run of one engine: starts its ranks in fresh processes, and tells how they ended."""
 
 import contextlib
 import json
@@ -8,16 +8,50 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from zcompile.profile.engines import find
-from zcompile.profile.job import PARENT, Job
+from zcompile.profile.engines import file_name, find
 
+PARENT = "ZCOMPILE_PROFILER_PID"  # the environment variable that says which process starts a worker
 LOG_LINES = 200  # of a rank's log that are searched for its last words
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one engine: the command's options, and from `engine` on what `compare` sets for each run."""
+
+    device: str
+    ranks: int
+    model: str
+    module: str | None
+    sequences: int | None
+    tokens: int | None
+    checkpointing: bool
+    precision: str
+    accumulation: int
+    warmup: int
+    steps: int
+    learning_rate: float
+    seed: int
+    timeout_s: float
+    untraced: bool  # whether no run traces steps
+    keep_trace: bool
+    engine: str = ""
+    trace: bool = False  # whether this run does, as the first of an engine
+    folder: str = ""  # where results, errors and traces go
+    cache: str = ""  # a folder for what Inductor compiles, empty at an engine's first run
+
+    def file(self, name: str) -> Path:
+        return Path(self.folder) / name
+
+    @property
+    def kept_trace(self) -> Path:
+        """The file of this engine's trace in the folder of the report."""
+        return Path(self.folder).parents[1] / f"{file_name(self.engine)}.trace.json.gz"
 
 
 class Failed(Exception):

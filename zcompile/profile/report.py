@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import matplotlib
 
-from zcompile.explanation.text import table_text
+from zcompile.explanation.explanation import table_text
 from zcompile.explanation.workloads import BadInput
 from zcompile.profile.figures import PICTURES, Results, finished, svg_of
 

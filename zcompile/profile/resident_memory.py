@@ -13,23 +13,20 @@ class ResidentMemory:
         import psutil
 
         self.process = psutil.Process()
-        self.before = 0
-        self.before = self.grown_bytes()
-
-    def grown_bytes(self) -> int:
-        return self.process.memory_info().rss - self.before
+        self.before = self.process.memory_info().rss
 
     def __enter__(self) -> "ResidentMemory":
-        self.peak_bytes, self.done = self.grown_bytes(), threading.Event()
+        self.peak_bytes, self.done = 0, threading.Event()
         self.thread = threading.Thread(target=self._sample, daemon=True)
         self.thread.start()
         return self
 
     def _sample(self) -> None:
-        while not self.done.wait(INTERVAL_S):
-            self.peak_bytes = max(self.peak_bytes, self.grown_bytes())
+        is_done = False
+        while not is_done:
+            is_done = self.done.wait(INTERVAL_S)
+            self.peak_bytes = max(self.peak_bytes, self.process.memory_info().rss - self.before)
 
     def __exit__(self, *_: Any) -> None:
         self.done.set()
         self.thread.join()
-        self.peak_bytes = max(self.peak_bytes, self.grown_bytes())

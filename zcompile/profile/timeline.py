@@ -1,5 +1,6 @@
-"""What a step consists of, read from a trace of torch.profiler."""
+"""What a step consists of, and what it sends, read from a trace of torch.profiler."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,10 +8,14 @@ from typing import Any
 
 STEP = "zcompile.profile::step"
 GAPS = 1000  # of a step: what is shorter is no pixel of a picture
-ANNOTATION = "user_annotation"  # the category of record_function's ranges
 MESSAGES = ("gloo:send", "gloo:recv")
 # How ops begin in which a CPU rank waits for others. Some waits, as FSDP2's, are in no op.
 HOST_WAITS = ("c10d::", "zcompile::gather", "zcompile::reduce", "_c10d_functional::wait_tensor")
+
+# Bytes of a dtype, by its names in the events of gloo and of NCCL.
+BYTES = {"double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2}
+ONE_TO_ALL = ("broadcast", "barrier", "wait", "init", "send", "recv")  # what sets up or waits
+SENT = "gloo:send"  # to one of the others, of zcompile on CPUs
 
 Interval = tuple[float, float]  # us, as in the trace, unless said otherwise
 Event = dict[str, Any]  # of a trace
@@ -49,7 +54,7 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
     and what zcompile's ops wait for. Events of zcompile's messages do not count, because they last until the wait.
     Compute is aten's ops and compiled graphs, but for such waits.
     """
-    device = device_events(trace)
+    device = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
         busiest = busiest_stream(device)
         compute: list[Interval] = []
@@ -66,7 +71,7 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
         collectives = [event for event in events if event["name"].startswith("gloo:")]
         wire = [*waits, *(interval(event) for event in collectives if event["name"] not in MESSAGES)]
         compute = subtract(union(map(interval, computing)), waits)
-        steps = ranges_of(trace, STEP)
+        steps = [interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
     begin, end = min(begin for begin, _ in steps), max(end for _, end in steps)
     compute, wire = clip(union(compute), (begin, end)), clip(union(wire), (begin, end))
     lengths = (end - begin, length(compute), length(wire), length(subtract(wire, compute)))
@@ -82,17 +87,6 @@ def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
     gap = (step[1] - step[0]) / GAPS
     widened = union((begin, end + gap) for begin, end in clip(intervals, step))
     return [(round((begin - step[0]) / 1e3, 3), round((end - gap - step[0]) / 1e3, 3)) for begin, end in widened]
-
-
-def ranges_of(trace: dict[str, Any], name: str) -> list[Interval]:
-    """The ranges of that name, as the host saw them, in order."""
-    events = trace["traceEvents"]
-    return sorted(interval(event) for event in events if event.get("name") == name and event.get("cat") == ANNOTATION)
-
-
-def device_events(trace: dict[str, Any]) -> list[Event]:
-    """What ran on GPUs."""
-    return [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
 def is_nccl(event: Event) -> bool:
@@ -149,3 +143,31 @@ def subtract(intervals: list[Interval], others: list[Interval]) -> list[Interval
 
 def length(intervals: list[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
+
+
+def wire_bytes(trace: dict[str, Any], ranks: int) -> int:
+    """Bytes of unsharded tensors that this rank gathered and reduced in all of the trace.
+
+    They are outputs of all-gathers, and inputs of reduce-scatters, all-reduces and all-to-alls. `zcompile.stats`
+    counts the same, without what else an engine sends, such as norms of gradients. What really crosses a link is
+    (W - 1) / W of it, and twice that of an all-reduce. Messages are what crosses. `ranks` is W of the groups in which
+    gloo gathers, whose events do not tell.
+    """
+    total = sent = 0
+    for event in trace["traceEvents"]:
+        name, args = event.get("name", ""), event.get("args", {})
+        if name == "record_param_comms" and "Collective name" in args:
+            if not any(word in args["Collective name"] for word in ONE_TO_ALL):
+                elements = max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
+                total += elements * _width(args["dtype"])
+        elif name.startswith("gloo:") and args.get("Input Dims"):
+            nbytes = sum(math.prod(dims) * _width(dtype) for dims, dtype in zip(args["Input Dims"], args["Input type"]))
+            if name == SENT:
+                sent += nbytes
+            elif not name.endswith(ONE_TO_ALL):
+                total += nbytes * (ranks if name == "gloo:all_gather" else 1)
+    return total + sent * ranks // max(ranks - 1, 1)
+
+
+def _width(dtype: str) -> int:
+    return BYTES.get(dtype.lower().removeprefix("c10::"), 1)

@@ -25,11 +25,10 @@ from torch.utils._pytree import tree_map_only
 from zcompile.explanation.workloads import Workload, load
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.engines import find
-from zcompile.profile.job import PARENT, Job
+from zcompile.profile.launch import PARENT, Job
 from zcompile.profile.planned_step import PlannedStep, step_of
 from zcompile.profile.resident_memory import ResidentMemory
-from zcompile.profile.timeline import STEP, Parts, parts_of_step
-from zcompile.profile.wire import wire_bytes
+from zcompile.profile.timeline import STEP, Parts, parts_of_step, wire_bytes
 
 TRACED_STEPS = 3
 HOST_STEPS = 3
@@ -65,12 +64,12 @@ class Run:
         first_step_s = self.warm_up()
         dist.barrier()
         wire_before = self.engine.wire_bytes()
-        step_ms, memory = self.timed_with_memory()
+        step_ms, peak_bytes = self.timed_with_memory()
         wire_after = self.engine.wire_bytes()
         measured: dict[str, Any] = {
             "step_ms": step_ms,
             "first_step_s": first_step_s,
-            **memory,
+            "peak_bytes": peak_bytes,
             "host_ms": self.host_ms() if self.cuda else None,  # before tracing, which may slow every later launch
             "wire_bytes": None,  # gathered and reduced in a step
             "losses": self.mean_losses(),
@@ -114,29 +113,15 @@ class Run:
         self.synchronize()
         return first_step_s
 
-    def timed_with_memory(self) -> tuple[list[float], dict[str, int | None]]:
-        """Times of steps of the slowest rank, and memory meanwhile.
-
-        Memory is `peak_bytes` in use at once and `held_bytes` in use after the last step. On a GPU also
-        `reserved_bytes`, the most that the allocator held, and `retries`, how often it freed its cache to find memory.
-        """
+    def timed_with_memory(self) -> tuple[list[float], int]:
+        """Times of steps of the slowest rank, and the most bytes in use at once meanwhile."""
         if self.resident is not None:
             with self.resident as resident:
                 step_ms = self.timed(self.job.steps)
-            step_ms, held_bytes = self.of_slowest_rank(step_ms), resident.grown_bytes()
-            memory = {"peak_bytes": resident.peak_bytes, "reserved_bytes": None, "retries": None}
-            return step_ms, memory | {"held_bytes": held_bytes}
+            return self.of_slowest_rank(step_ms), resident.peak_bytes
         torch.cuda.reset_peak_memory_stats()
-        retries = torch.cuda.memory_stats()["num_alloc_retries"]
         step_ms = self.of_slowest_rank(self.timed(self.job.steps))
-        extra_bytes = self.engine.extra_bytes()
-        stats = torch.cuda.memory_stats()
-        return step_ms, {
-            "peak_bytes": stats["allocated_bytes.all.peak"] + extra_bytes,
-            "reserved_bytes": stats["reserved_bytes.all.peak"] + extra_bytes,
-            "retries": stats["num_alloc_retries"] - retries,
-            "held_bytes": stats["allocated_bytes.all.current"] + extra_bytes,
-        }
+        return step_ms, torch.cuda.max_memory_allocated() + self.engine.extra_bytes()
 
     def timed(self, count: int) -> list[float]:
         """Times of `count` steps, ms. On a GPU they are times between events, so that the host may run ahead."""
