@@ -2,7 +2,8 @@
 
 import pytest
 
-from zcompile.calibration.memory import cgroup_limits, host_memory_bytes, least_share
+from zcompile.calibration.machine import least_share
+from zcompile.calibration.memory import cgroup_limits, host_memory_bytes
 
 GIB = 1 << 30
 

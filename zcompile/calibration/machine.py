@@ -8,13 +8,14 @@ import functools
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.calibration.memory import host_memory_bytes, least_share
+from zcompile.calibration.memory import host_memory_bytes
 from zcompile.calibration.results import Calibration, device_name, read_calibration, tables_of
 from zcompile.costs.hardware import CPU, Hardware, stand_in_notice, table_of_name
 from zcompile.ranks.process_groups import all_gather_over_mesh, device_of, is_fake, shard_group_of
@@ -75,6 +76,18 @@ def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine
     # Ranks that do not exist yet will have GPUs of their own.
     sharing = reports[:1] if on_gpu and is_fake(mesh) else reports
     return Machine(hardware, measured, least_share([report.memory for report in sharing]))
+
+
+def least_share(ranks: list[tuple[str, int, int]]) -> int:
+    """The least share of a rank, as a power of two.
+
+    Args:
+        ranks: of each rank, what it shares memory with (a host or a GPU), its bytes, and at least how many ranks of
+            the job are known to share it.
+    """
+    sharing = Counter(place for place, _, _ in ranks)
+    least = min(total_bytes // max(sharing[place], others) for place, total_bytes, others in ranks)
+    return 1 << (max(1, least).bit_length() - 1)
 
 
 def machine_of(mesh: DeviceMesh) -> Machine:

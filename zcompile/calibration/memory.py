@@ -1,21 +1,8 @@
-"""How much memory one rank may have, from what stays the same when a job starts again: sizes, not what is free."""
+"""How much memory a host or its container has, from sizes that stay the same when a job starts again."""
 
 import contextlib
 import os
-from collections import Counter
 from pathlib import Path
-
-
-def least_share(ranks: list[tuple[str, int, int]]) -> int:
-    """The least share of a rank, as a power of two.
-
-    Args:
-        ranks: of each rank, what it shares memory with (a host or a GPU), its bytes, and at least how many ranks of
-            the job are known to share it.
-    """
-    sharing = Counter(place for place, _, _ in ranks)
-    least = min(total_bytes // max(sharing[place], others) for place, total_bytes, others in ranks)
-    return 1 << (max(1, least).bit_length() - 1)
 
 
 def host_memory_bytes() -> int:

@@ -24,7 +24,8 @@ from zcompile.explanation.without_gpu import attention_of_gpus, triton_without_g
 from zcompile.explanation.workloads import DTYPES, BadInput, Workload, load
 from zcompile.options import Plan, Settings
 from zcompile.sharding.class_swap import install_tracing_readers
-from zcompile.sharding.precision import MixedPrecision, casts_of
+from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
+from zcompile.units.find import repeated_modules
 
 STATES = 4  # weight, gradient and two moments
 
@@ -78,8 +79,9 @@ def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: b
     """
     names: dict[int, str] = {}
     seen: dict[int, nn.Parameter] = {}
-    casts = casts_of(workload.model, MixedPrecision(dtype), {}, units=[])
-    for path, module in list(workload.model.named_modules()):
+    model = workload.model
+    casts = casts_of(model, policies_of(model, MixedPrecision(dtype), {}), {}, repeated_modules(model, ()))
+    for path, module in list(model.named_modules()):
         of_module = casts.get(module, (None, None))
         for leaf, attribute in install_tracing_readers(module, dtype, of_module, single_rank, seen):
             names.setdefault(id(leaf), f"{path}.{attribute}" if path else attribute)

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
 from zcompile.ranks.order_watch import MOST_NAMED, REMEDY, Marks, base_store, by_text, first_difference, last_of
-from zcompile.ranks.process_groups import order_group, timeout_of
 
 _ABSENT = torch.iinfo(torch.int64).min
 _PERIOD_S = 1.0  # how often a rank that waits looks whether a difference is known by now
@@ -61,12 +60,13 @@ class OrderCheck:
     has four numbers for each log: count and hash, and their complements, by which it tells the minimum, too.
 
     Args:
+        group: over gloo, of the ranks of `mesh`.
         world: ranks that share one set of shards.
     """
 
     runtime: _C.Model  # of the last check
 
-    def __init__(self, mesh: DeviceMesh, world: int):
+    def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup, world: int, timeout_s: float):
         ranks, coordinate = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]), mesh.get_coordinate()
         assert coordinate is not None
         self.logs: list[list[int]] = []  # the ranks of each log
@@ -77,11 +77,10 @@ class OrderCheck:
         if mesh.ndim == 2:
             self.places.append(len(self.logs) + coordinate[1])
             self.logs += ranks.T.tolist()
-        group = order_group(mesh)
         self.name, self.group = group.group_name, weakref.ref(group)
         self.rank, self.ranks = dist.get_rank(), sorted(ranks.flatten().tolist())
         self.store = dist.PrefixStore(f"zcompile/check/{self.name}", base_store())
-        self.timeout_s = timeout_of(mesh).total_seconds()
+        self.timeout_s = timeout_s
         self.digests: Digests | None = None  # at the last check
         self.under_way: Exchange | None = None  # the last check, if this rank has not waited for it
 

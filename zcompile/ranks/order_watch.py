@@ -40,16 +40,16 @@ REMEDY = (
 _watches: dict[str, "OrderWatch"] = {}  # by the name of the group
 
 
-def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> None:
-    """Compare the order of what `runtime` and other models over its group start, until all of them are gone."""
+def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable[[int], int]:
+    """Compare the order of what `runtime` and other models over its group start, until all of them are gone.
+
+    Returns:
+        A function: rank -> how many collectives it has started. Of others, that is what their threads last published.
+    """
     watch = _watches.get(groups.gather)
     # A group that is made after the ones before were closed may have the name of one of those.
     if watch is None or watch.base is not base_store() or not watch.add(runtime):
         _watches[groups.gather] = OrderWatch(runtime, groups, timeout_s)
-
-
-def started_by_rank(runtime: _C.Model, groups: Groups) -> Callable[[int], int]:
-    """A function: rank -> how many collectives it has started. Of others, that is what their threads last published."""
     store = _store_of(groups)
     return lambda rank: started_here(runtime) if rank == groups.rank else started_there(store, rank)
 

@@ -1,53 +1,32 @@
-"""Builds the sharded parameters of a model: this rank's rows of each, as a DTensor and as a leaf."""
+"""Builds the sharded parameters of a model: this rank's rows of each, as a DTensor and as a leaf.
 
+A module on the meta device gets memory just before its parameters are sharded, so at most one is unsharded.
+"""
+
+import functools
 import weakref
-from typing import cast
+from collections.abc import Callable, Container
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zcompile.calibration.machine import Machine
-from zcompile.ranks.process_groups import device_of, shard_group_of
-from zcompile.ranks.shared_errors import Progress, raised_on_all_ranks
-from zcompile.sharding.meta_init import materialize, move_buffers
+from zcompile.ranks.process_groups import device_of
+from zcompile.ranks.shared_errors import Progress
 from zcompile.sharding.plan import ShardPlan
 from zcompile.sharding.precision import MixedPrecision
 from zcompile.state.attributes import MODEL
 from zcompile.state.placement import Placement, as_dtensor, layout_for, local_shard, part_of
-from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
 from zcompile.state.user_hooks import carry_hooks
 
 
-def build(model: nn.Module, plan: ShardPlan, machine: Machine) -> ShardedModel:
-    """Exchange the parameters of `model` for DTensors; all ranks together. Its modules do not read them yet.
+def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Progress) -> None:
+    """Exchange the parameters of each module of `model` for DTensors; without other ranks.
 
-    Returns:
-        The sharded parameters, with a runtime for each domain and one for units.
-
-    Raises:
-        RuntimeError: a rank could not; names it and the parameter.
+    Its modules do not read them yet. `progress` says at which parameter an exception was raised.
     """
-    native_reduce, divisor = plan.options.native_reduce, plan.options.gradient_divide_factor
-    state = ShardedModel(plan.mesh, machine, native_reduce, divisor=divisor)
-    state.provenance.shard_options = plan.options_text
-    if plan.units:
-        state.units = ShardedModel(plan.mesh, machine, native_reduce, has_units=True, divisor=divisor)
-    for i, mesh in enumerate(plan.meshes):
-        domain = ShardedModel(mesh, machine, native_reduce, domain=i + 1, divisor=plan.divisor)
-        domain.runtime.join(state.runtime)
-        state.others.append(domain)
-    for each in models_of(state):
-        each.scale_of_means = plan.mesh.size() / plan.divisor
-    with raised_on_all_ranks(plan.mesh) as progress:
-        _shard_modules(state, model, plan, progress)
-    _share_values(state)
-    return state
-
-
-def _shard_modules(state: ShardedModel, model: nn.Module, plan: ShardPlan, progress: Progress) -> None:
-    """Exchange the parameters of each module of `model` for DTensors, module by module; without a collective."""
     device = device_of(state.mesh)
     ignored = plan.options.ignored
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter
@@ -77,19 +56,7 @@ def _shard_modules(state: ShardedModel, model: nn.Module, plan: ShardPlan, progr
                 sharded = done[id(original)]
                 sharded.add_owner(module, attribute, sharded.leaf)
             module._parameters[attribute] = sharded.parameter
-
-
-@torch.no_grad()
-def _share_values(state: ShardedModel) -> None:
-    """Give all ranks the scalars of their group's first rank, and all replicas the values of the first one."""
-    for each in models_of(state):
-        for sharded in each.parameters.values():
-            local = sharded.leaf.detach()
-            values = local.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
-            if local.ndim == 0:
-                dist.broadcast(values, group=shard_group_of(each.mesh), group_src=0)
-            if each.mesh.ndim == 2:
-                dist.broadcast(values, group=each.mesh.get_group(0), group_src=0)
+    progress.at = ""
 
 
 @torch.no_grad()
@@ -130,3 +97,53 @@ def _shard_parameter(
     sharded.parameter.__dict__.update(parameter.__dict__)  # attributes of users, such as weight-decay flags
     state.parameters[name] = sharded
     return sharded
+
+
+def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: Container[int]) -> None:
+    """Give `module`'s own meta parameters and buffers memory on `device` and initialise them, except ids in `skip`.
+
+    Uses the module's `reset_parameters()`, or the `_init_weights(module)` of the nearest Hugging Face model around it.
+
+    Raises:
+        RuntimeError: the module has neither, so that nobody knows how to initialise it.
+    """
+    own: list[tuple[str, torch.Tensor]] = [
+        *module.named_parameters(recurse=False),
+        *module.named_buffers(recurse=False),
+    ]
+    meta = [name for name, tensor in own if tensor.is_meta and id(tensor) not in skip]
+    if not meta:
+        return
+    initialise = _initialiser(model, path, module)
+    if initialise is None:
+        raise RuntimeError(
+            f"zcompile.shard: {type(module).__name__} '{path}' has meta tensor '{meta[0]}' but no reset_parameters(). "
+            "Define it, or build the model on a real device."
+        )
+    real = {name: tensor for name, tensor in own if not tensor.is_meta}
+    module.to_empty(device=device, recurse=False)
+    for name, tensor in real.items():
+        table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        table[name] = tensor
+    with torch.no_grad():
+        initialise()
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of `module` itself to `device`."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device != device:
+            module._buffers[name] = buffer.to(device)
+
+
+def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any] | None:
+    """What initialises `module`: its own method, else that of the nearest Hugging Face model around it; or None."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        return reset
+    parts = path.split(".") if path else []
+    for depth in range(len(parts), -1, -1):
+        init_weights = getattr(model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
+        if callable(init_weights):
+            return functools.partial(init_weights, module)
+    return None

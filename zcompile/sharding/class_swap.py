@@ -100,7 +100,7 @@ def install_readers(
     single_rank: bool,
     units: ShardedModel | None = None,
 ) -> None:
-    """Let the modules of `model` gather what they read.
+    """Let the modules of `model` gather what they read. Its leaves are installed.
 
     Args:
         state: has the shards of `model`, but for those of units.
@@ -110,7 +110,6 @@ def install_readers(
     by_module: dict[nn.Module, dict[str, Layout]] = {each: {} for each in model.modules() if _is_called(each)}
     for each in models_of(state):
         for sharded in each.parameters.values():
-            sharded.state.install_leaf(sharded)
             for module, attribute in sharded.owners:
                 module.__dict__[SHARDED + attribute] = sharded
                 by_module.setdefault(module, {})[attribute] = sharded.layout
@@ -118,27 +117,21 @@ def install_readers(
         own = module.__dict__
         unit = own.get(IN_UNIT)
         own[STATE] = state if unit is None or unit.is_block else units
-        is_root = module is model and units is not None
-        layouts = tuple(attributes.items())
-        is_unit, has_units = UNIT in own, UNITS_BELOW in own
         if getattr(module, "_is_hooked", False):  # set by transformers
             has_inner = any(layout.inner is not None for layout in attributes.values())
             state.forward_checks.eager_without_grad |= has_inner
-        in_unit, is_block = unit is not None and not unit.is_root, BLOCK in own
-        of_torch = str(type(module).forward.__module__).startswith("torch.")
         table = own["_parameters"].items() if attributes else ()
-        others = tuple((name, value is None) for name, value in table if name not in attributes)
         kind = Kind(
-            layouts,
+            tuple(attributes.items()),
             casts.get(module, (None, None)),
             single_rank,
-            in_unit=in_unit,
-            is_unit=is_unit,
-            is_block=is_block,
-            has_units=has_units,
-            is_root=is_root,
-            others=others,
-            of_torch=of_torch,
+            in_unit=unit is not None and not unit.is_root,
+            is_unit=UNIT in own,
+            is_block=BLOCK in own,
+            has_units=UNITS_BELOW in own,
+            is_root=module is model and units is not None,
+            others=tuple((name, value is None) for name, value in table if name not in attributes),
+            of_torch=str(type(module).forward.__module__).startswith("torch."),
         )
         _swap_class(module, kind)
     _call_anew(model)
@@ -221,9 +214,7 @@ def remove_readers(state: ShardedModel, model: nn.Module) -> None:
             module.__dict__.pop(LEAF + attribute, None)
             module.__dict__.pop(SHARDED + attribute, None)
     for module in model.modules():
-        module.__dict__.pop(UNIT, None)
-        module.__dict__.pop(UNITS_BELOW, None)
-        for name in (BLOCK, IN_UNIT, OPENED, TABLE):
+        for name in (UNIT, UNITS_BELOW, BLOCK, IN_UNIT, OPENED, TABLE):
             module.__dict__.pop(name, None)
         if module.__dict__.get(STATE) is state:
             del module.__dict__[STATE]
@@ -251,24 +242,21 @@ def _sharded_class(base: type, kind: Kind) -> type:
 
     Cached: equal blocks have one class, and so share compiled code.
     """
-    layouts = kind.layouts
-    namespace: dict[str, Any] = {
-        name: property(_reader(name, layout, kind.single_rank), _refuse_assignment(name)) for name, layout in layouts
-    }
-    if layouts:
+    contributors = contributors_of(base, kind)
+    around = functools.reduce(_inside, (each.around for each in contributors), None)
+    namespace: dict[str, Any] = {"__module__": base.__module__, "__deepcopy__": _refuse_copy}
+    namespace[AROUND] = None if around is None else staticmethod(around)
+    if kind.of_torch:
+        namespace["forward"] = _own_forward(base)
+    namespace |= {name: _property(name, layout, kind.single_rank) for name, layout in kind.layouts}
+    if kind.layouts:
         namespace[IS_OPEN] = False
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__delattr__": _delattr}
         namespace["_save_to_state_dict"] = _save_to_state_dict
-    namespace |= traced_members(base, bool(layouts), kind.others)
-    if kind.of_torch:
-        namespace["forward"] = _own_forward(base)
-    around: Around | None = None
-    for contributor in contributors_of(base, kind):
+    namespace["__call__"] = counting_call(base, kind.is_root, around)
+    namespace |= traced_members(base, bool(kind.layouts), kind.others)
+    for contributor in contributors:
         namespace |= contributor.members(base, kind)
-        around = _inside(around, contributor.around)
-    namespace[AROUND] = None if around is None else staticmethod(around)
-    namespace |= {"__call__": counting_call(base, kind.is_root, around), "__module__": base.__module__}
-    namespace["__deepcopy__"] = _refuse_copy
     made: type = _sharded_metaclass(type(base))(base.__name__, (_Unregistered, base), namespace)
     setattr(made, RECIPE, (base, kind))
     return made
@@ -324,8 +312,10 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     return _sharded_class, vars(made)[RECIPE]
 
 
-def _reader(name: str, layout: Layout, single_rank: bool) -> Callable[[Any], torch.Tensor]:
+def _property(name: str, layout: Layout, single_rank: bool) -> property:
     """Reads a parameter of `layout`. In eager code, that is the unsharded one if the module's block is open.
+
+    An assignment comes here if `name` was taken out of `_parameters`, as `torch.nn.utils.weight_norm` does.
 
     Args:
         single_rank: the leaf is the unsharded parameter already.
@@ -349,7 +339,10 @@ def _reader(name: str, layout: Layout, single_rank: bool) -> Callable[[Any], tor
         gathered: torch.Tensor = gather(leaf, shape, leaf.dtype if dtype is None else dtype, *domain)
         return as_parameter(gathered if is_plain else layout.as_read(gathered))
 
-    return never_compiled_alone(read)
+    def refuse(self: Any, value: object) -> None:
+        raise RuntimeError(replaced_message(self.__dict__[SHARDED + name].name))
+
+    return property(never_compiled_alone(read), refuse)
 
 
 @never_compiled_alone
@@ -431,12 +424,3 @@ def _delattr(self: Any, name: str) -> None:
     if (sharded := self.__dict__.get(SHARDED + name)) is not None:
         raise RuntimeError(replaced_message(sharded.name))
     super(type(self), self).__delattr__(name)
-
-
-def _refuse_assignment(name: str) -> Callable[[Any, object], None]:
-    """What an assignment calls if `name` was taken out of `_parameters`, as `torch.nn.utils.weight_norm` does."""
-
-    def refuse(self: Any, value: object) -> None:
-        raise RuntimeError(replaced_message(self.__dict__[SHARDED + name].name))
-
-    return refuse

@@ -1,6 +1,6 @@
 """The plan of `zcompile.shard`: where each parameter goes, and which modules are units; without other ranks."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 from zcompile.costs.formulas.registry import registered_costs
 from zcompile.sharding.class_swap import Casts
 from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
-from zcompile.state.placement import Placement, PlacementFunction
-from zcompile.units.find import UnitLike, default_units, find_units, leave_shared
-
-Placements = list[tuple[nn.Parameter, Placement]]  # of each parameter that is sharded, in the order of the model's
+from zcompile.state.placement import Placement, PlacementFunction, Placements, spread_parameter
+from zcompile.units import find
+from zcompile.units.find import ExpertsImplementation, UnitLike
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,11 @@ class ShardPlan:
         placements: of each parameter that is sharded, by its id.
         units: path -> module of each unit.
         in_units: the modules whose parameters units gather.
+        experts: the modules of Hugging Face that could compute their experts in another way; none if no read of a
+            parameter gathers or casts it, as on one rank without `param_dtype`.
         policies: of mixed precision, of each parameter, by its id.
         casts: see precision.py.
-        gathers: whether a read of a parameter gathers or casts it. One rank without `param_dtype` does neither.
+        divisor: of summed gradients.
         options_text: the arguments of `zcompile.shard`, in words; artifacts must have been made with equal ones.
         description: lines that must be equal on all ranks.
     """
@@ -52,16 +53,12 @@ class ShardPlan:
     placements: dict[int, Placement]
     units: dict[str, nn.Module]
     in_units: frozenset[nn.Module]
+    experts: list[ExpertsImplementation]
     policies: dict[int, MixedPrecision]
     casts: dict[nn.Module, Casts]
-    gathers: bool
+    divisor: float
     options_text: str
     description: tuple[str, ...]
-
-    @property
-    def divisor(self) -> float:
-        """The divisor of summed gradients in the other domains; in the first, TransportContext::divisor has it."""
-        return self.options.gradient_divide_factor or float(self.mesh.size())
 
 
 def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, placements: Placements) -> ShardPlan:
@@ -74,22 +71,17 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
     # One rank has whole parameters. Its loops over experts would still cast the weights of all for each.
     policies = policies_of(model, options.policy, options.own_policies)
     gathers = mesh.size() > 1 or any(policy.param_dtype is not None for policy in policies.values())
-    wanted = default_units(model) if options.units is None else options.units
-    units = find_units(model, wanted) if gathers else {}
-    if options.units is None:
-        units = {path: unit for path, unit in units.items() if spread_parameter(unit, placements, mesh) is None}
-    in_units = _modules_in(model, units, options.ignored)
-    units = {path: unit for path, unit in units.items() if not in_units.isdisjoint(unit.modules())}
+    units, in_units = _units(model, mesh, options, placements) if gathers else ({}, frozenset())
     own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}
     options_text = (
         f"units={list(units)} {options.policy} {own or ''} "
         f"gradient_divide_factor={options.gradient_divide_factor} native_reduce={options.native_reduce}"
     )
-    costs = (f"the cost of {op} in version {version}" for op, version in registered_costs())
     others: list[DeviceMesh] = []
     for _, placement in placements:
         if placement.mesh is not None and all(placement.mesh != other for other in (mesh, *others)):
             others.append(placement.mesh)
+    casting = [*find.repeated_modules(model, units.values()), *units.values()]
     return ShardPlan(
         mesh,
         options,
@@ -97,35 +89,34 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
         {id(parameter): placement for parameter, placement in placements},
         units,
         in_units,
+        find.implementations(model) if gathers else [],
         {id(each): policies[module] for module in reversed(policies) for each in module.parameters(recurse=False)},
-        casts_of(model, options.policy, options.own_policies, list(units.values())),
-        gathers,
+        casts_of(model, policies, options.own_policies, casting),
+        options.gradient_divide_factor or float(mesh.size()),
         options_text,
-        (*lines, options_text, *costs),
+        (*lines, options_text, *(f"the cost of {op} in version {version}" for op, version in registered_costs())),
     )
 
 
-def _modules_in(model: nn.Module, units: Mapping[str, nn.Module], ignored: Container[int]) -> frozenset[nn.Module]:
-    """The modules with parameters inside of `units`, without those that share one with a module outside."""
+def _units(
+    model: nn.Module, mesh: DeviceMesh, options: ShardOptions, placements: Placements
+) -> tuple[dict[str, nn.Module], frozenset[nn.Module]]:
+    """The units of `model` by their paths, and the modules with parameters inside of them.
+
+    A module is in no unit if it shares a parameter with a module outside.
+    """
     owners: dict[int, set[nn.Module]] = {}  # by id of the parameter
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if id(parameter) not in ignored:
+            if id(parameter) not in options.ignored:
                 owners.setdefault(id(parameter), set()).add(module)
+    units = find.find_units(model, find.default_units(model) if options.units is None else options.units)
+    if options.units is None:
+        units = {path: unit for path, unit in units.items() if spread_parameter(unit, placements, mesh) is None}
     unit_of = {below: path for path, unit in units.items() for below in unit.modules()}
-    leave_shared(unit_of, owners.values())
-    return frozenset(unit_of) & set().union(*owners.values())
-
-
-def spread_parameter(unit: nn.Module, placements: Placements, mesh: DeviceMesh) -> str | None:
-    """The name of a parameter for which `unit` can be none, since a unit's are plain rows over `mesh`; or None."""
-    spread = {id(parameter) for parameter, placement in placements if _is_spread(parameter, placement, mesh)}
-    return next((name for name, parameter in unit.named_parameters() if id(parameter) in spread), None)
-
-
-def _is_spread(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> bool:
-    over_another_mesh = placement.mesh is not None and placement.mesh != mesh
-    return over_another_mesh or placement.shard.dim > 0 or isinstance(parameter, DTensor)
+    find.leave_shared(unit_of, owners.values())
+    in_units = frozenset(unit_of) & set().union(*owners.values())
+    return {path: unit for path, unit in units.items() if not in_units.isdisjoint(unit.modules())}, in_units
 
 
 def _parameter_lines(model: nn.Module, ignored: Iterable[int]) -> list[str]:

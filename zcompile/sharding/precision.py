@@ -6,7 +6,7 @@ modules with a policy of their own. Outputs are cast to the `output_dtype` of th
 is that of the arguments of `zcompile.shard`.
 """
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from zcompile.sharding.class_swap import Casts, Contributor, contribute
 from zcompile.state.attributes import CASTS
 from zcompile.state.containers import map_tensors
 from zcompile.state.forward_scope import never_compiled_alone
-from zcompile.units.find import UnitLike, repeated_modules
+from zcompile.units.find import UnitLike
 
 OwnPolicies = Mapping[UnitLike, MixedPrecision]
 
@@ -42,14 +42,21 @@ def _own_policy(module: nn.Module, own: OwnPolicies) -> MixedPrecision | None:
 
 
 def casts_of(
-    model: nn.Module, default: MixedPrecision, own: OwnPolicies, units: Collection[nn.Module]
+    model: nn.Module,
+    policies: Mapping[nn.Module, MixedPrecision],
+    own: OwnPolicies,
+    casting: Iterable[nn.Module],
 ) -> dict[nn.Module, Casts]:
-    """To which dtypes modules of `model` cast their inputs and their outputs."""
+    """To which dtypes modules of `model` cast their inputs and their outputs.
+
+    Args:
+        policies: as `policies_of` returns them.
+        casting: modules that cast their inputs, beside `model` and those with a policy of their own.
+    """
     root = getattr(model, "_orig_mod", model)  # of torch.compile
-    policies = policies_of(model, default, own)
     with_own = {module for module in policies if _own_policy(module, own) is not None} | {root}
     casts: dict[nn.Module, Casts] = {}
-    for module in {*repeated_modules(model, units), *units, *with_own}:
+    for module in {*casting, *with_own}:
         policy = policies[module]
         inputs = policy.param_dtype if policy.cast_forward_inputs else None
         casts[module] = inputs, policy.output_dtype if module in with_own else None

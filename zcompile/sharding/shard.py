@@ -1,12 +1,16 @@
-"""`zcompile.shard`: from an unsharded model to one shard of each parameter per rank, in five phases.
+"""`zcompile.shard`: from an unsharded model to one shard of each parameter per rank, in seven phases.
 
-| phase | file | job |
-|---|---|---|
-| validate | validate.py | the first reason why this rank's model cannot be sharded |
-| plan | plan.py | where each parameter goes, and which modules are units; without other ranks |
-| agree | agree.py | one exchange: every rank has the same plan, and all plan with one machine |
-| build | build.py | the parameters become DTensors, module by module |
-| install | install.py | modules read them, units have an order, a transport is chosen |
+| phase | file | job | other ranks |
+|---|---|---|---|
+| validate | validate.py | the first reason why this rank's model cannot be sharded | |
+| plan | plan.py | where each parameter goes, and which modules are units | |
+| agree | agree.py | every rank has the same plan, and all plan with one machine | one exchange |
+| connect | connect.py | process groups and runtimes | together |
+| build | build.py | the parameters become DTensors, module by module | |
+| install | install.py | modules read them, and units have an order | |
+| start | start.py | equal values of scalars and replicas, a transport | together |
+
+A phase is given what the phases before it returned, and calls none of them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,11 +21,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.ranks.process_groups import default_mesh
+from zcompile.ranks.shared_errors import raised_on_all_ranks
 from zcompile.sharding.agree import agree
 from zcompile.sharding.build import build
+from zcompile.sharding.connect import connect
 from zcompile.sharding.install import install
 from zcompile.sharding.plan import ShardOptions, plan_shards
 from zcompile.sharding.precision import MixedPrecision
+from zcompile.sharding.start import start
 from zcompile.sharding.validate import validate
 from zcompile.state.placement import PlacementFunction
 from zcompile.units.find import UnitLike
@@ -113,5 +120,9 @@ def shard(
     plan = plan_shards(model, mesh, options, placements) if error is None else None
     machine = agree(mesh, error, plan.description if plan is not None else ())
     assert plan is not None  # `agree` has raised the error
-    install(model, plan, build(model, plan, machine))
+    state = connect(plan, machine)
+    with raised_on_all_ranks(mesh) as progress:
+        build(model, plan, state, progress)
+        install(model, plan, state)
+    start(state)
     return model

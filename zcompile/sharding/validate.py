@@ -10,29 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile.options import TRAINABLE
-from zcompile.sharding.plan import Placements, ShardOptions, spread_parameter
+from zcompile.sharding.plan import ShardOptions
 from zcompile.sharding.precision import check_policies
 from zcompile.state.attributes import STATE
-from zcompile.state.placement import check_placement, placement_of
+from zcompile.state.placement import Placements, check_mesh, placements_of, spread_parameter
 from zcompile.units.find import check_units, find_units
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse a mesh that zcompile cannot shard over.
-
-    Raises:
-        TypeError: not a DeviceMesh.
-        ValueError: neither 1-D nor 2-D, or this rank is not in it.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"zcompile.shard: mesh must be a torch DeviceMesh, not {type(mesh).__name__}.")
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"zcompile.shard: a mesh of {mesh.ndim} dimensions is not supported. Pass a 1-D mesh (shard) or a 2-D mesh "
-            "(replicate x shard), e.g. a slice of yours: mesh['replicate', 'shard']."
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"zcompile.shard: rank {dist.get_rank()} is not in the mesh {mesh}.")
 
 
 def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple[Placements, Exception | None]:
@@ -43,36 +25,16 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
     Raises:
         TypeError, ValueError: see `check_mesh`.
     """
+    error = check_model(model, options.ignored) or check_divide_factor(options.gradient_divide_factor)
     check_mesh(mesh)
-    error = check_model(model, mesh, options.ignored)
-    error = error or check_policies(model, options.policy, options.own_policies, options.ignored)
-    error = error or check_divide_factor(options.gradient_divide_factor)
     if error is not None:
         return [], error
-    placements, error = _placements(model, mesh, options)
+    placements, error = placements_of(model, mesh, options.shard_placement_fn, options.ignored)
+    error = error or check_policies(model, options.policy, options.own_policies, options.ignored)
     if error is None and options.units is not None:
         error = check_units(model, options.units)
         error = error or _check_rows(find_units(model, options.units), placements, mesh)
     return placements, error
-
-
-def _placements(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple[Placements, Exception | None]:
-    """Where each parameter is sharded, and the first reason why one cannot be."""
-    placements: Placements = []
-    for name, parameter in model.named_parameters():
-        if id(parameter) in options.ignored:
-            continue
-        try:
-            placement = placement_of(parameter, options.shard_placement_fn)
-            if placement.mesh is not None:
-                check_mesh(placement.mesh)
-        except Exception as error:
-            return placements, error
-        refused = check_placement(name, parameter, placement, placement.mesh or mesh)
-        if refused is not None:
-            return placements, refused
-        placements.append((parameter, placement))
-    return placements, None
 
 
 def _check_rows(units: dict[str, nn.Module], placements: Placements, mesh: DeviceMesh) -> Exception | None:
@@ -86,12 +48,17 @@ def _check_rows(units: dict[str, nn.Module], placements: Placements, mesh: Devic
     return None
 
 
-def check_model(model: nn.Module, mesh: DeviceMesh, ignored: Container[int]) -> Exception | None:
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `zcompile.shard` has sharded `model`, or a module of it."""
+    return any(STATE in module.__dict__ for module in model.modules())
+
+
+def check_model(model: nn.Module, ignored: Container[int]) -> Exception | None:
     """The first reason why `model` cannot be sharded, or None. Returned, not raised, so that ranks can agree first."""
     rank = dist.get_rank()
     if not isinstance(model, nn.Module):
         return TypeError(f"zcompile.shard: expected an nn.Module, got {type(model).__name__}.")
-    if any(STATE in module.__dict__ for module in model.modules()):
+    if is_sharded(model):
         return RuntimeError(f"zcompile.shard: this model was sharded already (rank {rank}); call zcompile.shard once.")
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in ignored}
     return (

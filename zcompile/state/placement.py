@@ -11,7 +11,7 @@ A parameter may be a DTensor before: tensor and expert parallelism spread it ove
 is this rank's part of it. Modules read a DTensor over the inner meshes again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -46,6 +46,51 @@ class Placement:
 
 
 PlacementFunction = Callable[[nn.Parameter], Any]  # returns None, a Shard, a Placement, or FSDP2's ShardPlacementResult
+Placements = list[tuple[nn.Parameter, Placement]]  # of each parameter that is sharded, in the order of the model's
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse a mesh that zcompile cannot shard over.
+
+    Raises:
+        TypeError: not a DeviceMesh.
+        ValueError: neither 1-D nor 2-D, or this rank is not in it.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"zcompile.shard: mesh must be a torch DeviceMesh, not {type(mesh).__name__}.")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"zcompile.shard: a mesh of {mesh.ndim} dimensions is not supported. Pass a 1-D mesh (shard) or a 2-D mesh "
+            "(replicate x shard), e.g. a slice of yours: mesh['replicate', 'shard']."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"zcompile.shard: rank {dist.get_rank()} is not in the mesh {mesh}.")
+
+
+def placements_of(
+    model: nn.Module, mesh: DeviceMesh, choose: PlacementFunction | None, ignored: Container[int]
+) -> tuple[Placements, Exception | None]:
+    """Where each parameter of `model` is sharded, and the first reason why one cannot be.
+
+    Args:
+        mesh: of parameters for which `choose` names none.
+        ignored: ids of parameters that are not sharded.
+    """
+    placements: Placements = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in ignored:
+            continue
+        try:
+            placement = placement_of(parameter, choose)
+            if placement.mesh is not None:
+                check_mesh(placement.mesh)
+        except Exception as error:
+            return placements, error
+        refused = check_placement(name, parameter, placement, placement.mesh or mesh)
+        if refused is not None:
+            return placements, refused
+        placements.append((parameter, placement))
+    return placements, None
 
 
 def placement_of(parameter: nn.Parameter, choose: PlacementFunction | None) -> Placement:
@@ -238,3 +283,13 @@ def _check_dim(where: str, shape: torch.Size, dim: int, size: int) -> Exception 
             "the first must; return Shard(0) for it."
         )
     return None
+
+
+def spread_parameter(unit: nn.Module, placements: Placements, mesh: DeviceMesh) -> str | None:
+    """The name of a parameter for which `unit` can be none, since a unit's are plain rows over `mesh`; or None."""
+    spread = {
+        id(parameter)
+        for parameter, placement in placements
+        if placement.mesh not in (None, mesh) or placement.shard.dim > 0 or isinstance(parameter, DTensor)
+    }
+    return next((name for name, parameter in unit.named_parameters() if id(parameter) in spread), None)

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from zcompile.calibration.machine import Machine
 from zcompile.ranks.order_check import OrderCheck
-from zcompile.ranks.order_watch import started_by_rank, watch_order
-from zcompile.ranks.process_groups import groups_of, is_fake, timeout_of
+from zcompile.ranks.order_watch import watch_order
+from zcompile.ranks.process_groups import groups_of, is_fake, order_group, timeout_of
 from zcompile.ranks.program_check import Agreement
 from zcompile.state.attributes import MODEL, STATE
 from zcompile.state.forward_checks import ForwardChecks
@@ -57,6 +57,7 @@ class ShardedModel:
         has_units: bool = False,
         domain: int = 0,
         divisor: float | None = None,
+        scale_of_means: float = 1.0,
     ):
         """
         Args:
@@ -64,19 +65,25 @@ class ShardedModel:
             has_units: its parameters are those of a model's units; another `ShardedModel` has the others.
             domain: see [Note: domains] in placement.py.
             divisor: of summed gradients. Default: the ranks of the mesh, so that they are means.
+            scale_of_means: gradients are means over ranks times this; see `gradient_divide_factor`.
         """
         self.domain = domain
-        self.scale_of_means = 1.0  # gradients are means over ranks times this; see `gradient_divide_factor`
+        self.scale_of_means = scale_of_means
         self.mesh = mesh
         self.machine = machine
         self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
         self.groups = groups_of(mesh, has_units)
         self.runtime = self.groups.make_runtime(native_reduce=native_reduce, domain=domain, divisor=divisor)
         has_others = bool(self.runtime.order_digests()) and not is_fake(mesh)  # replicas too
-        self.order_check = OrderCheck(mesh, self.runtime.world) if has_others else None
-        self.shares_shards = has_others and self.runtime.world > 1
-        if self.shares_shards:
-            watch_order(self.runtime, self.groups, timeout_of(mesh).total_seconds())
+        self.order_check: OrderCheck | None = None
+        self.program_check: Agreement | None = None  # of the ranks that share shards, and of others that wait for them
+        if has_others:
+            timeout_s, world = timeout_of(mesh).total_seconds(), self.groups.world
+            self.order_check = OrderCheck(mesh, order_group(mesh), world, timeout_s)
+            if world > 1:
+                started = watch_order(self.runtime, self.groups, timeout_s)
+                prefix = f"zcompile/{self.groups.reduce}/{self.groups.number}"
+                self.program_check = Agreement(prefix, self.groups.rank, world, timeout_s, started)
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.microbatches = Microbatches()
@@ -88,8 +95,7 @@ class ShardedModel:
         self.call_outermost: Any = None  # calls a module outside of every other forward; see units/blocks.py
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
         self.others: list[ShardedModel] = []  # of the first domain: those of the others, in their order
-        self.agreement: Agreement | None = None  # over transports where a difference between ranks would hang
-        self.wide_agreement: Agreement | None = None  # of more ranks than share shards; see connected_ranks.py
+        self.agreement: Agreement | None = None  # `program_check`, over transports where a difference would hang
 
     def choose(self, wanted: str) -> Choice:
         """The transport for `wanted`, and why; see `zcompile.state.transport_choice.choose`."""
@@ -114,25 +120,8 @@ class ShardedModel:
         for other in models_of(self)[1:]:
             other.use_transport(wanted)
         # Peer to peer, ranks notice by the signals for which they wait.
-        self.agreement = self.new_agreement() if self.shares_shards and choice.transport != "p2p" else None
+        self.agreement = self.program_check if choice.transport != "p2p" else None
         log.info("zcompile: transport %s: %s", *choice)
-
-    def new_agreement(self) -> Agreement:
-        """For the ranks that share the shards, and others that are connected with them."""
-        if self.wide_agreement is not None:
-            return self.wide_agreement
-        prefix = f"zcompile/{self.groups.reduce}/{self.groups.number}"
-        rank, timeout_s = self.groups.rank, timeout_of(self.mesh).total_seconds()
-        return Agreement(prefix, rank, self.groups.world, timeout_s, started_by_rank(self.runtime, self.groups))
-
-    def check_order(self) -> None:
-        """Before an optimizer uses gradients: whether all ranks, which call together, started the same.
-
-        Raises:
-            RuntimeError: see `OrderCheck.check`.
-        """
-        if self.order_check is not None:
-            self.order_check.check(self.runtime)
 
     def microbatch_cache_limit(self) -> int:
         """Most bytes that stay unsharded across microbatches; see
@@ -206,8 +195,8 @@ class ShardedModel:
 
     def install_leaf(self, sharded: ShardedParameter) -> None:
         """Let modules read the leaf, and the runtime see writes to the parameter."""
-        sharded.install_leaf()
         self.watch(sharded)
+        sharded.install_leaf()
 
     def watch(self, sharded: ShardedParameter) -> None:
         """Let the runtime see writes to what is the parameter now, and assignments to its `.data`."""
@@ -258,6 +247,13 @@ class ShardedModel:
 def models_of(state: ShardedModel) -> list[ShardedModel]:
     """`state`, and those of its units and of its other domains if it has some."""
     return [state, *([state.units] if state.units is not None else ()), *state.others]
+
+
+def install_leaves(state: ShardedModel) -> None:
+    """Install the leaf of each parameter of `state` and of its units and domains."""
+    for each in models_of(state):
+        for sharded in each.parameters.values():
+            each.install_leaf(sharded)
 
 
 def state_of(model: nn.Module) -> ShardedModel:

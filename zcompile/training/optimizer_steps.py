@@ -65,18 +65,19 @@ def _checked(closure: Any, states: list[ShardedModel]) -> Any:
 
 
 def check_orders(states: list[ShardedModel]) -> None:
-    """Compare what all ranks started, once for all models over the same groups."""
+    """Compare what all ranks started, once for all models over the same groups; all ranks call together.
+
+    Raises:
+        RuntimeError: see `OrderCheck.check`.
+    """
+    checks = [(state.order_check, state) for state in states if state.order_check is not None]
     checked = set()
     # All ranks in one order, also those of several meshes that have two ranks in common.
-    for state in sorted(states, key=_order_of_checks):
+    for check, state in sorted(checks, key=lambda pair: (pair[0].name, pair[1].groups.number)):
         groups = state.groups.gather, state.groups.replicate
         if groups not in checked:
             checked.add(groups)
-            state.check_order()
-
-
-def _order_of_checks(state: ShardedModel) -> tuple[str, int]:
-    return state.order_check.name if state.order_check else "", state.groups.number
+            check.check(state.runtime)
 
 
 def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -82,12 +82,7 @@ def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare:
 
 def sharded_parameters_in(module: nn.Module) -> list[ShardedParameter]:
     """Those of `module` and of the modules below it; one that several modules read comes several times."""
-    return [
-        each.__dict__[SHARDED + name]
-        for each in module.modules()
-        for name in each._parameters
-        if SHARDED + name in each.__dict__
-    ]
+    return [sharded for each in module.modules() for sharded in sharded_parameters_of(each)]
 
 
 def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:

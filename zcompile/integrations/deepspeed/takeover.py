@@ -43,7 +43,7 @@ from zcompile.integrations.deepspeed.leaf_modules import leaf_modules, unsupport
 from zcompile.integrations.deepspeed.optimizer_step import LeanStep
 from zcompile.integrations.deepspeed.partitions import Partition, ZeroParameter, add_partition, partition_grads
 from zcompile.sharding.class_swap import install_readers, remove_readers
-from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.state.sharded_model import ShardedModel, install_leaves, models_of
 from zcompile.training.accumulate import begin_accumulating, end_accumulating
 from zcompile.training.optimizer_steps import check_orders
 from zcompile.units.order import make_units, order_units
@@ -182,6 +182,7 @@ class Takeover:
             self.lean_step.install()
         self.hooks.remove()
         _let_timer_synchronize(self.engine, False)
+        install_leaves(state)
         install_readers(state, self.engine.module, {}, single_rank=False, units=state.units)
         log.info(
             "zcompile: trains this DeepSpeed engine, %d parameters, %d of them in leaf modules; transport %s: %s",

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile.integrations.huggingface.adapter import CompilePlugin, ShardedPlugin, compile_plugin_of, refuse_settings
 from zcompile.sharding.shard import shard
-from zcompile.state.attributes import STATE
+from zcompile.sharding.validate import is_sharded
 from zcompile.state.sharded_model import ShardedModel, state_of
 from zcompile.training.accumulate import begin_accumulating, end_accumulating
 from zcompile.training.clip import clip_grad_norm_
@@ -170,11 +170,6 @@ class Accelerator(accelerate.Accelerator):
         """As accelerate's."""
         self._end_caching()
         return super().free_memory(*objects)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `zcompile.shard` has sharded `model`, or a module of it."""
-    return any(STATE in module.__dict__ for module in model.modules())
 
 
 def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:

@@ -1,0 +1,26 @@
+"""Makes the process groups and runtimes of a model that is about to be sharded; it has no parameters yet."""
+
+import functools
+
+from zcompile.calibration.machine import Machine
+from zcompile.sharding.plan import ShardPlan
+from zcompile.state.sharded_model import ShardedModel
+
+
+def connect(plan: ShardPlan, machine: Machine) -> ShardedModel:
+    """Connect this rank with the others of `plan`; all ranks together.
+
+    Returns:
+        A model without parameters, with a runtime for each domain and one for units.
+    """
+    options, scale = plan.options, plan.mesh.size() / plan.divisor
+    make = functools.partial(ShardedModel, machine=machine, native_reduce=options.native_reduce, scale_of_means=scale)
+    state = make(plan.mesh, divisor=options.gradient_divide_factor)
+    state.provenance.shard_options = plan.options_text
+    if plan.units:
+        state.units = make(plan.mesh, has_units=True, divisor=options.gradient_divide_factor)
+    for i, mesh in enumerate(plan.meshes):
+        domain = make(mesh, domain=i + 1, divisor=plan.divisor)
+        domain.runtime.join(state.runtime)
+        state.others.append(domain)
+    return state

@@ -1,0 +1,47 @@
+"""Starts a sharded model, whose parts all ranks have built: equal values, comparisons between ranks, a transport."""
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from zcompile.ranks.connected_ranks import agreement_of
+from zcompile.ranks.process_groups import is_fake, shard_group_of, timeout_of
+from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.training.optimizer_steps import count_steps
+
+
+def start(state: ShardedModel) -> None:
+    """Let ranks have equal values where they must, compare programs and steps, and choose a transport; all together."""
+    _share_values(state)
+    _compare_programs(state)
+    for each in models_of(state):
+        count_steps(each)
+    state.use_transport("auto")
+
+
+@torch.no_grad()
+def _share_values(state: ShardedModel) -> None:
+    """Give all ranks the scalars of their group's first rank, and all replicas the values of the first one."""
+    for each in models_of(state):
+        for sharded in each.parameters.values():
+            local = sharded.leaf.detach()
+            values = local.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
+            if local.ndim == 0:
+                dist.broadcast(values, group=shard_group_of(each.mesh), group_src=0)
+            if each.mesh.ndim == 2:
+                dist.broadcast(values, group=each.mesh.get_group(0), group_src=0)
+
+
+def _compare_programs(state: ShardedModel) -> None:
+    """Let all ranks that wait for each other compare programs, if some of them share no shards."""
+    models = models_of(state)
+    meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
+    if is_fake(state.mesh) or all(mesh == state.mesh for mesh in meshes):
+        return
+    timeout_s = timeout_of(state.mesh).total_seconds()
+    agreement = agreement_of(list(dict.fromkeys(meshes)), state.groups, state.runtime, timeout_s)
+    for each in models:
+        if each.program_check is not None:
+            each.program_check = agreement
