@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import zcompile
 from tests.support.artifacts import cache_in
 from tests.support.fake_ranks import as_rank
-from zcompile.artifact.file_format import LENGTH_BYTES, MAGIC, ArtifactError, decode, encode, read, write
+from zcompile.artifact.file_format import LENGTH_BYTES, MAGIC, ArtifactError, decode, encode, read
 from zcompile.artifact.kernels import install_kernels
+from zcompile.whole_files import write
 
 FINGERPRINT, FACTS = {"torch": "2.13", "mesh": "[2]"}, {"plan": ["a", 1]}
 PARTS = {"program": b"\x00pickle" * 9, "native/a": b"", "native/b": b"elf"}

@@ -6,11 +6,9 @@ unpickled before all checks passed: who may write it, its SHA-256 if the caller 
 fingerprint in its header. The SHA-256 in it finds damage. Only a pinned one finds an attacker.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
 import stat
 import warnings
 from collections.abc import Mapping
@@ -108,20 +106,3 @@ def check_writers(path: Path, status: os.stat_result) -> None:
             "pin its SHA-256 (sha256=).",
             stacklevel=2,
         )
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, that its owner alone may write, and that the umask lets read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise

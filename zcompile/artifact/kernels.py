@@ -16,8 +16,9 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, code_hash, get_path, write_atomic
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from zcompile.artifact.file_format import ArtifactError, check_writers, write
+from zcompile.artifact.file_format import ArtifactError, check_writers
 from zcompile.artifact.groups import Groups, with_names, with_places
+from zcompile.whole_files import write
 
 MAKE = "async_compile = AsyncCompile()"
 MAKE_FROM_FILE = f"from {__name__} import Kernels; async_compile = Kernels()"

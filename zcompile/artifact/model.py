@@ -31,13 +31,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.artifact import aot
-from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read, write
+from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read
 from zcompile.artifact.fingerprint import differences, fingerprint
 from zcompile.artifact.program import Program, first_line, make
 from zcompile.compiler.backend import compile_graph, parse_options, prepare
 from zcompile.options import Settings
 from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.state.sharded_model import models_of, state_of
+from zcompile.whole_files import write
 
 log = logging.getLogger("zcompile")
 

@@ -23,15 +23,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
-from zcompile.artifact.file_format import ArtifactError, write
+from zcompile.artifact.file_format import ArtifactError
 from zcompile.artifact.model import check_artifact
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
 from zcompile.explanation.workloads import DTYPES, BadInput, built_by, function_of
 from zcompile.sharding.shard import shard
-from zcompile.state.attributes import STATE
+from zcompile.sharding.validate import is_sharded
 from zcompile.state.sharded_model import models_of, state_of
 from zcompile.state.transport_choice import Choice
+from zcompile.whole_files import write
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,7 +88,7 @@ def precompile(arguments: argparse.Namespace) -> bytes:
 
 def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None:
     """Shard as the run does, unless FUNCTION did, and let plans count with the transport that the run will use."""
-    if not any(STATE in module.__dict__ for module in model.modules()):
+    if not is_sharded(model):
         shards = arguments.ranks // arguments.replicas
         mesh = init_device_mesh(device, (arguments.replicas, shards) if arguments.replicas > 1 else (shards,))
         dtypes = [DTYPES.get(name) for name in (arguments.param_dtype, arguments.reduce_dtype)]

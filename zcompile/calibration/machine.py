@@ -40,7 +40,7 @@ class LocalMachine:
 class Machine:
     """The machine that all ranks of a mesh plan with."""
 
-    hardware: Hardware  # the table for plans; see `Tables`
+    hardware: Hardware  # the table for plans; see `tables_of`
     measured: Hardware  # the table for predictions
     # Of the rank that has the least, rounded down to a power of two: 80 GB are 64 GiB. Total and not free memory,
     # because that differs from run to run, and another plan would miss every cache. Rounded, because machines of one

@@ -12,16 +12,16 @@ import math
 import os
 import platform
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zcompile.costs.hardware import CPU, Hardware, Points, Wire, table_of_name
+from zcompile.whole_files import write
 
 VERSION = 4  # of the file: raised when something else is measured
 DIFFERS = 0.25  # a measured figure replaces a shipped one if it is further from it than this share of it
@@ -179,16 +179,9 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
     )
 
 
-class Tables(NamedTuple):
-    """Of one machine: what plans go by, and what predictions go by, which is all that was measured."""
-
-    planned: Hardware
-    predicted: Hardware
-
-
-def tables_of(shipped: Hardware, calibration: Calibration) -> Tables:
-    """Those of a machine that was measured."""
-    return Tables(merged(shipped, calibration), merged(shipped, calibration, differs=0.0))
+def tables_of(shipped: Hardware, calibration: Calibration) -> tuple[Hardware, Hardware]:
+    """Of a machine that was measured: the table that plans go by; and for predictions that of all that was measured."""
+    return merged(shipped, calibration), merged(shipped, calibration, differs=0.0)
 
 
 def _differs(table: Hardware, wire: Wire, differs: float) -> bool:
@@ -254,13 +247,7 @@ def write_calibration(calibration: Calibration, file: Path | None = None) -> Pat
     file = file or calibration_file(calibration.device, calibration.world)
     if file is None:
         raise OSError("there is no home directory: set XDG_CACHE_HOME, or give --output FILE")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        unfinished.write_text(calibration.to_json())
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write(file, calibration.to_json().encode())
     return file
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zcompile.calibration.results import Calibration, Tables, tables_of
+from zcompile.calibration.results import Calibration, tables_of
 from zcompile.compiler.backend import parse_options
 from zcompile.costs.hardware import CPU, TABLES, Hardware, Link
 from zcompile.explanation.explanation import Explanation, comparison
@@ -42,10 +42,10 @@ def _numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
-def _tables(name: str) -> Tables:
-    """The shipped table `name`, or those of a file that `zcompile calibrate` wrote."""
+def _tables(name: str) -> tuple[Hardware, Hardware]:
+    """What plans and what predictions go by: the shipped table `name`, or a file that `zcompile calibrate` wrote."""
     if name in TABLES:
-        return Tables(TABLES[name], TABLES[name])
+        return TABLES[name], TABLES[name]
     try:
         calibration = Calibration.from_json(Path(name).read_text())
     except (OSError, ValueError) as error:

@@ -1,6 +1,5 @@
 """Which transport a sharded model uses: peer-to-peer copy engines, or the collectives of its process group."""
 
-import contextlib
 import itertools
 import json
 import logging
@@ -20,6 +19,7 @@ from zcompile import _C
 from zcompile.calibration.results import cache_folder
 from zcompile.options import TRANSPORTS
 from zcompile.ranks.process_groups import all_gather_object, all_gather_over_mesh, is_fake, shard_group_of
+from zcompile.whole_files import write
 
 log = logging.getLogger("zcompile")
 
@@ -190,12 +190,7 @@ def _write_cache(key: str, times: dict[str, float]) -> None:
     if file is None:
         log.warning("zcompile: the measured transports are not kept: there is no home directory. Set XDG_CACHE_HOME.")
         return
-    unfinished = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(_read_cache() | {key: times}, indent=1))
-        unfinished.replace(file)
+        write(file, json.dumps(_read_cache() | {key: times}, indent=1).encode())
     except OSError as error:
         log.warning("zcompile: the measured transports could not be kept in %s: %s", file, error)
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
