@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import _C
 from zcompile.calibration.measure_compute import (
@@ -24,7 +24,7 @@ from zcompile.calibration.measure_compute import (
 from zcompile.calibration.memory import host_memory_bytes
 from zcompile.calibration.results import Calibration, device_name, driver_of, write_calibration
 from zcompile.costs.hardware import MIB, Points, Wire
-from zcompile.ranks.process_groups import all_gather_object, device_of, groups_of, shard_group_of
+from zcompile.ranks.process_groups import all_gather_object, default_mesh, device_of, groups_of, shard_group_of
 from zcompile.state.transport_choice import choose
 
 log = logging.getLogger("zcompile")
@@ -69,8 +69,7 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
             "`zcompile calibrate`."
         )
     if mesh is None:
-        device_type = "cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
-        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        mesh = default_mesh()
     group, device = shard_group_of(mesh), device_of(mesh)
     all_gather_object(group, None)  # all measure at once: as in a step, ranks on CPUs share memory and cores
     warm_up(device)

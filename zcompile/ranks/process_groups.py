@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile import _C
 
 
-def default_mesh(model: nn.Module) -> DeviceMesh:
+def default_mesh(model: nn.Module | None = None) -> DeviceMesh:
     """All ranks of the default process group in one dimension, on GPUs if it has NCCL or `model` is on them."""
-    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    devices = {parameter.device.type for parameter in (model.parameters() if model is not None else ())} - {"meta"}
     # `get_backend` says "undefined" of a group that was made with torch's defaults.
     on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     device_type = "cuda" if on_gpu or "cuda" in devices else "cpu"
