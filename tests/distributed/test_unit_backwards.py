@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from torch.autograd.graph import save_on_cpu
 
 import zcompile
 from tests.support import raising
+from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.compiling import SELECTIVE, checkpoint_each
 from tests.support.mixtures import MixtureModel
 from tests.support.raising import Fault, MayRaise, fail
 from tests.support.ranks import on_ranks
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
 from tests.support.unit_chains import (
+    WIDTH,
     Chain,
     Part,
     chain_beside,
@@ -253,3 +256,60 @@ def test_backwards_of_two_forwards_accumulate_inside_of_accumulate(rank, world, 
                 backward_beside(rank, world, model, reference, loss, microbatch)
         same_grads(model, reference)
         model.zero_grad(), reference.zero_grad()
+
+
+class InThread(nn.Linear):
+    """Computes in a thread of its own, whose autograd nodes have numbers of their own."""
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: torch.tanh(x @ self.weight) * self.bias).result()
+
+
+@pytest.mark.parametrize("prepare", [zcompile.shard, shard_in_blocks])
+@on_ranks(2)
+def test_a_block_may_compute_in_another_thread(rank, world, prepare):
+    reference, model = pair(lambda: nn.Sequential(InThread(WIDTH, WIDTH), InThread(WIDTH, WIDTH)), prepare)
+    for step in range(2):
+        backward_beside(rank, world, model, reference, lambda m, i, r: m(inputs(i, r)).square().mean(), step)
+        same_grads(model, reference)
+
+
+@on_ranks(2)
+def test_a_unit_that_computes_in_another_thread_is_an_error(rank, world):
+    """Kernels of the backward do not look whether there is memory: the process would end."""
+    model = zcompile.shard(nn.Sequential(InThread(WIDTH, WIDTH), InThread(WIDTH, WIDTH)), units=[InThread])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(inputs(0, rank)).square().mean().backward()
+
+
+class ReturnsClosure(nn.Module):
+    """Its forward returns a function that computes with a parameter later."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x, weight = self.b(self.a(x)), self.b.weight
+        return lambda: (x @ weight).tanh() + self.a(x)
+
+
+def closure_loss(model, step, rank):
+    return model(inputs(step, rank))().square().mean()
+
+
+@on_ranks(2)
+def test_a_forward_may_return_a_function_that_calls_units(rank, world):
+    reference, model = pair(ReturnsClosure, FORMS["units"])
+    for step in range(2):
+        backward_beside(rank, world, model, reference, closure_loss, step)
+        same_grads(model, reference)
+
+
+@on_ranks(2)
+def test_a_backward_that_reads_a_block_without_memory_is_an_error(rank, world):
+    """Nothing tells when backward comes to the results of the function that forward returned."""
+    model = zcompile.shard(ReturnsClosure())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        closure_loss(model, 0, rank).backward()

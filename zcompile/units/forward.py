@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._autograd import _get_sequence_nr
 
 from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import IN_UNIT, UNIT, UNITS_BELOW
@@ -25,13 +24,15 @@ class UnitCall:
         self.shards = unit.leaves()  # which modules may drop before a backward reads them
         self.is_in_backward = self.creates_graph = self.was_split = False
         self.has_result = True  # a tensor that forward returned, whose gradient begins backward
-        self.begins_at = _get_sequence_nr()
+        self.given: dict[int, int] = {}  # versions of the tensors that forward was given, by their ids
         unit.calls_ahead.add(self)
 
     def begin_with_gradient_of(self, result: torch.Tensor) -> None:
-        """Begin backward when `result` has its gradient, unless it was there before this forward."""
-        node = result.grad_fn
-        if node is not None and node._sequence_nr() >= self.begins_at:
+        """Begin backward when `result` has its gradient, unless forward was given it and left it unchanged.
+
+        Numbers of autograd nodes do not tell that: each thread counts its own.
+        """
+        if result.grad_fn is not None and self.given.get(id(result)) != result._version:
             result.register_hook(hook_calling(lambda: self.begin_backward))
 
     @torch.compiler.disable
@@ -81,6 +82,7 @@ class UnitCall:
         Autograd runs what is ready in the reverse order of forward.
         """
         for each in tensors_in(given):
+            self.given[id(each)] = each._version  # while forward runs, its caller holds them
             if each.requires_grad and not each.is_leaf:  # whose hooks would stay
                 each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))  # users hold it
 

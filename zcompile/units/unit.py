@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.distributed.tensor import DTensor
 
 from zcompile._C import free_memory, wait_for_gathers, wait_for_reduces
@@ -90,6 +90,7 @@ class Unit:
         self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward is to come
         self.is_split = False  # kept, and had a backward of inputs alone: gradients stay here until the block ends
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
+        self.versions: list[int] = []  # of `unsharded` while they have memory; autograd compares them
         self.parts: list[torch.Tensor] = []  # what this rank has of them: of a DTensor its local tensor
         self.storages: frozenset[int] = frozenset()  # of `unsharded`
         self.has_grads = False  # some of `unsharded` do
@@ -136,6 +137,7 @@ class Unit:
             self.order.drop_of_ahead(self, [not each for each in alive])
             self.unsharded = list(itertools.compress(self.unsharded, alive))
             self.parts = list(itertools.compress(self.parts, alive))
+            self.versions = list(itertools.compress(self.versions, alive))
             self._take(list(itertools.compress(self.sharded, alive)))
             self.opened = self._by_name(self.unsharded) if self.unsharded else []
 
@@ -229,11 +231,14 @@ class Unit:
             with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
                 self.parts = [torch.empty_like(each) for each in gathered]
                 self.unsharded = [self._make_unsharded(*each) for each in zip(self.sharded, self.parts, strict=True)]
+            self.versions = []
             self.storages = frozenset(each.untyped_storage()._cdata for each in self.parts)
             self.opened = self._by_name(self.unsharded)
             for sharded, parameter in zip(self.sharded, self.unsharded):
                 sharded.unsharded = parameter
         self.state.runtime.fill(self.parts, gathered)
+        if not self.is_filled and self.versions:
+            torch._C._autograd._unsafe_set_version_counter(tuple(self.unsharded), tuple(self.versions))
         self.is_filled = True
         self.versions = [each._version for each in self.unsharded]
         self.open_again()
@@ -272,6 +277,8 @@ class Unit:
         self.close_tables()
         if self.is_filled and not keep and not self.is_kept:
             self.is_filled = False
+            self.versions = [each._version for each in self.unsharded]
+            increment_version(self.unsharded)  # or a kernel of a backward that reads freed memory ends the process
             free_memory(self.parts)
 
     def close_tables(self) -> None:
