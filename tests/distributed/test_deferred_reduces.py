@@ -230,3 +230,17 @@ def test_what_a_program_does_to_grad_inside_of_the_block_is_done_at_its_end(rank
         grads.append([parameter.grad.to_local() for parameter in model.parameters()])
     for whole, divided in zip(*grads, strict=True):
         assert whole.abs().sum() > 0 and torch.equal(whole / 4, divided)
+
+
+@on_ranks(4)
+def test_a_hook_is_refused_where_sums_over_replicas_wait(rank, world):
+    """It would see, and might clamp, a part of the sum. The remedy that the error names works."""
+    model = zcompile.shard(torch.nn.Linear(4, 3), mesh=dist.init_device_mesh("cpu", (2, 2)))
+    seen = []
+    model.weight.register_hook(lambda grad: seen.append(grad.full_tensor()))
+    refused = pytest.raises(RuntimeError, match=r"'weight' has a hook.*accumulate\(reduce='each'\)")
+    with refused, zcompile.accumulate(model, reduce="shards"):
+        model(torch.full((2, 4), rank + 1.0)).sum().backward()
+    with zcompile.accumulate(model, reduce="each"):
+        model(torch.full((2, 4), rank + 1.0)).sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], torch.full((3, 4), 5.0))

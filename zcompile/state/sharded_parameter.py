@@ -129,7 +129,7 @@ class ShardedParameter:
             is_late: the gradient is of earlier backwards; the parameter may have been frozen since.
 
         Raises:
-            RuntimeError: the module has another parameter now.
+            RuntimeError: the module has another parameter now, or a hook would see a gradient that is not reduced.
         """
         grad, leaf.grad = leaf.grad, None
         if grad is None:  # a compiled graph that found the parameter to have no effect
@@ -146,6 +146,12 @@ class ShardedParameter:
             return
         hooks = parameter._backward_hooks
         if hooks:
+            if microbatches.deferred is Deferred.REPLICAS:
+                raise RuntimeError(
+                    f"zcompile: parameter '{self.name}' has a hook (register_hook), which must see the reduced "
+                    "gradient. Inside of zcompile.accumulate(reduce='shards') there is none before the block ends: use "
+                    f"zcompile.accumulate(reduce='each') (rank {dist.get_rank()})."
+                )
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
         dtensor_grad: Any = parameter.grad
         if dtensor_grad is None:
