@@ -244,3 +244,35 @@ def test_a_hook_is_refused_where_sums_over_replicas_wait(rank, world):
     with zcompile.accumulate(model, reduce="each"):
         model(torch.full((2, 4), rank + 1.0)).sum().backward()
     assert len(seen) == 1 and torch.equal(seen[0], torch.full((3, 4), 5.0))
+
+
+@pytest.mark.parametrize("prepared", [zcompile.shard, compiled])
+@pytest.mark.parametrize("when", [(0,), (2,), (0, 1)])
+@on_ranks(2)
+def test_zero_grad_inside_of_the_block_drops_what_has_added_up(rank, world, when, prepared):
+    """Also the gradients from before the block; what comes later counts."""
+    grads = []
+    for reduce in ("each", "last"):
+        torch.manual_seed(0)
+        model = prepared(torch.nn.Sequential(torch.nn.Linear(6, 5)))
+        optimizer = torch.optim.SGD(model.parameters())
+        model(normal(9, rank, 3, 6)).square().mean().backward()
+        with zcompile.accumulate(model, reduce=reduce):
+            for microbatch in range(3):
+                model(normal(microbatch, rank, 3, 6)).square().mean().backward()
+                if microbatch in when:
+                    (model if microbatch else optimizer).zero_grad()
+        grads.append([None if each.grad is None else each.grad.full_tensor() for each in model.parameters()])
+    assert all((each is None) == (2 in when) for each in grads[0] + grads[1])
+    if 2 not in when:
+        all_close(grads[1], grads[0], 1e-6)
+
+
+@on_ranks(2)
+def test_a_change_of_grad_between_two_backwards_of_a_deferred_reduce_is_refused(rank, world):
+    model = zcompile.shard(torch.nn.Linear(6, 1))  # of whose bias one rank has nothing
+    refused = pytest.raises(RuntimeError, match=r"changed in place.*zero_grad\(set_to_none=True\)")
+    with refused, zcompile.accumulate(model, reduce="last"):
+        for _ in range(2):
+            model(torch.ones(3, 6)).square().mean().backward()
+            model.zero_grad(set_to_none=False)

@@ -38,7 +38,9 @@ class ShardedParameter:
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
     unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
     has_deferred: bool = False  # `.grad` is a factor; see `defer_grad`
-    earlier_grad: torch.Tensor | None = None  # what it was before
+    factor_version: int = 0  # of that, since the program may not change it between two backwards
+    unreduced: torch.Tensor | None = None  # the gradients that have added up
+    earlier_grad: torch.Tensor | None = None  # what `.grad` was before
     accumulation: Any = None  # autograd's node that adds to `.grad` then
     methods: ClassVar[tuple[str, ...]] = "requires_grad_", "full_tensor"  # of the DTensor, in place of DTensor's own
     zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
@@ -170,14 +172,46 @@ class ShardedParameter:
         """Let `.grad` be ones until the sum of gradients is reduced, which then is multiplied by what they are.
 
         So what the program does to `.grad` meanwhile is not lost: a pipeline's schedule divides it by the number of
-        microbatches.
+        microbatches. Setting it to None, as `zero_grad` does, drops what has added up.
+
+        Raises:
+            RuntimeError: `.grad` was changed in place, which is not to change the gradient of this backward.
         """
         parameter: Any = self.parameter
+        grad = self.state.runtime.take_unreduced(self.index)
+        self.drop_if_zeroed()
         if not self.has_deferred:
             self.has_deferred, self.earlier_grad = True, parameter.grad
             parameter.grad = DTensor(zeros.fill_(1), parameter._spec, requires_grad=False)
+            self.factor_version = parameter.grad._version
             self.accumulation = get_gradient_edge(parameter).node
             self.accumulation.register_prehook(self.add_to_earlier)
+        elif parameter.grad._version != self.factor_version:
+            raise RuntimeError(
+                f"zcompile: .grad of parameter '{self.name}' was changed in place between two backwards inside of "
+                f"zcompile.accumulate(reduce='last') (rank {dist.get_rank()}). Change it after the last backward, and "
+                "drop gradients by zero_grad(set_to_none=True)."
+            )
+        if grad is not None:
+            self.unreduced = grad if self.unreduced is None else self.unreduced.add_(grad)
+
+    def drop_if_zeroed(self) -> None:
+        """Forget what has added up, and what was before, if the program has set `.grad` to None."""
+        if self.has_deferred and self.parameter.grad is None:
+            self.forget_deferred()
+
+    def forget_deferred(self) -> None:
+        """Nothing is deferred any more."""
+        self.has_deferred, self.unreduced, self.earlier_grad, self.accumulation = False, None, None, None
+
+    def take_unreduced(self) -> torch.Tensor | None:
+        """The sum of this rank's gradients that were deferred and not dropped."""
+        rest = self.state.runtime.take_unreduced(self.index)  # of a parameter that has been frozen since
+        self.drop_if_zeroed()
+        total, self.unreduced = self.unreduced, None
+        if total is None or rest is None:
+            return rest if total is None else total
+        return total.add_(rest)
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Let what a loss computes with the DTensor itself, such as a penalty, not be added to a factor."""
@@ -192,9 +226,8 @@ class ShardedParameter:
         if not self.has_deferred:
             return None
         factor, earlier = parameter.grad, self.earlier_grad
-        self.has_deferred, self.earlier_grad, self.accumulation, parameter.grad = False, None, None, earlier
-        if factor is None:
-            return None
+        self.forget_deferred()
+        parameter.grad = earlier
         if earlier is not None:
             parameter.grad._local_tensor.mul_(factor._local_tensor)
         return cast(torch.Tensor, factor._local_tensor)

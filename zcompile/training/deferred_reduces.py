@@ -98,10 +98,10 @@ class DeferredReduces(Deferral):
         self.defer(Deferred.NOTHING)
         for state in self.states:
             for sharded in state.parameters.values():
-                state.runtime.take_unreduced(sharded.index)
+                sharded.take_unreduced()
                 if sharded.has_deferred:
                     sharded.parameter.grad = sharded.earlier_grad
-                    sharded.has_deferred, sharded.earlier_grad, sharded.accumulation = False, None, None
+                    sharded.forget_deferred()
 
 
 def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> Deferral:
@@ -114,7 +114,7 @@ def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> Deferral:
 
 def _reduce(state: ShardedModel) -> None:
     """Reduce what added up unreduced, in the order of the parameters."""
-    unreduced = {each: state.runtime.take_unreduced(each.index) for each in state.parameters.values()}
+    unreduced = {each: each.take_unreduced() for each in state.parameters.values()}
     own = [each.index for each, grad in unreduced.items() if grad is not None]
     used = {index for of_rank in all_gather_over_mesh(state.mesh, own) for index in of_rank}
     for sharded, grad in unreduced.items():
