@@ -75,6 +75,28 @@ def test_checkpoints_may_be_around_units_units_and_inside_of_them(rank, world, p
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=4)
 
 
+class Pair(nn.Sequential):
+    """Two parts, and no parameter of its own."""
+
+    def __init__(self):
+        super().__init__(Part(), Part())
+
+
+@on_ranks(2)
+def test_a_selective_checkpoint_may_be_around_two_units(rank, world):
+    """Its backward computes both again, in the order of forward, which is another one than that of its backward."""
+
+    def make():
+        model = make_chain(2, Pair)
+        checkpoint_each(model.parts, **SELECTIVE)
+        return model
+
+    def with_parts(model):
+        return zcompile.shard(model, units=[Part])
+
+    chain_beside(rank, world, make=make, prepare=with_parts)
+
+
 @slow
 @pytest.mark.parametrize("places", [("around",), ("inside",), ("inside", "around")], ids=" and ".join)
 @on_ranks(2)

@@ -28,7 +28,7 @@ from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
 from zcompile.ranks.program_check import Line
 from zcompile.source_hash import source_hash
-from zcompile.state.attributes import PARAMETER, PLANS
+from zcompile.state.attributes import PARAMETER, PLANS, UNIT
 from zcompile.state.forward_scope import checking_requires_grad
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import as_parameter, model_of
@@ -330,7 +330,8 @@ def _warn_if_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     if not (dist.is_initialized() and dist.get_world_size() > 1) or calls(gm.graph, GATHER):
         return
     unsharded = [value for value in example_inputs if model_of(value) is None]  # shards of one rank are read ungathered
-    if any(type(value) is torch.nn.Parameter for value in unsharded):  # not what an earlier graph gathered
+    # Not what an earlier graph or a unit gathered.
+    if any(type(value) is torch.nn.Parameter and not hasattr(value, UNIT) for value in unsharded):
         warnings.warn(
             "zcompile: this graph reads parameters that are not sharded, so every rank keeps all of them and gradients "
             "are not reduced. Call zcompile.shard(model) before compiling. It is compiled as Inductor would.",

@@ -356,25 +356,29 @@ class Unit:
             is_deferred = model.microbatches.deferred is Deferred.REDUCES  # no collective, so ranks may differ
             trained = [i for i in positions if leaves[i].requires_grad and (used[i] or not is_deferred)]
             if trained:
-                wires = [self._wire(i, grads[i], world) for i in trained]
+                layouts = [self.sharded[i].layout for i in trained]
+                given = [
+                    g if (g := grads[i]) is None else at.gathered_grad(g, world) for i, at in zip(trained, layouts)
+                ]
                 own = [used[i] and each.layout.domain == number for i, each in enumerate(self.sharded)]
-                flags = torch.tensor(own, dtype=use.dtype).to(use.device, non_blocking=True)
-                wires.append(flags.repeat(world))  # each rank gets its slice of this, too
                 for i in trained:
                     if not used[i]:  # its result may be dropped, and what had accumulated with it
                         self.sharded[i].let_reduce_begin_anew()
                 with self._own_transfer():
+                    wires = [self._zeros(i) if wire is None else wire for i, wire in zip(trained, given)]
+                    flags = torch.tensor(own, dtype=use.dtype).to(use.device, non_blocking=True)
+                    wires.append(flags.repeat(world))  # each rank gets its slice of this, too
                     *reduced, counts = reduce_group_start(wires, [*(leaves[i] for i in trained), use], number)
                 gives = [used[i] or self.sharded[i].zeros_if_unused for i in trained]
                 reduction.add(trained, gives, reduced, counts, wires)
         return reduction
 
-    def _wire(self, i: int, grad: torch.Tensor | None, world: int) -> torch.Tensor:
-        """`grad` of the parameter at position `i` as it is reduced: zeros for None."""
-        layout = self.sharded[i].layout
-        if grad is None:
-            return torch.zeros(layout.shape, dtype=self.dtypes[i], device=self.anchor.device)
-        return layout.gathered_grad(grad, world)
+    def _gathered_grad(self, i: int, grad: torch.Tensor | None, world: int) -> torch.Tensor | None:
+        return None if grad is None else self.sharded[i].layout.gathered_grad(grad, world)
+
+    def _zeros(self, i: int) -> torch.Tensor:
+        """What is reduced of the parameter at position `i` if this rank has no gradient of it."""
+        return torch.zeros(self.sharded[i].layout.shape, dtype=self.dtypes[i], device=self.anchor.device)
 
     def drop_grads(self) -> None:
         """Let the unsharded parameters have no gradients."""
@@ -443,7 +447,8 @@ class Reduction:
         Raises:
             RuntimeError: another rank did not answer; names rank and parameter.
         """
-        wait_for_reduces([*self.started, *self.counts])
+        with torch._C._DisableTorchDispatch():  # as in `Unit._own_transfer`
+            wait_for_reduces([*self.started, *self.counts])
         self.wires = []
 
     def deliver_used(self) -> bool:
