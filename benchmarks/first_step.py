@@ -58,7 +58,7 @@ def prepare(model: Decoder, way: str) -> None:
             fully_shard(layer)
         fully_shard(model)
     else:
-        zcompile.shard(model, units=[Layer] if way == "units" else None)
+        zcompile.shard(model)
     if way == "whole":
         model.compile(backend="zcompile")
         return
@@ -70,9 +70,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--way",
-        choices=("whole", "layers", "units", "fsdp2"),
+        choices=("whole", "layers", "inductor", "fsdp2"),
         required=True,
-        help="whole: one graph; layers: each compiled; units: each gathered whole, and compiled by Inductor",
+        help="whole: one graph; layers: each compiled by zcompile; inductor: each compiled by Inductor",
     )
     way = parser.parse_args().way
     dist.init_process_group("gloo")
