@@ -58,6 +58,7 @@ def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
             continue
         unit = Unit("the model" if block is None else names[block], len(made), state, parameters)
         made.append(unit)
+        unit.is_root = block is None
         if block is not None:
             unit.opener = weakref.ref(block)
             block.__dict__[BLOCK] = unit

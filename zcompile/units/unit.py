@@ -80,6 +80,7 @@ class Unit:
         self.model = weakref.ref(state)  # which has its units
         self.is_block = not state.are_units  # see [Note: blocks] in units/blocks.py
         self.opener: weakref.ref[nn.Module] | None = None  # of a block its module; None: the root block
+        self.is_root = False  # it is the block of what no other block has; its memory stays until backward
         self.in_forward = False
         self.calls = 0
         self.call: UnitCall | None = None  # of the forward that runs, if autograd records it
@@ -192,11 +193,6 @@ class Unit:
     def needs_gather(self) -> bool:
         """Whether ranks gather it before they read it."""
         return not self.is_here and not self.is_whole()
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it is the block of what no other block has. Its memory stays until backward."""
-        return self.is_block and self.opener is None
 
     @property
     def order(self) -> Any:
