@@ -91,3 +91,19 @@ def test_bad_input_is_one_line(arguments, says, capsys, tmp_path, configs):
     printed = capsys.readouterr().err
     assert stopped.value.code == 2 and says in printed and printed.count("\n") == 1
     assert not list(Path(tmp_path).iterdir())
+
+
+@pytest.mark.parametrize(
+    "batch, tokens",
+    [
+        ("torch.zeros(2, 8, dtype=torch.int64)", 16),
+        ("{'input_ids': torch.zeros(3, 5, dtype=torch.int32), 'pixels': torch.zeros(4)}", 15),
+        ("torch.zeros(2, 8)", None),
+        ("{'pixels': torch.zeros(4)}", None),
+        ("(torch.zeros(2, 8, dtype=torch.int64),)", None),
+    ],
+)
+def test_tokens_of_a_users_batch_are_counted(batch, tokens, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(f"import torch\ndef build(): return torch.nn.Linear(2, 2), lambda step, rank: {batch}, None\n")
+    assert load("tiny", f"{file}:build", None, None, False).tokens == tokens

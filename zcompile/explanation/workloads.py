@@ -3,7 +3,7 @@
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ class Workload:
 
     model: nn.Module  # its forward takes a batch and returns the loss
     batch: Callable[[int, int], Any]  # (step, rank) -> the batch of that rank, on the CPU
-    tokens: int | None  # in one batch; None if that has no meaning
+    tokens: int | None  # in one batch; None if it has none that can be counted
 
 
 class HuggingFace(nn.Module):
@@ -63,6 +63,14 @@ class WithLoss(nn.Module):
         return self.loss(self.model, batch)
 
 
+def tokens_of(batch: Any) -> int | None:
+    """How many tokens a batch has: integers in a tensor, or in what a mapping calls `input_ids`; None if neither."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        return None
+    return ids.numel()
+
+
 def draw_tokens(vocabulary: int, sequences: int, tokens: int, step: int, rank: int) -> torch.Tensor:
     """int64 [sequences, tokens + 1] of a skewed distribution, which a model learns in a few dozen steps."""
     generator = torch.Generator().manual_seed((step << 16) + rank)
@@ -80,7 +88,7 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
     """
     if module:
         model, batch, loss = built_by(function_of(module), module)
-        return Workload(WithLoss(model, loss), batch, None)
+        return Workload(WithLoss(model, loss), batch, tokens_of(batch(0, 0)))
     if name in SIZES:
         size = SIZES[name]
         sequences, length = sequences or size.sequences, tokens or size.tokens
