@@ -114,10 +114,12 @@ class BlockOrder(UnitOrder):
         self.read_units, self.reads = [], []
         for call in reads:
             result = _connect(call, result)
-        for unit in units:
-            unit.close(keep=bool(reads))
-        for unit in () if has_raised else units:
-            unit.refuse_writes()
+        try:
+            for unit in () if has_raised else units:
+                unit.refuse_writes()
+        finally:
+            for unit in units:
+                unit.close(keep=bool(reads))
         return result
 
     @torch.compiler.disable
