@@ -38,7 +38,7 @@ class ShardedParameter:
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
     unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
     has_deferred: bool = False  # `.grad` is a factor; see `defer_grad`
-    factor_version: int = 0  # of that, since the program may not change it between two backwards
+    factor_version: int = 0  # of that, which the program may not change between two backwards; -1: it changes now
     unreduced: torch.Tensor | None = None  # the gradients that have added up
     earlier_grad: torch.Tensor | None = None  # what `.grad` was before
     accumulation: Any = None  # autograd's node that adds to `.grad` then
@@ -186,6 +186,7 @@ class ShardedParameter:
             self.factor_version = parameter.grad._version
             self.accumulation = get_gradient_edge(parameter).node
             self.accumulation.register_prehook(self.add_to_earlier)
+            self.accumulation.register_hook(self.note_added_zeros)
         elif parameter.grad._version != self.factor_version:
             raise RuntimeError(
                 f"zcompile: .grad of parameter '{self.name}' was changed in place between two backwards inside of "
@@ -215,10 +216,20 @@ class ShardedParameter:
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Let what a loss computes with the DTensor itself, such as a penalty, not be added to a factor."""
+        self.drop_if_zeroed()
         if not self.has_deferred:
             return grads
+        factor: Any = self.parameter.grad
+        if factor._version == self.factor_version:
+            self.factor_version = -1
         self.earlier_grad = grads[0].clone() if self.earlier_grad is None else self.earlier_grad + grads[0]
         return (torch.zeros_like(grads[0]),)
+
+    def note_added_zeros(self, *_: Any) -> None:
+        """What `add_to_earlier` returned has been added to the factor, which it left as it was."""
+        factor: Any = self.parameter.grad
+        if self.has_deferred and self.factor_version == -1:
+            self.factor_version = factor._version
 
     def take_deferred(self) -> torch.Tensor | None:
         """The factor of the sum of gradients, if some were deferred; `.grad` is what it was before, times the same."""
