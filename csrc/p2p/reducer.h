@@ -5,7 +5,7 @@
 // has a slot for each peer. Rank s pushes slice d of its gradient into its slot on rank d. A large gradient takes
 // several pieces, so staging does not grow with it. Small gradients that start together share a piece. All ranks count
 // the pieces of all reduces alike. Piece n goes so:
-//   lane:         wait until all ranks have added up what was in the region; copy to every peer
+//   lane:         wait until all ranks have added up the last piece in the region; copy to every peer
 //   work:         wait for these copies; post "pushed n", tagged with what is reduced; wait for everybody's; add up in
 //                 rank order, reading the own slice where it is
 // A rank posts "pushed n" after it has added up piece n - 1. So a rank that has seen everybody's knows that its region

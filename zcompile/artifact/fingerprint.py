@@ -75,7 +75,10 @@ def _triton_version() -> str:
 
 def _processor_flags() -> str:
     """A hash of the instructions that this processor has: kernels are compiled for just these."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not on Linux
+        return platform.processor()
     flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
     return _digest(sorted(flags.split()))
 

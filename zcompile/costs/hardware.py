@@ -1,7 +1,7 @@
 """What a machine can do, as plans see it: tables of rates and of transfer times, the same on all ranks of a model.
 
-Those of the H200 and of CPUs were measured. That of the H100 rests in part on NVIDIA's data sheet (2023): what it
-promises is taken times what an H200 reaches of its own, 0.75 of dense matmuls. `zcompile calibrate` measures others.
+Those of the H200 and of CPUs were measured. That of the H100 rests in part on NVIDIA's data sheet (2023): its
+figures times the share that an H200 reaches of its own, 0.75 of dense matmuls. `zcompile calibrate` measures others.
 """
 
 import re

@@ -64,7 +64,7 @@ class WithLoss(nn.Module):
 
 
 def tokens_of(batch: Any) -> int | None:
-    """How many tokens a batch has: integers in a tensor, or in what a mapping calls `input_ids`; None if neither."""
+    """How many tokens a batch has: integers in a tensor, or in a mapping's `input_ids`; None if there are none."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         return None

@@ -1,4 +1,4 @@
-"""What a step consists of, and what it sends, read from a trace of torch.profiler."""
+"""The parts of a step, and the bytes that it sends, read from a trace of torch.profiler."""
 
 import math
 from collections import Counter

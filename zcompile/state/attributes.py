@@ -13,7 +13,7 @@ IN_UNIT = "_zcompile_in_unit"  # of a module with parameters: the Unit that gath
 OPENED = "_zcompile_opened"  # of a module that was called outermost: the blocks which such a call opens
 IS_OPEN = "_zcompile_is_open"  # of a module whose `_parameters` has unsharded parameters, which its unit gathered
 TABLE = "_zcompile_table"  # of a module with sharded parameters: its `_parameters`, which its class hides from Dynamo
-PLANS = "_zcompile_plans"  # of a backend of torch.compile: its graphs gather what they read
+PLANS = "_zcompile_plans"  # of a backend of torch.compile: its graphs gather the parameters that they read
 
 MODEL = "_zcompile_model"
 """The attribute of a leaf that refers to the `ShardedModel` that it belongs to."""

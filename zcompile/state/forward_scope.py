@@ -87,7 +87,7 @@ def is_compiled_call(module: Any) -> bool:
 
 @never_compiled_alone
 def is_planned_call(module: Any) -> bool:
-    """Whether a call of `module` here is compiled by zcompile, whose graphs gather what they read, and free it."""
+    """Whether a call of `module` here is compiled by zcompile, whose graphs gather parameters and free them."""
     if not is_compiled_call(module):
         return False
     backend: Any = get_eval_frame_callback()

@@ -172,7 +172,7 @@ class ShardedParameter:
         """Let `.grad` be ones until the sum of gradients is reduced, which then is multiplied by what they are.
 
         So what the program does to `.grad` meanwhile is not lost: a pipeline's schedule divides it by the number of
-        microbatches. Setting it to None, as `zero_grad` does, drops what has added up.
+        microbatches. Setting it to None, as `zero_grad` does, drops the gradients so far.
 
         Raises:
             RuntimeError: `.grad` was changed in place, which is not to change the gradient of this backward.
@@ -197,7 +197,7 @@ class ShardedParameter:
             self.unreduced = grad if self.unreduced is None else self.unreduced.add_(grad)
 
     def drop_if_zeroed(self) -> None:
-        """Forget what has added up, and what was before, if the program has set `.grad` to None."""
+        """Forget the sum of gradients, and `.grad` of before the block, if the program has set `.grad` to None."""
         if self.has_deferred and self.parameter.grad is None:
             self.forget_deferred()
 

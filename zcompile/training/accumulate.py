@@ -39,7 +39,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
             With "shards" and "last", `.grad` is right only after the block, and a block that raises leaves the
             gradients that were there before it. With "last", it is ones inside: by what the program multiplies or
             divides these after its last backward, the gradients are multiplied and divided at the end. Setting it to
-            None, as `zero_grad()` does, drops what has added up.
+            None, as `zero_grad()` does, drops the gradients so far.
 
     Raises:
         RuntimeError: `model` is not sharded; an optimizer steps with its parameters inside.

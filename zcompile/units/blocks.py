@@ -7,7 +7,7 @@ runs, its modules have unsharded parameters. The root block is open in every out
 its memory until backward, which would read it at once.
 
 Blocks stay closed in code that zcompile compiles, whose graphs gather each parameter where it is read; see
-class_swap.py. Another backend would keep what it gathers until backward; so a block that it compiles opens. If eager
+class_swap.py. The graphs of another backend would keep gathered parameters until backward, so its blocks open. If eager
 code reads a parameter of a closed block, between two graphs or outside of the block's call, this opens the block until
 the outermost forward ends. All ranks run the same blocks, as under FSDP2. So no rank makes up for a skipped block; as
 in any unit, a parameter that a rank did not use is reduced as zeros. And backward needs no node of its own: hooks on

@@ -50,8 +50,8 @@ def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: i
 
 
 def _compiled_module(module: nn.Module) -> nn.Module:
-    """The module of which `torch.compile(...)` made `module`; any other module itself."""
-    return getattr(module, "_orig_mod", module) if isinstance(module, OptimizedModule) else module
+    """The module inside of a `torch.compile(module)`; any other module itself."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
 def loops_over_experts(module: nn.Module) -> bool:

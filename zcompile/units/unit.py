@@ -80,7 +80,7 @@ class Unit:
         self.model = weakref.ref(state)  # which has its units
         self.is_block = not state.are_units  # see [Note: blocks] in units/blocks.py
         self.opener: weakref.ref[nn.Module] | None = None  # of a block its module; None: the root block
-        self.is_root = False  # it is the block of what no other block has; its memory stays until backward
+        self.is_root = False  # the block of parameters that no other block has; keeps its memory until backward
         self.in_forward = False
         self.calls = 0
         self.call: UnitCall | None = None  # of the forward that runs, if autograd records it
@@ -352,10 +352,7 @@ class Unit:
             is_deferred = model.microbatches.deferred is Deferred.REDUCES  # no collective, so ranks may differ
             trained = [i for i in positions if leaves[i].requires_grad and (used[i] or not is_deferred)]
             if trained:
-                layouts = [self.sharded[i].layout for i in trained]
-                given = [
-                    g if (g := grads[i]) is None else at.gathered_grad(g, world) for i, at in zip(trained, layouts)
-                ]
+                given = [self._gathered_grad(i, grads[i], world) for i in trained]
                 own = [used[i] and each.layout.domain == number for i, each in enumerate(self.sharded)]
                 for i in trained:
                     if not used[i]:  # its result may be dropped, and what had accumulated with it
