@@ -88,7 +88,9 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
     """
     if module:
         model, batch, loss = built_by(function_of(module), module)
-        return Workload(WithLoss(model, loss), batch, tokens_of(batch(0, 0)))
+        with torch.device("cpu"):  # the default is where the model is made
+            tokens_of_batch = tokens_of(batch(0, 0))
+        return Workload(WithLoss(model, loss), batch, tokens_of_batch)
     if name in SIZES:
         size = SIZES[name]
         sequences, length = sequences or size.sequences, tokens or size.tokens
