@@ -27,6 +27,16 @@ def cache_in(folder):
     torch._inductor.utils.clear_caches()
 
 
+@contextlib.contextmanager
+def during(set_value, value, before):
+    """A setting of the process has `value`, and afterwards the one from before."""
+    set_value(value)
+    try:
+        yield
+    finally:
+        set_value(before)
+
+
 class Mixed(nn.Module):
     """Tied, scalar, frozen and unevenly sharded parameters, one with fewer rows than ranks, and a buffer."""
 

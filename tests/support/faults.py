@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """No file may grow in this process, nor in those that it starts. The system reports it as a full disk: OSError."""
+def full_disk(nbytes: int = 0) -> Iterator[None]:
+    """No file may grow beyond `nbytes` here, nor in processes that this one starts. That is an OSError, as if a disk
+    were full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
         yield
     finally:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import resource
 import stat
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 import zcompile
 from tests.support.artifacts import cache_in
 from tests.support.fake_ranks import as_rank
+from tests.support.faults import full_disk
 from zcompile.artifact.file_format import LENGTH_BYTES, MAGIC, ArtifactError, decode, encode, read
 from zcompile.artifact.kernels import install_kernels
 from zcompile.whole_files import write
@@ -125,13 +125,14 @@ def test_a_written_file_is_its_owners_alone_and_leaves_no_other(tmp_path, umask,
     assert stat.S_IMODE((tmp_path / "model.zc").stat().st_mode) == mode
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
     write(tmp_path / "model.zc", DATA)
 
-    def fail(descriptor):
+    def fail(*args):
         raise OSError("no space")
 
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, failing, fail)
     with pytest.raises(OSError, match="no space"):
         write(tmp_path / "model.zc", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["model.zc"]
@@ -159,14 +160,9 @@ def test_an_exchanged_library_is_written_again(tmp_path):
 
 
 def test_a_full_disk_leaves_no_part_of_a_library(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with cache_in(tmp_path):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                install_kernels({"full": b"elf" * 100})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with full_disk(10), pytest.raises(OSError, match="File too large"):
+            install_kernels({"full": b"elf" * 100})
         assert not list((tmp_path / "zcompile").iterdir())
         install_kernels({"full": b"elf" * 100})
 

@@ -1,7 +1,6 @@
 """What `zcompile calibrate` keeps: files that do not count, and what plans take of those that do."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,19 +177,6 @@ def test_a_home_that_cannot_be_written_is_an_error_of_writing_alone(monkeypatch,
     assert found is None and problem.count("\n") == 0
     with pytest.raises(OSError):
         write_calibration(measured())
-
-
-def test_a_write_that_fails_leaves_the_earlier_file_and_nothing_else(of_this_machine, monkeypatch):
-    file = write_calibration(of_this_machine)
-    before = file.read_text()
-
-    def fails(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError, match="no space"):
-        write_calibration(replace(of_this_machine, bytes_s=1.0))
-    assert file.read_text() == before and os.listdir(file.parent) == [file.name]
 
 
 def test_a_cpu_without_figures_of_its_own_keeps_its_table():

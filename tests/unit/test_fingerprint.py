@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import platform
+from unittest import mock
 
 import pytest
 import torch
@@ -10,25 +11,25 @@ from torch import nn
 
 import zcompile
 from tests.support import artifacts
-from tests.support.artifacts import Mixed, sharded, tokens_of
+from tests.support.artifacts import Mixed, during, sharded, tokens_of
 from tests.support.fake_ranks import as_rank
 from zcompile.artifact import fingerprint as module
 from zcompile.artifact.fingerprint import differences, fingerprint
 from zcompile.options import Settings
 
 BASE = Settings()
+patch = mock.patch.object
 
 
-def taken(
-    make_model=Mixed, world=2, settings=BASE, mode=None, memory=1 << 33, args=None, kwargs=None, change=None, **how
-):
+def taken(make_model=Mixed, world=2, settings=BASE, mode=None, memory=1 << 33, args=None, kwargs=None, **how):
+    """The fingerprint of a model. `change` edits it, or returns a context in which the fingerprint is taken."""
+    change = how.pop("change", lambda model: None)
     with as_rank(0, world):
         model = sharded(make_model, **how)
-        context = (change(model) if change is not None else None) or contextlib.nullcontext()
-        with context:
-            return fingerprint(
-                model, settings, mode, memory, (tokens_of(0, 0),) if args is None else args, kwargs or {}
-            )
+        args = (tokens_of(0, 0),) if args is None else args
+        changed = change(model)
+        with changed if hasattr(changed, "__exit__") else contextlib.nullcontext():
+            return fingerprint(model, settings, mode, memory, args, kwargs or {})
 
 
 @pytest.fixture(scope="module")
@@ -76,64 +77,15 @@ def edited_forward(model):
     model.down.__class__ = type("Linear", (type(model.down),), {"forward": lambda self, x: 2 * x})
 
 
-def with_hook(model):
-    model.down.register_forward_hook(lambda *args: None)
-
-
-def frozen(model):
-    model.down.weight.requires_grad_(False)
-
-
-def in_eval(model):
-    model.drop.eval()
-
-
-@contextlib.contextmanager
-def precision(model):
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-@contextlib.contextmanager
-def deterministic(model):
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def default_dtype(model):
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def patched(owner, name, value):
-    @contextlib.contextmanager
-    def context(model):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, value)
-            yield
-
-    return context
-
-
 TOKENS = tokens_of(0, 0)
 CASES = {
-    "torch": {"change": patched(torch, "__version__", "2.99")},
-    "python": {"change": patched(platform, "python_version", lambda: "3.99.0")},
-    "zcompile": {"change": patched(module, "cache_key", lambda: "edited")},
-    "cuda": {"change": patched(torch.version, "cuda", "99.0")},
-    "triton": {"change": patched(module, "_triton_version", lambda: "99.0")},
-    "device": {"change": patched(module, "_processor_flags", lambda: "other")},
-    "threads": {"change": patched(torch, "get_num_threads", lambda: 77)},
+    "torch": {"change": lambda model: patch(torch, "__version__", "2.99")},
+    "python": {"change": lambda model: patch(platform, "python_version", lambda: "3.99.0")},
+    "zcompile": {"change": lambda model: patch(module, "cache_key", lambda: "edited")},
+    "cuda": {"change": lambda model: patch(torch.version, "cuda", "99.0")},
+    "triton": {"change": lambda model: patch(module, "_triton_version", lambda: "99.0")},
+    "device": {"change": lambda model: patch(module, "_processor_flags", lambda: "other")},
+    "threads": {"change": lambda model: patch(torch, "get_num_threads", lambda: 77)},
     "mode": {"mode": "max-autotune-no-cudagraphs"},
     "inductor": {"settings": dataclasses.replace(BASE, inductor={"size_asserts": False})},
     "torch._inductor.config.epilogue_fusion": {
@@ -144,14 +96,14 @@ CASES = {
     },
     "shard": {"reduce_dtype": torch.bfloat16},
     "modules": {"change": edited_forward},
-    "parameters": {"change": frozen},
-    "hooks": {"change": with_hook},
-    "training": {"change": in_eval},
+    "parameters": {"change": lambda model: model.down.weight.requires_grad_(False)},
+    "hooks": {"change": lambda model: model.down.register_forward_hook(lambda *args: None)},
+    "training": {"change": lambda model: model.drop.eval()},
     "autocast": {"change": lambda model: torch.autocast("cpu", torch.bfloat16)},
     "gradients": {"change": lambda model: torch.no_grad()},
-    "determinism": {"change": deterministic},
-    "precision": {"change": precision},
-    "default dtype": {"change": default_dtype},
+    "determinism": {"change": lambda model: during(torch.use_deterministic_algorithms, True, False)},
+    "precision": {"change": lambda model: during(torch.set_float32_matmul_precision, "medium", "highest")},
+    "default dtype": {"change": lambda model: during(torch.set_default_dtype, torch.float64, torch.float32)},
     "buffers": {"make_model": LargeBuffer},
 }
 
@@ -204,15 +156,10 @@ def test_values_of_tensors_play_no_part(base):
 
 
 def test_an_ignored_parameter_is_named(base):
-    def ignored():
-        model = Mixed()
-        ignored.parameters = [model.shift]
-        return model
-
     with as_rank(0, 2):
         torch.manual_seed(0)
-        model = ignored()
-        zcompile.shard(model, ignored_params=ignored.parameters)
+        model = Mixed()
+        zcompile.shard(model, ignored_params=[model.shift])
         found = fingerprint(model, BASE, None, 1 << 33, (TOKENS,), {})
     named = {line.partition(":")[0] for line in differences(base, found)}
     assert {"unsharded parameters", "parameters"} <= named
