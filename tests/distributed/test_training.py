@@ -14,15 +14,7 @@ import zcompile
 from tests.support.architectures import HUGGING_FACE, hugging_face, hugging_face_loss
 from tests.support.compiling import SELECTIVE, by_blocks
 from tests.support.meshes import short_mesh
-from tests.support.models import (
-    Block,
-    Sometimes,
-    Transformer,
-    batch,
-    loss_of,
-    normal,
-    sometimes_loss,
-)
+from tests.support.models import Block, Sometimes, Transformer, batch, loss_of, normal, sometimes_loss
 from tests.support.ranks import on_ranks
 from tests.support.reference import BF16, autocast_loss, close, compiled, lm_loss, pair, same_grads, train_beside
 from tests.support.time_limits import scaled

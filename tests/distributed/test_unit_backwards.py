@@ -17,17 +17,7 @@ from tests.support.mixtures import MixtureModel
 from tests.support.raising import Fault, MayRaise, fail
 from tests.support.ranks import on_ranks
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
-from tests.support.unit_chains import (
-    WIDTH,
-    Chain,
-    Part,
-    chain_beside,
-    chain_loss,
-    chains,
-    inputs,
-    make_chain,
-    skipping,
-)
+from tests.support.unit_chains import WIDTH, Chain, Part, chain_beside, chain_loss, chains, inputs, make_chain, skipping
 from tests.support.units import checkpointed, routed_loss, sharded
 
 slow = pytest.mark.slow

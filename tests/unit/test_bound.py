@@ -14,16 +14,7 @@ from zcompile.explanation.bound import least_exposed_s
 from zcompile.explanation.llama import Size
 from zcompile.explanation.predict import predict_step
 from zcompile.explanation.trace import copied
-from zcompile.graph.ops import (
-    GATHER_START,
-    GATHER_WAIT,
-    GATHERS,
-    REDUCE_START,
-    REDUCE_WAIT,
-    REDUCES,
-    aten,
-    calls,
-)
+from zcompile.graph.ops import GATHER_START, GATHER_WAIT, GATHERS, REDUCE_START, REDUCE_WAIT, REDUCES, aten, calls
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 

@@ -9,12 +9,7 @@ from zcompile.costs.hardware import TABLES, stand_in_notice, table_of_name
 
 
 @pytest.mark.parametrize(
-    "name, table",
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H200 NVL", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-    ],
+    "name, table", [("NVIDIA H200", "H200"), ("NVIDIA H200 NVL", "H200"), ("NVIDIA H100 80GB HBM3", "H100")]
 )
 def test_a_gpu_has_the_table_of_its_name(name, table):
     assert table_of_name(name) == (TABLES[table.lower()], True) and TABLES[table.lower()].name == table

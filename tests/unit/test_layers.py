@@ -32,11 +32,7 @@ PYTHON_LAYERS = (
     ("zcompile.ranks",),
     ("zcompile.calibration.machine",),
     ("zcompile.state", "zcompile.ranks.host_barrier"),
-    (
-        "zcompile.sharding.class_swap",
-        "zcompile.sharding.substituted_parameters",
-        "zcompile.sharding.traced_reads",
-    ),
+    ("zcompile.sharding.class_swap", "zcompile.sharding.substituted_parameters", "zcompile.sharding.traced_reads"),
     ("zcompile.unsharding", "zcompile.training", "zcompile.units"),
     ("zcompile.sharding", "zcompile.calibration"),
     ("zcompile.compiler",),
@@ -46,14 +42,7 @@ PYTHON_LAYERS = (
     ("zcompile.profile",),
     ("zcompile.cli", "zcompile.__main__", "zcompile.artifact.precompile"),
 )
-CPP_LAYERS = (
-    ("compat", "kernels", "p2p/schedule"),
-    ("transport",),
-    ("p2p",),
-    ("runtime",),
-    ("ops",),
-    ("bindings",),
-)
+CPP_LAYERS = (("compat", "kernels", "p2p/schedule"), ("transport",), ("p2p",), ("runtime",), ("ops",), ("bindings",))
 
 
 def python_files() -> dict[str, Path]:
@@ -212,7 +201,7 @@ def test_no_file_is_too_long():
 
 @pytest.mark.parametrize(
     "names, budget",
-    [(("csrc", "passes", "zcompile", "setup.py"), 28_135), (("tests",), 25_302)],
+    [(("csrc", "passes", "zcompile", "setup.py"), 28_135), (("tests",), 25_259)],
     ids=["product", "tests"],
 )
 def test_lines_keep_to_their_budget(names, budget):
