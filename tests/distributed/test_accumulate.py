@@ -21,7 +21,7 @@ from tests.support.microbatches import (
 )
 from tests.support.models import Transformer, batch, loss_of, mean_square, normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, backward_beside, close, compiled, pair, same_grads, train_beside
+from tests.support.reference import FP32, backward_beside, close, compiled, pair, same_grads, same_values, train_beside
 from tests.support.sharded_ops import ops
 from zcompile.state.sharded_model import state_of
 
@@ -42,27 +42,17 @@ def test_microbatches_gather_once(rank, world, inner):
 
 @inners
 @on_ranks(2)
-def test_a_cache_of_a_parameters_bytes_holds_that_parameter(rank, world, inner):
+def test_a_cache_of_a_parameters_bytes_holds_that_parameter_and_one_of_none_nothing(rank, world, inner):
     expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
     embedding = expected.model.embed.weight  # forward's first read, which backward reads too
     embedding_bytes = 4 * embedding.numel()
     rows = -(-embedding.shape[0] // world) * world  # equal pieces
-    just_enough = {"microbatch_cache_bytes": embedding_bytes * rows // embedding.shape[0]}
-    run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=UNBUCKETED | just_enough)
-    assert_same_run(run, expected)
-    saved_bytes = [more - less for more, less in zip(expected.gathered_bytes, run.gathered_bytes)]
     saved_gathers = 2 * MICROBATCHES - 1  # forward and backward of each, but for the first
-    assert saved_bytes == STEPS * [saved_gathers * embedding_bytes]
-
-
-@inners
-@on_ranks(2)
-def test_a_cache_of_no_bytes_holds_nothing(rank, world, inner):
-    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
-    options = UNBUCKETED | {"microbatch_cache_bytes": 0}
-    run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=options)
-    assert_same_run(run, expected)
-    assert run.gathered_bytes == expected.gathered_bytes
+    for cache_bytes, saved in ((embedding_bytes * rows // embedding.shape[0], saved_gathers * embedding_bytes), (0, 0)):
+        options = UNBUCKETED | {"microbatch_cache_bytes": cache_bytes}
+        run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=options)
+        assert_same_run(run, expected)
+        assert [more - less for more, less in zip(expected.gathered_bytes, run.gathered_bytes)] == STEPS * [saved]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
@@ -125,8 +115,7 @@ def test_gradients_edited_between_microbatches_stay_edited(rank, world, edit):
     grads, places = microbatches_with_edits(rank, zcompile.accumulate, edit)
     # A sum is a new tensor: the reduce added to what it found, and nothing was added to the old tensor.
     assert all(second != first for first, second in zip(places[0], places[1], strict=True))
-    for ours, theirs in zip(grads, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    same_values(grads, expected)
 
 
 class Overwriting(torch.nn.Module):

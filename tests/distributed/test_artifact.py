@@ -44,7 +44,7 @@ def rank_loads(rank, world, path, folder, autocast, how):
     probes = torch._inductor.config.patch({"cpp.vec_isa_ok": None})  # as without the variable of these tests
     with cache_in(folder), probes, nothing_started():
         model = zcompile.compile(sharded(**how), artifact=path, require=True)
-        seen = train(model, rank, autocast)
+        seen = train(model, rank, autocast=autocast)
     return seen, compiler_counts(), zcompile.stats(model)["compiled"]
 
 
@@ -52,7 +52,7 @@ def rank_compiles(rank, world, folder, autocast, how):
     with cache_in(folder):
         model = sharded(**how)
         model.compile(backend="zcompile", fullgraph=True)
-        seen = train(model, rank, autocast)
+        seen = train(model, rank, autocast=autocast)
     return seen, zcompile.stats(model)["compiled"]
 
 
@@ -171,20 +171,15 @@ def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 4])
-def test_a_file_for_another_number_of_ranks(ranks, inductor_cache, tmp_path, world):
-    make_file(tmp_path / "model.zc", world)
-    check(ranks(world), tmp_path / "model.zc", inductor_cache, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_file_for_autocast(ranks, inductor_cache, tmp_path):
-    make_file(tmp_path / "model.zc", 2, autocast=True)
-    check(ranks(2), tmp_path / "model.zc", inductor_cache, tmp_path, autocast=True)
-
-
-@pytest.mark.slow
-def test_a_file_for_another_param_dtype(ranks, inductor_cache, tmp_path):
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-    make_file(tmp_path / "model.zc", 2, **dtypes)
-    check(ranks(2), tmp_path / "model.zc", inductor_cache, tmp_path, **dtypes)
+@pytest.mark.parametrize(
+    "world, how",
+    [
+        (1, {}),
+        (4, {}),
+        (2, {"autocast": True}),
+        (2, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}),
+    ],
+)
+def test_a_file_for_other_ranks_and_dtypes(ranks, inductor_cache, tmp_path, world, how):
+    make_file(tmp_path / "model.zc", world, **how)
+    check(ranks(world), tmp_path / "model.zc", inductor_cache, tmp_path, **how)

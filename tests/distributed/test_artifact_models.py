@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 import zcompile
 from tests.support.architectures import hugging_face
-from tests.support.artifacts import as_bytes, cache_in
+from tests.support.artifacts import STEPS, cache_in, train
 from tests.support.fake_ranks import as_rank
 from tests.support.models import batch
 from zcompile.artifact.aot import lacking
@@ -14,8 +14,6 @@ from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
-
-STEPS = 5
 
 
 def sharded(name):
@@ -28,6 +26,10 @@ def call_of(step, rank):
     return {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
+def loss_of(model, step, rank):
+    return model(**call_of(step, rank)).loss
+
+
 def rank_trains(rank, world, name, folder, path):
     """Losses and gradients, from the file at `path`, or without one if it is None."""
     counters.clear()
@@ -37,14 +39,7 @@ def rank_trains(rank, world, name, folder, path):
             model.compile(backend="zcompile", fullgraph=True)
         else:
             zcompile.compile(model, artifact=path, require=True)
-        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for step in range(STEPS):
-            loss = model(**call_of(step, rank)).loss
-            loss.backward()
-            seen.append(as_bytes(loss))
-            seen += [as_bytes(p.grad.to_local()) for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
+        seen = train(model, rank, loss_of)
     return seen, bool(counters["stats"])
 
 

@@ -23,8 +23,13 @@ CPU_DEVICE = torch.device("cpu")
 SMALL = measure_compute.Sizes((32, 64, 128), (64,), 2, 16, 16, (1, 2, 32, 16), 1 << 16)
 
 
-def calibrate_quickly():
+def home(folder):
+    return mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder))
+
+
+def calibrate_quickly(folder):
     with (
+        home(folder),
         mock.patch.object(measure_compute, "CPU_SIZES", SMALL),
         mock.patch.object(measure_compute, "COLD_BYTES", 1 << 16),
         mock.patch.object(measure_machine, "CPU_BYTES", (1 << 12, 1 << 14, 1 << 16)),
@@ -34,9 +39,9 @@ def calibrate_quickly():
 
 
 def rank_calibrates(rank, world, folder):
-    with mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"):
-        with torch.inference_mode():  # as in a script that evaluates
-            calibration = calibrate_quickly()
+    with torch.inference_mode():  # as in a script that evaluates
+        calibration = calibrate_quickly(f"{folder}/{rank}")
+    with home(f"{folder}/{rank}"):
         kept = read_calibration(CPU_DEVICE, world)
         return calibration.to_json(), kept[0] == calibration, state_of(zcompile.shard(nn.Linear(2, 2))).machine.hardware
 
@@ -56,9 +61,8 @@ def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, t
 def rank_slows_down(rank, world, folder):
     """The second rank's third look at its pace takes five times as long."""
     paces = mock.Mock(side_effect=[1.0, 1.0, 5.0 if rank == 1 else 1.0])
-    home = mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}")
-    with home, mock.patch.object(measure_machine, "pace_s", paces):
-        return calibrate_quickly().pace_ratio
+    with mock.patch.object(measure_machine, "pace_s", paces):
+        return calibrate_quickly(f"{folder}/{rank}").pace_ratio
 
 
 def test_a_rank_that_slows_down_while_the_machine_is_measured_is_known_to_all(ranks, tmp_path):
@@ -73,12 +77,9 @@ def rank_notes_where_it_gathers(rank, world, folder):
         in_backward.append(torch._C._current_graph_task_id() != -1)
         return start(self, i)
 
-    with (
-        mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"),
-        mock.patch.object(measure_machine._Transport, "_start_gather", noted),
-        mock.patch.object(measure_machine, "CPU_GROUP", 1),  # as on GPUs
-    ):
-        calibrate_quickly()
+    as_on_gpus = mock.patch.object(measure_machine, "CPU_GROUP", 1)
+    with mock.patch.object(measure_machine._Transport, "_start_gather", noted), as_on_gpus:
+        calibrate_quickly(f"{folder}/{rank}")
     return in_backward
 
 
@@ -94,7 +95,7 @@ def rank_has_a_broken_file(rank, world, folder):
     handler.emit = lambda record: messages.append(record.getMessage())
     machine.log.addHandler(handler)
     try:
-        with mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{rank}"):
+        with home(f"{folder}/{rank}"):
             file = calibration_file(device_name(CPU_DEVICE), world)
             file.parent.mkdir(parents=True)
             file.write_text("{")
@@ -111,8 +112,7 @@ def test_a_broken_file_is_one_line_on_one_rank_and_plans_take_the_shipped_table(
 
 
 def rank_cannot_keep_it(rank, world, file):
-    with mock.patch.dict(os.environ, XDG_CACHE_HOME=file):
-        return calibrate_quickly().world
+    return calibrate_quickly(file).world
 
 
 def test_what_cannot_be_kept_is_returned(ranks, tmp_path):

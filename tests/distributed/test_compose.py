@@ -30,7 +30,16 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, backward_beside, close, pair, same_bits, same_grads, train_beside
+from tests.support.reference import (
+    FP32,
+    backward_beside,
+    close,
+    pair,
+    same_backward,
+    same_bits,
+    same_grads,
+    train_beside,
+)
 from zcompile.state.sharded_model import models_of, state_of
 
 slow = pytest.mark.slow
@@ -126,15 +135,14 @@ def test_meshes_may_be_slices_of_equal_ones(rank, world):
     first = mesh_of("cpu", dp=2, tp=2)
     spread_dense(Dense(), first["tp"], sequence=False)
     second = mesh_of("cpu", replicate=2, dp=1, tp=2)
-    torch.manual_seed(0)
-    reference = Dense()
-    torch.manual_seed(0)
-    spread = spread_dense(Dense(), second["tp"], sequence=False)
-    assert spread.blocks[0].feed.up.weight.device_mesh._get_root_mesh() != second
-    model = zcompile.shard(spread, second["replicate", "dp"])
-    token_loss(model, 0, rank // 2).backward()
-    (sum(token_loss(reference, 0, data_rank) for data_rank in range(2)) / 2).backward()
-    same_grads(model, reference)
+
+    def prepare(model):
+        spread_dense(model, second["tp"], sequence=False)
+        assert model.blocks[0].feed.up.weight.device_mesh._get_root_mesh() != second
+        return zcompile.shard(model, second["replicate", "dp"])
+
+    reference, model = pair(Dense, prepare)
+    same_backward(rank // 2, 2, model, reference, token_loss)
 
 
 def refuses(text, model, *args, error=Exception, **how):

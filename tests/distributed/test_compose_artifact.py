@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import Shard
 
 import zcompile
-from tests.support.artifacts import as_bytes, cache_in, compiler_counts
+from tests.support.artifacts import cache_in, compiler_counts, train
 from tests.support.fake_ranks import as_rank
 from tests.support.parallel import WIDTH, Mixture, expert_parallel, token_loss
 from zcompile.artifact.aot import lacking
@@ -46,22 +46,11 @@ def mixture(inner="eager", made=small):
     return expert_parallel("cpu", inner, made(), shard=Shard(0), local=True)
 
 
-def train(model, rank):
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(3):
-        loss = token_loss(model, step, rank)
-        loss.backward()
-        seen += [as_bytes(loss), *(as_bytes(parameter.grad.to_local()) for parameter in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
 def rank_loads(rank, world, path, folder):
     counters.clear()
     with cache_in(folder):
         model = zcompile.compile(mixture(), artifact=path, require=True)
-        seen = train(model, rank)
+        seen = train(model, rank, token_loss, 3)
         assert zcompile.stats(model)["compiled"] == f"loaded from {path}" and not compiler_counts()
         experts, dp = model.blocks[0].experts, state_of(model).mesh.get_group()
         experts.group = dp
@@ -75,7 +64,7 @@ def rank_loads(rank, world, path, folder):
 
 
 def rank_compiles(rank, world):
-    return train(mixture("inductor"), rank)
+    return train(mixture("inductor"), rank, token_loss, 3)
 
 
 @pytest.mark.slow

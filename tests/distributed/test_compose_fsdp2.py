@@ -19,7 +19,7 @@ from tests.support.parallel import (
     token_loss,
 )
 from tests.support.ranks import on_ranks
-from tests.support.reference import clipped_steps, close
+from tests.support.reference import clipped_steps, close, same_values
 
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -134,10 +134,6 @@ def test_a_write_to_a_parameter_of_tensor_parallelism_is_refused(rank, world):
         token_loss(model, 0, rank // 2)
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize(
     "make, source, target",
     [
@@ -159,6 +155,5 @@ def test_checkpoints_load_into_other_sizes(rank, world, tmp_path, make, source, 
     state = loaded.state_dict()
     dcp.load(state, checkpoint_id=tmp_path)
     loaded.load_state_dict(state)
-    for (name, mine), other in zip(whole_state(loaded).items(), whole_state(saved).values(), strict=True):
-        assert torch.equal(mine, other), name
+    same_values(loaded, saved)
     assert all(isinstance(parameter, DTensor) for parameter in loaded.parameters())

@@ -18,10 +18,9 @@ from tests.support.parallel import (
     WIDTH,
     Dense,
     Mixture,
-    expert_placement,
+    expert_parallel,
     mesh_of,
     spread_dense,
-    spread_experts,
     token_loss,
 )
 from tests.support.ranks import on_ranks
@@ -37,10 +36,7 @@ def dense():
 
 
 def mixture():
-    mesh = mesh_of("cpu", efsdp=2, ep=2)
-    model = spread_experts(Mixture(), mesh["ep"])
-    placement = expert_placement(model, mesh["efsdp"], Shard(0))
-    return zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement)
+    return expert_parallel("cpu", "eager", Mixture(), shard=Shard(0))
 
 
 @pytest.mark.parametrize("make", [dense, pytest.param(mixture, marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ import zcompile
 from tests.support.parallel import maybe_compiled, mesh_of
 from tests.support.plans import deepseek, filled, llama, neox, oss, qwen, tokens_loss
 from tests.support.ranks import on_ranks
-from tests.support.reference import clipped_steps, close
+from tests.support.reference import clipped_steps, close, same_values
 from zcompile.integrations.huggingface import distribute
 
 slow = pytest.mark.slow
@@ -94,8 +94,7 @@ def test_models_made_on_the_meta_device_load_whole_state_dicts(rank, world, case
     assert torch.equal(*losses)
     for loss in losses:
         loss.backward()
-    for mine, other in zip(model.parameters(), with_values.parameters(), strict=True):
-        assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+    same_values(*([parameter.grad for parameter in each.parameters()] for each in (model, with_values)))
 
 
 @on_ranks(4)
@@ -105,8 +104,7 @@ def test_a_model_is_saved_whole_by_save_pretrained(rank, world, tmp_path):
     distribute(filled(make), config_of(sizes)).save_pretrained(tmp_path)
     torch.distributed.barrier()
     loaded = type(whole).from_pretrained(tmp_path, dtype=torch.float32)
-    for (name, mine), other in zip(loaded.named_parameters(), whole.parameters(), strict=True):
-        assert torch.equal(mine, other), name
+    same_values(loaded, whole)
 
 
 @on_ranks(4)

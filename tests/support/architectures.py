@@ -30,67 +30,44 @@ MOST_PARAMETERS = 30_000_000
 VOCABULARY, LABELS, IMAGE, SAMPLES, FRAMES = 64, 5, 64, 3200, 64
 TOKENS = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
 # What configs call their sizes. Each takes those that it has.
-SIZES = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "emb_dim", "lru_width"), 32
-    ),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
-        4,
-    ),
-    **dict.fromkeys(
-        ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 48
-    ),
-    **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "num_experts_per_tok", "n_group"), 2),
-    **dict.fromkeys(
-        ("head_dim", "v_head_dim", "kv_lora_rank", "linear_key_head_dim", "linear_value_head_dim", "index_head_dim"), 8
-    ),
-    **dict.fromkeys(
-        (
-            "num_local_experts",
-            "num_experts",
-            "n_routed_experts",
-            "linear_num_value_heads",
-            "conv_kernel",
-            "index_n_heads",
-        ),
-        4,
-    ),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "sliding_window"), 16),
-    **dict.fromkeys(("n_shared_experts", "topk_group", "first_k_dense_replace", "attn_layer_offset"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
-    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
-    **dict.fromkeys(("mamba_d_state", "state_size", "hidden_size_per_layer_input"), 8),
-    "q_lora_rank": 12,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "attention_window": [8, 8],
-    "sep_token_id": 2,
-    **TOKENS,
-}
+_SIZES = (
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    (32, "hidden_size d_model n_embd dim embedding_size word_embed_proj_dim emb_dim lru_width"),
+    (2, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers"),
+    (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
+    (48, "intermediate_size n_inner d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size"),
+    (2, "num_key_value_heads linear_num_key_heads num_experts_per_tok n_group"),
+    (8, "head_dim v_head_dim kv_lora_rank linear_key_head_dim linear_value_head_dim index_head_dim"),
+    (4, "num_local_experts num_experts n_routed_experts linear_num_value_heads conv_kernel index_n_heads"),
+    (4, "qk_rope_head_dim qk_nope_head_dim rotary_dim"),
+    (16, "moe_intermediate_size shared_expert_intermediate_size sliding_window"),
+    (1, "n_shared_experts topk_group first_k_dense_replace attn_layer_offset"),
+    (64, "max_position_embeddings n_positions n_ctx"),
+    (2, "attn_layer_period expert_layer_period sep_token_id"),
+    (8, "mamba_d_state state_size hidden_size_per_layer_input"),
+    (12, "q_lora_rank"),
+    (4, "mamba_n_heads"),
+    (16, "mamba_d_head"),
+)
+SIZES = {name: size for size, names in _SIZES for name in names.split()} | {"attention_window": [8, 8]} | TOKENS
 LATENT = {"head_dim": 4, "num_key_value_heads": 4}  # of attention whose keys and values are made of one vector
 # Of models of images and sound; arguments of a config, since some of its other values follow from these.
+_ALIKE = (
+    "hidden_size d_model num_hidden_layers num_attention_heads encoder_layers decoder_layers intermediate_size "
+    "encoder_ffn_dim encoder_attention_heads decoder_attention_heads decoder_ffn_dim"
+)
 SENSES = {
-    **{name: SIZES[name] for name in ("hidden_size", "d_model", "num_hidden_layers", "num_attention_heads")},
-    **{name: SIZES[name] for name in ("encoder_layers", "decoder_layers", "intermediate_size", "encoder_ffn_dim")},
-    **{name: SIZES[name] for name in ("encoder_attention_heads", "decoder_attention_heads", "decoder_ffn_dim")},
+    **{name: SIZES[name] for name in _ALIKE.split()},
     "vocab_size": VOCABULARY,
     "num_labels": LABELS,
     "image_size": IMAGE,
     "num_conv_pos_embeddings": 16,
-    "max_source_positions": FRAMES // 2,
-    "max_target_positions": 32,
+    **dict.fromkeys(("max_source_positions", "max_target_positions"), FRAMES // 2),
+    "max_length": FRAMES,
     "ctc_zero_infinity": True,
     "apply_spec_augment": False,
-    "mask_time_prob": 0.0,
-    "mask_feature_prob": 0.0,
-    "layerdrop": 0.0,
-    "max_length": FRAMES,
-    **TOKENS,
-}
+    **dict.fromkeys(("mask_time_prob", "mask_feature_prob", "layerdrop"), 0.0),
+} | TOKENS
 WIDTHS = ("hidden_sizes", "embed_dims", "neck_hidden_sizes", "embed_dim", "embedding_size", "decoder_hidden_size")
 
 
@@ -321,29 +298,22 @@ def _images(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 def _segmentation(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
     pixels = _picture(model.config, generator)
-    return {
-        "pixel_values": pixels,
-        "labels": torch.randint(0, model.config.num_labels, (2, *pixels.shape[2:]), generator=generator),
-    }
+    labels = torch.randint(0, model.config.num_labels, (2, *pixels.shape[2:]), generator=generator)
+    return {"pixel_values": pixels, "labels": labels}
 
 
 def _features(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    config = model.config
-    if (
-        model.main_input_name == "input_values"
-        and getattr(config, "num_mel_bins", None)
-        and hasattr(config, "max_length")
-    ):
-        return {"input_values": torch.randn(2, config.max_length, config.num_mel_bins, generator=generator)}
+    config, name = model.config, "input_features"
     if model.main_input_name == "input_values":
-        return {"input_values": torch.randn(2, SAMPLES, generator=generator)}
-    if hasattr(config, "feature_projection_input_dim"):
-        return {"input_features": torch.randn(2, FRAMES, config.feature_projection_input_dim, generator=generator)}
-    encoder = getattr(config, "encoder_config", config)
-    bins = getattr(encoder, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
-    transposed = config.model_type == "whisper"
-    shape = (2, bins, FRAMES) if transposed else (2, FRAMES, bins)
-    return {"input_features": torch.randn(*shape, generator=generator)}
+        name, bins = "input_values", getattr(config, "num_mel_bins", None)
+        shape = (config.max_length, bins) if bins and hasattr(config, "max_length") else (SAMPLES,)
+    elif hasattr(config, "feature_projection_input_dim"):
+        shape = (FRAMES, config.feature_projection_input_dim)
+    else:
+        encoder = getattr(config, "encoder_config", config)
+        bins = getattr(encoder, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
+        shape = (bins, FRAMES) if config.model_type == "whisper" else (FRAMES, bins)
+    return {name: torch.randn(2, *shape, generator=generator)}
 
 
 def _sound(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:

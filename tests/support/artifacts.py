@@ -80,16 +80,21 @@ def make_file(path, world, *, autocast=False, options=None, **how):
     return hashlib.sha256(data).hexdigest()
 
 
-def train(model, rank, autocast=False):
+def loss_of(model, step, rank, autocast=False):
+    """The loss of a `Mixed` on the tokens of `rank`."""
+    tokens = tokens_of(step, rank)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(tokens)
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def train(model, rank, loss=loss_of, steps=STEPS, **how):
     """Losses, and gradients of the rank's shards, of some steps; all as bytes, to be compared bitwise."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
-    for step in range(STEPS):
-        tokens = tokens_of(step, rank)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = model(tokens)
-        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
-        loss.backward()
-        seen.append(as_bytes(loss))
+    for step in range(steps):
+        value = loss(model, step, rank, **how)
+        value.backward()
+        seen.append(as_bytes(value))
         for parameter in model.parameters():
             seen.append(b"" if parameter.grad is None else as_bytes(parameter.grad.to_local()))
         optimizer.step()

@@ -61,18 +61,9 @@ class Fault:
         kind, place = choose.choice(KINDS), choose.choice(PLACES)
         if kind in ("skip", "raise and go on") and place == "shard":
             place = "forward"
-        return cls(
-            seed=seed,
-            kind=kind,
-            place=place,
-            rank=choose.randrange(WORLD),
-            step=choose.randrange(STEPS),
-            layer=choose.randrange(LAYERS),
-            compiled=choose.random() < 0.5,
-            microbatches=choose.choice((1, 2)),
-            timeout_s=timeout_s,
-            device=device,
-        )
+        rank, step, layer = (choose.randrange(count) for count in (WORLD, STEPS, LAYERS))
+        compiled, microbatches = choose.random() < 0.5, choose.choice((1, 2))
+        return cls(seed, kind, place, rank, step, layer, compiled, microbatches, timeout_s, device)
 
     @property
     def compile_s(self) -> float:
@@ -118,20 +109,12 @@ def passes(x: torch.Tensor, layer: int, place: str) -> torch.Tensor:
     return x.clone()
 
 
-@passes.register_fake
-def _(x, layer, place):
-    return torch.empty_like(x)
-
-
-def _backward(context, grad):
-    return passes(grad, context.layer, "backward"), None, None
-
-
 def _setup(ctx, inputs, output):
     ctx.layer = inputs[1]
 
 
-passes.register_autograd(_backward, setup_context=_setup)
+passes.register_fake(lambda x, layer, place: torch.empty_like(x))
+passes.register_autograd(lambda ctx, grad: (passes(grad, ctx.layer, "backward"), None, None), setup_context=_setup)
 
 
 class Layer(nn.Linear):
@@ -295,7 +278,6 @@ def _run(fault, folder):
     processes, pipes = [], []
     for rank in range(WORLD):
         (folder / f"errors{rank}").touch()
-    for rank in range(WORLD):
         ours, theirs = context().Pipe()
         args = (rank, fault, str(folder / "store"), str(folder / f"errors{rank}"), theirs)
         process = context().Process(target=rank_main, args=args)
@@ -303,8 +285,7 @@ def _run(fault, folder):
         theirs.close()
         processes.append(process)
         pipes.append(ours)
-    answers, at, deadline = [None] * WORLD, None, time.monotonic() + START_S
-    resume_at = None
+    answers, at, resume_at, deadline = [None] * WORLD, None, None, time.monotonic() + START_S
     while None in answers and time.monotonic() < deadline:
         if resume_at and time.monotonic() >= resume_at:
             os.kill(processes[fault.rank].pid, signal.SIGCONT)

@@ -1,6 +1,6 @@
 """A sharded model beside the same model unsharded, in every rank process."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -75,6 +75,27 @@ def same_parameters(model: nn.Module, reference: nn.Module, tolerance: float = F
     """Every parameter agrees."""
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         close(ours, theirs, tolerance, name)
+
+
+def same_values(ours: nn.Module | Mapping | Iterable, theirs: nn.Module | Mapping | Iterable) -> None:
+    """The tensors of two models, of two state dicts or of two sequences are equal bit by bit, DTensors as a whole."""
+    mine, others = (dict(each.named_parameters()) if isinstance(each, nn.Module) else each for each in (ours, theirs))
+    mine, others = (each if isinstance(each, Mapping) else dict(enumerate(each)) for each in (mine, others))
+    for (name, value), other in zip(mine.items(), others.values(), strict=True):
+        assert value.dtype == other.dtype and torch.equal(full(value.detach()), full(other.detach())), name
+
+
+def losses_of(
+    model: nn.Module, loss: Loss, rank: int, steps: int, optimizer: torch.optim.Optimizer | None = None
+) -> torch.Tensor:
+    """Losses of steps of an optimizer, by default of `sgd`: [steps]."""
+    optimizer, losses = optimizer or sgd(model.parameters()), []
+    for step in range(steps):
+        losses.append(loss(model, step, rank))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).detach()
 
 
 def pair(
