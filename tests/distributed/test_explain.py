@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.support.explaining import explained
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
-from zcompile.cli import main
 from zcompile.explanation.workloads import load
 
 slow = pytest.mark.slow
@@ -42,24 +42,17 @@ def explain_and_compile(rank, options):
     return model, plan, gathers
 
 
-def rank_explains_alone(rank, world, file):
-    """What `explain` and the command say of one model, world of 1."""
-    arguments = ["--model", "tiny", "--precision", "bf16", "--hardware", "cpu"]
-    assert main(["explain", *arguments, "--ranks", "1", "--json", file]) == 0
+@on_ranks(1)
+def test_the_command_says_of_one_rank_what_a_run_of_it_says(rank, world, tmp_path):
+    arguments = ["--model", "tiny", "--precision", "bf16", "--hardware", "cpu", "--ranks", "1"]
+    (paper,) = explained(tmp_path, *arguments)["ranks"]
     workload = load("tiny", None, None, None, False)
     model = zcompile.shard(workload.model, param_dtype=torch.bfloat16)
-    ours = zcompile.explain(model, workload.batch(0, 0))
-    return [(graph.kind, graph.saved_bytes, graph.compute_ms) for graph in ours.graphs]
-
-
-def test_the_command_says_of_one_rank_what_a_run_of_it_says(ranks, tmp_path):
-    file = tmp_path / "plan.json"
-    run = ranks(1).run(rank_explains_alone, str(file))[0]
-    (paper,) = json.loads(file.read_text())["ranks"]
-    for (kind, saved_bytes, compute_ms), graph in zip(run, paper["graphs"], strict=True):
-        assert graph["kind"] == kind
-        assert graph["saved_bytes"] == saved_bytes
-        assert graph["compute_ms"] == pytest.approx(compute_ms, rel=1e-6)
+    run = zcompile.explain(model, workload.batch(0, 0))
+    for ours, graph in zip(run.graphs, paper["graphs"], strict=True):
+        assert graph["kind"] == ours.kind
+        assert graph["saved_bytes"] == ours.saved_bytes
+        assert graph["compute_ms"] == pytest.approx(ours.compute_ms, rel=1e-6)
 
 
 def rank_explain_and_run_microbatches(rank, world, microbatch_cache_bytes):
@@ -137,16 +130,13 @@ class Broken(nn.Linear):
         return (x * self.weight.sum()).sum()
 
 
-def rank_explain_often(rank, world):
+@on_ranks(2)
+def test_explain_says_the_same_again_and_again(rank, world):
     torch._dynamo.reset()
     model = zcompile.shard(Broken(4, 4))
     plans = [zcompile.explain(model, torch.ones(2, 4)) for _ in range(3)]
     assert all(plan == plans[0] for plan in plans)
-    return [graph.kind for graph in plans[0].graphs]
-
-
-def test_explain_says_the_same_again_and_again(ranks):
-    assert ranks(2).run(rank_explain_often) == 2 * [["forward", "backward"] * 2]
+    assert [graph.kind for graph in plans[0].graphs] == ["forward", "backward"] * 2
 
 
 @on_ranks(2)

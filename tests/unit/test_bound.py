@@ -7,16 +7,14 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from tests.support.decoder import trace_decoder
+from tests.support.decoder import planned, trace_decoder
 from zcompile.costs.hardware import H200
 from zcompile.costs.model import Costs, simulate
 from zcompile.explanation.bound import least_exposed_s
 from zcompile.explanation.llama import Size
 from zcompile.explanation.predict import predict_step
-from zcompile.explanation.trace import copied
 from zcompile.graph.ops import GATHER_START, GATHER_WAIT, GATHERS, REDUCE_START, REDUCE_WAIT, REDUCES, aten, calls
 from zcompile.options import Settings
-from zcompile.passes import pipeline
 
 
 def slower(hardware, compute=1.0, wire=1.0):
@@ -44,8 +42,7 @@ def test_no_schedule_exposes_less_than_the_bound(traced, wire):
     plan = Settings(bucket_bytes=0, skip_passes=["prefetch"]).plan(slower(H200, wire=wire).over("nccl", 8), 1 << 30)
     draw = random.Random(0)
     for captured in traced:
-        graph, _ = copied(captured.graph)
-        pipeline.run_passes(graph, pipeline.schedule_passes(plan))
+        graph = planned(captured.graph, plan)
         costs = Costs(graph, plan.link)
         least_s = least_exposed_s(graph, costs)
         assert least_s > 0 or wire == 30.0
@@ -127,8 +124,7 @@ def test_a_plan_for_the_true_machine_exposes_no_more_than_one_for_another(traced
     for captured in traced_large:
         exposed_s, places = {}, {}
         for name, plan in (("mine", mine), ("others", others)):
-            graph, _ = copied(captured.graph)
-            pipeline.run_passes(graph, pipeline.schedule_passes(plan))
+            graph = planned(captured.graph, plan)
             exposed_s[name] = simulate(graph, Costs(graph, true)).exposed_s
             order = {node: i for i, node in enumerate(graph.nodes)}
             places[name] = [order[start] for start in calls(graph, *GATHERS)]

@@ -16,11 +16,14 @@ from zcompile.options import Settings
 DEVICE = torch.device("cpu")
 
 
+def wire_of(link, sizes, *rest):
+    """A wire for two ranks that takes as long as `link` for gathers and reduces of these sizes."""
+    gathers = tuple((nbytes, link.gather_s(2 * nbytes)) for nbytes in sizes)
+    return Wire(link.wire.transport, 2, gathers, tuple((nbytes, link.reduce_s(2 * nbytes)) for nbytes in sizes), *rest)
+
+
 def measured(**changed):
     """What a machine that reaches exactly what the H200's table says would give."""
-    link = H200.over("nccl", 2)
-    points = tuple((nbytes, link.gather_s(2 * nbytes)) for nbytes in (1 << 20, 16 << 20, 64 << 20))
-    reduces = tuple((nbytes, link.reduce_s(2 * nbytes)) for nbytes in (1 << 20, 16 << 20, 64 << 20))
     given = {
         "device": "NVIDIA H200",
         "driver": "12080",
@@ -33,7 +36,7 @@ def measured(**changed):
         "bytes_s": H200.bytes_s,
         "adam_bytes_s": H200.adam_bytes_s,
         "kernel_s": H200.kernel_s,
-        "wires": (Wire("nccl", 2, points, reduces, 0.4),),
+        "wires": (wire_of(H200.over("nccl", 2), (1 << 20, 16 << 20, 64 << 20), 0.4),),
     }
     return Calibration(**{**given, **changed})
 
@@ -66,19 +69,15 @@ def test_a_machine_that_runs_unevenly_is_told_of_and_its_plans_stay():
     assert "varied" not in tables_of(H200, even)[1].source
 
 
+NEAR = {"bytes_s": 1.2 * H200.bytes_s, "kernel_s": 0.8 * H200.kernel_s, "matmul_flops_s": (("bfloat16", 600e12),)}
+
+
 def test_a_machine_within_a_quarter_of_its_table_keeps_it_and_its_plans():
-    near = measured(bytes_s=1.2 * H200.bytes_s, kernel_s=0.8 * H200.kernel_s, matmul_flops_s=(("bfloat16", 600e12),))
-    assert merged(H200, near) is H200
+    assert merged(H200, measured(**NEAR)) is H200
 
 
 def test_predictions_go_by_all_that_was_measured_where_plans_keep_their_table():
-    near = measured(
-        bytes_s=1.2 * H200.bytes_s,
-        kernel_s=0.8 * H200.kernel_s,
-        matmul_flops_s=(("bfloat16", 600e12),),
-        adam_bytes_s=1e12,
-    )
-    planned, predicted = tables_of(H200, near)
+    planned, predicted = tables_of(H200, measured(**NEAR, adam_bytes_s=1e12))
     assert planned is H200 and predicted.adam_rate() == 1e12 and H200.adam_rate() == 3.5e12
     assert dict(predicted.matmul_flops_s)[torch.bfloat16] == 600e12
     assert predicted.bytes_s == pytest.approx(1.2 * H200.bytes_s, rel=0.02)  # figures have two digits
@@ -180,14 +179,7 @@ def test_a_home_that_cannot_be_written_is_an_error_of_writing_alone(monkeypatch,
 
 
 def test_a_cpu_without_figures_of_its_own_keeps_its_table():
-    points = tuple((nbytes, CPU.over("gloo", 2).gather_s(2 * nbytes)) for nbytes in (32_768, 1 << 20))
-    reduces = tuple((nbytes, CPU.over("gloo", 2).reduce_s(2 * nbytes)) for nbytes in (32_768, 1 << 20))
-    wires = (Wire("gloo", 2, points, reduces, 0.1),)
-    rates = (("float32", 105e9),)
-    figures = {
-        "bytes_s": CPU.bytes_s,
-        "adam_bytes_s": CPU.bytes_s,
-        "kernel_s": CPU.kernel_s,
-        "attention_flops_s": (("flash", 30e9),),
-    }
-    assert merged(CPU, measured(driver="", wires=wires, matmul_flops_s=rates, grouped_share=None, **figures)) is CPU
+    figures = {"bytes_s": CPU.bytes_s, "adam_bytes_s": CPU.bytes_s, "kernel_s": CPU.kernel_s, "grouped_share": None}
+    rates = {"matmul_flops_s": (("float32", 105e9),), "attention_flops_s": (("flash", 30e9),)}
+    wires = (wire_of(CPU.over("gloo", 2), (32_768, 1 << 20), 0.1),)
+    assert merged(CPU, measured(driver="", wires=wires, **rates, **figures)) is CPU

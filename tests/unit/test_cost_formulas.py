@@ -31,6 +31,7 @@ MACHINE = replace(
     attention_varies=True,
 )
 TINY_BYTES = replace(MACHINE, bytes_s=1e30)  # so that operations decide
+OPERATIONS = replace(TINY_BYTES, kernel_s=0.0)  # and nothing else
 KERNEL_S = 1e-6
 
 
@@ -54,6 +55,8 @@ def call(op, *args, out, hardware: Hardware = MACHINE, modules=None, **kwargs):
             return values[id(value)]
         if isinstance(value, tuple):
             return tuple(map(argument, value))
+        if isinstance(value, dict):
+            return {name: argument(each) for name, each in value.items()}
         return graph.get_attr(value) if isinstance(value, str) and value in (modules or {}) else value
 
     args = tuple(map(argument, args))
@@ -68,24 +71,22 @@ def seconds(op, *args, **kwargs):
     return call(op, *args, **kwargs)[0]
 
 
+def takes(expected_s, op, *args, **kwargs):
+    assert seconds(op, *args, **kwargs) == pytest.approx(expected_s)
+
+
 def test_int8_and_fp8_products_run_at_the_rate_of_what_they_read():
-    product = 2 * 64 * 32 * 128
+    product, out = 2 * 64 * 32 * 128, meta(64, 128, dtype=torch.int32)
     left, right, scale = meta(64, 32, dtype=int8), meta(32, 128, dtype=int8), meta(1, dtype=fp32)
-    given = seconds(aten._int_mm.default, left, right, out=meta(64, 128, dtype=torch.int32), hardware=TINY_BYTES)
-    assert given == max(product / 2e12, KERNEL_S) == KERNEL_S
-    fast = replace(TINY_BYTES, kernel_s=0.0)
-    assert seconds(
-        aten._int_mm.default, left, right, out=meta(64, 128, dtype=torch.int32), hardware=fast
-    ) == pytest.approx(product / 2e12)
+    assert seconds(aten._int_mm.default, left, right, out=out, hardware=TINY_BYTES) == KERNEL_S > product / 2e12
+    takes(product / 2e12, aten._int_mm.default, left, right, out=out, hardware=OPERATIONS)
     left, right = meta(64, 32, dtype=fp8), meta(32, 128, dtype=fp8)
-    given = seconds(aten._scaled_mm.default, left, right, scale, scale, out=meta(64, 128), hardware=fast)
-    assert given == pytest.approx(product / 2e12)
+    takes(product / 2e12, aten._scaled_mm.default, left, right, scale, scale, out=meta(64, 128), hardware=OPERATIONS)
 
 
 def test_a_product_of_integers_without_tensor_cores_reads_both_factors_of_each_operation():
-    left, right = meta(64, 32, dtype=int64), meta(32, 128, dtype=int64)
-    given = seconds(aten.mm.default, left, right, out=meta(64, 128, dtype=int64))
-    assert given == pytest.approx(2 * 64 * 32 * 128 * 8 / 1e9)
+    left, right, out = meta(64, 32, dtype=int64), meta(32, 128, dtype=int64), meta(64, 128, dtype=int64)
+    takes(2 * 64 * 32 * 128 * 8 / 1e9, aten.mm.default, left, right, out=out)
 
 
 def test_a_dtype_without_a_rate_has_that_of_the_next_wider_one():
@@ -98,21 +99,15 @@ def test_a_dtype_without_a_rate_has_that_of_the_next_wider_one():
 def test_grouped_products_read_the_matrices_that_are_hit_and_compute_whole_tiles(rows):
     groups, k, n = 16, 64, 32
     hits = 16 * (1 - (15 / 16) ** rows)
-    left, right, offsets = meta(rows, k), meta(groups, k, n), meta(groups, dtype=torch.int32)
-    out = meta(rows, n)
-    slow_compute = replace(TINY_BYTES, kernel_s=0.0)
+    args = aten._grouped_mm.default, meta(rows, k), meta(groups, k, n), meta(groups, dtype=torch.int32)
     padded = {8: hits * 64, 4096: 4096 + 64 * hits}[rows]
-    computed_s = seconds(aten._grouped_mm.default, left, right, offsets, out=out, hardware=slow_compute)
-    assert computed_s == pytest.approx(2 * padded * k * n / 0.5e12)
-    read_s = seconds(aten._grouped_mm.default, left, right, offsets, out=out)
-    assert read_s == pytest.approx((2 * rows * k + 2 * hits * k * n + 2 * rows * n) / 1e9)
+    takes(2 * padded * k * n / 0.5e12, *args, out=meta(rows, n), hardware=OPERATIONS)
+    takes((2 * rows * k + 2 * hits * k * n + 2 * rows * n) / 1e9, *args, out=meta(rows, n))
 
 
 def test_gradients_of_grouped_matrices_pad_what_groups_divide():
-    left, right, offsets = meta(64, 4096), meta(4096, 32), meta(16, dtype=torch.int32)
-    slow_compute = replace(TINY_BYTES, kernel_s=0.0)
-    given = seconds(aten._grouped_mm.default, left, right, offsets, out=meta(16, 64, 32), hardware=slow_compute)
-    assert given == pytest.approx(2 * 64 * (4096 + 16 * 64) * 32 / 0.5e12)
+    args = aten._grouped_mm.default, meta(64, 4096), meta(4096, 32), meta(16, dtype=torch.int32)
+    takes(2 * 64 * (4096 + 16 * 64) * 32 / 0.5e12, *args, out=meta(16, 64, 32), hardware=OPERATIONS)
 
 
 def test_a_loop_over_groups_starts_a_kernel_for_each_and_waits_for_the_device():
@@ -120,27 +115,22 @@ def test_a_loop_over_groups_starts_a_kernel_for_each_and_waits_for_the_device():
     left, right = zcompile.TensorSize((8, 64), fp32), zcompile.TensorSize((16, 64, 32), fp32)
     work = formulas.BUILT_IN[name](Call(name, (left, right), {}, zcompile.TensorSize((8, 32), fp32)))
     assert work.on(replace(TINY_BYTES, kernel_s=1e-6), fp32, 0) == pytest.approx(16e-6 + 20e-6)
-    assert work.on(replace(TINY_BYTES, kernel_s=0.0), fp32, 0) == pytest.approx(2 * 8 * 64 * 32 / 0.5e12 + 20e-6)
+    assert work.on(OPERATIONS, fp32, 0) == pytest.approx(2 * 8 * 64 * 32 / 0.5e12 + 20e-6)
 
 
 def test_attention_with_a_mask_computes_everything_at_its_kernels_rate():
-    q = meta(2, 4, 1024, 64)
-    mask = meta(2, 4, 1024, 1024)
+    q, mask = meta(2, 4, 1024, 64), meta(2, 4, 1024, 1024)
     flops = 2 * 2 * 2 * 4 * 1024 * 1024 * 64
-    outs = (q, meta(2, 4, 1024, dtype=fp32), meta(dtype=int64), meta(dtype=int64))
-    given = seconds(
-        aten._scaled_dot_product_efficient_attention.default, q, q, q, mask, True, out=outs, hardware=TINY_BYTES
-    )
-    assert given == pytest.approx(flops / 0.48e12 / (1.18 * 0.8 * 0.5))  # forward, narrow heads, a mask
-    flash = aten._scaled_dot_product_flash_attention.default
-    given = seconds(flash, q, q, q, 0.0, True, out=(q, meta(2, 4, 1024, dtype=fp32)), hardware=TINY_BYTES)
-    assert given == pytest.approx(flops / 2 / 1e12 / (1.18 * 0.8 * 0.8))
-    on_paper = aten._scaled_dot_product_flash_attention_for_cpu.default
-    outs = (q, meta(2, 4, 1024, dtype=fp32))
-    assert seconds(on_paper, q, q, q, 0.0, True, out=outs, hardware=TINY_BYTES) == given
+    logs, seed = meta(2, 4, 1024, dtype=fp32), meta(dtype=int64)
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    expected_s = flops / 0.48e12 / (1.18 * 0.8 * 0.5)  # forward, narrow heads, a mask
+    takes(expected_s, efficient, q, q, q, mask, True, out=(q, logs, seed, seed), hardware=TINY_BYTES)
+    flash, on_paper = (getattr(aten, f"_scaled_dot_product_flash_attention{of}").default for of in ("", "_for_cpu"))
+    for op in (flash, on_paper):
+        takes(flops / 2 / 1e12 / (1.18 * 0.8 * 0.8), op, q, q, q, 0.0, True, out=(q, logs), hardware=TINY_BYTES)
     cpu = replace(TINY_BYTES, attention_varies=False)
     # A CPU computes whole blocks of 512 keys: of 1024 rows, half see one block, and half see two.
-    assert seconds(on_paper, q, q, q, 0.0, True, out=outs, hardware=cpu) == pytest.approx(0.75 * flops / 1e12)
+    takes(0.75 * flops / 1e12, on_paper, q, q, q, 0.0, True, out=(q, logs), hardware=cpu)
     q, short = meta(2, 4, 256, 64), (meta(2, 4, 256, 64), meta(2, 4, 256, dtype=fp32))
     causal, full = (seconds(on_paper, q, q, q, 0.0, is_causal, out=short, hardware=cpu) for is_causal in (True, False))
     assert causal == full
@@ -189,60 +179,49 @@ def test_flex_attention_computes_the_blocks_that_its_mask_lets_through(backward)
 def test_select_and_sort_pass_several_times_over_what_they_read():
     scores = meta(1000, 128, dtype=fp32)
     outs = (meta(1000, 8, dtype=fp32), meta(1000, 8, dtype=int64))
-    topk_s = (2 * 16 * 512_000 + 14 * 96_000) / 1e9 + 2 * KERNEL_S
-    assert seconds(aten.topk.default, scores, 8, out=outs) == pytest.approx(topk_s)
+    takes((2 * 16 * 512_000 + 14 * 96_000) / 1e9 + 2 * KERNEL_S, aten.topk.default, scores, 8, out=outs)
     outs = (scores, meta(1000, 128, dtype=int64))
-    assert seconds(aten.sort.default, scores, out=outs) == pytest.approx(14 * 128_000 * 12 / 1e9 + KERNEL_S)
+    takes(14 * 128_000 * 12 / 1e9 + KERNEL_S, aten.sort.default, scores, out=outs)
     long = meta(100_000, dtype=int64)
-    long_s = 2 * 8 * 100_000 * 16 / 1e9 + 34 * KERNEL_S
-    assert seconds(aten.sort.default, long, out=(long, long)) == pytest.approx(long_s)
+    takes(2 * 8 * 100_000 * 16 / 1e9 + 34 * KERNEL_S, aten.sort.default, long, out=(long, long))
     few = meta(5000, dtype=int8)
-    outs = (few, meta(5000, dtype=int64))
-    assert seconds(aten.sort.default, few, out=outs, hardware=TINY_BYTES) == pytest.approx(7 * KERNEL_S)
+    takes(7 * KERNEL_S, aten.sort.default, few, out=(few, meta(5000, dtype=int64)), hardware=TINY_BYTES)
     words = meta(4, 128_000, dtype=fp32)
     outs = (meta(4, 8, dtype=fp32), meta(4, 8, dtype=int64))
-    assert seconds(aten.topk.default, words, 8, out=outs, hardware=TINY_BYTES) == pytest.approx(30 * KERNEL_S)
+    takes(30 * KERNEL_S, aten.topk.default, words, 8, out=outs, hardware=TINY_BYTES)
 
 
 def test_scans_and_counts_take_few_passes_and_several_kernels():
-    x = meta(1 << 20, dtype=fp32)
-    assert seconds(aten.cumsum.default, x, 0, out=x) == pytest.approx(2 * (4 << 20) / 1e9 + KERNEL_S)
-    rows = meta(1024, 1024, dtype=fp32)
-    assert seconds(aten.cumsum.default, rows, 1, out=rows) == pytest.approx(2 * (4 << 20) / 0.3e9)
-    assert seconds(aten.cumsum.default, x, 0, out=x, hardware=TINY_BYTES) == pytest.approx(2 * KERNEL_S)
-    counts = meta(64, dtype=fp32)
-    histc_s = (4 * (4 << 20) + 256) / 1e9 + KERNEL_S
-    assert seconds(aten.histc.default, x, 64, 0, 63, out=counts) == pytest.approx(histc_s)
-    assert seconds(aten.histc.default, x, 64, 0, 63, out=counts, hardware=TINY_BYTES) == pytest.approx(2 * KERNEL_S)
+    x, rows, counts = meta(1 << 20, dtype=fp32), meta(1024, 1024, dtype=fp32), meta(64, dtype=fp32)
+    takes(2 * (4 << 20) / 1e9 + KERNEL_S, aten.cumsum.default, x, 0, out=x)
+    takes(2 * (4 << 20) / 0.3e9, aten.cumsum.default, rows, 1, out=rows)
+    takes(2 * KERNEL_S, aten.cumsum.default, x, 0, out=x, hardware=TINY_BYTES)
+    takes((4 * (4 << 20) + 256) / 1e9 + KERNEL_S, aten.histc.default, x, 64, 0, 63, out=counts)
+    takes(2 * KERNEL_S, aten.histc.default, x, 64, 0, 63, out=counts, hardware=TINY_BYTES)
 
 
 def test_long_rows_of_a_softmax_are_read_twice():
     long, short = meta(64, 32_000, dtype=fp32), meta(2000, 1024, dtype=fp32)
-    assert seconds(aten._log_softmax.default, long, -1, False, out=long) == pytest.approx(3 * 64 * 128_000 / 1e9)
-    assert seconds(aten._softmax.default, short, -1, False, out=short) == pytest.approx(2 * 2000 * 4096 / 1e9)
+    takes(3 * 64 * 128_000 / 1e9, aten._log_softmax.default, long, -1, False, out=long)
+    takes(2 * 2000 * 4096 / 1e9, aten._softmax.default, short, -1, False, out=short)
 
 
 def test_a_loss_reads_one_item_of_each_row():
-    scores, targets = meta(4096, 32_000, dtype=fp32), meta(4096, dtype=int64)
-    outs = (meta(dtype=fp32), meta(dtype=fp32))
-    given = seconds(aten.nll_loss_forward.default, scores, targets, None, 1, -100, out=outs)
-    assert given == pytest.approx(4096 * (32 + 8) / 1e9 + 4096 * 1.2e-9)
-    one = meta(dtype=fp32)
-    given = seconds(aten.nll_loss_backward.default, one, scores, targets, None, 1, -100, one, out=scores)
-    assert given == pytest.approx((4096 * 32_000 * 4 + 4096 * 8) / 1e9 + KERNEL_S)
+    scores, targets, one = meta(4096, 32_000, dtype=fp32), meta(4096, dtype=int64), meta(dtype=fp32)
+    expected_s = 4096 * (32 + 8) / 1e9 + 4096 * 1.2e-9
+    takes(expected_s, aten.nll_loss_forward.default, scores, targets, None, 1, -100, out=(one, meta(dtype=fp32)))
+    expected_s = (4096 * 32_000 * 4 + 4096 * 8) / 1e9 + KERNEL_S
+    takes(expected_s, aten.nll_loss_backward.default, one, scores, targets, None, 1, -100, one, out=scores)
 
 
 def test_gathers_read_what_they_return_and_not_their_whole_source():
-    table, rows = meta(1_000_000, 64, dtype=fp32), meta(100, dtype=int64)
-    given = seconds(aten.index.Tensor, table, (rows,), out=meta(100, 64, dtype=fp32))
-    assert given == pytest.approx((100 * 256 + 800 + 100 * 256) / 1e9 + KERNEL_S)
-    given = seconds(aten.index_select.default, table, 0, rows, out=meta(100, 64, dtype=fp32))
-    assert given == pytest.approx((100 * 256 + 800 + 100 * 256) / 1e9)
-    given = seconds(aten.embedding.default, table, rows, out=meta(100, 64, dtype=fp32))
-    assert given == pytest.approx((100 * 256 + 800 + 100 * 256) / 1e9 + KERNEL_S)
-    columns = meta(1_000_000, 1, dtype=int64)
-    given = seconds(aten.gather.default, table, 1, columns, out=meta(1_000_000, 1, dtype=fp32))
-    assert given == pytest.approx((32 + 8 + 4) * 1_000_000 / 1e9 + KERNEL_S)
+    table, rows, out = meta(1_000_000, 64, dtype=fp32), meta(100, dtype=int64), meta(100, 64, dtype=fp32)
+    read_s = (100 * 256 + 800 + 100 * 256) / 1e9
+    takes(read_s + KERNEL_S, aten.index.Tensor, table, (rows,), out=out)
+    takes(read_s, aten.index_select.default, table, 0, rows, out=out)
+    takes(read_s + KERNEL_S, aten.embedding.default, table, rows, out=out)
+    columns, out = meta(1_000_000, 1, dtype=int64), meta(1_000_000, 1, dtype=fp32)
+    takes((32 + 8 + 4) * 1_000_000 / 1e9 + KERNEL_S, aten.gather.default, table, 1, columns, out=out)
 
 
 @pytest.mark.parametrize("op, args", [(aten.empty_like.default, 1), (aten.empty.memory_format, 0)])
@@ -282,14 +261,14 @@ def test_an_op_without_a_formula_counts_as_bytes_and_is_told_once(clean_registry
 def test_a_registered_cost_counts_however_the_op_is_named(op, clean_registry):
     zcompile.register_cost(op, lambda a, b, *, out: zcompile.Work(flops=2 * out.numel * a.shape[-1]), version=1)
     x = meta(64, 64, dtype=fp32)
-    given, costs = call(OP, x, x, out=x, hardware=replace(TINY_BYTES, kernel_s=0.0))
+    given, costs = call(OP, x, x, out=x, hardware=OPERATIONS)
     assert given == pytest.approx(2 * 64**3 / 0.5e12) and not costs.without_formula
 
 
 def test_a_registered_cost_replaces_a_built_in_one(clean_registry):
     zcompile.register_cost(torch.ops.aten.topk, lambda *args, out, **kwargs: zcompile.Work(seconds=7.0, nbytes=0), 1)
     x = meta(8, 8)
-    assert seconds(aten.topk.default, x, 2, out=(x, x), hardware=TINY_BYTES) == pytest.approx(7.0 + KERNEL_S)
+    takes(7.0 + KERNEL_S, aten.topk.default, x, 2, out=(x, x), hardware=TINY_BYTES)
 
 
 @pytest.mark.parametrize("wrong", [lambda a, b, *, out: 3.0, lambda a: None])
@@ -305,8 +284,7 @@ def test_an_op_that_writes_to_its_arguments_has_its_own_formula(clean_registry):
     zcompile.register_cost("aten::add_", lambda *, self, other, out, **_: zcompile.Work(nbytes=other.nbytes), 1)
     x, y = meta(1 << 20), meta(1 << 10)
     op = torch.ops.higher_order.auto_functionalized_v2
-    given = seconds(op, aten.add_.Tensor, other=y, _self_base_index=0, _all_bases=(x,), out=(None, x))
-    assert given == pytest.approx(2 * (1 << 10) / 1e9)
+    takes(2 * (1 << 10) / 1e9, op, aten.add_.Tensor, other=y, _self_base_index=0, _all_bases=(x,), out=(None, x))
 
 
 def kernel_body(x, out, n):
@@ -320,33 +298,24 @@ class Kernel:
         self.fn = fn
 
 
-def triton_call():
-    kernel = Kernel(Kernel(kernel_body))
-    given = {"kernel_idx": kernel_side_table.add_kernel(kernel)}
-    given["constant_args_idx"] = kernel_side_table.add_constant_args({"n": 4096})
-    x, out = meta(4096), meta(4096)
-    given |= {"grid": [(32, 1, 1)], "tma_descriptor_metadata": {}}
-    return kernel, {**given, "kwargs": {"x": x, "out": out}, "tensors_to_clone": ["out"]}, out
-
-
 def test_a_triton_kernel_counts_its_tensors_or_what_was_registered(clean_registry):
-    kernel, kwargs, out = triton_call()
+    kernel, x, out = Kernel(Kernel(kernel_body)), meta(4096), meta(4096)
+    kwargs = {
+        "kernel_idx": kernel_side_table.add_kernel(kernel),
+        "constant_args_idx": kernel_side_table.add_constant_args({"n": 4096}),
+        "grid": [(32, 1, 1)],
+        "tma_descriptor_metadata": {},
+        "kwargs": {"x": x, "out": out},
+        "tensors_to_clone": ["out"],
+    }
     op = torch.ops.higher_order.triton_kernel_wrapper_functional
-    graph = Graph()
-    tensors = {}
-    for name, tensor in kwargs["kwargs"].items():
-        tensors[name] = graph.placeholder(name)
-        tensors[name].meta["val"] = tensor
-    node = graph.call_function(op, (), {**kwargs, "kwargs": tensors})
-    node.meta["val"] = {"out": out}
-    graph.output((node,))
-    costs = Costs(graph, MACHINE.over("gloo", 2))
-    assert costs.seconds[node] == pytest.approx(2 * 4096 * 2 / 1e9) and len(costs.without_formula) == 1
+    given, costs = call(op, **kwargs, out={"out": out})
+    assert given == pytest.approx(2 * 4096 * 2 / 1e9) and len(costs.without_formula) == 1
     zcompile.register_cost(
         kernel, lambda x, out, n, grid: zcompile.Work(flops=n * grid[0], dtype=x.dtype, nbytes=0), version="2"
     )
-    costs = Costs(graph, replace(TINY_BYTES, kernel_s=0.0).over("gloo", 2))
-    assert costs.seconds[node] == pytest.approx(4096 * 32 / 1e12) and not costs.without_formula
+    given, costs = call(op, **kwargs, out={"out": out}, hardware=OPERATIONS)
+    assert given == pytest.approx(4096 * 32 / 1e12) and not costs.without_formula
 
 
 @pytest.mark.parametrize("op", ["product", 3, torch.nn.Linear, lambda x: x])

@@ -1,6 +1,5 @@
 """Which attention a graph has that is traced on the CPU for a GPU."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -14,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from zcompile.cli import main
+from tests.support.explaining import explained
 from zcompile.costs.hardware import H100
 from zcompile.explanation.without_gpu import DeviceAttention
 
@@ -86,9 +85,7 @@ def latent():
 
 def graphs_of(folder, module, *arguments):
     """What `zcompile explain` says of a module's graphs on two ranks."""
-    file = folder / "plan.json"
-    assert main(["explain", "--module", module, "--ranks", "2", "--json", str(file), *arguments]) == 0
-    (plan,) = json.loads(file.read_text())["ranks"]
+    (plan,) = explained(folder, "--module", module, "--ranks", "2", *arguments)["ranks"]
     return plan["graphs"]
 
 

@@ -1,12 +1,12 @@
 """`zcompile explain`, without ranks."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.explaining import explained
 from zcompile.calibration.results import Calibration
 from zcompile.cli import main
 from zcompile.costs.hardware import TABLES
@@ -21,11 +21,9 @@ def two_layers(monkeypatch):
 
 def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1"]
-    arguments += ["--activation-budgets", "1,0.4", "--json"]
-    assert main(["explain", *arguments, str(tmp_path / "plan.json")]) == 0
+    written = explained(tmp_path, *arguments, "--activation-budgets", "1,0.4")
     told = capsys.readouterr().out
     assert "embedding.weight" in told and "4096" in told and "Graph breaks" not in told
-    written = json.loads((tmp_path / "plan.json").read_text())
     two, many = written["ranks"]
     assert two["peak_bytes"] > many["peak_bytes"] and two["step_ms"] < many["step_ms"]
     parameters = sum(parameter.numel() for parameter in load("tiny", None, None, None, False).model.parameters())
@@ -51,9 +49,7 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
 
 def test_one_rank_casts_parameters_instead_of_gathering_them(tmp_path):
     """Casts take time, and gathers among one rank would take none. Nothing moves peer to peer."""
-    file = tmp_path / "plan.json"
-    assert main(["explain", "--model", "tiny", "--tokens", "16", "--ranks", "2,1,64", "--json", str(file)]) == 0
-    several, one, others = json.loads(file.read_text())["ranks"]
+    several, one, others = explained(tmp_path, "--model", "tiny", "--tokens", "16", "--ranks", "2,1,64")["ranks"]
     assert [plan["transport"] for plan in (several, one, others)] == ["p2p", "nccl", "nccl"]
     assert all(not graph["gathers"] and graph["gathered_bytes"] == 0 for graph in one["graphs"])
     assert all(graph["gathers"] for plan in (several, others) for graph in plan["graphs"])
@@ -75,8 +71,7 @@ def test_a_machine_near_its_table_has_the_plan_of_the_table_and_predictions_of_i
     plans = []
     for hardware in ("h200", str(tmp_path / "machine.json")):
         arguments = ["--model", "tiny", "--tokens", "16", "--ranks", "2", "--hardware", hardware]
-        assert main(["explain", *arguments, "--json", str(tmp_path / "plan.json")]) == 0
-        plans += json.loads((tmp_path / "plan.json").read_text())["ranks"]
+        plans += explained(tmp_path, *arguments)["ranks"]
     of_table, measured = plans
     places = ("starts", "arrives", "dies", "bucket")
     gathers = [[gather for graph in plan["graphs"] for gather in graph["gathers"]] for plan in plans]
@@ -124,9 +119,7 @@ def skipped():
 
 @pytest.mark.parametrize("build", [breaks, skipped])
 def test_what_runs_between_graphs_is_left_out(build, tmp_path, capsys):
-    file = tmp_path / "plan.json"
-    assert main(["explain", "--module", f"{__file__}:{build.__name__}", "--ranks", "2", "--json", str(file)]) == 0
-    (plan,) = json.loads(file.read_text())["ranks"]
+    (plan,) = explained(tmp_path, "--module", f"{__file__}:{build.__name__}", "--ranks", "2")["ranks"]
     gathered = {gather["parameter"] for graph in plan["graphs"] for gather in graph["gathers"]}
     assert "model.last.weight" in gathered
     assert "Graph breaks, so that parts of the model are in no figure (" in capsys.readouterr().out

@@ -21,12 +21,8 @@ class GroupedExperts(nn.Module):
         return torch.bmm(x, self.weight)
 
 
-class LoopAfterOneRead(nn.Module):
+class LoopAfterOneRead(GroupedExperts):
     """Reads its weight once, and loops over what it read, as torchtitan's experts do."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
 
     def forward(self, x):
         weight = self.weight

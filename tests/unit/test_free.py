@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.decoder import FREE_BYTES, LINK, SIZE
+from tests.support.decoder import FREE_BYTES, LINK, SIZE, planned
 from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.trace import copied, trace
 from zcompile.explanation.workloads import Workload
@@ -16,7 +16,6 @@ from zcompile.graph.liveness import Liveness
 from zcompile.graph.ops import GATHER_WAIT, aten, calls, chain, is_movement, readers, value
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings
-from zcompile.passes import pipeline
 from zcompile.passes.free import free
 
 
@@ -32,13 +31,12 @@ def planned_products(graph, skipped):
         The place of each node; the product that reads an unsharded parameter, by the gradient that it reads; the other
         products of those gradients, which make weight gradients.
     """
-    planned, _ = copied(graph)
-    pipeline.run_passes(planned, pipeline.schedule_passes(Settings(skip_passes=skipped).plan(LINK, FREE_BYTES)))
-    unsharded = {link for wait in calls(planned, GATHER_WAIT) for link in chain(wait)}
-    products = calls(planned, aten.mm.default)
+    result = planned(graph, Settings(skip_passes=skipped).plan(LINK, FREE_BYTES))
+    unsharded = {link for wait in calls(result, GATHER_WAIT) for link in chain(wait)}
+    products = calls(result, aten.mm.default)
     dgrads = {origin(product.args[0]): product for product in products if product.args[1] in unsharded}
     wgrads = [mm for mm in products if mm.args[1] not in unsharded and origin(mm.args[0]) in dgrads]
-    return {node: i for i, node in enumerate(planned.nodes)}, dgrads, wgrads
+    return {node: i for i, node in enumerate(result.nodes)}, dgrads, wgrads
 
 
 def count_early_and_late(graph, skipped):
@@ -114,18 +112,14 @@ def test_weight_gradients_of_checkpointed_branches_come_with_each():
         plan = Settings().plan(LINK, FREE_BYTES)
         _, backward = trace(lambda: model(torch.zeros(256, 16)), plan, lambda leaf: names.get(id(leaf)))
     for skipped in ((), ("free",)):
-        planned, _ = copied(backward.graph)
-        pipeline.run_passes(planned, pipeline.schedule_passes(replace(plan, disabled=skipped)))
-        peaks.append(max(Liveness(planned).live_bytes()))
+        peaks.append(max(Liveness(planned(backward.graph, replace(plan, disabled=skipped))).live_bytes()))
     assert peaks[0] < 1.25 * peaks[1], peaks
 
 
 def test_unsharded_matrices_die_at_their_first_reader(traced):
     """Between a decoder's first and last reader of a matrix lies nothing that another order could move after it."""
     for captured in traced:
-        graph, _ = copied(captured.graph)
-        pipeline.run_passes(graph, pipeline.schedule_passes(Settings().plan(LINK, 1 << 40)))
-        for lifetime in ParamLifetimes(graph).lifetimes:
+        for lifetime in ParamLifetimes(planned(captured.graph, Settings().plan(LINK, 1 << 40))).lifetimes:
             if not lifetime.returned and value(lifetime.wait).ndim > 1:
                 outside = {reader for _, reader in readers(chain(lifetime.wait))}
                 assert len(outside) == 1, lifetime.shard

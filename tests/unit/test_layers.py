@@ -201,7 +201,7 @@ def test_no_file_is_too_long():
 
 @pytest.mark.parametrize(
     "names, budget",
-    [(("csrc", "passes", "zcompile", "setup.py"), 28_135), (("tests",), 25_201)],
+    [(("csrc", "passes", "zcompile", "setup.py"), 28_135), (("tests",), 25_141)],
     ids=["product", "tests"],
 )
 def test_lines_keep_to_their_budget(names, budget):

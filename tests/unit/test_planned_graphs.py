@@ -6,8 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-from tests.support.decoder import FREE_BYTES, LINK
-from zcompile.explanation.trace import copied
+from tests.support.decoder import FREE_BYTES, LINK, planned
 from zcompile.graph.ops import GATHER, GATHER_GROUP_START, GATHER_START, GATHER_WAIT, calls, insert, value
 from zcompile.options import Settings
 from zcompile.passes import pipeline
@@ -17,10 +16,8 @@ from zcompile.passes.bucket import bucket
 def test_a_plan_gives_readers_no_new_storage(traced):
     """Else Inductor would infer again all that reads a gathered parameter, and all that comes after it."""
     for captured in traced:
-        planned, _ = copied(captured.graph)
-        before = {value(gather).untyped_storage()._cdata for gather in calls(planned, GATHER)}
-        pipeline.run_passes(planned, pipeline.schedule_passes(Settings().plan(LINK, FREE_BYTES)))
-        waits = calls(planned, GATHER_WAIT)
+        before = {value(gather).untyped_storage()._cdata for gather in calls(captured.graph, GATHER)}
+        waits = calls(planned(captured.graph, Settings().plan(LINK, FREE_BYTES)), GATHER_WAIT)
         assert waits and {value(wait).untyped_storage()._cdata for wait in waits} <= before
 
 

@@ -8,9 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
+from tests.support.decoder import planned
 from zcompile.costs.hardware import CPU, H200
 from zcompile.costs.model import Costs, simulate
-from zcompile.explanation.trace import copied
 from zcompile.graph.ops import GATHER, GATHERS, aten, calls, insert
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan, Settings
@@ -30,8 +30,7 @@ def test_prefetch_hides_as_much_as_starting_everything_first_within_the_budget(t
     }.items():
         plan = settings.plan(link, 0)
         for i, captured in enumerate(traced):
-            graph, _ = copied(captured.graph)
-            pipeline.run_passes(graph, pipeline.schedule_passes(plan))
+            graph = planned(captured.graph, plan)
             lifetimes = ParamLifetimes(graph)
             assert max(lifetimes.unsharded_bytes()) <= lifetimes.bound_bytes(budget)
             exposed[name, i] = simulate(graph, Costs(graph, link)).exposed_s

@@ -5,12 +5,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
+from tests.support.decoder import planned
 from zcompile.costs.hardware import H200
 from zcompile.explanation.predict import predict_step
-from zcompile.explanation.trace import Traced, copied
+from zcompile.explanation.trace import Traced
 from zcompile.graph.ops import REDUCE, REDUCE_START, REDUCE_WAIT, aten, calls, insert, transfer_bytes
 from zcompile.options import Settings
-from zcompile.passes import pipeline
 
 LINK = H200.over("nccl", 8)
 MIB = 1 << 20
@@ -57,10 +57,8 @@ def predicted(graph: Graph, **options):
 
 def most_bytes_on_the_way(graph: Graph, **options) -> int:
     """Most bytes of gradients whose reduce has started and has not been waited for, behind the waits of each start."""
-    planned, _ = copied(graph)
-    pipeline.run_passes(planned, pipeline.schedule_passes(Settings(**options).plan(LINK, H200.memory_bytes)))
     most_bytes = now_bytes = 0
-    for node in calls(planned, REDUCE_START, REDUCE_WAIT):
+    for node in calls(planned(graph, Settings(**options).plan(LINK, H200.memory_bytes)), REDUCE_START, REDUCE_WAIT):
         if node.target is REDUCE_START:
             most_bytes = max(most_bytes, now_bytes)
             now_bytes += transfer_bytes(node)
@@ -98,9 +96,6 @@ def test_explain_tells_the_default_budget():
 
 
 def test_ranks_with_other_shards_plan_the_same():
-    plans = set()
-    for rank in (0, LINK.world // 2, LINK.world - 1):  # with 2, 1 and none of 9 experts
-        planned, _ = copied(backward_of(4, [([9, 1536, 2048], 16), (ATTENTION, 1 << 17)], rank))
-        pipeline.run_passes(planned, pipeline.schedule_passes(Settings().plan(LINK, H200.memory_bytes)))
-        plans.add(str(planned))
-    assert len(plans) == 1
+    plan, gradients = Settings().plan(LINK, H200.memory_bytes), [([9, 1536, 2048], 16), (ATTENTION, 1 << 17)]
+    ranks = (0, LINK.world // 2, LINK.world - 1)  # with 2, 1 and none of 9 experts
+    assert len({str(planned(backward_of(4, gradients, rank), plan)) for rank in ranks}) == 1
