@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zcompile
-from tests.support.deepspeed import is_taken_over, make_engine, train
+from tests.support.deepspeed import assert_taken_over, beside_eager, make_engine, train
 from tests.support.deepspeed_config import MICROBATCHES
 from tests.support.models import batch
 from tests.support.ranks import on_ranks
@@ -18,7 +18,7 @@ def test_microbatches_share_gathers(rank, world):
     for microbatch_cache_bytes in (0, 1 << 20):
         engine = make_engine({"microbatch_cache_bytes": microbatch_cache_bytes, "bucket_bytes": 500})
         assert train(engine, rank, end=8) == expected
-        assert is_taken_over(engine), engine.zcompile.given_back
+        assert_taken_over(engine)
         gathered[microbatch_cache_bytes] = zcompile.stats(engine.module)["gathered_bytes"]["float32"]
         with torch.no_grad():
             # The module sees the step, although no forward of the engine came between.
@@ -31,9 +31,9 @@ def test_microbatches_share_gathers(rank, world):
 @on_ranks(2)
 def test_boundaries_set_by_hand_equal_eager(rank, world):
     """As accelerate does it: the program says which microbatch is the last, and calls `step` after that one alone."""
-    curves = []
-    for flag in (None, {"microbatch_cache_bytes": 1 << 20, "bucket_bytes": 500}):
-        engine, curve = make_engine(flag), []
+
+    def drive(engine):
+        curve = []
         for microbatch in range(8):
             engine.set_gradient_accumulation_boundary(microbatch % MICROBATCHES == MICROBATCHES - 1)
             with torch.no_grad():
@@ -45,7 +45,7 @@ def test_boundaries_set_by_hand_equal_eager(rank, world):
             if engine.is_gradient_accumulation_boundary():
                 engine.step()
             curve.append(loss.item())
-        assert flag is None or is_taken_over(engine), engine.zcompile.given_back
-        curves.append(curve)
-        engine.destroy()
-    assert curves[0] == curves[1]
+        return curve
+
+    expected, curve = beside_eager(drive, flag={"microbatch_cache_bytes": 1 << 20, "bucket_bytes": 500})
+    assert curve == expected

@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.support.artifacts import cache_in
-from tests.support.deepspeed import is_taken_over, make_engine
+from tests.support.deepspeed import assert_taken_over, make_engine
 from zcompile.artifact.aot import lacking
 from zcompile.integrations.deepspeed.config import options_of
 
@@ -34,7 +34,7 @@ def rank_trains(rank, world, folder, path):
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        assert is_taken_over(engine), engine.zcompile.given_back
+        assert_taken_over(engine)
         compiled = engine.zcompile.state.provenance.compiled
         engine.destroy()
     return losses, compiled, bool(counters["stats"])

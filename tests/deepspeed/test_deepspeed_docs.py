@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import zcompile
-from tests.support.deepspeed import LanguageModel, is_taken_over, make_engine, train
+from tests.support.deepspeed import LanguageModel, assert_taken_over, is_taken_over, make_engine, train
 from tests.support.deepspeed_config import BF16, config_of
 from tests.support.pages import ROOT, blocks_of, check_config
 from tests.support.ranks import on_ranks
@@ -24,7 +24,7 @@ def trained(rank, **config):
     """Losses and norms of two steps, and what went over the wire."""
     engine = make_engine({}, **config)
     curve = train(engine, rank, end=2)
-    assert is_taken_over(engine), engine.zcompile.given_back
+    assert_taken_over(engine)
     counted = zcompile.stats(engine.module)
     engine.destroy()
     return curve, counted
@@ -69,9 +69,16 @@ def test_a_model_is_saved_in_16_bits(rank, world, tmp_path):
     engine.destroy()
 
 
-def rank_runs_the_page(rank, world, folder):
-    blocks = {block.language: block.text for block in blocks_of("docs/deepspeed.md")}
-    file = f"{folder}/ds_config_{rank}.json"
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_page_runs(rank, world, tmp_path):
+    found = blocks_of("docs/deepspeed.md")
+    assert {block.language for block in found} == {"python", "json"}
+    for block in found:
+        if block.language == "json":
+            check_config(block.text)
+    blocks = {block.language: block.text for block in found}
+    file = f"{tmp_path}/ds_config_{rank}.json"
     with open(file, "w") as config:
         json.dump(config_of(None) | json.loads(f"{{{blocks['json']}}}"), config)
     names = {"model": LanguageModel()}
@@ -79,12 +86,3 @@ def rank_runs_the_page(rank, world, folder):
     engine = names["engine"]
     assert engine.zcompile.options == {} and not engine.zcompile.given_back
     engine.destroy()
-
-
-@pytest.mark.slow
-def test_the_page_runs(ranks, tmp_path):
-    for block in blocks_of("docs/deepspeed.md"):
-        assert block.language in ("python", "json"), block
-        if block.language == "json":
-            check_config(block.text)
-    ranks(2).run(rank_runs_the_page, str(tmp_path))

@@ -1,14 +1,21 @@
 """DeepSpeed's leaf modules with the flag: they are units, and train as in eager ZeRO-3."""
 
-import logging
 import re
+import unittest
 
 import pytest
 import torch
 from torch import nn
 
 import zcompile
-from tests.support.deepspeed import deepspeed, is_taken_over, largest_differences, make_engine, stage3
+from tests.support.deepspeed import (
+    assert_taken_over,
+    deepspeed,
+    is_taken_over,
+    largest_differences,
+    make_engine,
+    stage3,
+)
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, StackedExperts
 from tests.support.ranks import on_ranks
@@ -79,47 +86,51 @@ def parameters_of(engine):
         return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
-def eager(rank, leaf=Experts, config=CLIPPED, steps=4):
+def train(engine, rank, count=4 * MICROBATCHES, how="engine.backward", edits=None):
+    """Losses and norms of microbatches. `edits`: what is done to the engine, by the microbatch before which it is."""
+    curve = []
+    for i in range(count):
+        if i in (edits or {}):
+            edits[i](engine)
+        curve.append(step_of(engine, i, rank, how))
+    return curve
+
+
+def eager(rank, leaf=Experts, config=CLIPPED):
     """Losses and norms, and parameters, of an engine without the flag."""
     engine = make(None, leaf, **config)
-    curve = [step_of(engine, i, rank) for i in range(steps * MICROBATCHES)]
+    curve = train(engine, rank)
     parameters = parameters_of(engine)
     engine.destroy()
     return curve, parameters
 
 
 def same(engine, curve, expected):
-    """The same as `expected`, of `eager`."""
+    """The same as `expected`, of `eager`. Ends the engine."""
     assert max(largest_differences(curve, expected[0])) <= 1e-6, (curve, expected[0])
     for name, value in parameters_of(engine).items():
         torch.testing.assert_close(value, expected[1][name], rtol=1e-5, atol=1e-7, msg=lambda text, of=name: of + text)
-
-
-def rank_trains(rank, world, leaf, flag, config):
-    expected = eager(rank, leaf, config)
-    engine = make(flag, leaf, **config)
-    curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
-    assert is_taken_over(engine), engine.zcompile.given_back
-    assert state_of(engine.module).units.parameters
-    same(engine, curve, expected)
     engine.destroy()
 
 
 @pytest.mark.parametrize(
-    "leaf, flag, config",
+    "world, leaf, flag, config",
     [
-        pytest.param(Experts, {}, CLIPPED, id="modules"),
-        pytest.param(StackedExperts, {}, NO_ACCUMULATION, id="stacked"),
-        pytest.param(Experts, {"microbatch_cache_bytes": 1 << 20}, CLIPPED, id="cached microbatches"),
-        pytest.param(Mixture, {}, SUB_GROUPS, id="layers"),
+        pytest.param(2, Experts, {}, CLIPPED, id="modules"),
+        pytest.param(3, Experts, {}, CLIPPED, id="three ranks"),
+        pytest.param(2, StackedExperts, {}, NO_ACCUMULATION, id="stacked"),
+        pytest.param(2, Experts, {"microbatch_cache_bytes": 1 << 20}, CLIPPED, id="cached microbatches"),
+        pytest.param(2, Mixture, {}, SUB_GROUPS, id="layers"),
     ],
 )
-def test_leaf_modules_train_as_in_eager(ranks, leaf, flag, config):
-    ranks(2).run(rank_trains, leaf, flag, config)
-
-
-def test_leaf_modules_of_three_ranks_train_as_in_eager(ranks):
-    ranks(3).run(rank_trains, Experts, {}, CLIPPED)
+@on_ranks()
+def test_leaf_modules_train_as_in_eager(rank, world, leaf, flag, config):
+    expected = eager(rank, leaf, config)
+    engine = make(flag, leaf, **config)
+    curve = train(engine, rank)
+    assert_taken_over(engine)
+    assert state_of(engine.module).units.parameters
+    same(engine, curve, expected)
 
 
 @on_ranks(2)
@@ -129,36 +140,25 @@ def test_an_unused_expert_has_zeros_in_deepspeeds_buffer(rank, world):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(LeanStep, "is_possible", staticmethod(lambda optimizer: False))
         engine = make({}, **CLIPPED)
-        curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
+        curve = train(engine, rank)
     assert is_taken_over(engine) and engine.zcompile.lean_step is None
     same(engine, curve, expected)
-    engine.destroy()
 
 
 @on_ranks(2)
 def test_a_leaf_module_is_gathered_twice_and_reduced_once(rank, world):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    log = logging.getLogger("zcompile")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with unittest.TestCase().assertLogs("zcompile", "INFO") as logged:
         engine = make({}, **NO_ACCUMULATION)
         step_of(engine, 0, rank)
         zcompile.reset_stats(engine.module)
         step_of(engine, 1, rank)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
     moved = zcompile.stats(engine.module)
     experts = sum("experts" in name for name, _ in engine.module.named_parameters())
     others = len(list(engine.module.parameters())) - experts
     assert 0 <= moved["gathers"] - 2 * experts - others <= others, moved  # a plan may gather others for backward, too
     assert moved["reduces"] == experts + others, moved
-    trains = [message for message in messages if "trains this DeepSpeed engine" in message]
-    assert len(trains) == 1 and f"{experts} of them in leaf modules" in trains[0], messages
+    trains = [message for message in logged.output if "trains this DeepSpeed engine" in message]
+    assert len(trains) == 1 and f"{experts} of them in leaf modules" in trains[0], logged.output
     engine.destroy()
 
 
@@ -182,32 +182,22 @@ def move_partitions(engine):
 def test_leaf_modules_follow_partitions_that_move(rank, world):
     expected = eager(rank)
     engine = make({}, **CLIPPED)
-    curve = []
-    for i in range(4 * MICROBATCHES):
-        if i == 2 * MICROBATCHES:
-            move_partitions(engine)
-        curve.append(step_of(engine, i, rank))
-    assert is_taken_over(engine), engine.zcompile.given_back
+    curve = train(engine, rank, edits={2 * MICROBATCHES: move_partitions})
+    assert_taken_over(engine)
     same(engine, curve, expected)
-    engine.destroy()
 
 
 @on_ranks(2)
 def test_an_engine_with_leaf_modules_is_given_back(rank, world):
     expected = eager(rank)
     engine = make({}, **CLIPPED)
-    curve = []
-    for i in range(4 * MICROBATCHES):
-        if i == 2 * MICROBATCHES + 1:
-            engine.zcompile.give_back("asked for")
-        curve.append(step_of(engine, i, rank))
+    curve = train(engine, rank, edits={2 * MICROBATCHES + 1: lambda engine: engine.zcompile.give_back("asked for")})
     assert not is_taken_over(engine)
     for module in engine.module.modules():
         left = [name for name in vars(module) if name.startswith("_zcompile")]
         assert not left, left
     assert type(engine.module.layers[0].experts) is Experts
     same(engine, curve, expected)
-    engine.destroy()
 
 
 class Tied(LossOfMixture):
@@ -244,30 +234,34 @@ def test_leaf_modules_that_cannot_be_units_stay_eager(rank, world):
 def test_one_rank_has_no_units(rank, world):
     expected = eager(rank)
     engine = make({}, **CLIPPED)
-    curve = [step_of(engine, i, rank) for i in range(4 * MICROBATCHES)]
+    curve = train(engine, rank)
     assert is_taken_over(engine) and engine.zcompile.state.units is None
     same(engine, curve, expected)
-    engine.destroy()
 
 
-def rank_skips(rank, world, how, config):
+HAS_LOSS_BACKWARD = hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward")
+
+
+@pytest.mark.parametrize(
+    "how, config",
+    [
+        ("engine.backward", CLIPPED),
+        pytest.param(
+            "loss.backward",
+            NO_ACCUMULATION,
+            marks=pytest.mark.skipif(not HAS_LOSS_BACKWARD, reason="this DeepSpeed wants engine.backward()"),
+        ),
+    ],
+)
+@on_ranks(2)
+def test_a_rank_may_skip_a_leaf_module(rank, world, how, config):
     """With the flag, a rank may skip a leaf module, for which eager waits for ever. What it gives is zero."""
     trained = []
     for skips in (False, True):
         engine = make({}, layer_class=Skipping, **config)
         if rank == 1:
             engine.module.layers[0].factor, engine.module.layers[0].skips = 0.0, skips
-        curve = [step_of(engine, i, rank, how) for i in range(3 * MICROBATCHES)]
-        assert is_taken_over(engine), engine.zcompile.given_back
+        curve = train(engine, rank, 3 * MICROBATCHES, how)
+        assert_taken_over(engine)
         trained.append((curve, parameters_of(engine)))
         same(engine, curve, trained[0])
-        engine.destroy()
-
-
-@pytest.mark.parametrize(
-    "how, config", [pytest.param("engine.backward", CLIPPED), pytest.param("loss.backward", NO_ACCUMULATION)]
-)
-def test_a_rank_may_skip_a_leaf_module(ranks, how, config):
-    if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
-        pytest.skip("this DeepSpeed wants engine.backward()")
-    ranks(2).run(rank_skips, how, config)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.deepspeed import is_taken_over, make_engine
+from tests.support.deepspeed import assert_taken_over, is_taken_over, make_engine
 from tests.support.deepspeed_config import MICROBATCHES
 from tests.support.ranks import on_ranks
+from tests.support.reference import same_values
 from zcompile.ranks import order_watch
 
 pytestmark = pytest.mark.slow
@@ -36,13 +37,12 @@ def test_no_step_on_what_ranks_mixed_up(rank, world):
         engine = make_engine({}, Experts(), zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
         for second in (False, True, False):
             train_step(engine, second)
-    assert is_taken_over(engine), engine.zcompile.given_back
+    assert_taken_over(engine)
     assert engine.global_steps == 3
     partitions = engine.optimizer.fp16_partitioned_groups_flat + engine.optimizer.fp32_partitioned_groups_flat
     before = [partition.clone() for partition in partitions]
     with pytest.raises(RuntimeError, match=r"ranks started different gathers.* gather '[ab].weight' on rank 0 and"):
         train_step(engine, rank == 1)
     assert is_taken_over(engine) and engine.global_steps == 3
-    for partition, value in zip(partitions, before, strict=True):
-        assert torch.equal(partition, value)
+    same_values(partitions, before)
     engine.destroy()

@@ -5,8 +5,8 @@ import torch
 from packaging.version import parse as version
 
 from tests.support.deepspeed import (
+    beside_eager,
     deepspeed,
-    is_taken_over,
     largest_differences,
     make_engine,
     rank_trains_beside_eager,
@@ -15,6 +15,7 @@ from tests.support.deepspeed import (
 from tests.support.deepspeed_config import BF16, SUB_GROUPS
 from tests.support.models import batch
 from tests.support.ranks import on_ranks
+from tests.support.reference import same_values
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,19 @@ def test_fused_adam_divides_by_the_scale(ranks, config):
     ranks(2).run(rank_trains_beside_eager, {}, (1e-6, 1e-6), FUSED | config, 12, 8)
 
 
-def rank_overflows(rank, world, config):
+@pytest.mark.skipif(
+    version(deepspeed.__version__) < version("0.19"), reason="DeepSpeed steps with such gradients before 0.19"
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="adam"),
+        pytest.param(FUSED, id="fused"),
+        pytest.param(FUSED | SUB_GROUPS, id="fused sub-groups"),
+    ],
+)
+@on_ranks(2)
+def test_a_step_that_overflows_changes_nothing(rank, world, config):
     """A step whose gradients are not finite changes no main parameter, and the steps after it are as ever."""
     eager, engine = make_engine(None, **config), make_engine({}, **config)
     for trained in (eager, engine):
@@ -59,8 +72,7 @@ def rank_overflows(rank, world, config):
                 optimizer.partition_grads([parameter], [grad])
         optimizer.independent_gradient_partition_epilogue()
         optimizer.step()
-        for main, main_before in zip(optimizer.fp32_partitioned_groups_flat, before, strict=True):
-            assert torch.equal(main, main_before)
+        same_values(optimizer.fp32_partitioned_groups_flat, before)
         states.append([optimizer.optimizer.state[main] for main in optimizer.fp32_partitioned_groups_flat])
     for eager_state, engine_state in zip(*states, strict=True):
         for name, value in eager_state.items():
@@ -69,20 +81,6 @@ def rank_overflows(rank, world, config):
     assert max(largest_differences(curve, expected)) <= 1e-6
     eager.destroy()
     engine.destroy()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({}, id="adam"),
-        pytest.param(FUSED, id="fused"),
-        pytest.param(FUSED | SUB_GROUPS, id="fused sub-groups"),
-    ],
-)
-def test_a_step_that_overflows_changes_nothing(ranks, config):
-    if version(deepspeed.__version__) < version("0.19"):
-        pytest.skip("DeepSpeed steps with such gradients before 0.19")
-    ranks(2).run(rank_overflows, config)
 
 
 def set_states(optimizers):
@@ -139,7 +137,7 @@ def test_steps_equal_eager_bitwise(rank, world, config, by_parameter, cast_bytes
             assert torch.equal(eager_main, main)
             eager_state, state = eager.optimizer.optimizer.state[eager_main], engine.optimizer.optimizer.state[main]
             assert eager_state.keys() == state.keys()
-            assert all(torch.equal(value, state[name]) for name, value in eager_state.items())
+            same_values(eager_state, state)
         sizes = [len(optimizer.optimizer.state) for optimizer in optimizers]
         assert sizes[0] == sizes[1], "views left states behind"
         assert float(eager.optimizer._global_grad_norm) == float(engine.optimizer._global_grad_norm)
@@ -167,32 +165,29 @@ def record_squares(reduced_squares):
 @on_ranks(2)
 def test_norms_come_from_reduces(rank, world, config):
     """Squares come from reduces where nobody edited the gradient after its reduce.
-
     Norms are those of eager ZeRO-3, which sums in another order, in fp64.
     """
-    utils, curves = deepspeed.utils, []
-    for flag in (None, {}):
-        engine = make_engine(flag, gradient_accumulation_steps=1, **config)
-        curve = []
+
+    def drive(engine):
+        recorded, curve, has_flag = [], [], hasattr(engine, "zcompile")
         for step in range(5):
             engine.backward(engine(batch(step, rank)))
-            if flag is not None and step == 0:
+            if has_flag and step == 0:
                 recorded = record_squares(engine.zcompile.lean_step.reduced_squares)
             head, edited = engine.module.head.weight, step == 3
             if edited:
-                utils.safe_set_full_grad(head, torch.ones(head.ds_shape))
+                deepspeed.utils.safe_set_full_grad(head, torch.ones(head.ds_shape))
             engine.step()
-            if flag is not None:
-                for parameter, square in recorded:
-                    whole = parameter.partition_numel() * (rank + 1) <= parameter.ds_numel
-                    expected = whole and not (edited and parameter is head)
-                    assert (square is not None) == expected, (step, parameter.ds_shape)
-                assert len(recorded) == len(list(engine.module.parameters()))
-                recorded.clear()
+            for parameter, square in recorded:
+                whole = parameter.partition_numel() * (rank + 1) <= parameter.ds_numel
+                expected = whole and not (edited and parameter is head)
+                assert (square is not None) == expected, (step, parameter.ds_shape)
+            assert len(recorded) == (len(list(engine.module.parameters())) if has_flag else 0)
+            recorded.clear()
             curve.append((1.0, float(engine.get_global_grad_norm())))
-        assert flag is None or is_taken_over(engine), engine.zcompile.given_back
-        curves.append(curve)
-        engine.destroy()
+        return curve
+
+    curves = beside_eager(drive, gradient_accumulation_steps=1, **config)
     assert largest_differences(*curves)[1] < 1e-15, curves
 
 
@@ -204,10 +199,10 @@ OFFLOAD = {
 
 @on_ranks(2)
 def test_an_offloaded_optimizer_equals_eager(rank, world):
-    curves = []
-    for flag in (None, {}):
-        engine = make_engine(flag, **OFFLOAD)
-        curves.append(train(engine, rank, end=4))
-        assert flag is None or (is_taken_over(engine) and engine.zcompile.lean_step is None), engine.zcompile.given_back
-        engine.destroy()
-    assert curves[0] == curves[1], curves
+    def drive(engine):
+        curve = train(engine, rank, end=4)
+        assert not hasattr(engine, "zcompile") or engine.zcompile.lean_step is None
+        return curve
+
+    expected, curve = beside_eager(drive, **OFFLOAD)
+    assert curve == expected

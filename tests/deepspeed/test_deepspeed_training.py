@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.support.deepspeed import (
     LanguageModel,
+    beside_eager,
     deepspeed,
     is_taken_over,
     make_engine,
@@ -76,39 +77,35 @@ def make_sharded():
         return LanguageModel()
 
 
-def rank_makes_engines(rank, world, how):
-    curves = []
+HAS_LOSS_BACKWARD = hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward")
+NEEDS_LOSS_BACKWARD = pytest.mark.skipif(not HAS_LOSS_BACKWARD, reason="this DeepSpeed wants engine.backward()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["zero.Init", pytest.param("loss.backward", marks=NEEDS_LOSS_BACKWARD), "checkpointed", "fp16"]
+)
+@on_ranks(2)
+def test_engines_made_and_used_otherwise_equal_eager(rank, world, how):
     # DeepSpeed wants AMX for fp16, torch does not.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    for flag in (None, {}):
-        torch.manual_seed(0)
-        config = {"fp16": {"enabled": True, "initial_scale_power": 40}} if how == "fp16" else {}
-        model = {"zero.Init": make_sharded, "checkpointed": Checkpointed}.get(how, LanguageModel)()
-        engine = make_engine(flag, model=model, **config)
+
+    def drive(engine):
         curve = []
         for microbatch in range(8 * MICROBATCHES):
             loss = engine(batch(microbatch, rank))
             loss.backward() if how == "loss.backward" else engine.backward(loss)
             engine.step()
             curve.append(loss.item())
-        assert flag is None or is_taken_over(engine), engine.zcompile.given_back
         if how == "fp16":
             curve.append(engine.optimizer.cur_scale)
             assert engine.optimizer.cur_scale < 2**40  # steps were skipped
-        curves.append(curve)
-        engine.destroy()
-    if how == "fp16":
-        assert max(abs(eager - ours) / eager for eager, ours in zip(*curves, strict=True)) < 2e-3, curves
-    else:
-        assert curves[0] == curves[1], curves
+        return curve
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["zero.Init", "loss.backward", "checkpointed", "fp16"])
-def test_engines_made_and_used_otherwise_equal_eager(ranks, how):
-    if how == "loss.backward" and not hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward"):
-        pytest.skip("this DeepSpeed wants engine.backward()")
-    ranks(2).run(rank_makes_engines, how)
+    config = {"fp16": {"enabled": True, "initial_scale_power": 40}} if how == "fp16" else {}
+    make = {"zero.Init": make_sharded, "checkpointed": Checkpointed}.get(how, LanguageModel)
+    expected, curve = beside_eager(drive, make, **config)
+    assert curve == (pytest.approx(expected, rel=2e-3) if how == "fp16" else expected)
 
 
 class Lora(nn.Module):
@@ -144,14 +141,8 @@ class WithCodes(LanguageModel):
 @pytest.mark.parametrize("make", [Lora, WithCodes])
 @on_ranks(2)
 def test_frozen_parameters_equal_eager(rank, world, make):
-    curves = []
-    for flag in (None, {}):
-        torch.manual_seed(0)
-        engine = make_engine(flag, model=make())
-        curves.append(train(engine, rank, end=6))
-        assert flag is None or is_taken_over(engine), engine.zcompile.given_back
-        engine.destroy()
-    assert curves[0] == curves[1]
+    expected, curve = beside_eager(lambda engine: train(engine, rank, end=6), make)
+    assert curve == expected
 
 
 @pytest.mark.slow

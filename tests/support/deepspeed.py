@@ -58,6 +58,23 @@ def is_taken_over(engine):
     return engine.zcompile.state is not None
 
 
+def assert_taken_over(engine):
+    assert is_taken_over(engine), engine.zcompile.given_back
+
+
+def beside_eager(drive, make=LanguageModel, flag=None, **config):
+    """What `drive(engine)` returns of an eager engine, and of one with the flag, which is taken over in the end."""
+    results = []
+    for each in (None, flag or {}):
+        torch.manual_seed(0)
+        engine = make_engine(each, make(), **config)
+        results.append(drive(engine))
+        if each is not None:
+            assert_taken_over(engine)
+        engine.destroy()
+    return results
+
+
 def rank_trains_beside_eager(rank, world, flag, tolerances, config, length=12, end=20):
     """Losses and norms differ from those of eager ZeRO-3 by at most `tolerances`, relatively."""
     eager = make_engine(None, **config)
@@ -65,7 +82,7 @@ def rank_trains_beside_eager(rank, world, flag, tolerances, config, length=12, e
     eager.destroy()
     engine = make_engine(flag, **config)
     curve = train(engine, rank, end=end, length=length)
-    assert is_taken_over(engine), engine.zcompile.given_back
+    assert_taken_over(engine)
     assert not engine.tput_timer.config.synchronized
     differences = largest_differences(curve, expected)
     for difference, tolerance in zip(differences, tolerances, strict=True):
