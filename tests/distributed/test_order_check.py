@@ -1,6 +1,8 @@
 """No optimizer steps on what ranks mixed up. Here on CPU."""
 
+import functools
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -45,26 +47,17 @@ def difference_at_step(optimizer, *models, closure=None):
     with pytest.raises(RuntimeError) as raised:
         optimizer.step(closure)
     for model, values in zip(models, before, strict=True):
-        for parameter, value in zip(model.parameters(), values, strict=True):
-            assert torch.equal(parameter.to_local(), value)
+        assert all(map(torch.equal, values_of(model), values))
     return str(raised.value)
 
 
-class Checks:
-    """Counts all-reduces of Python inside of the block: the model's own start in C++."""
+counted = functools.partial(mock.patch.object, dist, "all_reduce", wraps=dist.all_reduce)  # the model's start in C++
 
-    def __enter__(self):
-        self.count, self.original = 0, dist.all_reduce
-        dist.all_reduce = self.all_reduce
-        return self
 
-    def __exit__(self, *error):
-        dist.all_reduce = self.original
-
-    def all_reduce(self, tensor, *args, **kwargs):
-        assert tensor.device.type == "cpu" and tensor.numel() == 4
-        self.count += 1
-        return self.original(tensor, *args, **kwargs)
+def trained(*args, **how):
+    """A sharded model, and an optimizer."""
+    model = experts(*args, **how)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @on_ranks(2)
@@ -89,16 +82,17 @@ def test_a_step_costs_one_small_collective_for_each_mesh(rank, world, count):
     meshes = [short_mesh(LONG_S) for _ in range(count)]  # each has a group
     models = [experts(mesh=meshes[i % count]) for i in range(2)]
     optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()])
-    with Checks() as checks:
+    with counted() as checks:
         for step in range(20):
             for model in models:
                 backward(model, step % 2 == 1)
             optimizer.step()
-    assert checks.count == 20 * count
+    sent = [call.args[0] for call in checks.call_args_list]
+    assert len(sent) == 20 * count and all(each.device.type == "cpu" and each.numel() == 4 for each in sent)
     other = nn.Linear(2, 2)
-    with Checks() as checks:
+    with counted() as checks:
         torch.optim.SGD(other.parameters()).step()
-    assert checks.count == 0
+    assert not checks.called
 
 
 @on_ranks(2)
@@ -117,15 +111,14 @@ def test_neither_of_two_optimizers_steps(rank, world):
 @on_ranks(2)
 def test_all_ranks_may_skip_a_step(rank, world):
     """A GradScaler skips the second step, because gradients are not finite, without a call of the optimizer."""
-    model, scaler = experts(), torch.amp.GradScaler("cpu", init_scale=2.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Checks() as checks:
+    (model, optimizer), scaler = trained(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with counted() as checks:
         for step in range(4):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(2, 6) * (float("inf") if step == 1 else 1)).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert checks.count == 3 and scaler.get_scale() == 1
+    assert checks.call_count == 3 and scaler.get_scale() == 1
     optimizer.zero_grad()
     backward(model, rank == 1)
     assert DIFFERENT in difference_at_step(optimizer, model)
@@ -134,8 +127,7 @@ def test_all_ranks_may_skip_a_step(rank, world):
 @on_ranks(2)
 def test_a_rank_that_does_not_step_is_an_error_of_the_others(rank, world):
     seconds = scaled(3)
-    model = experts(seconds)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained(seconds)
     backward(model)
     if rank == 1:
         time.sleep(1.4 * seconds)
@@ -149,8 +141,7 @@ def test_a_rank_that_does_not_step_is_an_error_of_the_others(rank, world):
 def test_a_rank_at_its_step_is_told_what_the_thread_finds(rank, world):
     """Rank 1 waits for a parameter, rank 0 at its step. The thread finds that they differ."""
     seconds = scaled(6)
-    model = experts(seconds, period_s=0.2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained(seconds, period_s=0.2)
     backward(model, rank == 1)
     if rank == 0:
         begin = time.monotonic()
@@ -171,8 +162,7 @@ def test_a_rank_that_starts_none_is_a_step_ahead_at_most(rank, world):
 
     The first step of rank 0 waits for no rank, and the second for the first one of rank 1.
     """
-    model = experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained()
     backward(model)
     optimizer.step()
     times = []
@@ -187,8 +177,7 @@ def test_a_rank_that_starts_none_is_a_step_ahead_at_most(rank, world):
 
 def make_late_difference(rank):
     """Rank 1 gathers what rank 0 gathers after a step, in which it has nothing to compare."""
-    model = experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained()
     backward(model)
     optimizer.step()
     if rank == 0:
@@ -221,8 +210,7 @@ def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(rank, world):
 @on_ranks(2, timeout=30)
 def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(rank, world):
     """Rank 1 left at its step of the first model. Rank 0 did not wait there, and waits at the second model's step."""
-    models = [experts(mesh=short_mesh(seconds)) for seconds in (LONG_S, LONG_S + 1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = zip(*(trained(seconds) for seconds in (LONG_S, LONG_S + 1)))
     for model, optimizer in zip(models, optimizers, strict=True):
         backward(model)
         optimizer.step()
@@ -239,8 +227,7 @@ def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(rank, world):
 @on_ranks(2)
 def test_parameters_that_change_places_within_one_reduce_are_a_difference(rank, world):
     """Without a gather that tells them apart: both are in memory."""
-    model = experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained()
     with zcompile.accumulate(model):
         for second in (False, True, rank == 1):
             backward(model, second)
@@ -252,8 +239,7 @@ def test_parameters_that_change_places_within_one_reduce_are_a_difference(rank, 
 def rank_has_two_meshes(rank, world):
     """Models over the same ranks, of which one is replicated: they have one group, and logs of their own."""
     meshes = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
-    models = [experts(mesh=mesh) for mesh in meshes]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = zip(*(trained(mesh=mesh) for mesh in meshes))
     groups = {state_of(model).order_check.group() for model in models}
     for _ in range(2):
         for model in models:
@@ -286,8 +272,7 @@ def test_models_in_another_order_are_a_difference(rank, world):
 
 @on_ranks(2)
 def test_gradients_of_a_closure_are_compared(rank, world):
-    model = experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained()
 
     def closure(second=False):
         loss = model(torch.ones(2, 6), second).sum()
@@ -300,17 +285,16 @@ def test_gradients_of_a_closure_are_compared(rank, world):
 
 @on_ranks(2)
 def test_steps_that_are_compiled_or_inside_of_a_backward_go_on_unchecked(rank, world):
-    model = experts()
+    model, optimizer = trained()
     expected = values_of(model)
     expected[0] -= 0.1 * 2 + 0.1 * (2 + 2)  # two rows of ones in each backward
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model)
-    with Checks() as checks:
+    with counted() as checks:
         torch.compile(optimizer.step, backend="eager")()
         handle = model.a.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
         backward(model)
         handle.remove()
-    assert checks.count == 0
+    assert not checks.called
     for value, expectation in zip(values_of(model), expected, strict=True):
         torch.testing.assert_close(value, expectation)
 
@@ -318,8 +302,7 @@ def test_steps_that_are_compiled_or_inside_of_a_backward_go_on_unchecked(rank, w
 def rank_replicates(rank, world, shape):
     """Each replica reads another expert. Within one, all ranks read the same."""
     mesh = init_device_mesh("cpu", shape)
-    model = experts(mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained(mesh=mesh)
     for _ in range(2):
         backward(model)
         optimizer.step()
@@ -338,8 +321,7 @@ def test_replicas_are_compared(ranks, shape):
 
 @on_ranks(2)
 def test_a_difference_of_long_ago_is_bounded(rank, world):
-    model = experts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trained()
     with torch.no_grad():
         for read in range(100):
             model(torch.ones(2, 6), read == 10 and rank == 1)

@@ -17,7 +17,18 @@ from tests.support.mixtures import MixtureModel
 from tests.support.raising import Fault, MayRaise, fail
 from tests.support.ranks import on_ranks
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
-from tests.support.unit_chains import WIDTH, Chain, Part, chain_beside, chain_loss, chains, inputs, make_chain, skipping
+from tests.support.unit_chains import (
+    WIDTH,
+    By,
+    Chain,
+    Part,
+    chain_beside,
+    chain_loss,
+    chains,
+    inputs,
+    make_chain,
+    skipping,
+)
 from tests.support.units import checkpointed, routed_loss, sharded
 
 slow = pytest.mark.slow
@@ -111,16 +122,11 @@ def test_hooks_around_a_model_may_save_on_cpu(rank, world, prepare):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2)
 
 
-class Drops(Part):
-    def forward(self, x):
-        return nn.functional.dropout(super().forward(x), 0.5)
-
-
 @slow
 @on_ranks(2)
 def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(rank, world):
     def make():
-        model = make_chain(2, Drops)
+        model = make_chain(2, lambda: By(lambda part, x: nn.functional.dropout(Part.forward(part, x), 0.5)))
         checkpoint_each(model.parts)
         return model
 

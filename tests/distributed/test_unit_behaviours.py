@@ -4,6 +4,7 @@ Backwards, hooks and checkpoints are in test_unit_backwards.py.
 """
 
 import functools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.reference import close, same_backward, train_beside
 from tests.support.unit_chains import (
     KINDS,
     WIDTH,
+    By,
     Chain,
     Part,
     chain_beside,
@@ -43,23 +45,11 @@ class PartsOnly(nn.Module):
 # --- what a unit contains and returns --------------------------------------------------------------------------------
 
 
-@slow
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_a_unit_may_contain(rank, world, kind):
-    chain_beside(rank, world, make=functools.partial(make_chain, 2, KINDS[kind]), steps=2)
-
-
-class ReturnsLoad(Part):
-    def forward(self, x):
-        return super().forward(x), x.detach().abs().sum(0)
-
-
 class CountsLoad(PartsOnly):
     """Adds up, in a buffer, a result of its unit that needs no gradient."""
 
     def __init__(self):
-        super().__init__(ReturnsLoad())
+        super().__init__(By(lambda part, x: (Part.forward(part, x), x.detach().abs().sum(0))))
         self.register_buffer("load", torch.zeros(WIDTH))
 
     def forward(self, x):
@@ -76,35 +66,12 @@ def test_a_result_that_needs_no_gradient_stays_so(rank, world):
         assert not model.load.requires_grad
 
 
-class ReturnsInput(Part):
-    def forward(self, x):
-        return x
-
-
-class ReturnsView(Part):
-    def forward(self, x):
-        return x.view(-1, 2, 3)
-
-
 class EditsResult(PartsOnly):
     def forward(self, x):
         x = self.first(x)
         y = self.parts[0](x)
         y.mul_(2)
         return x.sin() + y.reshape(x.shape)
-
-
-@pytest.mark.parametrize("kind", [ReturnsInput, pytest.param(ReturnsView, marks=slow)])
-@on_ranks(2)
-def test_a_unit_may_return_its_input_which_is_then_edited_in_place(rank, world, kind):
-    chain_beside(rank, world, make=lambda: EditsResult(kind()), steps=1)
-
-
-class Opaque:
-    """Not a container that torch knows."""
-
-    def __init__(self, value):
-        self.value = value
 
 
 class Both(NamedTuple):
@@ -115,7 +82,8 @@ class Both(NamedTuple):
 class ReturnsStructure(Part):
     def forward(self, x):
         out = super().forward(x)
-        more = {"none": None, "indices": x.argmax(-1), "whole": self.a, "row": self.b[0], "opaque": Opaque(out * 2)}
+        opaque = SimpleNamespace(value=out * 2)  # no container that torch knows
+        more = {"none": None, "indices": x.argmax(-1), "whole": self.a, "row": self.b[0], "opaque": opaque}
         return Both(out, more)
 
 
@@ -131,21 +99,40 @@ class ReadsStructure(PartsOnly):
         return x
 
 
-@slow
-@on_ranks(2)
-def test_a_unit_may_return_structures_with_parameters_of_it(rank, world):
-    chain_beside(rank, world, make=lambda: ReadsStructure(ReturnsStructure(), ReturnsStructure()))
-
-
-class SavesItsResult(Part):
+class CallsTwice(Chain):
     def forward(self, x):
-        return torch.exp(x @ self.a)
+        x = self.first(x)
+        for part, dense in zip(self.parts, self.denses):
+            x = dense(x + part(x + part(x)))
+        return x
+
+
+class ReadsParts(Chain):
+    def forward(self, x):
+        return super().forward(x) @ self.parts[0].a + self.parts[1].b.sum()
+
+
+CHAINS = {name: functools.partial(make_chain, 2, kind) for name, kind in KINDS.items()} | {
+    "its input, which is then edited": lambda: EditsResult(By(lambda part, x: x)),
+    "a view of its input, which is then edited": lambda: EditsResult(By(lambda part, x: x.view(-1, 2, 3))),
+    "structures with parameters of it": lambda: ReadsStructure(ReturnsStructure(), ReturnsStructure()),
+    "two calls": lambda: CallsTwice(Part(), Part()),
+    "a parameter that its parent reads": lambda: ReadsParts(Part(), Part()),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=() if name.startswith("its input") else slow) for name in CHAINS]
+)
+@on_ranks(2)
+def test_a_unit_may_contain_return_or_have(rank, world, kind):
+    chain_beside(rank, world, make=CHAINS[kind])
 
 
 @slow
 @on_ranks(2)
 def test_an_edit_of_what_a_unit_saved_for_backward_is_an_error(rank, world):
-    model = with_units(Chain(SavesItsResult()))
+    model = with_units(Chain(By(lambda part, x: torch.exp(x @ part.a))))
     out = model.parts[0](inputs(0, rank))
     out.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -185,31 +172,6 @@ def test_a_gather_ahead_is_not_used_after_parameters_changed(rank, world):
             for parameter in each.parameters():
                 parameter.mul_(2)
         close(model.parts[1](x), reference.parts[1](x), 1e-5, "result")
-
-
-class CallsTwice(Chain):
-    def forward(self, x):
-        x = self.first(x)
-        for part, dense in zip(self.parts, self.denses):
-            x = dense(x + part(x + part(x)))
-        return x
-
-
-@slow
-@on_ranks(2)
-def test_a_forward_may_call_a_unit_twice(rank, world):
-    chain_beside(rank, world, make=lambda: CallsTwice(Part(), Part()))
-
-
-class ReadsParts(Chain):
-    def forward(self, x):
-        return super().forward(x) @ self.parts[0].a + self.parts[1].b.sum()
-
-
-@slow
-@on_ranks(2)
-def test_a_parent_may_read_a_parameter_of_a_unit(rank, world):
-    chain_beside(rank, world, make=lambda: ReadsParts(Part(), Part()))
 
 
 @slow

@@ -20,6 +20,7 @@ from zcompile.state.sharded_model import state_of
 PREPARED = {
     "eager": sharded,
     "compiled": compiled,
+    "inductor": functools.partial(compiled, inner="inductor"),
     "checkpointed": checkpointed,
     "checkpointed and compiled": functools.partial(checkpointed, prepare=compiled),
     "reentrant": functools.partial(checkpointed, use_reentrant=True),
@@ -27,12 +28,13 @@ PREPARED = {
     "whole layers": lambda model: sharded(model, units=list(model.layers)),
     "whole layers compiled": lambda model: compiled(model, units=list(model.layers)),
     "native reduce": lambda model: sharded(model, native_reduce=True),
+    "replicas": lambda model: sharded(model, mesh=torch.distributed.init_device_mesh("cpu", (2, 2))),
 }
 
 
-CASES = [(prepared, experts, 2) for prepared in PREPARED for experts in (Experts, StackedExperts)]
-CASES += [("eager", Experts, 3), ("compiled", Experts, 3)]
-SHORT = [("eager", Experts, 2), ("compiled", StackedExperts, 2), ("checkpointed", Experts, 2)]
+CASES = [(prepared, experts, 2) for prepared in list(PREPARED)[:-1] for experts in (Experts, StackedExperts)]
+CASES += [("eager", Experts, 3), ("compiled", Experts, 3), ("replicas", Experts, 4)]
+SHORT = [("eager", Experts, 2), ("compiled", StackedExperts, 2), ("checkpointed", Experts, 2), ("replicas", Experts, 4)]
 
 
 @pytest.mark.parametrize(
@@ -41,13 +43,6 @@ SHORT = [("eager", Experts, 2), ("compiled", StackedExperts, 2), ("checkpointed"
 @on_ranks()
 def test_ranks_may_hit_different_experts(rank, world, prepared, experts):
     train_beside(rank, world, PREPARED[prepared], make=lambda: MixtureModel(experts), loss=routed_loss, steps=5)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_experts_compiled_by_inductor_train_as_unsharded(rank, world):
-    prepare = functools.partial(compiled, inner="inductor")
-    train_beside(rank, world, prepare, make=lambda: MixtureModel(Experts, 2), loss=routed_loss, steps=3)
 
 
 @pytest.mark.slow
@@ -66,13 +61,6 @@ def test_a_param_dtype_travels(rank, world):
             return routed_loss(model, step, rank).float()
 
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2, tolerance=2 * BF16)
-
-
-@on_ranks(4)
-def test_units_of_replicas_train_as_unsharded(rank, world):
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
-    prepare = functools.partial(sharded, mesh=mesh)
-    train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=3)
 
 
 @on_ranks(2)
