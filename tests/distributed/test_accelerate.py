@@ -11,10 +11,16 @@ from torch.utils.data import DataLoader
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
 from tests.support.ranks import on_ranks
+from tests.support.reference import same_values
 from zcompile.integrations.huggingface import Accelerator, CompilePlugin
 from zcompile.state.sharded_model import state_of
 
-EAGER = {"inner": "aot_eager"}
+EAGER = CompilePlugin(options={"inner": "aot_eager"})
+
+
+def prepare(accelerator, *loaders):
+    model = tiny_llama()
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), *loaders)
 
 
 def train(accelerator, model, optimizer, loader, evaluation, steps=6):
@@ -44,15 +50,12 @@ def train(accelerator, model, optimizer, loader, evaluation, steps=6):
 def prepared(sharded_by_zcompile, compiled=False):
     forget_accelerate()
     torch._dynamo.reset()
-    model = tiny_llama()
     loaders = DataLoader(Sentences(), batch_size=2), DataLoader(Sentences(12), batch_size=2)
     if sharded_by_zcompile:
-        plugin = CompilePlugin(options=EAGER) if compiled else None
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dynamo_plugin=plugin)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return accelerator, *accelerator.prepare(model, optimizer, *loaders)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dynamo_plugin=EAGER if compiled else None)
+        return accelerator, *prepare(accelerator, *loaders)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    sharded_by_fsdp2(model)
+    model = sharded_by_fsdp2(tiny_llama())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     return accelerator, model, *accelerator.prepare(optimizer, *loaders)
@@ -87,12 +90,10 @@ def begin(world, kind):
     forget_accelerate()
     with patch.dict(os.environ, FSDP_STATE_DICT_TYPE=kind):
         accelerator = Accelerator(cpu=True)
-    model = tiny_llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     dataset = [{name: value for name, value in each.items() if name == "input_ids"} for each in Sentences(32)]
     for each in dataset:
         each["labels"] = each["input_ids"]  # as many tokens on each rank
-    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(dataset, batch_size=4 // world))
+    return accelerator, *prepare(accelerator, DataLoader(dataset, batch_size=4 // world))
 
 
 def rank_saves(rank, world, folder, kind="SHARDED_STATE_DICT"):
@@ -136,8 +137,7 @@ def test_saved_models_load_without_zcompile(ranks, tmp_path):
         load_file(tmp_path / "model/model.safetensors"),
     ):
         assert saved.keys() == whole.keys()
-        for name, value in saved.items():
-            assert torch.equal(value, whole[name]), name
+        same_values(saved, {name: whole[name] for name in saved})
 
 
 @pytest.mark.slow
@@ -147,11 +147,9 @@ def test_micro_steps_of_accumulate_gather_once(rank, world):
     for micro_steps in (1, 3):
         forget_accelerate()
         torch._dynamo.reset()
-        plugin = CompilePlugin(options={**EAGER, "bucket_bytes": 0})  # groups are not kept
+        plugin = CompilePlugin(options={"inner": "aot_eager", "bucket_bytes": 0})  # groups are not kept
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_steps, dynamo_plugin=plugin)
-        model = tiny_llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences(12), batch_size=2))
+        model, optimizer, loader = prepare(accelerator, DataLoader(Sentences(12), batch_size=2))
         for inputs in list(loader)[:micro_steps]:
             with accelerator.accumulate(model):
                 accelerator.backward(model(**inputs).loss)
@@ -169,21 +167,23 @@ def raised(error, text, program, *args, **kwargs):
         program(*args, **kwargs)
 
 
+def refused(text, **how):
+    """accelerate begins anew, and `Accelerator` refuses these arguments."""
+    forget_accelerate()
+    raised(ValueError, text, Accelerator, **how)
+
+
 @on_ranks(2)
 def test_what_cannot_train_is_refused_by_name(rank, world):
-    for name, value in (("fsdp_plugin", object()), ("parallelism_config", accelerate.ParallelismConfig())):
-        forget_accelerate()
-        raised(ValueError, name, Accelerator, cpu=True, **{name: value})
-    forget_accelerate()
-    raised(ValueError, "'inductor'.*dynamo_backend='zcompile'", Accelerator, cpu=True, dynamo_backend="inductor")
-    forget_accelerate()
+    refused("fsdp_plugin", cpu=True, fsdp_plugin=object())
+    refused("parallelism_config", cpu=True, parallelism_config=accelerate.ParallelismConfig())
+    refused("'inductor'.*dynamo_backend='zcompile'", cpu=True, dynamo_backend="inductor")
     with patch.dict(os.environ, WORLD_SIZE=str(world)):
-        raised(ValueError, "counts 1.*rank 0.*cpu=True", Accelerator)
+        refused("counts 1.*rank 0.*cpu=True")
     forget_accelerate()
     with patch.dict(os.environ, ACCELERATE_USE_FSDP="true"):  # as `accelerate launch --use_fsdp` sets it
         raised(ValueError, f"asks accelerate for FSDP.*rank {rank}", Accelerator, cpu=True)
-    forget_accelerate()
-    raised(ValueError, f"mixed_precision='fp16'.*rank {rank}", Accelerator, cpu=True, mixed_precision="fp16")
+    refused(f"mixed_precision='fp16'.*rank {rank}", cpu=True, mixed_precision="fp16")
     forget_accelerate()
     accelerator = Accelerator(cpu=True)
 
@@ -227,11 +227,8 @@ def test_a_sharded_model_is_prepared_as_it_is(rank, world):
 def rank_trains_in(rank, world, precision, compiled):
     forget_accelerate()
     torch._dynamo.reset()
-    plugin = CompilePlugin(options=EAGER) if compiled else None
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, dynamo_plugin=plugin)
-    model = tiny_llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences(24), batch_size=2))
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, dynamo_plugin=EAGER if compiled else None)
+    model, optimizer, loader = prepare(accelerator, DataLoader(Sentences(24), batch_size=2))
     losses = steps(accelerator, model, optimizer, loader, 6)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     return losses, list(zcompile.stats(model)["gathered_bytes"])

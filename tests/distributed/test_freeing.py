@@ -13,7 +13,7 @@ import zcompile
 from tests.support.models import Chain, mean_square
 from tests.support.process import rss_bytes, threads
 from tests.support.ranks import Ranks, on_ranks
-from tests.support.reference import close, compiled, pair
+from tests.support.reference import close, compiled, losses_of, pair
 from tests.support.time_limits import scaled
 from zcompile.state.sharded_model import state_of
 
@@ -28,10 +28,7 @@ loss_of = mean_square(4, 16)
 
 
 def train_step(model, rank):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_of(model, 0, rank).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    losses_of(model, loss_of, rank, 1, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def references(model):

@@ -10,6 +10,7 @@ from torch import nn
 import zcompile
 from tests.support.architectures import hugging_face
 from tests.support.blocks import shard_in_blocks
+from tests.support.models import Chain
 from tests.support.ranks import on_ranks
 
 TOKENS = torch.arange(10).view(2, 5)
@@ -60,25 +61,18 @@ def test_each_parameter_is_gathered_once_in_forward_and_in_backward(rank, world,
         assert whole < sum(zcompile.stats(model)["gathered_bytes"].values()) <= 2 * whole
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.GELU()) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
+def make_layers():
+    return Chain(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.GELU()) for _ in range(3)))
 
 
 def compile_layers(model, backend):
-    for layer in model.layers:
+    for layer in model:
         layer.compile(backend=backend)
 
 
 def wrap_layers(model, backend):
-    for i, layer in enumerate(model.layers):
-        model.layers[i] = torch.compile(layer, backend=backend)
+    for i, layer in enumerate(model):
+        model[i] = torch.compile(layer, backend=backend)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -95,7 +89,7 @@ def wrap_layers(model, backend):
 def test_compiled_layers_keep_no_weight_until_backward(rank, world, compile_each, backend, is_first):
     """By any backend, compiled before `shard`, as FSDP2's users do, or after it."""
     torch._dynamo.reset()
-    model = Layers()
+    model = make_layers()
     reference = copy.deepcopy(model)
     if is_first:
         compile_each(model, backend)
@@ -109,13 +103,13 @@ def test_compiled_layers_keep_no_weight_until_backward(rank, world, compile_each
         zcompile.reset_stats(model)
         model.zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()) or t, lambda t: t):
-            loss = model(x)
+            loss = model(x).square().mean()
         weights = [each for each in saved if each.nbytes() == 8 * 8 * 4]
         saved.clear()
         loss.backward()
         assert not weights
         assert sum(zcompile.stats(model)["gathered_bytes"].values()) == 2 * whole
-    reference(x).backward()
+    reference(x).square().mean().backward()
     for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
         dist.all_reduce(expected.grad)
         torch.testing.assert_close(ours.grad.full_tensor(), expected.grad / world)
@@ -123,7 +117,7 @@ def test_compiled_layers_keep_no_weight_until_backward(rank, world, compile_each
 
 @on_ranks(2)
 def test_a_model_that_another_backend_compiles_whole_is_warned_of(rank, world):
-    model = shard_in_blocks(Layers())
+    model = shard_in_blocks(make_layers())
     model.compile(backend="aot_eager")
     with pytest.warns(UserWarning, match="keep each gathered parameter until backward"):
         model(torch.ones(4, 8))

@@ -9,7 +9,7 @@ import torch
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.ranks import on_ranks
-from tests.support.reference import autocast_loss, compiled, lm_loss, pair, same_bits, train_beside
+from tests.support.reference import autocast_loss, compiled, lm_loss, losses_of, pair, same_bits, train_beside
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.state.sharded_model import state_of
 
@@ -114,15 +114,7 @@ def losses_without(rank, inner, skipped):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = compiled(Transformer(blocks=1), inner=inner, options={"skip_passes": skipped})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    losses = []
-    for step in range(3):
-        loss = autocast_loss(model, step, rank)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, zcompile.stats(model)["gathered_bytes"].keys()
+    return losses_of(model, autocast_loss, rank, 3).tolist(), zcompile.stats(model)["gathered_bytes"].keys()
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import zcompile
 from tests.support.architectures import hugging_face, hugging_face_loss
 from tests.support.packed import Quantized, quantized_loss
 from tests.support.ranks import on_ranks
-from tests.support.reference import FP32, close, compiled, full, pair, train_beside
+from tests.support.reference import FP32, close, compiled, losses_of, pair, same_values, train_beside
 
 peft = pytest.importorskip("peft")
 slow = pytest.mark.slow
@@ -47,32 +46,6 @@ def test_lora_trains_as_one_process_does(rank, world, prepare):
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
 
 
-def under_fsdp2(model: nn.Module) -> nn.Module:
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def losses_of(model, rank):
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(4):
-        losses.append(loss(model, step, rank))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(losses).detach()
-
-
-@slow
-@on_ranks(2)
-def test_lora_trains_as_under_fsdp2(rank, world):
-    ours, theirs = (pair(with_lora, prepare)[1] for prepare in (zcompile.shard, under_fsdp2))
-    torch.testing.assert_close(losses_of(ours, rank), losses_of(theirs, rank), rtol=0, atol=1e-5)
-    for (name, our), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        close(our, full(their), 10 * FP32, name)
-
-
 @pytest.mark.parametrize("prepare", PREPARE[:2])
 @on_ranks(2)
 def test_the_base_is_gathered_and_never_reduced(rank, world, prepare):
@@ -85,11 +58,6 @@ def test_the_base_is_gathered_and_never_reduced(rank, world, prepare):
     assert zcompile.stats(model)["gathered_bytes"]["float32"] >= base  # nothing of it stays
     result.backward()
     assert zcompile.stats(model)["reduced_bytes"] == {"float32": trained}
-
-
-def same_values(model, reference):
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.equal(full(ours.detach()), theirs), name
 
 
 @slow
@@ -154,8 +122,8 @@ def test_an_assignment_to_data_that_would_be_lost_raises(rank, world):
 @on_ranks(2)
 def test_adapters_alone_are_saved_and_loaded_in_one_process(rank, world, tmp_path):
     model = zcompile.shard(with_lora())
-    losses_of(model, rank)
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses_of(model, loss, rank, 4, torch.optim.AdamW(adapters, lr=1e-2))
     zcompile.reset_stats(model)
     with zcompile.unshard(adapters):
         gathered = zcompile.stats(model)["gathered_bytes"]["float32"]

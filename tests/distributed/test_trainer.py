@@ -18,6 +18,7 @@ from tests.support.huggingface import (
     whole_state,
 )
 from tests.support.ranks import on_ranks
+from tests.support.reference import same_values
 
 
 def arguments(folder, **others):
@@ -91,29 +92,26 @@ def test_saved_models_load_without_zcompile(ranks, tmp_path):
     for folder in ("whole", "checkpoint-6"):
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
         assert saved.keys() == trained.keys()
-        for name, value in saved.items():
-            assert torch.equal(value, trained[name]), name
+        same_values(saved, {name: trained[name] for name in saved})
 
 
-def rank_compiles(rank, world, folder, steps):
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+@on_ranks(2)
+def test_trainer_compiles_with_the_backend_of_its_arguments(rank, world, tmp_path, steps):
+    from transformers import AutoModelForCausalLM
+
     others = {"max_steps": steps, "eval_strategy": "no" if steps == 1 else "steps"}
     curves = {}
     for name, compile_by in (("eager", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": "zcompile"})):
-        trainer = begin(f"{folder}/{name}", **others, **compile_by)
+        trainer = begin(f"{tmp_path}/{name}", **others, **compile_by)
         trainer.train()
         trainer.save_model()
         curves[name] = history(trainer)
     assert isinstance(trainer.model, torch._dynamo.OptimizedModule)
     for name, values in curves["compiled"].items():
         assert values == pytest.approx(curves["eager"][name], abs=LOSSES, rel=LOSSES), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 3])
-def test_trainer_compiles_with_the_backend_of_its_arguments(ranks, tmp_path, steps):
-    from transformers import AutoModelForCausalLM
-
-    ranks(2).run(rank_compiles, str(tmp_path), steps)
+    torch.distributed.barrier()
     AutoModelForCausalLM.from_pretrained(tmp_path / "compiled")
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from tests.support.gpu import Wide, compiled_over
+from tests.support.gpu import Wide, compiled_over, sharded_over
 from tests.support.ranks import on_gpus
-from zcompile.state.sharded_model import state_of
+from tests.support.reference import same_values
 
 ops = torch.ops.zcompile
 
@@ -59,8 +59,7 @@ def rank_aliased_params_train_as_copies(rank, world, transport, microbatches, sa
         for name in (transport, "c10d")
     )
     assert torch.equal(losses, c10d_losses)
-    for parameter, c10d_parameter in zip(parameters, c10d_parameters, strict=True):
-        assert torch.equal(parameter, c10d_parameter)
+    same_values(parameters, c10d_parameters)
     return peak - before, sum(parameter.nbytes for parameter in parameters)
 
 
@@ -115,22 +114,25 @@ def test_what_is_saved_for_backward_is_aliased(rank, world):
         mapped = [address for address in saved if address and not in_allocator(address)]
         assert len(mapped) == (6 if transport == "p2p" else 0)  # two matrices in each of three forwards
         parameters_by_transport.append([parameter.to_local().detach().clone() for parameter in model.parameters()])
-    for over_p2p, over_c10d in zip(*parameters_by_transport, strict=True):
-        assert torch.equal(over_p2p, over_c10d)
+    same_values(*parameters_by_transport)
 
 
 def gather_cached(shard, shape):
     return ops.gather_wait(ops.gather_cached_start(shard, shape, torch.bfloat16))
 
 
+def large_shard():
+    """A linear layer over peer to peer, its shard, the shape of its weight, and the weight itself."""
+    module = nn.Linear(2048, 4101, bias=False).cuda()
+    expected = module.weight.detach().clone()
+    sharded_over("p2p", module)
+    return module, module.__dict__["_zcompile_leaf_weight"].detach(), [4101, 2048], expected
+
+
 @on_gpus(2)
 def test_aliased_params_are_mapped_once(rank, world):
     """A mapping is a second address of one memory: a gather moves no shard of this rank, and the next sees edits."""
-    module = nn.Linear(2048, 4101, bias=False).cuda()
-    expected = module.weight.detach().clone()
-    zcompile.shard(module)
-    state_of(module).runtime.use_transport("p2p")
-    leaf, shape = module.__dict__["_zcompile_leaf_weight"].detach(), [4101, 2048]
+    module, leaf, shape, expected = large_shard()
     addresses = set()
     for step in range(6):
         unsharded = gather_cached(leaf, shape)
@@ -177,11 +179,8 @@ def nothing_left_for_others():
 
 @on_gpus(2)
 def test_a_parameter_is_copied_where_no_page_is_left(rank, world):
-    module = nn.Linear(2048, 4101, bias=False).cuda()
-    expected = module.weight.detach().bfloat16()
-    zcompile.shard(module)
-    state_of(module).runtime.use_transport("p2p")
-    leaf, shape = module.__dict__["_zcompile_leaf_weight"].detach(), [4101, 2048]
+    _module, leaf, shape, expected = large_shard()
+    expected = expected.bfloat16()
     for _ in range(6):  # cached, and mapped once
         gather_cached(leaf, shape)
     dist.barrier()

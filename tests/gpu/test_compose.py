@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 import zcompile
 from tests.support.parallel import Dense, Mixture, expert_parallel, maybe_compiled, mesh_of, spread_dense, token_loss
 from tests.support.ranks import on_gpus
-from tests.support.reference import train_beside
+from tests.support.reference import same_values, train_beside
 
 STEPS = 200
 
@@ -23,19 +23,16 @@ def test_expert_parallel_models_train_as_unsharded(rank, world, inner):
     train_beside(rank, world, prepare, make=lambda: Mixture().cuda(), loss=token_loss, tolerance=1e-4)
 
 
-def rank_trains_dense(rank, world, inner, sequence):
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@on_gpus(4)
+def test_tensor_parallel_models_train_as_unsharded(rank, world, inner):
     mesh = mesh_of("cuda", dp=2, tp=2)
 
     def prepare(model):
-        return maybe_compiled(zcompile.shard(spread_dense(model, mesh["tp"], sequence), mesh["dp"]), inner)
+        return maybe_compiled(zcompile.shard(spread_dense(model, mesh["tp"], True), mesh["dp"]), inner)
 
     data_rank = mesh["dp"].get_local_rank()
     train_beside(data_rank, 2, prepare, make=lambda: Dense().cuda(), loss=token_loss, tolerance=1e-4)
-
-
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_tensor_parallel_models_train_as_unsharded(gpus, inner):
-    gpus(4).run(rank_trains_dense, inner, True)
 
 
 @on_gpus(4, timeout=300)
@@ -63,5 +60,4 @@ def test_steps_under_random_delays_end(rank, world):
             if step == 19:
                 shards.append([parameter.to_local().clone() for parameter in model.parameters()])
         torch.cuda.synchronize()
-    for mine, other in zip(*shards, strict=True):
-        assert torch.equal(mine, other)
+    same_values(*shards)

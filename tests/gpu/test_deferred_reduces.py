@@ -7,6 +7,7 @@ import torch.distributed as dist
 import zcompile
 from tests.support.gpu import make_transformer, sharded_over
 from tests.support.models import batch, loss_of
+from tests.support.ranks import on_gpus
 
 MICROBATCHES = 3
 STEPS = 3
@@ -32,10 +33,14 @@ def last_grads(world):
     return [parameter.grad for parameter in model.parameters()]
 
 
-def rank_defers(rank, world, transport, inner, reduce, shape):
+@pytest.mark.parametrize("reduce, world", [("last", 2), ("shards", 4), ("last", 4)])
+@pytest.mark.parametrize("inner", [None, pytest.param("inductor", marks=slow)])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
+@on_gpus()
+def test_deferred_gradients_are_those_of_the_unsharded_model(rank, world, transport, inner, reduce):
     expected = last_grads(world)
     torch.manual_seed(0)
-    mesh = dist.init_device_mesh("cuda", shape)
+    mesh = dist.init_device_mesh("cuda", (2, 2) if world == 4 else (2,))
     model = sharded_over(transport, make_transformer(), inner, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -52,10 +57,3 @@ def rank_defers(rank, world, transport, inner, reduce, shape):
         ours = parameter.grad.full_tensor()
         assert (ours - grad).norm() <= 1e-4 * grad.norm() + 1e-7
     torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("reduce, world", [("last", 2), ("shards", 4), ("last", 4)])
-@pytest.mark.parametrize("inner", [None, pytest.param("inductor", marks=slow)])
-@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
-def test_deferred_gradients_are_those_of_the_unsharded_model(gpus, transport, inner, reduce, world):
-    gpus(world).run(rank_defers, transport, inner, reduce, (2, 2) if world == 4 else (2,))

@@ -1,10 +1,10 @@
 """Embeddings whose rows travel alone: against whole matrices, and over one transport against the others."""
 
 import pytest
-import torch
 
 from tests.support.embedding_rows import rank_rows_like_whole, tables_curve
 from tests.support.ranks import on_gpus
+from tests.support.reference import same_values
 
 
 @pytest.mark.parametrize("transport", ["p2p", "c10d", "late p2p", "delayed p2p"])
@@ -21,4 +21,4 @@ def test_rows_over_transports_agree_bitwise(rank, world, microbatches):
         for transport in ("p2p", "c10d", "delayed p2p")
     )
     for other in others:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, over_p2p, strict=True))
+        same_values(other, over_p2p)

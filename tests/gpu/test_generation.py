@@ -1,6 +1,7 @@
 """Generation, packed weights and export on GPUs."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -54,11 +55,5 @@ def packed_loss(model, step, rank):
 @pytest.mark.parametrize("transport", ["c10d", "p2p"])
 @on_gpus(2)
 def test_frozen_parameters_of_any_dtype_travel(rank, world, transport, inner):
-    train_beside(
-        rank,
-        world,
-        lambda model: sharded_over(transport, model, inner),
-        make=lambda: Quantized().cuda(),
-        loss=packed_loss,
-        tolerance=1e-4,
-    )
+    prepare = functools.partial(sharded_over, transport, inner=inner)
+    train_beside(rank, world, prepare, make=lambda: Quantized().cuda(), loss=packed_loss, tolerance=1e-4)

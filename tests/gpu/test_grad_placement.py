@@ -7,6 +7,7 @@ from torch import nn
 from tests.support.gpu import compiled_over
 from tests.support.models import Chain
 from tests.support.ranks import on_gpus
+from tests.support.reference import same_values
 from zcompile.state.sharded_model import state_of
 
 
@@ -29,8 +30,7 @@ def test_gradients_outlive_their_transport(rank, world):
     del model
     torch.cuda.synchronize()
     filler = torch.full((64 << 20,), float("nan"), device="cuda")
-    for grad, copied in zip(grads, copies, strict=True):
-        assert torch.equal(grad, copied)
+    same_values(grads, copies)
     del filler
 
 
@@ -50,13 +50,9 @@ def test_gradients_take_the_place_of_shards_unless_held(rank, world):
         held.append((grads, [grad.clone() for grad in grads]))
         model.zero_grad()
     for grads, copies in held:
-        for grad, copied in zip(grads, copies, strict=True):
-            assert torch.equal(grad, copied)
-    first_grads, _ = held[0]
-    for grads, _ in held[1:]:
-        for grad, first_grad in zip(grads, first_grads, strict=True):
-            assert torch.equal(grad, first_grad)
-    del held, grads, copies, grad, copied, first_grads, first_grad, _
+        same_values(grads, copies)
+        same_values(grads, held[0][0])
+    del held, grads, copies
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model(x).square().mean().backward()

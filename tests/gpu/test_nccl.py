@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.support.gpu import autocast_loss, rank_trains_as_over_nccl
+from tests.support.gpu import rank_trains_as_over_nccl
 from tests.support.reduce_checks import rank_native_sums
-from tests.support.reference import lm_loss
+from tests.support.reference import autocast_loss, lm_loss
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

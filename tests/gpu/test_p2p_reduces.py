@@ -8,7 +8,7 @@ from torch import nn
 import zcompile
 from tests.support.gpu import DTYPES, SHAPES, Parameters
 from tests.support.ranks import on_gpus
-from tests.support.reduce_checks import check_means, rank_squares_of_reduces
+from tests.support.reduce_checks import check_means, mean_in_order, own_piece, rank_squares_of_reduces
 from tests.support.sharded_ops import shards
 from zcompile.state.sharded_model import state_of
 
@@ -26,13 +26,7 @@ def test_reduces_are_sums_in_rank_order(rank, world):
                 grad = torch.randn(shape, device="cuda").to(dtype)
                 everyones = [torch.empty_like(grad) for _ in range(world)]
                 dist.all_gather(everyones, grad)
-                expected = everyones[0].float()
-                for other in everyones[1:]:
-                    expected = expected + other.float()
-                expected = expected / torch.full((), world, device="cuda")
-                if shape:
-                    rows = -(-shape[0] // world)
-                    expected = expected[rank * rows : (rank + 1) * rows]
+                expected = own_piece(mean_in_order(everyones), rank, world)
                 for _ in range(3):
                     assert torch.equal(ops.reduce(grad, leaf), expected), (transport, shape, dtype)
 

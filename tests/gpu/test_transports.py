@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import zcompile
-from tests.support.gpu import autocast_loss, compiled_over, make_transformer, needs_two_gpus, rank_trains_as_over_nccl
+from tests.support.gpu import compiled_over, make_transformer, needs_two_gpus, rank_trains_as_over_nccl
 from tests.support.microbatches import (
     STEPS,
     UNBUCKETED,
@@ -18,7 +18,7 @@ from tests.support.microbatches import (
     train_microbatches,
 )
 from tests.support.ranks import on_gpus
-from tests.support.reference import compiled, lm_loss, train_beside
+from tests.support.reference import autocast_loss, compiled, lm_loss, train_beside
 
 
 def rank_trains_beside_unsharded(rank, world, transport, loss, tolerance, inner):

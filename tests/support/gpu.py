@@ -8,21 +8,13 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Transformer
-from tests.support.reference import autocast_loss, compiled  # noqa: F401  the loss is for those that import this
+from tests.support.reference import compiled, losses_of, same_values
 from zcompile.state.sharded_model import models_of, state_of
 
 # For tests of speed, or of the links between two GPUs. All others run with ranks that share GPUs, too.
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-SHAPES = [
-    (5, 3),  # odd
-    (2, 7),
-    (1, 5),  # fewer rows than ranks
-    (333, 77),
-    (),  # a scalar
-    (0, 4),  # empty
-    (3000, 4097),  # large
-]
+SHAPES = [(5, 3), (2, 7), (1, 5), (333, 77), (), (0, 4), (3000, 4097)]  # odd, fewer rows than ranks, empty, large
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -69,15 +61,8 @@ def losses_and_parameters(transport, loss, **options):
     """Losses and final parameters of five steps of a model that was sharded with `options`."""
     torch.manual_seed(0)
     model = compiled_over(transport, make_transformer(), inner="aot_eager", **options)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    losses = []
-    for step in range(5):
-        value = loss(model, step, dist.get_rank())
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.detach())
-    return torch.stack(losses), [parameter.to_local().detach() for parameter in model.parameters()]
+    losses = losses_of(model, loss, dist.get_rank(), 5, torch.optim.AdamW(model.parameters(), fused=True))
+    return losses, [parameter.to_local().detach() for parameter in model.parameters()]
 
 
 def rank_trains_as_over_nccl(rank, world, loss, transport, options):
@@ -89,8 +74,7 @@ def rank_trains_as_over_nccl(rank, world, loss, transport, options):
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(nccl_losses, losses)
-    for over_nccl, parameter in zip(nccl_parameters, parameters, strict=True):
-        assert torch.equal(over_nccl, parameter)
+    same_values(nccl_parameters, parameters)
 
 
 def sharded_over(transport, model, inner=None, **how):
