@@ -26,36 +26,19 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 TORCHES = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+UNIT = "entry_points pipeline planned_graphs device_attention explain_command same_code"
+DISTRIBUTED = (
+    "artifact compose explain freeing inductor_lifetimes lifetimes mixtures numerics ops rematerialize subgraphs "
+    "training unit_order units"
+)
 TESTS = (
-    "tests/unit/test_entry_points.py",
-    "tests/unit/test_pipeline.py",
-    "tests/unit/test_planned_graphs.py",
-    "tests/unit/test_device_attention.py",
-    "tests/unit/test_explain_command.py",
-    "tests/unit/test_same_code.py",
-    "tests/distributed/test_artifact.py",
-    "tests/distributed/test_compose.py",
-    "tests/distributed/test_explain.py",
-    "tests/distributed/test_freeing.py",
-    "tests/distributed/test_inductor_lifetimes.py",
-    "tests/distributed/test_lifetimes.py",
-    "tests/distributed/test_mixtures.py",
-    "tests/distributed/test_numerics.py",
-    "tests/distributed/test_ops.py",
-    "tests/distributed/test_rematerialize.py",
-    "tests/distributed/test_subgraphs.py",
-    "tests/distributed/test_training.py",
-    "tests/distributed/test_unit_order.py",
-    "tests/distributed/test_units.py",
+    *(f"tests/unit/test_{name}.py" for name in UNIT.split()),
+    *(f"tests/distributed/test_{name}.py" for name in DISTRIBUTED.split()),
     "tests/deepspeed",
 )
 SMOKE = (
-    "tests/unit/test_entry_points.py",
-    "tests/unit/test_planned_graphs.py",
-    "tests/unit/test_device_attention.py",
-    "tests/unit/test_explain_command.py",
-    "tests/distributed/test_inductor_lifetimes.py",
-    "tests/distributed/test_ops.py",
+    *(f"tests/unit/test_{name}.py" for name in UNIT.split() if name not in ("pipeline", "same_code")),
+    *(f"tests/distributed/test_{name}.py" for name in ("inductor_lifetimes", "ops")),
 )
 NOT_TESTED = r"torch|deepspeed|ruff|mypy|clang-format|PySide6"  # requirements that the tests here do without
 

@@ -1,7 +1,8 @@
-"""Microbatches of a step: what they share, and who says which of them is the last."""
+"""What engines gather: microbatches of a step share it, and under torch_autocast it is two bytes an element."""
 
 import pytest
 import torch
+from torch import nn
 
 import zcompile
 from tests.support.deepspeed import assert_taken_over, beside_eager, make_engine, train
@@ -49,3 +50,29 @@ def test_boundaries_set_by_hand_equal_eager(rank, world):
 
     expected, curve = beside_eager(drive, flag={"microbatch_cache_bytes": 1 << 20, "bucket_bytes": 500})
     assert curve == expected
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@on_ranks(2, needs="deepspeed.runtime.torch_autocast")  # since 0.17.1
+def test_autocast_gathers_exactly_two_bytes_a_use(rank, world, first):
+    """From the first step, or from the one behind it where `engine.compile()` is not called.
+    A linear layer's weight is used in forward and in backward, its bias in forward.
+    """
+    engine = make_engine({}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    engine.compile() if first == 0 else train(engine, rank, end=first)
+    uses = {"weight": 2, "bias": 1}
+    linears = [name for name, module in engine.module.named_modules() if isinstance(module, nn.Linear)]
+    sizes = {name: parameter.ds_numel for name, parameter in engine.module.named_parameters()}
+    used = sum(
+        sizes[f"{name}.{kind}"] * count for name in linears for kind, count in uses.items() if f"{name}.{kind}" in sizes
+    )
+    before = None
+    for step in range(first, 8):
+        zcompile.reset_stats(engine.module)
+        train(engine, rank, begin=step, end=step + 1)
+        gathered = zcompile.stats(engine.module)["gathered_bytes"]
+        assert gathered["bfloat16"] == 2 * used * MICROBATCHES, step
+        assert step <= 1 or gathered == before
+        before = gathered
+    assert_taken_over(engine)
+    engine.destroy()

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of engines with the flag, against eager ZeRO-3."""
+"""Losses and gradient norms of engines with the flag, against eager ZeRO-3, also after edits and from checkpoints."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from tests.support.deepspeed import (
     beside_eager,
     deepspeed,
     is_taken_over,
+    largest_differences,
     make_engine,
     rank_trains_beside_eager,
     stage3,
@@ -171,3 +172,90 @@ def test_several_engines_that_evaluate_and_edit_equal_eager(rank, world):
     assert curves[0] == curves[1] == curves[2]
     for engine in engines:
         engine.destroy()
+
+
+class SecondLayerSometimes(nn.Module):
+    """Uses its second layer only when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.uses_both = nn.Linear(3, 3), nn.Linear(3, 3), True
+
+    def forward(self, x):
+        x = self.always(x)
+        return (self.sometimes(x) if self.uses_both else x).square().sum()
+
+
+def sgd(lr):
+    """What DeepSpeed's config says of SGD without momentum."""
+    return {"optimizer": {"type": "SGD", "params": {"lr": lr}}, "zero_allow_untested_optimizer": True}
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_edits_of_parameters_outlive_steps(rank, world):
+    """Eager ZeRO-3 goes back to its main parameters instead."""
+    engine = make_engine({}, **sgd(lr=0.0))
+    weight = engine.module.head.weight
+    for edited in (False, True):
+        if edited:
+            with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+                weight.data.fill_(3.0 if rank == 0 else 0.0)
+        train(engine, rank, end=1)
+    with deepspeed.zero.GatheredParameters(weight):
+        assert torch.equal(weight, torch.full_like(weight, 3.0))
+    engine.destroy()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_unused_parameters_do_not_step(rank, world):
+    """Eager ZeRO-3 steps with a stale gradient instead."""
+    engine = make_engine({}, model=SecondLayerSometimes(), gradient_accumulation_steps=1, **sgd(lr=0.1))
+    weights = []
+    for uses_both in (True, False):
+        engine.module.uses_both = uses_both
+        engine.backward(engine(torch.ones(2, 3)))
+        engine.step()
+        layers = (engine.module.always, engine.module.sometimes)
+        weights.append([deepspeed.utils.safe_get_full_fp32_param(layer.weight) for layer in layers])
+    (always, sometimes), (always_later, sometimes_later) = weights
+    assert torch.equal(sometimes, sometimes_later) and not torch.equal(always, always_later)
+    engine.destroy()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_either_engine_resumes_from_checkpoints_of_either(rank, world, tmp_path):
+    whole = train(make_engine(None), rank)
+    for writer, reader in ((None, {}), ({}, None), ({}, {})):
+        checkpoint = f"{tmp_path}/{writer}{reader}"
+        first = make_engine(writer)
+        curve = train(first, rank, end=7)
+        first.save_checkpoint(checkpoint)
+        second = make_engine(reader)
+        train(second, rank, begin=30, end=32)  # compiled, with other values
+        second.load_checkpoint(checkpoint)
+        curve += train(second, rank, begin=7)
+        assert curve == whole, (writer, reader, largest_differences(curve, whole))
+        first.destroy()
+        second.destroy()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_zero_to_fp32_reads_checkpoints(rank, world, tmp_path):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    curves, weights = [], []
+    for flag in (None, {}):
+        engine = make_engine(flag)
+        curves.append(train(engine, rank, end=3))
+        engine.save_checkpoint(f"{tmp_path}/{flag}")
+        torch.distributed.barrier()
+        weights.append(get_fp32_state_dict_from_zero_checkpoint(f"{tmp_path}/{flag}"))
+        saved = engine._zero3_consolidated_16bit_state_dict()
+        assert rank > 0 or all(torch.equal(value, weights[-1][name]) for name, value in saved.items())
+        engine.destroy()
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -11,7 +11,6 @@ from torch._dynamo.backends.common import aot_autograd
 from tests.support.models import normal
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, train_beside
-from zcompile.compiler.backend import parse_options
 
 BUDGETS = (1.0, 0.7, 0.4, 0.1)
 WIDTH = 64
@@ -113,7 +112,7 @@ class Watched(torch.autograd.graph.save_on_cpu):
         self.pack_hook = lambda value: moved.append(value) or pack(value)
 
 
-def rank_offloads(rank, world, budget):
+def offloaded_bytes(rank, world, budget):
     """Bytes of activations that went to the CPU; no unsharded parameter did."""
     moved = []
 
@@ -133,13 +132,6 @@ def rank_offloads(rank, world, budget):
     return sum(value.nbytes for value in activations)
 
 
-def test_save_on_cpu_around_compiled_code_moves_activations_and_no_unsharded_parameter(ranks):
-    all_of_them, _ = ranks(2).run(rank_offloads, 1.0)
-    less, _ = ranks(2).run(rank_offloads, 0.1)
-    assert less < 0.5 * all_of_them
-
-
-@pytest.mark.parametrize("budget", [1.5, -0.1, True, "half"])
-def test_other_budgets_are_refused(budget):
-    with pytest.raises(ValueError, match="'activation_memory_budget' must be a number from"):
-        parse_options({"activation_memory_budget": budget})
+@on_ranks(2)
+def test_save_on_cpu_around_compiled_code_moves_activations_and_no_unsharded_parameter(rank, world):
+    assert offloaded_bytes(rank, world, 0.1) < 0.5 * offloaded_bytes(rank, world, 1.0)

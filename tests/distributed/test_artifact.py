@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import zcompile
 from tests.support.artifacts import Broken, cache_in, compiler_counts, make_file, sharded, train
+from tests.support.ranks import on_ranks
 from zcompile.artifact.aot import lacking
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
@@ -89,18 +90,13 @@ def test_where_there_is_no_file_one_rank_compiles_and_writes_it(ranks, inductor_
         assert traced == (rank == 0) and not traced_again
 
 
-def rank_has_file(rank, world, path, owner):
-    """A file that one rank alone has."""
-    model = zcompile.compile(sharded(), artifact=path if rank == owner else "/nowhere/model.zc", require=True)
-    return train(model, rank), zcompile.stats(model)["compiled"]
-
-
 @pytest.mark.parametrize("owner", [0, 1])
-def test_a_rank_without_the_file_gets_it_from_another(ranks, inductor_cache, file, owner):
-    expected = ranks(2).run(rank_compiles, inductor_cache, False, {})
-    for (seen, by), (trained, _) in zip(ranks(2).run(rank_has_file, file, owner), expected, strict=True):
-        assert seen == trained
-        assert by.startswith("loaded from")
+@on_ranks(2)
+def test_a_rank_without_the_file_gets_it_from_another(rank, world, inductor_cache, file, owner):
+    model = zcompile.compile(sharded(), artifact=file if rank == owner else "/nowhere/model.zc", require=True)
+    seen = train(model, rank)
+    assert zcompile.stats(model)["compiled"].startswith("loaded from")
+    assert seen == rank_compiles(rank, world, inductor_cache, False, {})[0]
 
 
 def rank_has_damaged_file(rank, world, folder, paths, require):
@@ -137,32 +133,23 @@ def test_a_file_that_is_damaged_on_one_rank_lets_all_compile_with_one_warning(ra
     assert [len(texts) for texts in told] == [1, 0]
 
 
-def rank_pins(rank, world, path, sha256):
-    model = zcompile.compile(sharded(), artifact=path, sha256=sha256)
-    try:
-        return train(model, rank) and "trained"
-    except RuntimeError as error:
-        return str(error)
+@on_ranks(2)
+def test_another_sha256_than_the_pinned_one_is_an_error(rank, world, file):
+    train(zcompile.compile(sharded(), artifact=file, sha256=hashlib.sha256(file.read_bytes()).hexdigest()), rank)
+    model = zcompile.compile(sharded(), artifact=file, sha256="0" * 64)
+    with pytest.raises(RuntimeError, match="has the SHA-256"):
+        train(model, rank)
 
 
-def test_another_sha256_than_the_pinned_one_is_an_error(ranks, file):
-    assert ranks(2).run(rank_pins, file, hashlib.sha256(file.read_bytes()).hexdigest()) == ["trained"] * 2
-    for error in ranks(2).run(rank_pins, file, "0" * 64):
-        assert "has the SHA-256" in error
-
-
-def rank_breaks(rank, world, path):
+@on_ranks(2)
+def test_a_model_with_graph_breaks_is_compiled_by_every_rank(rank, world, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = zcompile.compile(sharded(Broken), artifact=path)
+        model = zcompile.compile(sharded(Broken), artifact=tmp_path / "model.zc")
         train(model, rank)
-    return zcompile.stats(model)["compiled"], sum("every rank compiles" in str(each.message) for each in caught)
-
-
-def test_a_model_with_graph_breaks_is_compiled_by_every_rank(ranks, tmp_path):
-    for rank, (how, told) in enumerate(ranks(2).run(rank_breaks, tmp_path / "model.zc")):
-        assert how.startswith("compiled by this process") and "graph breaks" in how
-        assert told == (rank == 0)
+    how = zcompile.stats(model)["compiled"]
+    assert how.startswith("compiled by this process") and "graph breaks" in how
+    assert sum("every rank compiles" in str(each.message) for each in caught) == (rank == 0)
     assert not list(tmp_path.iterdir())
 
 

@@ -18,14 +18,9 @@ from tests.support.reference import compiled, lm_loss, pair, same_backward, same
 slow = pytest.mark.slow
 
 
+SLOW_WAYS = functools.partial(compiled, fullgraph=False), by_blocks
 ways = pytest.mark.parametrize(
-    "prepare",
-    [
-        zcompile.shard,
-        pytest.param(functools.partial(compiled, fullgraph=False), marks=slow),
-        wrapped,
-        pytest.param(by_blocks, marks=slow),
-    ],
+    "prepare", [zcompile.shard, wrapped, *(pytest.param(each, marks=slow) for each in SLOW_WAYS)]
 )
 
 

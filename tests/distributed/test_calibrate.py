@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.calibration import machine, measure_compute, measure_machine
 from zcompile.calibration.results import Calibration, calibration_file, device_name, read_calibration
@@ -58,18 +59,17 @@ def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, t
     assert table != CPU and "measured by zcompile calibrate" in table.source  # matmuls this small reach less
 
 
-def rank_slows_down(rank, world, folder):
+@on_ranks(2)
+def test_a_rank_that_slows_down_while_the_machine_is_measured_is_known_to_all(rank, world, tmp_path):
     """The second rank's third look at its pace takes five times as long."""
     paces = mock.Mock(side_effect=[1.0, 1.0, 5.0 if rank == 1 else 1.0])
     with mock.patch.object(measure_machine, "pace_s", paces):
-        return calibrate_quickly(f"{folder}/{rank}").pace_ratio
+        assert calibrate_quickly(tmp_path / f"{rank}").pace_ratio == 5.0
 
 
-def test_a_rank_that_slows_down_while_the_machine_is_measured_is_known_to_all(ranks, tmp_path):
-    assert ranks(2).run(rank_slows_down, str(tmp_path)) == [5.0, 5.0]
-
-
-def rank_notes_where_it_gathers(rank, world, folder):
+@on_ranks(2)
+def test_gathers_are_timed_where_none_caches_shards_anew(rank, world, tmp_path):
+    """In a backward, behind two forwards, from whose second on shards are cached peer to peer."""
     in_backward = []
     start = measure_machine._Transport._start_gather
 
@@ -79,45 +79,32 @@ def rank_notes_where_it_gathers(rank, world, folder):
 
     as_on_gpus = mock.patch.object(measure_machine, "CPU_GROUP", 1)
     with mock.patch.object(measure_machine._Transport, "_start_gather", noted), as_on_gpus:
-        calibrate_quickly(f"{folder}/{rank}")
-    return in_backward
+        calibrate_quickly(tmp_path / f"{rank}")
+    assert in_backward[:6] == 2 * 3 * [False] and len(in_backward) > 12 and all(in_backward[6:])
 
 
-def test_gathers_are_timed_where_none_caches_shards_anew(ranks, tmp_path):
-    """In a backward, behind two forwards, from whose second on shards are cached peer to peer."""
-    for in_backward in ranks(2).run(rank_notes_where_it_gathers, str(tmp_path)):
-        assert in_backward[:6] == 2 * 3 * [False] and len(in_backward) > 12 and all(in_backward[6:])
-
-
-def rank_has_a_broken_file(rank, world, folder):
+@on_ranks(2)
+def test_a_broken_file_is_one_line_on_one_rank_and_plans_take_the_shipped_table(rank, world, tmp_path):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     machine.log.addHandler(handler)
     try:
-        with home(f"{folder}/{rank}"):
+        with home(tmp_path / f"{rank}"):
             file = calibration_file(device_name(CPU_DEVICE), world)
             file.parent.mkdir(parents=True)
             file.write_text("{")
-            tables = [state_of(zcompile.shard(nn.Linear(2, 2))).machine.hardware for _ in range(2)]
+            assert [state_of(zcompile.shard(nn.Linear(2, 2))).machine.hardware for _ in range(2)] == [CPU] * 2
     finally:
         machine.log.removeHandler(handler)
-    return tables, [message for message in messages if "does not count" in message]
+    told = [message for message in messages if "does not count" in message]
+    assert len(told) == (1 if rank == 0 else 0) and not any("\n" in message for message in told)
 
 
-def test_a_broken_file_is_one_line_on_one_rank_and_plans_take_the_shipped_table(ranks, tmp_path):
-    (tables, told), (others, told_there) = ranks(2).run(rank_has_a_broken_file, str(tmp_path))
-    assert tables == others == [CPU] * 2
-    assert len(told) == 1 and "\n" not in told[0] and not told_there
-
-
-def rank_cannot_keep_it(rank, world, file):
-    return calibrate_quickly(file).world
-
-
-def test_what_cannot_be_kept_is_returned(ranks, tmp_path):
+@on_ranks(2)
+def test_what_cannot_be_kept_is_returned(rank, world, tmp_path):
     (tmp_path / "file").write_text("")
-    assert ranks(2).run(rank_cannot_keep_it, str(tmp_path / "file")) == [2, 2]
+    assert calibrate_quickly(tmp_path / "file").world == 2
 
 
 def test_calibrating_needs_a_process_group():

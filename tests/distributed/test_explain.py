@@ -1,4 +1,4 @@
-"""`zcompile.explain` of a sharded model, against counts of a run; and what passes tell of themselves."""
+"""`zcompile.explain` of a sharded model, against counts of a run; what passes tell of themselves; costs of users."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from tests.support.explaining import explained
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
+from zcompile.costs.formulas import registry
 from zcompile.explanation.workloads import load
 
 slow = pytest.mark.slow
@@ -55,8 +56,10 @@ def test_the_command_says_of_one_rank_what_a_run_of_it_says(rank, world, tmp_pat
         assert graph["compute_ms"] == pytest.approx(ours.compute_ms, rel=1e-6)
 
 
-def rank_explain_and_run_microbatches(rank, world, microbatch_cache_bytes):
-    """The explanation; bytes that three microbatches gather, each in forward and in backward."""
+@pytest.mark.parametrize("microbatch_cache_bytes", [pytest.param(None, marks=slow), 3000, pytest.param(0, marks=slow)])
+@on_ranks(2)
+def test_explain_says_what_microbatches_share(rank, world, microbatch_cache_bytes):
+    """Of three microbatches, each gathers in forward and in backward."""
     options = {"inner": "aot_eager", "bucket_bytes": 0, "save_for_backward_bytes": 0}
     model, plan, _ = explain_and_compile(rank, options | {"microbatch_cache_bytes": microbatch_cache_bytes})
     gathered_bytes = []
@@ -71,12 +74,6 @@ def rank_explain_and_run_microbatches(rank, world, microbatch_cache_bytes):
             note()
             loss.backward()
             note()
-    return plan, gathered_bytes
-
-
-@pytest.mark.parametrize("microbatch_cache_bytes", [pytest.param(None, marks=slow), 3000, pytest.param(0, marks=slow)])
-def test_explain_says_what_microbatches_share(ranks, microbatch_cache_bytes):
-    plan, gathered_bytes = ranks(2).run(rank_explain_and_run_microbatches, microbatch_cache_bytes)[0]
     first, (forward, backward) = plan.graphs, plan.cached_graphs or plan.graphs
     later = [forward.gathered_bytes, backward.gathered_bytes]
     assert gathered_bytes == [first[0].gathered_bytes, backward.gathered_bytes, *later, *later]
@@ -163,3 +160,55 @@ def test_what_passes_change_is_logged_and_traced(tmp_path):
     assert re.search(f"zcompile: split_collectives: {counts}", told.stderr)
     (trace,) = tmp_path.iterdir()
     assert "zcompile_before" in trace.read_text() and "zcompile_prefetch" in trace.read_text()
+
+
+OP = "zcompile_test_costs::doubled"
+
+
+@torch.library.custom_op(OP, mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """A user's op without a formula."""
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda context, grad: 2 * grad)
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return doubled(self.layer(x)).sum()
+
+
+@on_ranks(2)
+def test_ranks_that_register_different_costs_later_are_told_before_a_graph_runs(rank, world):
+    model = zcompile.shard(Doubling())
+    if rank == 1:
+        zcompile.register_cost(OP, lambda x, *, out: zcompile.Work(flops=out.numel), version=1)
+    try:
+        model.compile(backend="zcompile", options={"inner": "aot_eager"})
+        message = f"has costs of .*no ops.*has costs of .*{OP}|has costs of .*{OP}.*has costs of no ops"
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(2, 8))
+    finally:
+        registry._registered.pop(OP, None)
+
+
+@on_ranks(2)
+def test_explain_says_which_op_counts_as_bytes_and_what_share_of_compute_that_is(rank, world):
+    model = zcompile.shard(Doubling())
+    without = zcompile.explain(model, torch.ones(2, 8))
+    zcompile.register_cost(OP, lambda x, *, out: zcompile.Work(seconds=1.0), version=1)
+    try:
+        registered = zcompile.explain(model, torch.ones(2, 8))
+    finally:
+        registry._registered.pop(OP, None)
+    ((name, ms),) = without.graphs[0].without_formula
+    assert name == OP and 0 < ms < without.graphs[0].compute_ms
+    share = f"{ms / without.graphs[0].compute_ms:.1%} of compute"
+    assert f"{OP} counts as the bytes of its tensors, {share}: see zcompile.register_cost" in str(without)
+    assert not registered.graphs[0].without_formula and registered.step_ms > 1000

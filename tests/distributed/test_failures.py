@@ -44,14 +44,23 @@ def test_an_optimizer_built_before_sharding_is_refused(rank, world):
     zcompile.shard(model)
 
 
+class WithoutReset(nn.Module):
+    """A module that cannot say what its parameter begins with."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(3, device="meta"))
+
+
 @on_ranks(2)
 def test_parameters_that_cannot_be_sharded_are_named(rank, world):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     raises(ValueError, "'0.*' on cpu and '1.*' on meta", lambda: zcompile.shard(model))
-
     model = nn.Linear(2, 2)
     model.mine = [model.weight]
     raises(RuntimeError, "second reference to parameter 'weight' in 'mine'", lambda: zcompile.shard(model))
+    message = "'0' has meta tensor 'w' but no reset_parameters"
+    raises(RuntimeError, message, lambda: zcompile.shard(nn.Sequential(WithoutReset())))
 
 
 @on_ranks(2)
@@ -68,22 +77,15 @@ def test_an_unsharded_model_has_no_stats(rank, world):
 
 
 @on_ranks(2)
-def test_ranks_with_different_models_are_told(rank, world):
+def test_ranks_with_different_models_or_arguments_are_told(rank, world):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))
     raises(RuntimeError, "rank 0 has '1.weight' .5, 4. .*, rank 1 has '1.weight' .6, 4.", lambda: zcompile.shard(model))
     model = nn.Linear(3, 4)
     model.extra = nn.Parameter(torch.zeros(2, dtype=torch.int32 if rank else torch.float32), requires_grad=False)
     message = "rank 0 has 'extra' .2,. torch.float32 .*, rank 1 has 'extra' .2,. torch.int32"
     raises(RuntimeError, message, lambda: zcompile.shard(model))
-
-
-@on_ranks(2)
-def test_ranks_with_different_arguments_are_told(rank, world):
-    raises(
-        RuntimeError,
-        "rank 0 has .*native_reduce=False, rank 1 has .*native_reduce=True",
-        lambda: zcompile.shard(nn.Linear(2, 2), native_reduce=rank == 1),
-    )
+    message = "rank 0 has .*native_reduce=False, rank 1 has .*native_reduce=True"
+    raises(RuntimeError, message, lambda: zcompile.shard(nn.Linear(2, 2), native_reduce=rank == 1))
 
 
 class TwoOrders(nn.Module):
@@ -194,20 +196,6 @@ def test_a_model_on_meta_gets_the_values_of_one_that_was_not(rank, world):
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs)
     assert model[3]._parameters["weight"] is model[0]._parameters["weight"]
-
-
-class WithoutReset(nn.Module):
-    """A module that cannot say what its parameter begins with."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(3, device="meta"))
-
-
-@on_ranks(2)
-def test_a_module_on_meta_needs_reset_parameters(rank, world):
-    message = "'0' has meta tensor 'w' but no reset_parameters"
-    raises(RuntimeError, message, lambda: zcompile.shard(nn.Sequential(WithoutReset())))
 
 
 def rank_closes_the_group(rank, world, queued):

@@ -181,13 +181,3 @@ def test_every_optimizer_of_torch_is_in_the_table():
     assert of_torch - tried == {optim.Optimizer, optim.SparseAdam}  # which takes no gradient that FSDP2 reduces
     table = (ROOT / "docs/behaviours.md").read_text().partition("## Optimizers")[2].partition("## ")[0]
     assert [each.__name__ for each in of_torch - {optim.Optimizer} if f"`{each.__name__}`" not in table] == []
-
-
-@on_ranks(2)
-def test_sparse_gradients_are_refused_by_name_with_a_remedy(rank, world):
-    sparse = nn.Embedding(6, 3, sparse=True)
-    with pytest.raises(ValueError, match=rf"'weight' .rank {rank}. has sparse gradients, .* Set sparse=False"):
-        zcompile.shard(sparse)
-    sparse.sparse = False
-    zcompile.shard(sparse)(torch.arange(6)).sum().backward()
-    optim.Adam(sparse.parameters()).step()

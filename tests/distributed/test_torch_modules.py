@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, weight_norm
 import zcompile
 from tests.support.models import Chain, normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import compiled, pair, train_beside
+from tests.support.reference import compiled, pair, same_values, train_beside
 
 slow = pytest.mark.slow
 
@@ -116,18 +116,6 @@ def rank_trains(rank, world, kind, inner):
     train_beside(rank, world, prepare, make=make, loss=functools.partial(loss_of, run=run), steps=2)
 
 
-def rank_trains_all(rank, world, kinds, inner):
-    """One after the other: a test of its own for each would cost more than what it tests."""
-    failures = {}
-    for kind in kinds:
-        try:
-            rank_trains(rank, world, kind, inner)
-        except AssertionError as error:
-            failures[kind] = str(error)
-        torch._dynamo.reset()
-    return failures
-
-
 SOME = ["conv2d", "embedding-bag", "lstm", "weight-norm"]
 
 
@@ -136,9 +124,17 @@ SOME = ["conv2d", "embedding-bag", "lstm", "weight-norm"]
     [(list(MODULES), "eager"), (SOME, "aot_eager"), pytest.param(list(MODULES), "aot_eager", marks=slow)],
     ids=["eager", "some compiled", "compiled"],
 )
-def test_modules_of_torch_train_as_unsharded(ranks, kinds, inner):
-    for failures in ranks(2).run(rank_trains_all, kinds, inner):
-        assert not failures
+@on_ranks(2)
+def test_modules_of_torch_train_as_unsharded(rank, world, kinds, inner):
+    """One after the other: a test of its own for each would cost more than what it tests."""
+    failures = {}
+    for kind in kinds:
+        try:
+            rank_trains(rank, world, kind, inner)
+        except AssertionError as error:
+            failures[kind] = str(error)
+        torch._dynamo.reset()
+    assert not failures
 
 
 @pytest.mark.parametrize("kind", ["conv2d", *(pytest.param(kind, marks=slow) for kind in MODULES if kind != "conv2d")])
@@ -169,8 +165,7 @@ def test_a_recurrent_layer_may_be_moved_and_saved(rank, world):
     model.to(torch.float64)
     assert model(x.double())[0].dtype == torch.float64
     torch.testing.assert_close(model(x.double())[0], reference.double()(x.double())[0])
-    for (name, ours), theirs in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
-        assert torch.equal(ours.full_tensor(), theirs), name
+    same_values(model.state_dict(), reference.state_dict())
 
 
 @on_ranks(2)

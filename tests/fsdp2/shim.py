@@ -120,15 +120,10 @@ def _shard(model: nn.Module, root: Note, inner: list[Note]) -> None:
 
     inside = set(model.modules())
     policies = {module: note.policy for note in inner for module in note.modules if module in inside}
-    zcompile.shard(
-        model,
-        root.mesh,
-        **vars(root.policy),
-        ignored_params={parameter for note in notes for parameter in note.ignored},
-        units=list(policies) if ENGINE.groups == "units" else policies,
-        shard_placement_fn=place,
-        gradient_divide_factor=root.gradient_divide_factor,
-    )
+    how = {"units": list(policies) if ENGINE.groups == "units" else policies, "shard_placement_fn": place}
+    how["ignored_params"] = {parameter for note in notes for parameter in note.ignored}
+    how["gradient_divide_factor"] = root.gradient_divide_factor
+    zcompile.shard(model, root.mesh, **vars(root.policy), **how)
     if ENGINE.compiled:
         model.compile(backend="zcompile", options={"inner": "aot_eager"})
 

@@ -1,7 +1,6 @@
 """What an sdist and a wheel contain, and that it is enough. `make test` itself runs on an editable install."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from tests.support.time_limits import scaled
-from zcompile import _C
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,14 +79,6 @@ def test_a_wheel_has_every_module_where_its_import_says(tmp_path):
         *(f"zcompile/{name}" for name in modules(ROOT / "zcompile") if not name.startswith("passes/")),
         *(f"zcompile/passes/{name}" for name in modules(ROOT / "passes")),
     }
-
-
-@pytest.mark.slow
-def test_what_a_wheel_contains_trains_without_the_source(tmp_path):
-    setup(tmp_path, "build_py", "--build-lib", str(tmp_path / "lib"))
-    shutil.copy(_C.__file__, tmp_path / "lib" / "zcompile")
-    (tmp_path / "elsewhere").mkdir()
-    train_from(tmp_path / "lib", tmp_path / "elsewhere")
 
 
 @pytest.mark.slow

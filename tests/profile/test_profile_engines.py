@@ -14,6 +14,9 @@ from zcompile.explanation.workloads import WithLoss
 from zcompile.profile.engine import RATE_STEPS, Training
 from zcompile.profile.engines import find
 
+slow = pytest.mark.slow
+SLOW = ("zcompile+blocks", "eager+compile", "fsdp2+tuned", "ddp", "eager")
+
 
 def model_for(engine):
     """Its scale is a scalar, which FSDP2 does not take."""
@@ -46,18 +49,7 @@ def rank_losses(rank, world, engine, stance="force_eager"):
     return [[loss.item() for loss in losses] for losses in (ours, expected)] + [trained.settings]
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "simplefsdp",
-        "eager+units",
-        pytest.param("zcompile+blocks", marks=pytest.mark.slow),
-        pytest.param("eager+compile", marks=pytest.mark.slow),
-        pytest.param("fsdp2+tuned", marks=pytest.mark.slow),
-        pytest.param("ddp", marks=pytest.mark.slow),
-        pytest.param("eager", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("engine", ["simplefsdp", "eager+units", *(pytest.param(name, marks=slow) for name in SLOW)])
 def test_engines_train_as_one_rank_does(ranks, engine):
     for losses, expected, _ in ranks(2).run(rank_losses, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)

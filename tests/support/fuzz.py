@@ -177,12 +177,6 @@ def options_of(seed: int) -> dict:
     """Random options of the backend."""
     drawn = random.Random(seed)
     skipped = [name for name in OPTIONAL_PASSES if drawn.random() < 0.15]
-    budgets = (
-        "gather_budget_bytes",
-        "reduce_budget_bytes",
-        "save_for_backward_bytes",
-        "bucket_bytes",
-        "microbatch_cache_bytes",
-    )
-    options = {name: drawn.choice([0, 40, 200, 800, 1 << 20]) for name in budgets}
+    budgets = ("gather_budget", "reduce_budget", "save_for_backward", "bucket", "microbatch_cache")
+    options = {f"{name}_bytes": drawn.choice([0, 40, 200, 800, 1 << 20]) for name in budgets}
     return options | {"skip_passes": skipped, "rematerialize": drawn.random() < 0.7}

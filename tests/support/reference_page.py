@@ -36,14 +36,8 @@ block `"zcompile"` of a DeepSpeed config take these. `mode` is passed to Inducto
 
 
 def wrapped(text: str, first: str = "", indent: str = "") -> str:
-    return textwrap.fill(
-        " ".join(text.split()),
-        120,
-        initial_indent=first,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    how = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(" ".join(text.split()), 120, initial_indent=first, subsequent_indent=indent, **how)
 
 
 def functions() -> str:

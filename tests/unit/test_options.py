@@ -18,6 +18,10 @@ from zcompile.compiler.backend import parse_options
         ({"transport": "rdma"}, "'transport' must be one of auto, p2p, nccl, gloo, not 'rdma'"),
         ({"reduce_budget_bytes": -1}, "'reduce_budget_bytes' must be a whole number of bytes"),
         *(
+            ({"activation_memory_budget": budget}, "'activation_memory_budget' must be a number from")
+            for budget in (1.5, -0.1, True, "half")
+        ),
+        *(
             ({"skip_passes": names}, "'skip_passes' must be a list of narrow_gathers")
             for names in (["dedup_gathers"], "sink_gathers", 3)
         ),

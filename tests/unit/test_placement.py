@@ -1,13 +1,15 @@
-"""What `shard_placement_fn` may return, and which rows a rank has."""
+"""What `shard_placement_fn` may return, which rows a rank has, and where a model trains that is given no mesh."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
+from zcompile.ranks import process_groups
 from zcompile.state.placement import Placement, local_shard, placement_of
 
 MESH: object = object()  # nothing looks into it
@@ -41,3 +43,21 @@ def test_shards_are_those_of_torch_chunk(rows, world):
     expected = [*part.chunk(world), *[part[:0]] * world][:world] if rows else [part] * world
     for rank in range(world):
         assert torch.equal(local_shard(part, 0, world, rank), expected[rank])
+
+
+@pytest.mark.parametrize(
+    "config, gpus, device",
+    [
+        ("cpu:gloo,cuda:nccl", True, "cuda"),  # init_process_group() on a machine with GPUs
+        ("cuda:nccl", True, "cuda"),
+        ("cpu:gloo,cuda:gloo", True, "cpu"),  # init_process_group("gloo")
+        ("cpu:gloo", False, "cpu"),
+    ],
+)
+def test_a_model_on_the_meta_device_goes_where_the_process_group_is(monkeypatch, config, gpus, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(dist, "get_backend", lambda: "undefined")  # as torch says after init_process_group()
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(process_groups, "init_device_mesh", lambda *made: made)
+    assert process_groups.default_mesh(nn.Linear(2, 2, device="meta")) == (device, (4,))

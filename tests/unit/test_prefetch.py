@@ -1,6 +1,8 @@
-"""When gathers start, by simulated exposure and by what is unsharded at once."""
+"""When gathers start, by simulated exposure and by what is unsharded at once; which are gathered again."""
 
+import functools
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from zcompile.graph.ops import GATHER, GATHERS, aten, calls, insert
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
+from zcompile.passes.regather import regather_points
 
 LINKS = {"h200 p2p": H200.over("p2p", 8), "h200 nccl": H200.over("nccl", 2), "cpu": CPU.over("gloo", 2)}
 
@@ -68,3 +71,36 @@ def test_a_gather_is_not_earlier_than_it_must_be():
     lifetimes = ParamLifetimes(graph)
     assert max(lifetimes.unsharded_bytes()) == 2 * 256 * 256 * 4
     assert all(later.begins > sooner.begins for sooner, later in itertools.pairwise(lifetimes.lifetimes))
+
+
+def fewest_misses(reads, capacity):
+    """By trying everything: a cache of `capacity` that must hold each of `reads` when it is read."""
+
+    @functools.cache
+    def misses(i, held):
+        if i == len(reads):
+            return 0
+        if reads[i] in held:
+            return misses(i + 1, held)
+        if len(held) < capacity:
+            return 1 + misses(i + 1, held | {reads[i]})
+        return 1 + min(misses(i + 1, held - {evicted} | {reads[i]}) for evicted in held)
+
+    return misses(0, frozenset())
+
+
+def test_parameters_are_gathered_again_as_seldom_as_can_be():
+    drawn = random.Random(0)
+    for _ in range(200):
+        count, capacity = drawn.randint(2, 5), drawn.randint(1, 4)
+        sequence = [drawn.randrange(count) for _ in range(drawn.randint(count, 14))]
+        graph, mode = Graph(), FakeTensorMode()
+        gathers = [graph.placeholder(f"p{number}") for number in range(count)]
+        places = {}
+        for number, gather in enumerate(gathers):
+            gather.meta["val"] = mode.from_tensor(torch.empty(1))
+            reads = [place for place, read in enumerate(sequence) if read == number]
+            if reads:
+                places[gather] = reads
+        again = regather_points(places, capacity * 4, last=len(sequence))
+        assert len(places) + sum(map(len, again.values())) == fewest_misses(tuple(sequence), capacity)

@@ -6,23 +6,13 @@ from zcompile.profile.command import job_of
 
 
 def test_a_loss_that_strays_is_marked():
-    engines = {
-        "one": {"losses": [3.0, 2.0]},
-        "two": {"losses": [3.0, 2.0]},
-        "other": {"losses": [3.0, 2.1]},
-        "limit": {"losses": [3.0, 3.0]},
-    }
-    engines["none"] = {"losses": [3.0, float("nan")]}
+    last = {"one": 2.0, "two": 2.0, "other": 2.1, "limit": 3.0, "none": float("nan")}
     # Engines that differ in options alone count as one.
-    engines |= {f"other:fit={i}": {"losses": [3.0, 2.1]} for i in range(3)}
+    last |= {f"other:fit={i}": 2.1 for i in range(3)}
+    engines = {name: {"losses": [3.0, loss]} for name, loss in last.items()}
     compare.mark_strays(engines, 1e-3)
-    assert {name: engine.get("strays") for name, engine in engines.items() if ":" not in name} == {
-        "one": False,
-        "two": False,
-        "other": True,
-        "limit": None,
-        "none": True,
-    }
+    strays = {name: engine.get("strays") for name, engine in engines.items() if ":" not in name}
+    assert strays == {"one": False, "two": False, "other": True, "limit": None, "none": True}
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path, monkeypatch):

@@ -1,12 +1,11 @@
-"""How the profiler divides a traced step into compute, communication, exposed and idle time."""
+"""How the profiler divides a traced step into compute, communication, exposed and idle time, and counts bytes sent."""
 
 import random
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.trace_events import ranged
-from zcompile.profile.timeline import Parts, clip, length, parts_of_step, subtract, union
+from zcompile.profile.timeline import Parts, clip, length, parts_of_step, subtract, union, wire_bytes
 from zcompile.profile.worker import MOST_TRACES, Run
 
 
@@ -29,8 +28,10 @@ def test_intervals_against_points():
         assert points(clip(merged, (10, 25))) == points(first) & set(range(10, 25))
 
 
-def event(name, category, begin, end, thread=1):
-    return ranged(name, begin, end, thread, category, stream=thread)
+def event(name, category, begin, end, thread=1, **args):
+    """What takes time, from `begin` to `end` in microseconds, as torch's profiler writes it in a trace."""
+    times = {"ts": begin, "dur": end - begin, "tid": thread, "args": {"stream": thread, **args}}
+    return {"ph": "X", "name": name, "cat": category, **times}
 
 
 STEP = event("zcompile.profile::step", "user_annotation", 0, 1000)
@@ -88,3 +89,31 @@ def test_a_slow_trace_is_made_again(monkeypatch, traced_ms, taken_ms):
     monkeypatch.setattr("zcompile.profile.worker.dist.get_rank", lambda: 0)
     assert run.parts(10.5).traced_ms == taken_ms
     assert MOST_TRACES == 3
+
+
+def test_bytes_on_the_wire():
+    """On eight ranks: a gather to 8 x 100 in bf16, a scatter of 800 in fp32, a sum of 10.
+
+    Barriers and broadcasts do not count.
+    """
+
+    def nccl(name, into, out, dtype):
+        args = {"Collective name": name, "In msg nelems": into, "Out msg nelems": out, "dtype": dtype}
+        return event("record_param_comms", "user_annotation", 0, 1, **args)
+
+    counted = [
+        nccl("_allgather_base", 100, 800, "BFloat16"),
+        nccl("_reduce_scatter_base", 800, 100, "Float"),
+        nccl("allreduce", 10, 10, "Float"),
+    ]
+    others = [nccl("barrier", 1, 1, "Byte"), nccl("broadcast", 5, 5, "Float")]
+    assert wire_bytes({"traceEvents": counted + others}, 8) == 1600 + 3200 + 40
+
+    def gloo(name, elements, dtype):
+        args = {"Input Dims": [[elements // 2, 2]], "Input type": [dtype]}
+        return event(f"gloo:{name}", "user_annotation", 0, 1, **args)
+
+    events = [gloo("all_gather", 100, "c10::BFloat16"), gloo("all_reduce", 810, "float"), gloo("broadcast", 4, "float")]
+    assert wire_bytes({"traceEvents": events}, 8) == 1600 + 3240
+    messages = [gloo(name, 200, "byte") for name in ("send", "recv") for _ in range(7)]  # a gather to 8 x 100 in bf16
+    assert wire_bytes({"traceEvents": messages}, 8) == 1600

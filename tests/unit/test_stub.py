@@ -1,9 +1,10 @@
-"""zcompile/_C.pyi names what the compiled module has."""
+"""The compiled module: zcompile/_C.pyi names what it has, and its kernel adds up gradients on the CPU."""
 
 import ast
 from pathlib import Path
 
 import zcompile
+from tests.support.reduce_checks import check_means
 from zcompile import _C
 
 STUB = ast.parse((Path(zcompile.__file__).parent / "_C.pyi").read_text())
@@ -30,3 +31,7 @@ def test_stub_has_the_methods_of_each_class():
     for node in STUB.body:
         if isinstance(node, ast.ClassDef) and node.name not in ONLY_A_TYPE:
             assert public(names_in(node.body)) == public(vars(getattr(_C, node.name))), node.name
+
+
+def test_means_are_those_of_the_same_arithmetic_op_by_op():
+    check_means("cpu")
