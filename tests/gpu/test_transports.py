@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import zcompile
+from tests.support.embedding_rows import rank_rows_like_whole, tables_curve
 from tests.support.gpu import compiled_over, make_transformer, needs_two_gpus, rank_trains_as_over_nccl
 from tests.support.microbatches import (
     STEPS,
@@ -18,7 +19,8 @@ from tests.support.microbatches import (
     train_microbatches,
 )
 from tests.support.ranks import on_gpus
-from tests.support.reference import autocast_loss, compiled, lm_loss, train_beside
+from tests.support.reduce_checks import rank_native_sums
+from tests.support.reference import autocast_loss, compiled, lm_loss, same_values, train_beside
 
 
 def rank_trains_beside_unsharded(rank, world, transport, loss, tolerance, inner):
@@ -124,3 +126,32 @@ def test_transport_option_is_obeyed(rank, world):
         torch.compile(model, backend="zcompile", options={"transport": "gloo"})(
             torch.zeros(1, 4, dtype=torch.int64, device="cuda")
         )
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_native_reduces_are_close_to_sums(gpus, world):
+    gpus(world).run(rank_native_sums, "cuda")
+
+
+@pytest.mark.parametrize("transport", ["c10d", "late c10d", "delayed c10d"])
+@pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
+def test_native_reduces_of_two_ranks_in_fp32_are_exact(gpus, loss, transport):
+    """Two numbers have one sum."""
+    gpus(2).run(rank_trains_as_over_nccl, loss, transport, {"native_reduce": True, "reduce_dtype": torch.float32})
+
+
+@pytest.mark.parametrize("transport", ["p2p", "c10d", "late p2p", "delayed p2p"])
+def test_rows_equal_whole_matrices(gpus, transport):
+    gpus(2).run(rank_rows_like_whole, transport, "cuda")
+
+
+@pytest.mark.parametrize("world, microbatches", [(2, 1), (2, 3), (4, 3), (8, 3)])
+@on_gpus()
+def test_rows_over_transports_agree_bitwise(rank, world, microbatches):
+    options = {"device": "cuda", "steps": 5, "microbatches": microbatches}
+    over_p2p, *others = (
+        tables_curve(rank, {"inner": "inductor"}, transport=transport, **options)
+        for transport in ("p2p", "c10d", "delayed p2p")
+    )
+    for other in others:
+        same_values(other, over_p2p)

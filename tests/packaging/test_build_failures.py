@@ -1,6 +1,7 @@
 """What a build says if something is missing: one sentence with the command that mends it, and no traceback.
 
-setup.py runs on a stand-in for torch, and with toolkits that are empty files, so nothing is compiled.
+setup.py runs on a stand-in for torch, and with toolkits that are empty files, so nothing is compiled. Where there is
+nvcc, sources that only a build with CUDA takes compile; nothing is run.
 """
 
 import os
@@ -8,9 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
 # setup.py passes its findings to torch's cpp_extension, and this one says what it got.
@@ -208,3 +212,44 @@ def test_zcompile_cuda_0_builds_for_cpus_without_a_word(machine):
 
 def test_another_value_of_zcompile_cuda_is_refused(machine):
     assert "ZCOMPILE_CUDA is 'yes'. Set it to 1" in sentence_of(machine.build(ZCOMPILE_CUDA="yes"))
+
+
+FOUND_NVCC = shutil.which("nvcc")
+SOURCES = Path(__file__).parents[2] / "csrc"
+
+needs_nvcc = pytest.mark.skipif(FOUND_NVCC is None, reason="needs nvcc")
+
+
+def compile_with(command):
+    finished = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+
+
+def kernels():
+    for source in sorted(SOURCES.rglob("*.cu")):
+        yield pytest.param(source, id=source.name, marks=[] if source.name == "cast.cu" else pytest.mark.slow)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", kernels())
+def test_kernels_compile_without_warnings(source, tmp_path):
+    flags = ["-std=c++20", f"-I{SOURCES}", "-arch=sm_90", "-Werror", "all-warnings"]
+    compile_with([FOUND_NVCC, *flags, "-c", source, "-o", tmp_path / "kernels.o"])
+
+
+@pytest.mark.slow
+@needs_nvcc
+@pytest.mark.parametrize("source", sorted(SOURCES.rglob("*.cpp")), ids=lambda path: str(path.relative_to(SOURCES)))
+def test_sources_have_no_errors_in_a_build_with_cuda(source, tmp_path):
+    """Syntax and types. A CPU build of torch has the CUDA headers but for one that says how libraries are linked."""
+    toolkit = Path(FOUND_NVCC).resolve().parent.parent / "include"
+    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), toolkit, "/usr/local/cuda/include"]
+    if torch.version.cuda is None:
+        generated = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+        generated.parent.mkdir(parents=True)
+        generated.write_text("#pragma once\n")
+        includes.append(tmp_path)
+    flags = ["-std=c++20", "-fsyntax-only", f"-I{SOURCES}", "-Wall", "-Wno-interference-size"]
+    flags += ["-DUSE_DISTRIBUTED", "-DZCOMPILE_CUDA", '-DZCOMPILE_TORCH_VERSION="any"']
+    flags += [part for path in includes for part in ("-isystem", path)]
+    compile_with(["g++", *flags, source])

@@ -1,7 +1,8 @@
-"""What `zcompile calibrate` keeps: files that do not count, and what plans take of those that do."""
+"""What `zcompile calibrate` keeps, and what plans take of it; what memory a rank may have; tables of GPUs by name."""
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from zcompile.calibration import results as module
 from zcompile.calibration.command import describe
+from zcompile.calibration.machine import least_share
+from zcompile.calibration.memory import cgroup_limits, host_memory_bytes
 from zcompile.calibration.results import Calibration, merged, read_calibration, tables_of, write_calibration
-from zcompile.costs.hardware import CPU, H200, Wire
+from zcompile.costs.hardware import CPU, H200, TABLES, Wire, stand_in_notice, table_of_name
 from zcompile.options import Settings
 
 DEVICE = torch.device("cpu")
@@ -179,3 +182,112 @@ def test_a_cpu_without_figures_of_its_own_keeps_its_table():
     rates = {"matmul_flops_s": (("float32", 105e9),), "attention_flops_s": (("flash", 30e9),)}
     wires = (wire_of(CPU.over("gloo", 2), (32_768, 1 << 20), 0.1),)
     assert merged(CPU, measured(driver="", wires=wires, **rates, **figures)) is CPU
+
+
+GIB = 1 << 30
+
+
+def make_files(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+V1 = "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    "files, limits",
+    [
+        ({}, []),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, []),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{GIB}\n"}, [GIB]),
+        (
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/step/memory.max": "max\n",
+                "sys/fs/cgroup/job/memory.max": f"{3 * GIB}\n",
+            },
+            [3 * GIB],
+        ),
+        (
+            {
+                "proc/self/cgroup": "12:cpuset:/\n4:cpu,memory:/docker/abc\n1:name=systemd:/\n",
+                f"{V1}/memory.limit_in_bytes": f"{2 * GIB}\n",  # as a container sees its own group
+            },
+            [2 * GIB],
+        ),
+        ({"proc/self/cgroup": "4:memory:/\n", f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, [2**63 - 4096]),
+    ],
+    ids=["no groups", "v2 without limit", "v2", "v2 of a parent", "v1 in a container", "v1 without limit"],
+)
+def test_limits_of_control_groups_are_found(tmp_path, files, limits):
+    make_files(tmp_path, files)
+    assert cgroup_limits(tmp_path) == limits
+
+
+def test_this_machine_has_no_more_than_its_memory():
+    with open("/proc/meminfo") as lines:
+        total_bytes = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal:"))
+    assert 0 < host_memory_bytes() <= total_bytes + (total_bytes >> 3)
+
+
+@pytest.mark.parametrize(
+    "ranks, expected",
+    [
+        ([("a gpu0", 80 * GIB, 1), ("a gpu1", 80 * GIB, 1)], 64 * GIB),
+        ([("a gpu0", 80 * GIB, 1), ("a gpu0", 80 * GIB, 1)], 32 * GIB),  # two ranks share a GPU
+        ([("a gpu0", 80 * GIB, 1), ("b gpu0", 24 * GIB, 1)], 16 * GIB),
+        ([("a ", 64 * GIB, 4), ("a ", 64 * GIB, 4)], 16 * GIB),  # a mesh of two of the host's four ranks
+        ([("a ", 64 * GIB, 1)] * 3 + [("b ", 64 * GIB, 1)], 16 * GIB),
+    ],
+)
+def test_the_least_share_counts_on_all_ranks(ranks, expected):
+    assert least_share(ranks) == least_share(ranks[::-1]) == expected
+
+
+def test_small_differences_between_machines_change_nothing():
+    assert least_share([("a", 80 * GIB, 1)]) == least_share([("a", 80 * GIB - (1 << 20), 1)])
+
+
+@pytest.mark.parametrize(
+    "name, table, is_its_own",
+    [
+        ("NVIDIA H200", "H200", True),
+        ("NVIDIA H200 NVL", "H200", True),
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA H100 PCIe", "H100", False),
+        ("NVIDIA A100-SXM4-80GB", "H200", False),
+        ("NVIDIA GH200 480GB", "H200", False),
+        ("NVIDIA H20", "H100", False),
+        ("an abacus", "H200", False),
+    ],
+)
+def test_a_gpu_has_the_table_of_its_name_or_of_its_nearest_kin_and_the_source_says_so(name, table, is_its_own):
+    given, is_of_it = table_of_name(name)
+    assert is_of_it == is_its_own and given.name == table
+    assert (
+        given == TABLES[table.lower()]
+        if is_its_own
+        else given.source == (f"there is no table for {name}: that of the {table}")
+    )
+
+
+def test_the_notice_names_the_gpu_the_table_and_the_command_that_mends_it(monkeypatch):
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    notice = stand_in_notice(device)
+    assert "\n" not in notice
+    assert "NVIDIA H100 PCIe rest on a table of the H100" in notice and "`zcompile calibrate`" in notice
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert stand_in_notice(device) == "" == stand_in_notice(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_tables_have_rates_of_what_trains_and_times_that_rise_with_bytes(table):
+    rates = dict(table.matmul_flops_s)
+    assert rates[torch.bfloat16] > rates[torch.float32] > 0 and table.attention_flops_s < rates[torch.bfloat16]
+    for wire in table.wires:
+        for points in (wire.gather, wire.reduce):
+            assert all(less < more for pair in pairwise(points) for less, more in zip(*pair, strict=True))

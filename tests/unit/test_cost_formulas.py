@@ -1,5 +1,7 @@
-"""Each formula of `zcompile/costs/formulas` against arithmetic by hand, on a machine with round numbers."""
+"""Each formula of `zcompile/costs/formulas` against arithmetic by hand, on a machine with round numbers; operations
+that are counted, against torch's own counter."""
 
+import functools
 import logging
 from dataclasses import replace
 
@@ -8,13 +10,18 @@ import torch
 from torch import nn
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import zcompile
+from tests.support.decoder import SIZE
 from zcompile.costs.formulas import lookup as formulas
 from zcompile.costs.formulas import registry
+from zcompile.costs.formulas.lookup import find_work
 from zcompile.costs.formulas.work import Call, nbytes_of
 from zcompile.costs.hardware import CPU, Hardware
 from zcompile.costs.model import Costs, simulate
+from zcompile.explanation.llama import Llama
 from zcompile.options import Settings
 
 aten = torch.ops.aten
@@ -390,3 +397,48 @@ def test_users_collectives_take_the_wire_and_not_memory():
         costs = Costs(graph, link)
         assert costs.seconds[started] == costs.seconds[waited] == 0.0 < costs.seconds[sine]
         assert simulate(graph, costs).exposed_s == pytest.approx(max(0.0, wire_s - costs.seconds[sine]))
+
+
+def test_operations_of_products_are_torchs(traced):
+    """Against torch's counter on the model in one piece, without attention, which some versions count on the CPU."""
+    model = Llama(SIZE)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 25, dtype=torch.int64)).backward()
+    nodes = [node for captured in traced for node in captured.graph.nodes if node.op == "call_function"]
+    products = [node for node in nodes if "scaled_dot_product" not in str(node.target)]
+    counts = counter.get_flop_counts()["Global"]
+    counted = sum(count for op, count in counts.items() if "scaled_dot_product" not in str(op))
+    works = [find_work(node)[0] for node in products]
+    assert sum(work.flops for work in works if work is not None) == counted > 0
+    assert len(nodes) - len(products) >= 2 * SIZE.layers
+
+
+def test_operations_of_attention_are_those_of_its_products():
+    """Queries are grouped. Flash attention's backward forms the scores once more than the plain one."""
+    query, key, value = torch.randn(2, 6, 10, 8), torch.randn(2, 3, 12, 8), torch.randn(2, 3, 12, 8)
+
+    def plain(query, key, value):
+        key, value = (heads.repeat_interleave(2, 1) for heads in (key, value))
+        return torch.softmax(query @ key.transpose(-1, -2), -1) @ value
+
+    def counted(function):
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        with FlopCounterMode(display=False) as forward:
+            out = function(*inputs)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    def step(query, key, value, causal):
+        out, rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        grad = torch.ones_like(out)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, rest, 0.0, causal
+        )
+
+    forward, backward = counted(plain)
+    scores = forward // 2
+    for causal, share in ((False, 1), (True, 2)):
+        graph = make_fx(functools.partial(step, causal=causal), tracing_mode="fake")(query, key, value).graph
+        ours = [find_work(node)[0].flops for node in graph.nodes if "scaled_dot_product" in str(node.target)]
+        assert ours == [forward // share, (backward + scores) // share]
