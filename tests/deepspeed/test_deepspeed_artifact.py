@@ -14,8 +14,6 @@ pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
 class Small(nn.Module):
-    """Its forward computes the loss."""
-
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3)

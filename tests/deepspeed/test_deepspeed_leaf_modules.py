@@ -52,8 +52,6 @@ class Skipping(OutOfPlace):
 
 
 class LossOfMixture(MixtureModel):
-    """The forward computes the loss."""
-
     def __init__(self, experts=Experts, layers=2, layer_class=OutOfPlace):
         super().__init__(experts, layers)
         for layer in self.layers:

@@ -63,8 +63,6 @@ def test_bf16_is_close_to_eager(ranks, world):
 
 
 class Checkpointed(LanguageModel):
-    """Recomputes its blocks in backward."""
-
     def forward(self, tokens):
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
@@ -175,8 +173,6 @@ def test_several_engines_that_evaluate_and_edit_equal_eager(rank, world):
 
 
 class SecondLayerSometimes(nn.Module):
-    """Uses its second layer only when told to."""
-
     def __init__(self):
         super().__init__()
         self.always, self.sometimes, self.uses_both = nn.Linear(3, 3), nn.Linear(3, 3), True

@@ -162,7 +162,6 @@ def test_micro_steps_of_accumulate_gather_once(rank, world):
 
 
 def raised(error, text, program, *args, **kwargs):
-    """`program` raises `error`, whose text has `text`."""
     with pytest.raises(error, match=text):
         program(*args, **kwargs)
 

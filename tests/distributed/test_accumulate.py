@@ -86,7 +86,6 @@ def collect(parameter, held):
 
 
 def places_of_gradients(model):
-    """Addresses of this rank's gradients."""
     grads = [parameter.grad.to_local() for parameter in model.parameters()]
     return [grad.data_ptr() for grad in grads if grad.numel()]
 

@@ -28,8 +28,6 @@ def file(tmp_path_factory):
 
 @contextlib.contextmanager
 def nothing_started():
-    """Whoever starts a process fails."""
-
     def fail(*args, **kwargs):
         raise AssertionError(f"a process was started: {args}")
 

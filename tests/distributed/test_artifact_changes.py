@@ -131,8 +131,6 @@ def test_a_file_is_loaded_in_another_environment_and_not_beside_other_code(ranks
 
 
 class Wrapper(nn.Module):
-    """Is not sharded itself."""
-
     def __init__(self, model):
         super().__init__()
         self.model = model

@@ -130,8 +130,6 @@ class Encoder(nn.Module):
 
 
 class Around(nn.Module):
-    """Not sharded itself."""
-
     def __init__(self, encoder):
         super().__init__()
         self.encoder = encoder

@@ -23,8 +23,6 @@ INPUTS = (torch.randn(2, 6, WIDTH),)
 
 
 class Numbered(nn.Module):
-    """Its tokens depend on the rank."""
-
     def __init__(self):
         super().__init__()
         self.mixture = Mixture(1)

@@ -40,7 +40,6 @@ def test_rows_that_a_matrix_does_not_have_are_refused(rank, world):
 
 
 def logged():
-    """All messages of zcompile inside of it."""
     return unittest.TestCase().assertLogs("zcompile", "DEBUG")
 
 
@@ -61,8 +60,6 @@ def test_leaving_them_out_changes_nothing(rank, world, dtype, microbatches):
 
 
 class ReadTwice(Tables):
-    """Reads one of its tables with two sets of indices."""
-
     def forward(self, tokens):
         return super().forward(tokens) + self.head(self.kinds(tokens % 5))
 

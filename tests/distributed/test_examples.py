@@ -131,7 +131,6 @@ def test_no_example_has_the_name_of_a_python_module():
 
 @pytest.fixture
 def moe(monkeypatch):
-    """examples/moe.py as a module."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(EXAMPLES)])
     return importlib.import_module("moe")
 

@@ -22,8 +22,6 @@ slow = pytest.mark.slow
 
 
 class WithLoss(nn.Module):
-    """A language model that returns its loss."""
-
     def __init__(self):
         super().__init__()
         self.model = Transformer()
@@ -119,8 +117,6 @@ def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
 
 
 class Broken(nn.Linear):
-    """A forward in two graphs."""
-
     def forward(self, x):
         x = torch.relu(super().forward(x))
         torch._dynamo.graph_break()
@@ -167,7 +163,6 @@ OP = "zcompile_test_costs::doubled"
 
 @torch.library.custom_op(OP, mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """A user's op without a formula."""
     return 2 * x
 
 

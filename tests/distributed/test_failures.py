@@ -45,8 +45,6 @@ def test_an_optimizer_built_before_sharding_is_refused(rank, world):
 
 
 class WithoutReset(nn.Module):
-    """A module that cannot say what its parameter begins with."""
-
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.empty(3, device="meta"))
@@ -89,8 +87,6 @@ def test_ranks_with_different_models_or_arguments_are_told(rank, world):
 
 
 class TwoOrders(nn.Module):
-    """Reads its second layer first if it is told to."""
-
     def __init__(self, turned):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))

@@ -175,11 +175,9 @@ def fuzz_on_two_ranks(ranks, check, graphs):
 
 @pytest.mark.parametrize("graphs", [12, pytest.param(GRAPHS // 10, marks=slow, id="many")])
 def test_random_modules_train_as_eager_and_as_unsharded(ranks, graphs):
-    """Modules end to end."""
     fuzz_on_two_ranks(ranks, check_module, graphs)
 
 
 @pytest.mark.parametrize("graphs", [100, pytest.param(GRAPHS, marks=slow, id="many")])
 def test_random_plans_change_no_number_and_read_nothing_dead(ranks, graphs):
-    """More plans of each module than there is time to compile."""
     fuzz_on_two_ranks(ranks, check_plans, graphs)

@@ -135,8 +135,6 @@ def test_training_goes_on_after_a_generation(rank, world, prepare):
 
 
 class Raises:
-    """A streamer that raises at the third token."""
-
     def __init__(self):
         self.count = 0
 

@@ -11,8 +11,6 @@ from tests.support.reference import compiled
 
 
 class Writes(nn.Linear):
-    """Writes to what it gathered in forward, if it is told to."""
-
     writes = False
 
     def forward(self, x):

@@ -20,7 +20,6 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=slow), autocast_loss])
 @on_ranks()
 def test_aot_eager_equals_eager_bitwise(rank, world, loss):
-    """An eager sharded model beside two compiled ones."""
     same_bits([pair(Transformer, prepare)[1] for prepare in (zcompile.shard, compiled, compiled)], loss, rank)
 
 

@@ -55,7 +55,6 @@ def transformers_adafactor(params, **options):
 
 
 def whole(make, params, **options):
-    """The recipe."""
     blocks, names = python_blocks("docs/recipes.md"), {}
     for block in (blocks[0], *(block for block in blocks if "class StepsWhole" in block)):
         exec(block, names)

@@ -33,7 +33,6 @@ def experts(seconds=LONG_S, mesh=None, period_s=NEVER_S):
 
 
 def values_of(model):
-    """A copy of this rank's shards."""
     return [parameter.to_local().clone() for parameter in model.parameters()]
 
 
@@ -55,7 +54,6 @@ counted = functools.partial(mock.patch.object, dist, "all_reduce", wraps=dist.al
 
 
 def trained(*args, **how):
-    """A sharded model, and an optimizer."""
     model = experts(*args, **how)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -329,7 +327,6 @@ def test_a_difference_of_long_ago_is_bounded(rank, world):
 
 
 def marks(*texts, begin=1, value=0):
-    """Marks of collectives with these texts."""
     result = []
     for number, text in enumerate(texts, begin):
         value = hash((value, text))

@@ -149,8 +149,6 @@ def test_adapters_that_are_added_after_shard_are_warned_of(rank, world):
 @pytest.mark.parametrize("prepare", PREPARE[:2])
 @on_ranks(2)
 def test_lora_trains_beside_a_packed_base(rank, world, prepare):
-    """LoRA beside a quantized base, as QLoRA has it."""
-
     def make():
         model = Quantized()
         for name in ("first", "second"):

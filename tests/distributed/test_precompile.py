@@ -130,8 +130,6 @@ def test_graph_breaks_are_an_error(program, tmp_path, capsys):
 
 
 class Reducing(nn.Module):
-    """Has a collective over a group of its own."""
-
     def __init__(self):
         super().__init__()
         self.a, self.group = nn.Linear(4, 4), torch.distributed.new_group()

@@ -28,7 +28,6 @@ def test_a_second_model_of_a_class_gets_its_options(rank, world):
 
 @on_ranks(2)
 def test_other_options_of_a_second_model_of_a_class_act(rank, world):
-    """Other options compile again."""
     buckets = []
     for bucket_bytes in (0, 1 << 20):
         model = compiled(layers(), options={"bucket_bytes": bucket_bytes})

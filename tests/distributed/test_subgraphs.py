@@ -37,8 +37,6 @@ class Attention(nn.Module):
 
 
 class Branches(nn.Module):
-    """Takes one of two layers, by the sign of its input's sum."""
-
     def __init__(self):
         super().__init__()
         self.first, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
@@ -50,8 +48,6 @@ class Branches(nn.Module):
 
 
 class ReadingBranches(Branches):
-    """Reads their weights within the branches."""
-
     def forward(self, x):
         return torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,))
 
@@ -95,8 +91,6 @@ def test_models_with_subgraphs_train_as_unsharded(rank, world, make, inner):
 
 
 class ReadingScores(Attention):
-    """Reads the slopes where scores are changed."""
-
     def forward(self, x):
         q = k = v = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
         score = lambda score, batch, head, row, column: score - self.slopes[head] * (row - column)

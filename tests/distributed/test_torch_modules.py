@@ -27,8 +27,6 @@ class Last(nn.Module):
 
 
 class Attends(nn.Module):
-    """Attention of a sequence to itself."""
-
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
@@ -38,8 +36,6 @@ class Attends(nn.Module):
 
 
 class Cells(nn.Module):
-    """Recurrent cells, stepped by hand."""
-
     def __init__(self):
         super().__init__()
         self.lstm, self.gru = nn.LSTMCell(6, 7), nn.GRUCell(7, 5)

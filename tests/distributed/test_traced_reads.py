@@ -64,8 +64,6 @@ class Breaks(nn.Module):
 
 
 class Unit(nn.Module):
-    """A functional_call inside of a unit."""
-
     def __init__(self):
         super().__init__()
         self.a = nn.Linear(6, 6)

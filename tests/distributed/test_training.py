@@ -56,8 +56,6 @@ def test_a_param_dtype_travels_and_gradients_are_fp32(rank, world):
 
 
 class Checkpointed(Transformer):
-    """Recomputes every block, wholly or by a policy."""
-
     def __init__(self, how):
         super().__init__()
         self.how = how

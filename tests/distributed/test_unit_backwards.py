@@ -35,7 +35,6 @@ slow = pytest.mark.slow
 
 
 def mixtures():
-    """A mixture, and the same with units."""
     return pair(MixtureModel, sharded)
 
 
@@ -77,8 +76,6 @@ def test_checkpoints_may_be_around_units_units_and_inside_of_them(rank, world, p
 
 
 class Pair(nn.Sequential):
-    """Two parts, and no parameter of its own."""
-
     def __init__(self):
         super().__init__(Part(), Part())
 

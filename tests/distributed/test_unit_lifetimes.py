@@ -123,8 +123,6 @@ def test_forwards_without_backward_leave_no_hooks_on_a_leaf_that_the_model_retur
 
 
 class NotesCasts(TorchDispatchMode):
-    """Notes the storages that casts to bf16 make."""
-
     def __init__(self):
         super().__init__()
         self.storages = []

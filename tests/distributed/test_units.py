@@ -81,7 +81,6 @@ def test_a_rank_that_goes_on_alone_where_its_expert_failed_is_an_error_on_all(ra
 
 @on_ranks(2)
 def test_a_unit_is_not_unsharded_between_forward_and_backward(rank, world):
-    """What is unsharded between forward and backward."""
     model = sharded(MixtureModel(StackedExperts, 4), units=[StackedExperts])
     for step in range(2):
         routed_loss(model, step, rank).backward()
@@ -160,8 +159,6 @@ def test_a_forward_that_raised_in_a_unit_leaves_nothing_behind(rank, world):
 
 
 class WithMethod(Experts):
-    """Its entry is not forward."""
-
     def compute(self, x, chosen, weights):
         return Experts.forward(self, x, chosen, weights)
 

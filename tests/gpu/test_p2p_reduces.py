@@ -89,7 +89,6 @@ def test_a_gradient_is_free_after_its_wait(rank, world):
 @pytest.mark.parametrize("world", [4, 8])
 @on_gpus()
 def test_a_gradient_in_pieces_is_free_after_its_wait(rank, world):
-    """A matrix that travels in pieces."""
     module = nn.Linear(16384, 16384, bias=False, device="cuda", dtype=torch.bfloat16)
     for step, reduced in reduce_and_overwrite(rank, module):
         assert bool((reduced == step + (world - 1) / 2).all())

@@ -16,7 +16,6 @@ TRANSPORTS, INNERS = ("c10d", "p2p", "late c10d", "delayed p2p"), (None, "aot_ea
 
 
 def with_units(transport, model, inner=None):
-    """`model` with its experts as units."""
     return sharded_over(transport, model, inner, units=[type(model.layers[0].experts)])
 
 

@@ -44,12 +44,10 @@ def results(profiled):
 
 
 def events_of(folder, engine):
-    """The events of an engine's trace."""
     return json.loads(gzip.decompress((folder / f"{file_name(engine)}.trace.json.gz").read_bytes()))["traceEvents"]
 
 
 def trained(results):
-    """The engines that were not skipped."""
     return [name for name in results["engines"] if name != "deepcompile"]
 
 

@@ -81,7 +81,6 @@ def make_file(path, world, *, autocast=False, options=None, **how):
 
 
 def loss_of(model, step, rank, autocast=False):
-    """The loss of a `Mixed` on the tokens of `rank`."""
     tokens = tokens_of(step, rank)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(tokens)
@@ -112,8 +111,6 @@ def compiler_counts():
 
 
 class Broken(Mixed):
-    """Its graph breaks."""
-
     def forward(self, tokens):
         x = super().forward(tokens)
         torch._dynamo.graph_break()

@@ -155,7 +155,6 @@ class Layers(nn.Module):
 
 
 def loss_of(model, number, rank):
-    """The loss of `rank` on its batch of this number."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))
     device = next(model.parameters()).device
     x = x.to(device).requires_grad_()  # so that a backward comes to the first layer's place, too
@@ -198,7 +197,6 @@ def train(model, fault, rank):
 
 
 def rank_main(rank, fault, store, errors, pipe):
-    """One process."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
     Here.fault, Here.pipe = fault, pipe
@@ -319,7 +317,6 @@ PARAMETER = r"'(layers\.\d\.(weight|bias)|extra\.(weight|bias)|scale)'"
 
 
 def check(fault, answers, seconds):
-    """Raise if a run was not right."""
     kinds = [kind for kind, _ in answers]
     assert seconds is not None, f"{fault}: no rank came to the fault: {answers}"
     texts = "\n---\n".join(str(what) for kind, what in answers if kind != "ok")

@@ -54,8 +54,6 @@ class Program(nn.Module):
 
 
 class Nested:
-    """A program inside of a program."""
-
     def __init__(self, i: int):
         self.i = i
 
@@ -131,8 +129,6 @@ class Halves:
 
 
 class Lookup:
-    """Rows of a table, chosen by the values of x."""
-
     def __init__(self, module):
         self.rows = module.random.choice([2, 5])
         self.table = module.parameter(self.rows, WIDTH)
@@ -162,8 +158,6 @@ STEPS = (Linear, Linear, Bottleneck, Halves, Halves, Lookup, Scalar)
 
 
 class Model(nn.Module):
-    """A program whose output is summed up to a loss."""
-
     def __init__(self, seed: int):
         super().__init__()
         self.program = Program(seed)
@@ -174,7 +168,6 @@ class Model(nn.Module):
 
 
 def options_of(seed: int) -> dict:
-    """Random options of the backend."""
     drawn = random.Random(seed)
     skipped = [name for name in OPTIONAL_PASSES if drawn.random() < 0.15]
     budgets = ("gather_budget", "reduce_budget", "save_for_backward", "bucket", "microbatch_cache")

@@ -46,7 +46,6 @@ class Wide(nn.Module):
 
 
 def make_transformer():
-    """The test transformer on this rank's GPU."""
     return Transformer().cuda()
 
 

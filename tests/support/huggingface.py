@@ -69,7 +69,6 @@ def history(trainer) -> dict[str, list[float]]:
 
 
 def losses_after(trainer, step: int) -> list[float]:
-    """Losses that a trainer has logged after `step`."""
     return [each["loss"] for each in trainer.state.log_history if each.get("step", 0) > step and "loss" in each]
 
 

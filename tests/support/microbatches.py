@@ -52,7 +52,6 @@ def train_microbatches(rank, around, device="cpu", transport=None, edit=False, *
 
 
 def separately(model):
-    """Every microbatch gathers for itself."""
     return contextlib.nullcontext()
 
 

@@ -60,7 +60,6 @@ class Transformer(nn.Module):
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss."""
     logits = model(tokens[:, :-1]).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

@@ -51,6 +51,5 @@ class Quantized(nn.Module):
 
 
 def quantized_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """The loss of a `Quantized` on the batch of `rank`."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
     return model(x).float().square().mean()

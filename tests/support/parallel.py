@@ -178,8 +178,6 @@ class MixtureBlock(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A mixture of experts between dense layers."""
-
     def __init__(self, blocks: int = 2, sorts: bool = False, experts: int = EXPERTS):
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
@@ -194,7 +192,6 @@ class Mixture(nn.Module):
 
 
 def spread_experts(model: Mixture, mesh: DeviceMesh) -> Mixture:
-    """`model` with its experts spread over `mesh`."""
     for experts in (each for each in model.modules() if isinstance(each, Experts)):
         experts.group, experts.ranks = mesh.get_group(), mesh.size()
         for name in ("up", "down"):

@@ -10,10 +10,8 @@ def status(field: str) -> int:
 
 
 def rss_bytes() -> int:
-    """Bytes of memory that are resident."""
     return 1024 * status("VmRSS")
 
 
 def threads() -> int:
-    """Threads of all kinds."""
     return status("Threads")

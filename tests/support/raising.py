@@ -28,7 +28,5 @@ def fail(*args):
 
 
 class MayRaise(nn.Module):
-    """`may_raise` as a module."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return may_raise(x)

@@ -18,7 +18,6 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]  # (model, step, rank) -> l
 
 
 def lm_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Language-model loss on the batch of `rank`."""
     return loss_of(model, batch(step, rank).to(next(model.parameters()).device))
 
 
@@ -72,7 +71,6 @@ def same_grads(model: nn.Module, reference: nn.Module, tolerance: float = FP32) 
 
 
 def same_parameters(model: nn.Module, reference: nn.Module, tolerance: float = FP32) -> None:
-    """Every parameter agrees."""
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         close(ours, theirs, tolerance, name)
 

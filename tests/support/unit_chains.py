@@ -58,12 +58,10 @@ def skipping(*skip):
 
 
 def with_units(model, **how):
-    """`model` with its parts as units."""
     return zcompile.shard(model, **{"units": list(model.parts), **how})
 
 
 def chains(make=make_chain):
-    """A model, and the same with units."""
     return pair(make, with_units)
 
 

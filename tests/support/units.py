@@ -16,7 +16,6 @@ def routed_loss(model, step, rank, **how):
 
 
 def sharded(model, **how):
-    """`model` with its experts as units."""
     return zcompile.shard(model, **{"units": [type(model.layers[0].experts)], **how})
 
 

@@ -170,8 +170,6 @@ def test_a_full_disk_leaves_no_part_of_a_library(tmp_path):
 
 
 class Unpickled:
-    """Says so."""
-
     def __reduce__(self):
         return pytest.fail, ("unpickled",)
 

@@ -239,7 +239,6 @@ def test_memory_that_nobody_writes_takes_no_time(op, args):
 
 @torch.library.custom_op("zcompile_costs::product", mutates_args=())
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A user's op that computes."""
     return a @ b
 
 

@@ -106,7 +106,6 @@ class FlexAttention(LatentAttention):
 
 
 def flex():
-    """What `zcompile explain --module` takes."""
     model = FlexAttention(queries=64, values=64)
     return model, lambda step, rank: torch.randn(1, 1024, 64), lambda model, x: model(x).float().mean()
 

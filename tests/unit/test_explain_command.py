@@ -111,7 +111,6 @@ def breaks():
 
 
 def skipped():
-    """The same, where all of a module runs in eager."""
     model, batch, loss = breaks()
     model.inner.forward = torch.compiler.disable(model.inner.forward)
     return model, batch, loss

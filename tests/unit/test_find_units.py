@@ -11,8 +11,6 @@ from zcompile.units.find import default_units, find_units, implementations
 
 
 class GroupedExperts(nn.Module):
-    """One product for all experts."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
@@ -41,8 +39,6 @@ class MixtureOfLists(nn.Module):
 
 
 class Layers(nn.Module):
-    """A stack of layers, read by number."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))

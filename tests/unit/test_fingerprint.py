@@ -42,32 +42,24 @@ def test_the_same_is_the_same(base):
 
 
 class Untied(Mixed):
-    """Has the parameters of `Mixed`, and another one."""
-
     def __init__(self):
         super().__init__()
         self.head.weight = nn.Parameter(torch.zeros(artifacts.VOCABULARY, 6))
 
 
 class Wider(Mixed):
-    """One parameter has another shape."""
-
     def __init__(self):
         super().__init__()
         self.shift = nn.Parameter(torch.ones(6))
 
 
 class Half(Mixed):
-    """One parameter has another dtype."""
-
     def __init__(self):
         super().__init__()
         self.shift = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
 
 
 class LargeBuffer(Mixed):
-    """The buffer has another dtype."""
-
     def __init__(self):
         super().__init__()
         self.offset = self.offset.double()

@@ -89,8 +89,6 @@ def test_weight_gradients_of_one_activation_come_together(traced):
 
 
 class Branches(nn.Module):
-    """Several checkpointed branches that read one input."""
-
     def __init__(self):
         super().__init__()
         self.into, self.heads = nn.Linear(16, 16), nn.ModuleList(nn.Linear(16, 512) for _ in range(6))

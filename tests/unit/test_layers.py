@@ -46,7 +46,6 @@ CPP_LAYERS = (("compat", "kernels", "p2p/schedule"), ("transport",), ("p2p",), (
 
 
 def python_files() -> dict[str, Path]:
-    """The file of each module, by its name."""
     files: dict[str, Path] = {}
     for folder, package in ((ROOT / "zcompile", "zcompile"), (ROOT / "passes", "zcompile.passes")):
         for path in folder.rglob("*.py"):
@@ -198,7 +197,7 @@ def test_no_file_is_too_long():
 
 @pytest.mark.parametrize(
     "names, budget",
-    [(("csrc", "passes", "zcompile", "setup.py"), 28_135), (("tests",), 24_549)],
+    [(("csrc", "passes", "zcompile", "setup.py"), 28_135), (("tests",), 24_426)],
     ids=["product", "tests"],
 )
 def test_lines_keep_to_their_budget(names, budget):
