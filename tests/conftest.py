@@ -44,31 +44,18 @@ EXTENSIONS = Path(
 # Files that take long, longest first, those of `make test-all` alone before others. Workers take whole files in this
 # order: a long file that came last would run alone.
 LONG = (
-    "distributed/test_architectures.py",
-    "deepspeed/test_deepspeed_leaf_modules.py",
-    "deepspeed/test_deepspeed_step.py",
-    "distributed/test_examples.py",
-    "profile/test_profile_report.py",
-    "distributed/test_compose.py",
-    "distributed/test_training.py",
-    "profile/test_profile_failures.py",
-    "distributed/test_lifetimes.py",
-    "distributed/test_numerics.py",
-    "distributed/test_accumulate.py",
-    "distributed/test_order_check.py",
-    "unit/test_explain_command.py",
-    "distributed/test_explain.py",
-    "distributed/test_artifact.py",
-    "distributed/test_torch_modules.py",
-    "distributed/test_docs.py",
-    "distributed/test_reads.py",
+    "distributed/test_architectures deepspeed/test_deepspeed_leaf_modules deepspeed/test_deepspeed_step "
+    "distributed/test_examples profile/test_profile_report distributed/test_compose distributed/test_training "
+    "profile/test_profile_failures distributed/test_lifetimes distributed/test_numerics distributed/test_accumulate "
+    "distributed/test_order_check unit/test_explain_command distributed/test_explain distributed/test_artifact "
+    "distributed/test_torch_modules distributed/test_docs distributed/test_reads"
 )
 TESTS = Path(__file__).resolve().parent
 
 
 def pytest_collection_modifyitems(items):
-    place = {TESTS / name: i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path, len(LONG)))
+    place = {TESTS / f"{name}.py": i for i, name in enumerate(LONG.split())}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_sessionstart(session):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
+from tests.support.blocks import OneOfTwo
 from tests.support.deepspeed import assert_taken_over, is_taken_over, make_engine
 from tests.support.deepspeed_config import MICROBATCHES
 from tests.support.ranks import on_ranks
@@ -13,15 +13,11 @@ from zcompile.ranks import order_watch
 pytestmark = pytest.mark.slow
 
 
-class Experts(nn.Module):
-    """Two layers of one size, of which a forward reads one; the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+class Experts(OneOfTwo):
+    """The loss."""
 
     def forward(self, x, second):
-        return (self.b if second else self.a)(x).square().sum()
+        return super().forward(x, second).square().sum()
 
 
 def train_step(engine, second):

@@ -219,9 +219,7 @@ class InsideAndOutside(torch.nn.Module):
 
 @on_ranks(2)
 def test_a_backward_inside_of_a_backward_adds_to_gradients_once(rank, world):
-    def loss(model, step, rank):
-        return model(normal(step, rank, 4, 6).requires_grad_())
-
+    loss = lambda model, step, rank: model(normal(step, rank, 4, 6).requires_grad_())
     reference, model = pair(InsideAndOutside, zcompile.shard)
     with zcompile.accumulate(model):
         for microbatch in range(3):
@@ -234,10 +232,7 @@ def test_what_is_gathered_stays_until_accumulate_ends(rank, world):
     model = compiled(Transformer(), options=UNBUCKETED)
     runtime = state_of(model).runtime
     leaf, shape = model.__dict__["_modules"]["embed"].__dict__["_zcompile_leaf_weight"].detach(), [61, 18]
-
-    def gather():
-        return ops.gather_wait(ops.gather_cached_start(leaf, shape, torch.float32))
-
+    gather = lambda: ops.gather_wait(ops.gather_cached_start(leaf, shape, torch.float32))
     expected = ops.gather(leaf, shape, torch.float32)
     with contextlib.suppress(ZeroDivisionError), zcompile.accumulate(model):
         first, second = gather(), gather()

@@ -144,8 +144,5 @@ def test_replicas_may_divide_sequences(rank, world):
 def test_ranks_of_tensor_parallelism_may_divide_sequences(rank, world):
     mesh = mesh_of("cpu", dp=1, cp=2, tp=2)
     shards = mesh["dp", "cp"]._flatten("dp_cp")
-
-    def prepare(model):
-        return context_parallel(spread_dense(model, mesh["tp"], sequence=False), mesh, shards, "gathered")
-
+    prepare = lambda model: context_parallel(spread_dense(model, mesh["tp"], sequence=False), mesh, shards, "gathered")
     train_beside(rank // 2, 2, prepare, make=Dense, loss=functools.partial(mean_loss, data_rank=0))

@@ -11,23 +11,23 @@ import torch.distributed as dist
 import zcompile
 from tests.support.models import Transformer, batch, loss_of, normal
 from tests.support.ranks import on_ranks
-from tests.support.reference import close, compiled, pair
+from tests.support.reference import close, compiled, lm_loss, pair
 
 MICROBATCHES = 4
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
-def run(rank, inner, reduce, mesh=None, steps=2, **how):
+def run(rank, prepare, reduce, steps=2, device="cpu", optimizer=ADAMW):
     """Losses, gradients of the last step, and what travelled in it."""
-    prepare = zcompile.shard if inner == "eager" else functools.partial(compiled, inner=inner)
-    _, model = pair(Transformer, functools.partial(prepare, mesh=mesh, **how))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _, model = pair(lambda: Transformer().to(device), prepare)
+    optimizer = optimizer(model.parameters())
     losses = []
     for step in range(steps):
         zcompile.reset_stats(model)
         optimizer.zero_grad()
         with zcompile.accumulate(model, reduce=reduce):
             for microbatch in range(MICROBATCHES):
-                loss = loss_of(model, batch(MICROBATCHES * step + microbatch, rank)) / MICROBATCHES
+                loss = lm_loss(model, MICROBATCHES * step + microbatch, rank) / MICROBATCHES
                 loss.backward()
                 losses.append(loss.item())
         grads = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
@@ -35,15 +35,20 @@ def run(rank, inner, reduce, mesh=None, steps=2, **how):
     return losses, grads, zcompile.stats(model)
 
 
-def reference_grads(world, steps=2):
+def prepared(inner, mesh=None, **how):
+    prepare = zcompile.shard if inner == "eager" else functools.partial(compiled, inner=inner)
+    return functools.partial(prepare, mesh=mesh, **how)
+
+
+def reference_grads(world, steps=2, device="cpu", optimizer=ADAMW):
     """Of the last step of the unsharded model, which sees the microbatches of all ranks."""
-    model, _ = pair(Transformer, lambda model: model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, _ = pair(lambda: Transformer().to(device), lambda model: model)
+    optimizer = optimizer(model.parameters())
     for step in range(steps):
         optimizer.zero_grad()
         for microbatch in range(MICROBATCHES):
             for rank in range(world):
-                loss_of(model, batch(MICROBATCHES * step + microbatch, rank)).div(MICROBATCHES * world).backward()
+                lm_loss(model, MICROBATCHES * step + microbatch, rank).div(MICROBATCHES * world).backward()
         grads = [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
     return grads
@@ -56,15 +61,16 @@ def all_close(ours, theirs, tolerance=1e-5):
 
 def rank_defers_replicas(rank, world, inner):
     mesh = dist.init_device_mesh("cpu", (2, 2))
-    losses, grads, stats = run(rank, inner, "each", mesh)
-    deferred = run(rank, inner, "shards", mesh)
+    prepare = prepared(inner, mesh)
+    losses, grads, stats = run(rank, prepare, "each")
+    deferred = run(rank, prepare, "shards")
     assert deferred[0] == pytest.approx(losses, rel=1e-6)
     all_close(deferred[1], grads)
     all_close(deferred[1], reference_grads(world))
     flags = 4 * len(grads) * MICROBATCHES if inner == "eager" else 0  # which parameters were used
     assert deferred[2]["replica_bytes"] * MICROBATCHES == stats["replica_bytes"] - flags > 0
     assert deferred[2]["reduces"] == stats["reduces"]
-    again = run(rank, inner, "shards", mesh)
+    again = run(rank, prepare, "shards")
     assert all(torch.equal(one, other) for one, other in zip(deferred[1], again[1]))
     return [grad.sum().item() for grad in deferred[1]]
 
@@ -87,9 +93,9 @@ def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
 )
 @on_ranks()
 def test_gradients_may_be_reduced_once_behind_the_last_microbatch(rank, world, inner, shape, how):
-    mesh = dist.init_device_mesh("cpu", shape)
-    losses, grads, stats = run(rank, inner, "each", mesh, **how)
-    deferred = run(rank, inner, "last", mesh, **how)
+    prepare = prepared(inner, dist.init_device_mesh("cpu", shape), **how)
+    losses, grads, stats = run(rank, prepare, "each")
+    deferred = run(rank, prepare, "last")
     tolerance = 1e-2 if how else 1e-5  # where each microbatch rounds to bf16
     assert deferred[0] == pytest.approx(losses, rel=tolerance)
     all_close(deferred[1], grads, tolerance)
@@ -107,7 +113,7 @@ def test_a_mesh_of_one_rank_adds_up_its_gradients(rank, world, inner):
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "zcompile")
-        all_close(run(0, inner, "last", mesh["dp"])[1], reference_grads(1))
+        all_close(run(0, prepared(inner, mesh["dp"]), "last")[1], reference_grads(1))
 
 
 class Branching(torch.nn.Module):
@@ -191,9 +197,8 @@ def test_other_values_and_other_inner_blocks_are_refused(rank, world):
 )
 @on_ranks()
 def test_models_with_units_may_defer(rank, world, reduce, shape):
-    mesh = dist.init_device_mesh("cpu", shape)
-    run_with = functools.partial(run, rank, "eager", mesh=mesh, units=[torch.nn.LayerNorm])
-    (losses, grads, _), deferred = run_with(reduce="each"), run_with(reduce=reduce)
+    prepare = prepared("eager", dist.init_device_mesh("cpu", shape), units=[torch.nn.LayerNorm])
+    (losses, grads, _), deferred = (run(rank, prepare, each) for each in ("each", reduce))
     assert deferred[0] == pytest.approx(losses, rel=1e-6)
     all_close(deferred[1], grads)
 

@@ -16,23 +16,14 @@ from tests.support.models import Transformer, batch, loss_of
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.costs.formulas import registry
-from zcompile.explanation.workloads import load
+from zcompile.explanation.workloads import WithLoss, load
 
 slow = pytest.mark.slow
 
 
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = Transformer()
-
-    def forward(self, tokens):
-        return loss_of(self.model, tokens)
-
-
 def explain_and_compile(rank, options):
     """A sharded model, compiled and not yet run; its explanation, and how many gathers that explanation made."""
-    model = zcompile.shard(WithLoss())
+    model = zcompile.shard(WithLoss(Transformer(), loss_of))
     plan = zcompile.explain(model, batch(0, rank), options=options)
     gathers = zcompile.stats(model)["gathers"]
     zcompile.reset_stats(model)

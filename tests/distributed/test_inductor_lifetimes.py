@@ -177,9 +177,7 @@ def test_a_release_that_shrinks_the_storage_takes_it_from_another_result():
 
 
 def test_an_alias_before_functionalisation_is_rejected():
-    def function(x):
-        return t.honest_wait(x.cos()) @ x
-
+    function = lambda x: t.honest_wait(x.cos()) @ x
     with pytest.raises(Exception, match="alias"):
         torch.compile(function, backend="aot_eager", fullgraph=True)(X)
 

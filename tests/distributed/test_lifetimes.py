@@ -26,17 +26,9 @@ MATRIX_BYTES = 4 * WIDTH**2
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-class ThreeLayers(nn.Module):
+def three_layers():
     """Parameters, activations and gradients of one size: Inductor may recycle any buffer as any other."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
+    return Chain(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
 
 
 def reads_before_waiting(graph):
@@ -96,7 +88,7 @@ def rank_late_step(rank, world, sabotage=None, gather_budget_bytes=MATRIX_BYTES,
     code; and that code.
     """
     torch.manual_seed(0)
-    reference = ThreeLayers()
+    reference = three_layers()
     model = zcompile.shard(copy.deepcopy(reference))
     state_of(model).runtime.use_transport("late c10d")
     batches = torch.randn(world, WIDTH, WIDTH)

@@ -11,7 +11,7 @@ from torch import nn
 import zcompile
 from tests.support.blocks import shard_in_blocks
 from tests.support.compiling import OPTIONS
-from tests.support.models import mean_square
+from tests.support.models import Chain, mean_square
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, train_beside
 
@@ -77,25 +77,19 @@ def test_layers_return_tensors_in_any_container(rank, world, shards, container):
     train_beside(rank, world, SHARDS[shards], make=lambda: Layers(make), loss=mean_square(3, 6))
 
 
-class Tied(nn.Module):
+class Tied(Chain):
     def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)) for _ in range(3))
-        self.layers[2][0].weight = self.layers[0][0].weight
-        self.layers[1][2].bias = self.layers[1][0].bias  # inside of one block
-        self.layers[2][2].weight = self.layers[1][2].weight  # by a module that shares its bias inside of its block
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(*(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)) for _ in range(3)))
+        self[2][0].weight = self[0][0].weight
+        self[1][2].bias = self[1][0].bias  # inside of one block
+        self[2][2].weight = self[1][2].weight  # by a module that shares its bias inside of its block
 
 
 TIED = {
     "blocks": shard_in_blocks,
     "units": lambda model: zcompile.shard(model, units=[nn.Sequential]),
     "units of one parameter each": lambda model: zcompile.shard(model, units=[nn.Linear]),
-    "a unit and the rest": lambda model: zcompile.shard(model, units=[model.layers[2]]),
+    "a unit and the rest": lambda model: zcompile.shard(model, units=[model[2]]),
 }
 
 
@@ -118,8 +112,8 @@ def test_a_rank_may_skip_a_unit_that_shares_a_parameter(rank, world):
 
     class Skips(Tied):
         def forward(self, x):
-            x = self.layers[1](self.layers[0](x))
-            return self.layers[2](x) if rank == 0 else x
+            x = self[1](self[0](x))
+            return self[2](x) if rank == 0 else x
 
     model = zcompile.shard(Skips(), units=[nn.Sequential])
     for step in range(3):

@@ -148,9 +148,7 @@ def rambling_loss(model, step, rank, times):
 
 @on_ranks(2)
 def test_a_fragment_may_run_a_different_number_of_times(rank, world):
-    def loss(model, step, rank):
-        return rambling_loss(model, step, rank, 1 + step % 3)
-
+    loss = lambda model, step, rank: rambling_loss(model, step, rank, 1 + step % 3)
     train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Rambling, loss=loss, steps=3)
 
 

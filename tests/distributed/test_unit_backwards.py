@@ -89,9 +89,7 @@ def test_a_selective_checkpoint_may_be_around_two_units(rank, world):
         checkpoint_each(model.parts, **SELECTIVE)
         return model
 
-    def with_parts(model):
-        return zcompile.shard(model, units=[Part])
-
+    with_parts = lambda model: zcompile.shard(model, units=[Part])
     chain_beside(rank, world, make=make, prepare=with_parts)
 
 

@@ -36,9 +36,7 @@ def test_a_rank_may_skip_a_unit(rank, world, prepare, skipped):
 @slow
 @on_ranks(2)
 def test_each_rank_may_skip_another_unit(rank, world):
-    def loss(model, step, rank):
-        return routed_loss(model, step, rank, skip_experts=(rank + 1,) if step % 2 == 0 else ())
-
+    loss = lambda model, step, rank: routed_loss(model, step, rank, skip_experts=(rank + 1,) if step % 2 == 0 else ())
     train_beside(rank, world, sharded, make=lambda: MixtureModel(Experts, 4), loss=loss, steps=4)
 
 

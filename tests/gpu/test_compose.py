@@ -27,10 +27,7 @@ def test_expert_parallel_models_train_as_unsharded(rank, world, inner):
 @on_gpus(4)
 def test_tensor_parallel_models_train_as_unsharded(rank, world, inner):
     mesh = mesh_of("cuda", dp=2, tp=2)
-
-    def prepare(model):
-        return maybe_compiled(zcompile.shard(spread_dense(model, mesh["tp"], True), mesh["dp"]), inner)
-
+    prepare = lambda model: maybe_compiled(zcompile.shard(spread_dense(model, mesh["tp"], True), mesh["dp"]), inner)
     data_rank = mesh["dp"].get_local_rank()
     train_beside(data_rank, 2, prepare, make=lambda: Dense().cuda(), loss=token_loss, tolerance=1e-4)
 

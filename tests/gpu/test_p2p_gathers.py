@@ -9,39 +9,39 @@ import torch
 import torch.distributed as dist
 
 import zcompile
-from tests.support.gpu import DTYPES, SHAPES, Parameters
+from tests.support.gpu import DTYPES, SHAPES
 from tests.support.ranks import on_gpus
+from tests.support.sharded_ops import ops, shards
 from zcompile.state.sharded_model import state_of
 
-ops = torch.ops.zcompile
+
+def sharded_parameters():
+    """A module with a parameter for each of `SHAPES`, its shards as ops see them, and the whole parameters."""
+    module, leaves = shards(dist.get_world_size(), *SHAPES, device="cuda")
+    return module, [leaf.detach() for leaf in leaves], [each.full_tensor().detach() for each in module.parameters()]
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @on_gpus()
 def test_gathers_see_every_edit(rank, world):
-    module = Parameters()
-    expected = [parameter.detach().clone() for parameter in module.parameters()]
-    zcompile.shard(module)
+    module, leaves, expected = sharded_parameters()
     state_of(module).runtime.use_transport("p2p")
     for _ in range(4):
         for dtype in DTYPES:
-            for leaf, shape, value in zip(module.leaves(), SHAPES, expected, strict=True):
+            for leaf, shape, value in zip(leaves, SHAPES, expected, strict=True):
                 assert torch.equal(ops.gather(leaf, list(shape), dtype), value.to(dtype)), (shape, dtype)
         for parameter, value in zip(module.parameters(), expected, strict=True):
             parameter.data._local_tensor.mul_(1.5)  # moves no version counter
             value.mul_(1.5)
-    assert zcompile.stats(module)["transport_bytes"] > 2 * sum(leaf.numel() for leaf in module.leaves())
+    assert zcompile.stats(module)["transport_bytes"] > 2 * sum(leaf.numel() for leaf in leaves)
 
 
 @on_gpus(2)
 def test_groups_equal_singles(rank, world):
-    module = Parameters()
-    expected = [parameter.detach().clone() for parameter in module.parameters()]
-    zcompile.shard(module)
+    module, leaves, expected = sharded_parameters()
     sizes, dims = [size for shape in SHAPES for size in shape], [len(shape) for shape in SHAPES]
     for transport in ("p2p", "c10d"):
         state_of(module).runtime.use_transport(transport)
-        leaves = module.leaves()
         for dtype in DTYPES * 2:
             pending = ops.gather_group_start(leaves, sizes, dims, dtype)
             for unsharded, value in reversed(list(zip(pending, expected, strict=True))):
@@ -55,13 +55,12 @@ def test_groups_equal_singles(rank, world):
 
 def gather_in_step():
     """A function that gathers a cached shard in a given dtype, after a barrier of the ranks."""
-    module = Parameters()
-    value, shape = module.p6.detach().clone(), list(SHAPES[6])
-    zcompile.shard(module)
+    module, leaves, expected = sharded_parameters()
+    value, shape = expected[6], list(SHAPES[6])
     state_of(module).runtime.use_transport("p2p in step")
 
-    def gather(dtype, check=True):
-        unsharded = ops.gather(module.leaves()[6], shape, dtype)
+    def gather(dtype, check=True, holds=module):
+        unsharded = ops.gather(leaves[6], shape, dtype)
         assert not check or torch.equal(unsharded, value.to(dtype))
 
     # After three gathers, all dtypes are known. The next gather fills the shard cache with them.

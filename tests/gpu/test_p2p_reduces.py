@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from tests.support.gpu import DTYPES, SHAPES, Parameters
+from tests.support.gpu import DTYPES, SHAPES
 from tests.support.ranks import on_gpus
 from tests.support.reduce_checks import check_means, mean_in_order, own_piece, rank_squares_of_reduces
 from tests.support.sharded_ops import shards
@@ -18,11 +18,11 @@ ops = torch.ops.zcompile
 @pytest.mark.parametrize("world", [2, 4, 8])
 @on_gpus()
 def test_reduces_are_sums_in_rank_order(rank, world):
-    module = zcompile.shard(Parameters())
+    module, leaves = shards(world, *SHAPES, device="cuda")
     for transport in ("p2p", "p2p in step", "c10d"):
         state_of(module).runtime.use_transport(transport)
         for dtype in DTYPES:
-            for leaf, shape in zip(module.leaves(), SHAPES, strict=True):
+            for leaf, shape in zip(leaves, SHAPES, strict=True):
                 grad = torch.randn(shape, device="cuda").to(dtype)
                 everyones = [torch.empty_like(grad) for _ in range(world)]
                 dist.all_gather(everyones, grad)

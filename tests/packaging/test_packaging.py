@@ -31,7 +31,6 @@ from torch import distributed, nn
 assert os.path.dirname(os.path.dirname(zcompile.__file__)) == {folders!r}[0], zcompile.__file__
 distributed.init_process_group("gloo", store=distributed.FileStore("ranks", 2), rank=int(sys.argv[1]), world_size=2)
 
-
 def train(model, run):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -41,7 +40,6 @@ def train(model, run):
         optimizer.step()
         optimizer.zero_grad()
     return [loss.item() for loss in losses]
-
 
 torch.manual_seed(0)
 plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -18,19 +18,6 @@ SHAPES = [(5, 3), (2, 7), (1, 5), (333, 77), (), (0, 4), (3000, 4097)]  # odd, f
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-class Parameters(nn.Module):
-    """One parameter on the GPU for each of `SHAPES`."""
-
-    def __init__(self):
-        super().__init__()
-        for i, shape in enumerate(SHAPES):
-            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape, device="cuda")))
-
-    def leaves(self):
-        """This rank's shards, once the module is sharded."""
-        return [self.__dict__[f"_zcompile_leaf_p{i}"].detach() for i in range(len(SHAPES))]
-
-
 class Wide(nn.Module):
     """Two matrices, by default of 4101 rows or columns.
 

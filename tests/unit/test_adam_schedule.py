@@ -28,9 +28,7 @@ def carried_out(items, others):
         numel, _, (low, high) = items[item]
         return slice((low + (high - low) // numel * begin) // 2, (low + (high - low) // numel * end) // 2)
 
-    def values(item, begin, end):
-        return ((item + 1) << 33) + np.repeat(np.arange(begin, end), 2)
-
+    values = lambda item, begin, end: ((item + 1) << 33) + np.repeat(np.arange(begin, end), 2)
     for item, (numel, (low, high), _) in enumerate(items):
         if low < high:
             memory[gradient(item, 0, numel)] = values(item, 0, numel)

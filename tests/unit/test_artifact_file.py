@@ -84,27 +84,27 @@ def test_a_pinned_sha256_is_checked(tmp_path):
         read(tmp_path / "model.zc", "abc")
 
 
-def test_a_file_that_everybody_may_write_is_refused(tmp_path):
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda path: path.chmod(0o646), "every user of this machine may write it"),
+        (lambda path: path.parent.chmod(0o777), "every user of this machine may replace files in its folder"),
+        pytest.param(lambda path: os.chown(path, 12345, -1), "to the user of number 12345", marks=only_root),
+    ],
+)
+def test_a_file_that_another_user_may_have_written_is_refused(tmp_path, edit, message):
     write(tmp_path / "model.zc", DATA)
-    os.chmod(tmp_path / "model.zc", 0o646)
-    with pytest.raises(ArtifactError, match="every user of this machine may write it"):
+    edit(tmp_path / "model.zc")
+    with pytest.raises(ArtifactError, match=message):
         read(tmp_path / "model.zc")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_file_of_another_user_is_refused(tmp_path):
+def test_a_file_in_a_folder_like_tmp_is_read(tmp_path):
     write(tmp_path / "model.zc", DATA)
-    os.chown(tmp_path / "model.zc", 12345, -1)
-    with pytest.raises(ArtifactError, match="belongs to the user of number 12345"):
-        read(tmp_path / "model.zc")
-
-
-def test_a_folder_in_which_everybody_may_replace_files_is_refused(tmp_path):
-    write(tmp_path / "model.zc", DATA)
-    os.chmod(tmp_path, 0o777)
-    with pytest.raises(ArtifactError, match="every user of this machine may replace files in its folder"):
-        read(tmp_path / "model.zc")
-    os.chmod(tmp_path, 0o1777)  # as of /tmp
+    tmp_path.chmod(0o1777)
     assert read(tmp_path / "model.zc") == DATA
 
 

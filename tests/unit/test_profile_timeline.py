@@ -17,9 +17,7 @@ def test_intervals_against_points():
         begins = [generator.randrange(40) for _ in range(generator.randrange(8))]
         return [(begin, begin + generator.randrange(1, 6)) for begin in begins]
 
-    def points(intervals):
-        return {point for begin, end in intervals for point in range(begin, end)}
-
+    points = lambda intervals: {point for begin, end in intervals for point in range(begin, end)}
     for _ in range(300):
         first, second = intervals(), intervals()
         merged, removed = union(first), union(second)
