@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 import zcompile
 from tests.support.architectures import hugging_face
 from tests.support.artifacts import STEPS, cache_in, train
-from tests.support.fake_ranks import as_rank
+from tests.support.meshes import as_rank
 from tests.support.models import batch
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.program import make
@@ -26,10 +26,6 @@ def call_of(step, rank):
     return {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
-def loss_of(model, step, rank):
-    return model(**call_of(step, rank)).loss
-
-
 def rank_trains(rank, world, name, folder, path):
     """Losses and gradients, from the file at `path`, or without one if it is None."""
     counters.clear()
@@ -39,7 +35,7 @@ def rank_trains(rank, world, name, folder, path):
             model.compile(backend="zcompile", fullgraph=True)
         else:
             zcompile.compile(model, artifact=path, require=True)
-        seen = train(model, rank, loss_of)
+        seen = train(model, rank, lambda model, step, rank: model(**call_of(step, rank)).loss)
     return seen, bool(counters["stats"])
 
 

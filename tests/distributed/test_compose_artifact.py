@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 import zcompile
 from tests.support.artifacts import cache_in, compiler_counts, train
-from tests.support.fake_ranks import as_rank
+from tests.support.meshes import as_rank
 from tests.support.parallel import WIDTH, Mixture, expert_parallel, token_loss
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.file_format import ArtifactError
@@ -35,11 +35,7 @@ class Numbered(nn.Module):
         return self.mixture(x + dist.get_rank())
 
 
-def small():
-    return Mixture(1)
-
-
-def mixture(inner="eager", made=small):
+def mixture(inner="eager", made=lambda: Mixture(1)):
     torch.manual_seed(0)
     return expert_parallel("cpu", inner, made(), shard=Shard(0), local=True)
 

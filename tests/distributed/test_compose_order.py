@@ -85,11 +85,6 @@ def test_collectives_of_the_model_are_compared_with_its_reads(rank, world):
         model(torch.ones(2, WIDTH))
 
 
-def long_loss(model, step, rank):
-    """Of lengths that only some data ranks come to, at some steps."""
-    return mean_square(2, 4 + step * (rank + 1), WIDTH)(model, step, rank)
-
-
 @pytest.mark.slow
 @on_ranks(4, timeout=120)
 def test_ranks_that_compile_alone_wait_for_no_other_mesh(rank, world):
@@ -100,4 +95,6 @@ def test_ranks_that_compile_alone_wait_for_no_other_mesh(rank, world):
         model.compile(**OPTIONS, fullgraph=True, dynamic=False)
         return model
 
+    # Of lengths that only some data ranks come to, at some steps.
+    long_loss = lambda model, step, rank: mean_square(2, 4 + step * (rank + 1), WIDTH)(model, step, rank)
     train_beside(mesh["dp"].get_local_rank(), 2, prepare, make=lambda: Dense(1), loss=long_loss)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.explaining import explained
+from tests.support.commands import explained
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled

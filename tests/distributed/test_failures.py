@@ -15,8 +15,8 @@ from torch._inductor.utils import fresh_cache
 
 import zcompile
 import zcompile.state.transport_choice
-from tests.support.faults import full_disk
 from tests.support.models import Transformer
+from tests.support.process import full_disk
 from tests.support.raising import RAISES, MayRaise
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss

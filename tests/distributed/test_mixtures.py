@@ -9,10 +9,9 @@ from torch._dynamo.utils import counters
 import zcompile
 from tests.support.architectures import hugging_face, hugging_face_loss
 from tests.support.compiling import checkpoint_each
-from tests.support.mixtures import MixtureModel
+from tests.support.mixtures import MixtureModel, routed_loss
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, train_beside
-from tests.support.units import routed_loss
 from zcompile.state.sharded_model import state_of
 
 INNERS = (None, "aot_eager", "inductor")

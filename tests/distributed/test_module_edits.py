@@ -31,19 +31,11 @@ class Net(nn.Module):
 loss_of = mean_square(3, 6)
 
 
-def drop_a_layer(model):
-    del model.layers[1]
-
-
-def drop_most_layers(model):
-    model.layers = model.layers[:1]
-
-
-def drop_the_head(model):
-    model.head = nn.Identity()
-
-
-EDITS = {each.__name__: each for each in (drop_a_layer, drop_most_layers, drop_the_head)}
+EDITS = {
+    "drop a layer": lambda model: model.layers.pop(1),
+    "drop most layers": lambda model: setattr(model, "layers", model.layers[:1]),
+    "drop the head": lambda model: setattr(model, "head", nn.Identity()),
+}
 
 
 def edited(model, edit, shard, is_compiled, runs_before):

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from tests.support import units
+from tests.support import mixtures as units
 from tests.support.compiling import by_blocks
-from tests.support.mixtures import MixtureModel
+from tests.support.mixtures import MixtureModel, routed_loss
 from tests.support.models import Transformer
 from tests.support.ranks import on_ranks
 from tests.support.reference import (
@@ -25,7 +25,6 @@ from tests.support.reference import (
     same_parameters,
     sgd,
 )
-from tests.support.units import routed_loss
 
 slow = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 import zcompile
 from tests.support.artifacts import cache_in
-from tests.support.fake_ranks import as_rank
+from tests.support.meshes import as_rank
 from tests.support.parallel import WIDTH, Dense, mesh_of, spread_dense
 from tests.support.ranks import on_ranks
 from zcompile.artifact.file_format import ArtifactError

@@ -53,10 +53,6 @@ def images(model, x):
     return model(x.view(2, 3, 4, 7))
 
 
-def volumes(model, x):
-    return model(x.view(2, 3, 2, 2, 7))
-
-
 def sequences(model, x):
     return model(x.view(2, 14, 6)[:, :9])
 
@@ -74,7 +70,7 @@ MODULES = {
     "conv2d": (lambda: Chain(nn.Conv2d(3, 18, 3), nn.ReLU(), nn.Conv2d(18, 5, 2)), images),
     "conv2d-grouped": (lambda: Chain(nn.Conv2d(3, 9, 3, groups=3, padding=1), nn.Conv2d(9, 5, 1)), images),
     "conv2d-transposed": (lambda: Chain(nn.ConvTranspose2d(3, 7, 3, stride=2), nn.Conv2d(7, 3, 3)), images),
-    "conv3d": (lambda: Chain(nn.Conv3d(3, 5, 2)), volumes),
+    "conv3d": (lambda: Chain(nn.Conv3d(3, 5, 2)), lambda m, x: m(x.view(2, 3, 2, 2, 7))),
     "pooling": (lambda: Chain(nn.Conv2d(3, 5, 2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()), images),
     "batch-norm": (lambda: Chain(nn.Conv2d(3, 5, 2), nn.BatchNorm2d(5), nn.PReLU(5)), images),
     "group-norm": (lambda: Chain(nn.Conv2d(3, 6, 2), nn.GroupNorm(2, 6), nn.InstanceNorm2d(6, affine=True)), images),

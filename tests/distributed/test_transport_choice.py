@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from tests.support.faults import full_disk
 from tests.support.models import Transformer
+from tests.support.process import full_disk
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss
 from zcompile.state import transport_choice as select_transport

@@ -13,7 +13,7 @@ import zcompile
 from tests.support import raising
 from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.compiling import SELECTIVE, checkpoint_each
-from tests.support.mixtures import MixtureModel
+from tests.support.mixtures import MixtureModel, checkpointed, routed_loss, sharded
 from tests.support.raising import Fault, MayRaise, fail
 from tests.support.ranks import on_ranks
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
@@ -29,7 +29,6 @@ from tests.support.unit_chains import (
     make_chain,
     skipping,
 )
-from tests.support.units import checkpointed, routed_loss, sharded
 
 slow = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.mixtures import MixtureModel, StackedExperts
+from tests.support.mixtures import MixtureModel, StackedExperts, routed_loss, sharded
 from tests.support.ranks import on_ranks
 from tests.support.reference import close, same_backward, train_beside
 from tests.support.unit_chains import (
@@ -29,7 +29,6 @@ from tests.support.unit_chains import (
     skipping,
     with_units,
 )
-from tests.support.units import routed_loss, sharded
 
 slow = pytest.mark.slow
 
@@ -203,16 +202,13 @@ def test_a_model_may_be_applied_to_its_own_result(rank, world):
         same_backward(rank, world, model, reference, loss, step)
 
 
-def part_loss(model, step, rank):
-    return model.parts[step](inputs(step, rank)).square().mean()
-
-
 @slow
 @on_ranks(2)
 def test_units_may_be_trained_in_turn_without_the_model(rank, world):
     reference, model = chains()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for step in range(3):
+        part_loss = lambda model, step, rank: model.parts[step](inputs(step, rank)).square().mean()
         same_backward(rank, world, model, reference, part_loss, step)
         for optimizer in optimizers:
             optimizer.step()

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import zcompile
-from tests.support.mixtures import WIDTH, Experts, MixtureModel
+from tests.support.mixtures import WIDTH, Experts, MixtureModel, bytes_of, compiled, routed_loss, sharded
 from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
-from tests.support.units import bytes_of, compiled, routed_loss, sharded
 from zcompile.state.sharded_model import state_of
 
 slow = pytest.mark.slow

@@ -9,12 +9,22 @@ from torch import nn
 
 import zcompile
 from tests.support.meshes import short_mesh
-from tests.support.mixtures import TOP, Experts, MixtureModel, StackedExperts
+from tests.support.mixtures import (
+    ROUTES,
+    TOP,
+    Experts,
+    MixtureModel,
+    StackedExperts,
+    bytes_of,
+    checkpointed,
+    compiled,
+    routed_loss,
+    sharded,
+)
 from tests.support.raising import Fault, fail
 from tests.support.ranks import on_ranks
 from tests.support.reference import BF16, close, train_beside
 from tests.support.time_limits import scaled
-from tests.support.units import ROUTES, bytes_of, checkpointed, compiled, routed_loss, sharded
 from zcompile.state.sharded_model import state_of
 
 PREPARED = {

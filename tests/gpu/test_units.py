@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from tests.support.gpu import sharded_over
-from tests.support.mixtures import Experts, MixtureModel, StackedExperts
+from tests.support.mixtures import Experts, MixtureModel, StackedExperts, routed_loss
 from tests.support.ranks import on_gpus
 from tests.support.reference import train_beside
-from tests.support.units import routed_loss
 
 TRANSPORTS, INNERS = ("c10d", "p2p", "late c10d", "delayed p2p"), (None, "aot_eager", "inductor")
 

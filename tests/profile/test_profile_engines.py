@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.commands import SHORT, results_in
 from tests.support.models import Transformer, batch, loss_of
-from tests.support.profiling import SHORT, results_in
 from zcompile.explanation.workloads import WithLoss
 from zcompile.profile.engine import RATE_STEPS, Training
 from zcompile.profile.engines import find

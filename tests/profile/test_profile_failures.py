@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 import zcompile
-from tests.support.profiling import SHORT, results_in
+from tests.support.commands import SHORT, results_in
 from tests.support.time_limits import scaled
 from zcompile.cli import main
 

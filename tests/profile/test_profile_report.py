@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.support.browser import NoBrowser, look
-from tests.support.profiling import SHORT, results_in
+from tests.support.commands import SHORT, results_in
 from zcompile.cli import main
 from zcompile.explanation.workloads import load
 from zcompile.profile import figures, report

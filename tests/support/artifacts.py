@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zcompile
-from tests.support.fake_ranks import as_rank
+from tests.support.meshes import as_rank
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
 

@@ -1,5 +1,8 @@
-"""What the operating system says of this process."""
+"""This process as the operating system has it: its memory, threads and files."""
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -15,3 +18,15 @@ def rss_bytes() -> int:
 
 def threads() -> int:
     return status("Threads")
+
+
+@contextlib.contextmanager
+def full_disk(nbytes: int = 0) -> Iterator[None]:
+    """No file may grow beyond `nbytes` here, nor in processes that this one starts. That is an OSError, as if a disk
+    were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

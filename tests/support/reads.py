@@ -65,16 +65,6 @@ def ensemble(module, x):
     return vmap(lambda one: functional_call(module.a, one, (x,)).square().mean())(weights).sum()
 
 
-def wrapped_again(module, x):
-    again = nn.ParameterList([module.a.weight, module.w])
-    return sum(each.square().sum() for each in again) * x.mean()
-
-
-def by_kind(module, x):
-    """Reads only what is an nn.Parameter."""
-    return squares(each for each in (module.w, module.a.weight, module.dict["x"]) if isinstance(each, nn.Parameter))
-
-
 def inner_loop(module, x):
     step = grad(lambda w: (x @ w).square().mean())(module.w.detach())
     return (x @ (module.w - 0.1 * step)).square().mean()
@@ -99,10 +89,6 @@ def edited_clone(module, x):
     return (x @ clone).mean()
 
 
-def of_all_linear_layers(module, x):
-    return squares(each.weight for each in module.modules() if type(each).__name__.endswith("Linear"))
-
-
 WAYS = {
     "an attribute": lambda m, x: F.linear(x, m.a.weight).square().mean(),
     "an attribute by its name": lambda m, x: (x @ getattr(m, "w")).mean() + getattr(m.a, "bias").sum(),  # noqa: B009
@@ -121,17 +107,17 @@ WAYS = {
     "a list, indexed": lambda m, x: (x * m.list[1]).mean() + (x * m.list[-1]).mean(),
     "a list, sliced": lambda m, x: (torch.stack(list(m.list[:2])).sum(0) * x).square().mean(),
     "a list, copied": lambda m, x: (x * copy.copy(m.list)[0]).mean(),
-    "a list, wrapped again": wrapped_again,
+    "a list, wrapped again": lambda m, x: squares(nn.ParameterList([m.a.weight, m.w])) * x.mean(),
     "a sequence, sliced": lambda m, x: m.layers[:2](x).square().mean(),
     "a sequence, iterated": lambda m, x: squares(layer.weight for layer in m.layers[::2]),
     "a dict, by values and items": lambda m, x: sum((x * p).mean() for p in m.dict.values())
     + sum((x * p).square().mean() for _, p in m.dict.items()),
     "a dict, by keys": lambda m, x: sum((x * m.dict[key]).mean() for key in m.dict.keys()),  # noqa: SIM118
-    "by its kind": by_kind,
+    "by its kind": lambda m, x: squares(p for p in (m.w, m.a.weight, m.dict["x"]) if isinstance(p, nn.Parameter)),
     "its metadata": metadata,
     "detached": lambda m, x: (x @ m.w.detach()).mean() + (x @ m.w.data).square().mean(),
     "a clone that is edited": edited_clone,
-    "all linear layers": of_all_linear_layers,
+    "all linear layers": lambda m, x: squares(p.weight for p in m.modules() if type(p).__name__.endswith("Linear")),
     "state_dict()": lambda m, x: (x @ m.state_dict()["w"]).mean(),
     "functional_call of a submodule": doubled,
     "functional_call with one parameter": lambda m, x: doubled(m, x, ["weight"]),

@@ -59,11 +59,7 @@ def counts() -> str:
     returns = inspect.getdoc(zcompile.stats).split("Returns:\n")[1].split("\n\nRaises:")[0]
     entries = re.split(r"\n(?=\S)", textwrap.dedent(returns))
     pairs = (entry.split(": ", 1) for entry in entries)
-    return "\n".join(wrapped(f"{_as_code(keys)}: {text}", "- ", "  ") for keys, text in pairs)
-
-
-def _as_code(keys: str) -> str:
-    return ", ".join(f"`{key}`" for key in keys.split(", "))
+    return "\n".join(wrapped(f"`{keys.replace(', ', '`, `')}`: {text}", "- ", "  ") for keys, text in pairs)
 
 
 def option_entries() -> str:

@@ -85,10 +85,6 @@ def as_complex(part, x):
     return torch.view_as_real((x.to(torch.complex64) @ matrix).square()).flatten(1) @ part.b
 
 
-def calls_itself(part, x, depth=2):
-    return x if depth == 0 else part(Part.forward(part, x), depth - 1)
-
-
 class ShapesAndDtypes(Part):
     """A scalar, a dimension of 1, fewer rows than fit all ranks, and several dtypes."""
 
@@ -106,7 +102,7 @@ class ShapesAndDtypes(Part):
 KINDS = {
     "shapes and dtypes": ShapesAndDtypes,
     "complex": lambda: By(as_complex),
-    "calls of itself": lambda: By(calls_itself),
+    "calls of itself": lambda: By(lambda part, x, depth=2: x if depth == 0 else part(Part.forward(part, x), depth - 1)),
     "sparse": lambda: By(lambda part, x: torch.sparse.mm(torch.eye(len(x)).to_sparse(), (x @ part.a).tanh()) @ part.b),
     "vmap": lambda: By(
         lambda part, x: torch.vmap(lambda matrix: (x @ matrix).tanh())(torch.stack([part.a, part.b])).sum(0)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import zcompile
 from tests.support.artifacts import cache_in
-from tests.support.fake_ranks import as_rank
-from tests.support.faults import full_disk
+from tests.support.meshes import as_rank
+from tests.support.process import full_disk
 from zcompile.artifact.file_format import LENGTH_BYTES, MAGIC, ArtifactError, decode, encode, read
 from zcompile.artifact.groups import with_names, with_places
 from zcompile.artifact.kernels import install_kernels

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import zcompile
-from tests.support.fake_ranks import as_rank
+from tests.support.meshes import as_rank
 
 
 class WithMetaclass(nn.Linear, metaclass=abc.ABCMeta):
@@ -112,10 +112,6 @@ class Twice(nn.Module):
         return 2 * weight
 
 
-def tie(layer):
-    layer.alias = layer.weight
-
-
 EDITS = {
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
     "parametrize": lambda layer: parametrize.register_parametrization(layer, "weight", Twice()),
@@ -123,7 +119,7 @@ EDITS = {
     "weight norm": weight_norm,
     "spectral norm": spectral_norm,
     "del": lambda layer: delattr(layer, "weight"),
-    "another name": tie,
+    "another name": lambda layer: setattr(layer, "alias", layer.weight),
 }
 
 

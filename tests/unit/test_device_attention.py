@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.support.explaining import explained
+from tests.support.commands import explained
 from zcompile.costs.hardware import H100
 from zcompile.explanation.without_gpu import DeviceAttention
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.explaining import explained
+from tests.support.commands import explained
 from zcompile.calibration.results import Calibration
 from zcompile.cli import main
 from zcompile.costs.hardware import TABLES

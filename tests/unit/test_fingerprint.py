@@ -12,7 +12,7 @@ from torch import nn
 import zcompile
 from tests.support import artifacts
 from tests.support.artifacts import Mixed, during, sharded, tokens_of
-from tests.support.fake_ranks import as_rank
+from tests.support.meshes import as_rank
 from zcompile.artifact import fingerprint as module
 from zcompile.artifact.fingerprint import differences, fingerprint
 from zcompile.options import Settings

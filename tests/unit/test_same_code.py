@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.support.artifacts import cache_in
-from tests.support.fake_ranks import as_rank
+from tests.support.meshes import as_rank
 from tests.support.reference import compiled
 
 
