@@ -153,11 +153,8 @@ def table() -> str:
         rows.append([name.removeprefix("tests.").replace(".", "/")])
         for version in torches:
             count = results[version]["files"].get(name)
-            rows[-1].append(
-                "{passed} / {failed} / {skipped}, {minutes:.1f}".format(**count, minutes=count["seconds"] / 60)
-                if count
-                else "not run"
-            )
+            cell = "{passed} / {failed} / {skipped}, {minutes:.1f}" if count else "not run"
+            rows[-1].append(cell.format(**count, minutes=count["seconds"] / 60) if count else cell)
     rows.append(["minutes on the clock, with building", *(f"{results[version]['minutes']:.1f}" for version in torches)])
     rows.append(["commit", *(results[version]["commit"] for version in torches)])
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)

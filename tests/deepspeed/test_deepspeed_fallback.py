@@ -1,13 +1,16 @@
-"""Engines that zcompile gives back to eager ZeRO-3, and engines that it never takes."""
+"""Engines that zcompile gives back to eager ZeRO-3, that it never takes, that step on nothing that ranks mixed up."""
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.deepspeed import LanguageModel, deepspeed, is_taken_over, make_engine, train
+from tests.support.blocks import OneOfTwo
+from tests.support.deepspeed import LanguageModel, assert_taken_over, deepspeed, is_taken_over, make_engine, train
 from tests.support.deepspeed_config import MICROBATCHES, config_of
 from tests.support.models import batch
 from tests.support.ranks import on_ranks
+from tests.support.reference import same_values
+from zcompile.ranks import order_watch
 
 pytestmark = pytest.mark.slow
 
@@ -107,3 +110,38 @@ def test_a_hook_on_a_parameter_gives_the_engine_back(rank, world, late):
     assert our_grads == pytest.approx(grads, rel=1e-5)
     for theirs, ours in zip(curve, our_curve, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+class Experts(OneOfTwo):
+    """The loss."""
+
+    def forward(self, x, second):
+        return super().forward(x, second).square().sum()
+
+
+def train_step(engine, second):
+    for _ in range(MICROBATCHES):
+        engine.backward(engine(torch.ones(2, 6), second))
+        engine.step()
+
+
+def rank_mixes_up(rank, world):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(order_watch, "PERIOD_S", 1000.0)  # the check before a step is to find it
+        engine = make_engine({}, Experts(), zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+        for second in (False, True, False):
+            train_step(engine, second)
+    assert_taken_over(engine)
+    assert engine.global_steps == 3
+    partitions = engine.optimizer.fp16_partitioned_groups_flat + engine.optimizer.fp32_partitioned_groups_flat
+    before = [partition.clone() for partition in partitions]
+    with pytest.raises(RuntimeError, match=r"ranks started different gathers.* gather '[ab].weight' on rank 0 and"):
+        train_step(engine, rank == 1)
+    assert is_taken_over(engine) and engine.global_steps == 3
+    same_values(partitions, before)
+    engine.destroy()
+
+
+def test_no_step_on_what_ranks_mixed_up(ranks):
+    ranks(2).run(rank_mixes_up)
+    ranks(2).stop()  # the order of engines of other tests would stay wrong

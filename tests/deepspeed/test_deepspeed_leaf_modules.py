@@ -14,7 +14,7 @@ from tests.support.deepspeed import (
     is_taken_over,
     largest_differences,
     make_engine,
-    stage3,
+    needs_loss_backward,
 )
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, StackedExperts
@@ -237,18 +237,11 @@ def test_one_rank_has_no_units(rank, world):
     same(engine, curve, expected)
 
 
-HAS_LOSS_BACKWARD = hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward")
-
-
 @pytest.mark.parametrize(
     "how, config",
     [
         ("engine.backward", CLIPPED),
-        pytest.param(
-            "loss.backward",
-            NO_ACCUMULATION,
-            marks=pytest.mark.skipif(not HAS_LOSS_BACKWARD, reason="this DeepSpeed wants engine.backward()"),
-        ),
+        pytest.param("loss.backward", NO_ACCUMULATION, marks=needs_loss_backward),
     ],
 )
 @on_ranks(2)

@@ -11,6 +11,7 @@ from tests.support.deepspeed import (
     is_taken_over,
     largest_differences,
     make_engine,
+    needs_loss_backward,
     rank_trains_beside_eager,
     stage3,
     train,
@@ -76,13 +77,9 @@ def make_sharded():
         return LanguageModel()
 
 
-HAS_LOSS_BACKWARD = hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "exit_backward")
-NEEDS_LOSS_BACKWARD = pytest.mark.skipif(not HAS_LOSS_BACKWARD, reason="this DeepSpeed wants engine.backward()")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", ["zero.Init", pytest.param("loss.backward", marks=NEEDS_LOSS_BACKWARD), "checkpointed", "fp16"]
+    "how", ["zero.Init", pytest.param("loss.backward", marks=needs_loss_backward), "checkpointed", "fp16"]
 )
 @on_ranks(2)
 def test_engines_made_and_used_otherwise_equal_eager(rank, world, how):

@@ -1,10 +1,9 @@
 """Every model of transformers that can be made small, and some of diffusers', sharded over two ranks, beside itself
-unsharded.
+unsharded. Both are compiled.
 
-Both are compiled. This takes minutes to an hour a task, and so runs on demand: `make models` runs it once for each task
-of `tests/support/architectures.py`, by ZCOMPILE_ARCHITECTURES=causal and so on. ZCOMPILE_ARCHITECTURES_INNER=inductor
-takes another inner backend than aot_eager, for both. With ZCOMPILE_ARCHITECTURES_DEVICE=cuda the two ranks train in
-fp64 on GPUs, of which one is enough.
+`make models` runs a task of `tests/support/architectures.py` at a time, for minutes to an hour, by
+ZCOMPILE_ARCHITECTURES=causal and so on. ZCOMPILE_ARCHITECTURES_INNER=inductor takes another inner backend than
+aot_eager, for both. With ZCOMPILE_ARCHITECTURES_DEVICE=cuda the ranks train in fp64 on GPUs, of which one is enough.
 """
 
 import os

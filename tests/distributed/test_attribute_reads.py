@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support import raising
 from tests.support.compiling import OPTIONS, by_blocks, wrapped
 from tests.support.models import Transformer, normal
+from tests.support.raising import MayRaise
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss, pair, same_backward, same_values, train_beside
 
@@ -86,23 +88,14 @@ def test_a_module_called_alone_gathers(rank, world, compile_it):
     torch.testing.assert_close(torch.compile(model.blocks[0], **OPTIONS)(x[None]), reference.blocks[0](x[None]))
 
 
-class Raises(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        self.linear(x)
-        raise ValueError("broken on purpose")
-
-
 @on_ranks(2)
 def test_a_forward_that_raises_is_over(rank, world):
-    model = zcompile.shard(Raises())
+    model = zcompile.shard(nn.Sequential(nn.Linear(4, 4), MayRaise()))
     for _ in range(2):
-        with pytest.raises(ValueError, match="on purpose"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="on purpose"):
+            patch.setattr(raising, "RAISES", [True])
             model(torch.ones(1, 4))
-        assert isinstance(model.linear.weight, DTensor)
+        assert isinstance(model[0].weight, DTensor)
 
 
 @on_ranks(2)

@@ -41,7 +41,6 @@ ROWS = Shard(0)
 
 
 def mixture(kind, efsdp, ep, shard=ROWS, policy=FP32):
-    """The same of a mixture under expert parallelism."""
     mesh = mesh_of("cpu", efsdp=efsdp, ep=ep)
     torch.manual_seed(0)
     model = spread_experts(Mixture(), mesh["ep"])

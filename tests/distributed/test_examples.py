@@ -73,7 +73,6 @@ def test_an_example_trains_and_writes_its_results(ranks, tmp_path, program, argu
 
 
 def run_example(program, *arguments):
-    """The program as users start it; returns what it printed."""
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     command = [*ranks, EXAMPLES / program, *arguments]

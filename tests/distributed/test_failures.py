@@ -70,11 +70,6 @@ def test_bad_arguments_of_shard_are_refused(rank, world):
 
 
 @on_ranks(2)
-def test_an_unsharded_model_has_no_stats(rank, world):
-    raises(RuntimeError, "no sharded parameter", lambda: zcompile.stats(nn.Linear(2, 2)))
-
-
-@on_ranks(2)
 def test_ranks_with_different_models_or_arguments_are_told(rank, world):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))
     raises(RuntimeError, "rank 0 has '1.weight' .5, 4. .*, rank 1 has '1.weight' .6, 4.", lambda: zcompile.shard(model))
@@ -171,7 +166,8 @@ def test_a_replaced_parameter_is_refused(rank, world):
 
 
 @on_ranks(2)
-def test_an_unsharded_model_is_warned_about(rank, world):
+def test_an_unsharded_model_is_warned_about_and_has_no_stats(rank, world):
+    raises(RuntimeError, "no sharded parameter", lambda: zcompile.stats(nn.Linear(2, 2)))
     model = torch.compile(nn.Linear(3, 4), backend="zcompile")
     with pytest.warns(UserWarning, match="Call zcompile.shard"):
         out = model(torch.ones(1, 3))

@@ -32,7 +32,6 @@ def train_step(model, rank):
 
 
 def references(model):
-    """Weak references to all that belongs to `model`, by name."""
     state = state_of(model)
     things = {"state": state, "runtime": state.runtime}
     things |= {f"module {name}": module for name, module in model.named_modules()}

@@ -99,14 +99,12 @@ def test_a_rank_that_leaves_early_is_an_error_of_the_others(rank, world):
 
     iterate_until("blocks.0.qkv.weight")  # all ranks at the same place
     if rank == 1:
-        with pytest.warns(
-            UserWarning, match=r"rank 1 left the loop after 'blocks.0.qkv.weight', and other ranks go on"
-        ):
+        told = r"rank 1 left the loop after 'blocks.0.qkv.weight', and other ranks go on"
+        with pytest.warns(UserWarning, match=told):
             iterate_until("blocks.0.qkv.weight")
     else:
-        with pytest.raises(
-            RuntimeError, match=r"rank 1 of the mesh has left the loop before 'blocks.0.qkv.bias', which"
-        ):
+        told = r"rank 1 of the mesh has left the loop before 'blocks.0.qkv.bias', which"
+        with pytest.raises(RuntimeError, match=told):
             iterate_until(None)
 
     def fail():

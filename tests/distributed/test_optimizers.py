@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.fsdp import fully_shard
 
 import zcompile
+from tests.support.blocks import by_fsdp2
 from tests.support.models import normal
 from tests.support.pages import ROOT, python_blocks
 from tests.support.ranks import on_ranks
@@ -116,12 +116,6 @@ CASES = {
 def layers(widths):
     linears = [nn.Linear(i, o) for i, o in itertools.pairwise(widths)]
     return nn.Sequential(linears[0], nn.Tanh(), *linears[1:])
-
-
-def by_fsdp2(model):
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 def train(model, make, case, ranks, world):

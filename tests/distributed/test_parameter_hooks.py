@@ -33,13 +33,12 @@ def two_routed_losses(model, step, rank):
     return routed_loss(model, step, rank) + routed_loss(model, step + 1, rank)
 
 
+CASES = [(Transformer, lm_loss, zcompile.shard), (Transformer, lm_loss, compiled)]
+
+
 @pytest.mark.parametrize(
     "make, loss, prepare",
-    [
-        (Transformer, lm_loss, zcompile.shard),
-        (Transformer, lm_loss, compiled),
-        (MixtureModel, two_routed_losses, units.sharded),  # ranks use other parameters, and one none uses
-    ],
+    [*CASES, (MixtureModel, two_routed_losses, units.sharded)],  # ranks use other parameters, and one none uses
 )
 @pytest.mark.parametrize("before", [False, True])
 @on_ranks(2)
@@ -89,8 +88,7 @@ def step_now(optimizer, parameter):
 @pytest.mark.parametrize(
     "make, loss, prepare",
     [
-        (Transformer, lm_loss, zcompile.shard),
-        (Transformer, lm_loss, compiled),
+        *CASES,
         pytest.param(Transformer, lm_loss, by_blocks, marks=slow),
         pytest.param(MixtureModel, routed_loss, units.sharded, marks=slow),
     ],

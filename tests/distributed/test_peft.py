@@ -21,7 +21,6 @@ loss = functools.partial(hugging_face_loss, "llama")
 
 
 def with_lora(**config) -> nn.Module:
-    """A small Llama with adapters that change its output."""
     how = {"r": 3, "lora_alpha": 8, "target_modules": TARGETS} | config
     model = peft.get_peft_model(hugging_face("llama"), peft.LoraConfig(**how))
     with torch.no_grad():

@@ -9,10 +9,9 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import zcompile
-from tests.support.blocks import shard_in_blocks
+from tests.support.blocks import by_fsdp2, shard_in_blocks
 from tests.support.models import mean_square
 from tests.support.ranks import on_ranks
 from tests.support.reads import BREAK_GRAPHS, NOT_COMPILED, WAYS, WIDTH, Reader, reading
@@ -22,12 +21,6 @@ slow = pytest.mark.slow
 EAGER, COMPILED = ("root", "blocks", "units"), ("aot_eager", "inductor")
 SOME = ["parameters()", "functional_call of a submodule", "func.jvp"]  # under Inductor
 TOLERANCE, BF16 = 2e-6, 1e-3  # of losses and gradients; of the way that computes in bf16
-
-
-def by_fsdp2(model):
-    for block in model:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 def compiled_by(inner, model):

@@ -74,7 +74,7 @@ loss_of = mean_square(2, TOKENS, WIDTH)
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, world, inner):
-    """torch trains it on GPUs alone: tests/gpu/test_subgraphs.py."""
+    """torch trains it on GPUs alone: tests/gpu/test_context_parallel.py."""
     reference, model = pair(lambda: nn.Sequential(Attention(), Attention()), functools.partial(compiled, inner=inner))
     with torch.no_grad():
         close(loss_of(model, 0, rank), loss_of(reference, 0, rank), 1e-6, "loss")

@@ -37,7 +37,6 @@ REFUSED = {
 
 
 def broken(model, **how):
-    """Compiled, also where that takes several graphs."""
     return compiled(model, fullgraph=False, **how)
 
 

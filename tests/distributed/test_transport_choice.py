@@ -108,16 +108,11 @@ def no_home():
         yield
 
 
+DAMAGED = ("[]", '{"nccl": 1.0}', '{"nccl": 1.0, "p2p": "2"}', '{"nccl": 1.0, "p2p": NaN}')  # times of a machine
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "[]",
-        pytest.param('{"KEY": []}', marks=pytest.mark.slow),
-        pytest.param('{"KEY": {"nccl": 1.0}}', marks=pytest.mark.slow),
-        pytest.param('{"KEY": {"nccl": 1.0, "p2p": "2"}}', marks=pytest.mark.slow),
-        pytest.param('{"KEY": {"nccl": 1.0, "p2p": NaN}}', marks=pytest.mark.slow),
-    ],
+    "text", [None, "[]", *(pytest.param(f'{{"KEY": {each}}}', marks=pytest.mark.slow) for each in DAMAGED)]
 )
 @on_ranks(2, timeout=60)
 def test_a_damaged_cache_or_none_is_measured_again(rank, world, tmp_path, text):

@@ -108,11 +108,9 @@ def begin_other(kind, folder, world, ours):
     batch = {"per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 4 // world}
     args = config(str(folder), **CONFIG | batch)
     trainer = type("Ours", (TrainerMixin, base), {}) if ours else base
-    models = (
-        {"model": tiny_llama(), "ref_model": tiny_llama()}
-        if kind == "dpo"
-        else {"model": tiny_llama(kind="LlamaForSequenceClassification", num_labels=1)}
-    )
+    models = {"model": tiny_llama(), "ref_model": tiny_llama()}
+    if kind == "reward":
+        models = {"model": tiny_llama(kind="LlamaForSequenceClassification", num_labels=1)}
     data = {"train_dataset": pairs(32), "eval_dataset": pairs(8), "processing_class": tokenizer()}
     return trainer(**models, args=args, **data)
 

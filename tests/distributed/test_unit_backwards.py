@@ -37,9 +37,6 @@ def mixtures():
     return pair(MixtureModel, sharded)
 
 
-# --- hooks of parameters ---------------------------------------------------------------------------------------------
-
-
 @slow
 @on_ranks(2)
 def test_a_gradient_hook_may_have_a_collective(rank, world):
@@ -52,9 +49,6 @@ def test_a_gradient_hook_may_have_a_collective(rank, world):
         if parameter.grad is not None:
             parameter.grad /= parameter.grad.norm()
     same_grads(model, reference)
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,9 +124,6 @@ def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(rank, world):
         return model(x).square().mean()
 
     chain_beside(rank, world, make=make, loss=loss, steps=2)
-
-
-# --- backwards of several kinds --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("units", [None, [nn.Linear]])

@@ -34,14 +34,9 @@ slow = pytest.mark.slow
 
 
 class PartsOnly(nn.Module):
-    """Parts behind one linear layer, without a forward of its own."""
-
     def __init__(self, *parts):
         super().__init__()
         self.first, self.parts = nn.Linear(WIDTH, WIDTH), nn.ModuleList(parts)
-
-
-# --- what a unit contains and returns --------------------------------------------------------------------------------
 
 
 class CountsLoad(PartsOnly):
@@ -158,9 +153,6 @@ def test_a_write_in_a_forward_is_refused_and_lost(rank, world, trains):
     chain_loss(model, 0, rank).backward()
 
 
-# --- how units are called --------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_a_gather_ahead_is_not_used_after_parameters_changed(rank, world):
     reference, model = chains()
@@ -254,9 +246,6 @@ def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(rank, world
         return model
 
     train_beside(rank, world, prepare, make=lambda: MixtureModel(StackedExperts), loss=routed_loss, steps=3)
-
-
-# --- unshard, freezing -----------------------------------------------------------------------------------------------
 
 
 @slow

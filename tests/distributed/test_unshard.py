@@ -121,15 +121,13 @@ def test_a_block_that_raises_on_one_rank_raises_on_all(rank, world):
 def test_misuse_is_refused_by_name(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     x = torch.ones(1, 3)
-    raises_inside(
-        "a backward reaches parameter '(weight|bias)', which was whole", model, lambda: model(x).sum().backward()
-    )
+    message = "a backward reaches parameter '(weight|bias)', which was whole"
+    raises_inside(message, model, lambda: model(x).sum().backward())
     raises_inside("'weight' on rank . is whole already", model, lambda: zcompile.unshard(model).__enter__())
     function = torch.compile(lambda x: model(x), backend="zcompile", options={"inner": "aot_eager"})
     function(x)
-    raises_inside(
-        "compiled code gathers parameter '(weight|bias)' inside of zcompile.unshard", model, lambda: function(x)
-    )
+    message = "compiled code gathers parameter '(weight|bias)' inside of zcompile.unshard"
+    raises_inside(message, model, lambda: function(x))
     handle = model.register_forward_hook(lambda *_: zcompile.unshard(model).__enter__())
     with pytest.raises(RuntimeError, match=r"'weight' on rank . is asked for inside of a forward"):
         model(x)

@@ -75,7 +75,6 @@ class RankTest(common_utils.TestCase):
 
 
 def prepare() -> None:
-    """Let tests be imported for CPU ranks."""
     as_it_is = lambda *args, **kwargs: lambda test: test
     torch.cpu.device_count = lambda: 8
     torch.cpu._sleep = lambda cycles: None

@@ -93,7 +93,6 @@ def forget_waiting() -> list[Note]:
 
 
 def shard_waiting() -> None:
-    """Shard the models that wait for it."""
     notes = forget_waiting()
     inside = {note: note.inside() for note in notes}
     for root in notes:

@@ -11,7 +11,6 @@ FOLDER = Path(__file__).parent
 
 
 def world_of(item):
-    """How many ranks a test of this folder wants."""
     return item.callspec.params.get("world", 2) if hasattr(item, "callspec") else 2
 
 

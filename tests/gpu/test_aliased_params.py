@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 
 import pytest
 import torch
@@ -72,17 +73,17 @@ def test_aliased_params_train_as_copies(gpus, transport, microbatches):
             assert peak_bytes < 4.8 * main_bytes + 200 * 2**20, (peak_bytes, main_bytes)
 
 
-@pytest.mark.parametrize("transport, microbatches", [("p2p", 1), ("delayed p2p", 3)])
-@pytest.mark.parametrize("world", [4, 8])
-def test_aliased_params_of_more_ranks_train_as_copies(gpus, world, transport, microbatches):
-    gpus(world).run(rank_aliased_params_train_as_copies, transport, microbatches)
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("transport", ["p2p", "delayed p2p"])
-@pytest.mark.parametrize("save_for_backward_bytes", [40 << 20, 1 << 30])  # some; all
-def test_aliased_params_saved_for_backward_train_as_copies(gpus, transport, microbatches, save_for_backward_bytes):
-    gpus(2).run(rank_aliased_params_train_as_copies, transport, microbatches, save_for_backward_bytes)
+@pytest.mark.parametrize(
+    "world, transport, microbatches, save_for_backward_bytes",
+    [
+        *((2, *case) for case in itertools.product(("p2p", "delayed p2p"), (1, 3), (40 << 20, 1 << 30))),  # some; all
+        *((world, *case, 0) for world in (4, 8) for case in (("p2p", 1), ("delayed p2p", 3))),
+    ],
+)
+def test_aliased_params_of_more_ranks_or_saved_for_backward_train_as_copies(
+    gpus, world, transport, microbatches, save_for_backward_bytes
+):
+    gpus(world).run(rank_aliased_params_train_as_copies, transport, microbatches, save_for_backward_bytes)
 
 
 @on_gpus(2)

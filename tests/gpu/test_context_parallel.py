@@ -1,15 +1,20 @@
-"""torch's own context parallelism, which knows the attention kernels of GPUs alone."""
+"""torch's own context parallelism, and flex attention in training, which know the attention kernels of GPUs alone."""
+
+import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zcompile
+from tests.distributed.test_subgraphs import Attention, loss_of
+from tests.support.gpu import sharded_over
 from tests.support.models import normal
 from tests.support.parallel import WIDTH, Dense, maybe_compiled, mesh_of
 from tests.support.ranks import on_gpus
-from tests.support.reference import pair, same_grads, sgd
+from tests.support.reference import pair, same_grads, sgd, train_beside
 
 TOKENS = 128  # the kernel pads sums to 32 tokens, and torch computes with quarters of a sequence
 
@@ -45,3 +50,15 @@ def test_sequences_that_torch_divides_train_as_whole_ones(rank, world, inner):
             optimizer.step()
             optimizer.zero_grad()
     torch.cuda.synchronize()
+
+
+def make_flex():
+    return nn.Sequential(*(Attention() for _ in range(2))).cuda()
+
+
+@pytest.mark.parametrize("transport", ["c10d", "p2p"])
+@on_gpus(2)
+def test_flex_attention_trains_as_unsharded(rank, world, transport):
+    """Under Inductor: torch's own aot_eager has no gradient of what a score function reads, unless it is an input."""
+    prepare = functools.partial(sharded_over, transport, inner="inductor")
+    train_beside(rank, world, prepare, make_flex=make_flex, loss=loss_of, tolerance=1e-3)  # products in TF32

@@ -1,12 +1,15 @@
-"""Ranks that stop, or that reduce in different orders, give errors in time. Each test has ranks of its own."""
+"""Ranks that stop, or that reduce in different orders, give errors in time. Each test has ranks of its own. At the end,
+as tests/distributed/test_chaos.py, over NCCL."""
 
 import os
 import time
 
+import pytest
 import torch
 from torch import nn
 
 import zcompile
+from tests.support import chaos
 from tests.support.gpu import make_transformer
 from tests.support.ranks import Ranks
 from tests.support.reference import lm_loss
@@ -51,3 +54,13 @@ def test_ranks_that_reduce_different_parameters_give_errors():
     for answer in pool.run(rank_reduces_in_different_orders, allow_failure=True):
         assert "waited for other ranks to reduce" in answer or "CUDA error" in answer
     assert time.monotonic() - begin < 60
+
+
+TIMEOUT_S = 12.0
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_rank_that_fails_gives_a_right_result_or_an_error_on_all(seed):
+    fault = chaos.Fault.of(seed, TIMEOUT_S, "cuda")
+    answers, seconds = chaos.run(fault)
+    chaos.check(fault, answers, seconds)

@@ -69,7 +69,8 @@ def test_models_that_come_and_go_take_no_memory_and_no_threads(gpus, transport, 
         assert after[2] <= before[2] + 1, (before, after)  # torch has threads that come and go
 
 
-def rank_is_ahead(rank, world):
+@on_gpus(2)
+def test_other_threads_run_while_a_model_that_waits_is_freed(rank, world):
     """Rank 0 frees a model while its streams wait for rank 1. Other threads of rank 0 run on."""
     model = zcompile.shard(make_transformer())
     state_of(model).runtime.use_transport("p2p")
@@ -96,12 +97,8 @@ def rank_is_ahead(rank, world):
     stop.set()
     thread.join()
     dist.barrier()
-    return end - begin, sum(begin < at < end for at in ticks)
-
-
-def test_other_threads_run_while_a_model_that_waits_is_freed(gpus):
-    (seconds, ticks), _ = gpus(2).run(rank_is_ahead)
-    assert seconds > 1 and ticks > 20 * seconds, (seconds, ticks)
+    seconds, count = end - begin, sum(begin < at < end for at in ticks)
+    assert rank == 1 or (seconds > 1 and count > 20 * seconds), (seconds, count)
 
 
 @on_gpus(2)

@@ -21,12 +21,8 @@ def train_with_optimizer(rank, transport, fuse, make, groups):
     model = compiled_over(transport, Chain(*(Wide() for _ in range(4)), nn.Linear(2048, 77)).cuda())
     model[1].down.requires_grad_(False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make(
-        [{"params": parameters[i::groups]} for i in range(groups)],
-        lr=1e-3,
-        weight_decay=0.1 * (make is torch.optim.AdamW),
-        fused=True,
-    )
+    how = {"lr": 1e-3, "weight_decay": 0.1 * (make is torch.optim.AdamW), "fused": True}
+    optimizer = make([{"params": parameters[i::groups]} for i in range(groups)], **how)
     if fuse:
         zcompile.fuse_optimizer(model, optimizer)
     held, casts = [], 0

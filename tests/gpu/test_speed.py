@@ -17,8 +17,8 @@ from tests.support.reference import lm_loss
 from zcompile.profile.timeline import busiest_stream
 
 
-def rank_never_waits_on_the_host(rank, world):
-    """Returns the device-wide synchronisations that the profiler saw."""
+@on_gpus(2)
+def test_no_host_synchronisation_in_forward_and_backward(rank, world):
     model = compiled_over("p2p", make_transformer(), inner="inductor")
     for step in range(3):
         lm_loss(model, step, rank).backward()
@@ -35,16 +35,14 @@ def rank_never_waits_on_the_host(rank, world):
     assert not [
         name for name in calls if name.startswith("cu") and "Synchronize" in name and name != "cudaDeviceSynchronize"
     ]
-    return [event.name for event in profiler.events() if "cudaDeviceSynchronize" in event.name]
+    synchronisations = [event.name for event in profiler.events() if "cudaDeviceSynchronize" in event.name]
+    assert len(synchronisations) <= 1  # the profiler's own, when it stops
 
 
-def test_no_host_synchronisation_in_forward_and_backward(gpus):
-    for synchronisations in gpus(2).run(rank_never_waits_on_the_host):
-        assert len(synchronisations) <= 1  # the profiler's own, when it stops
-
-
-def rank_streams_beside_compute(rank, world):
-    """Streams that have kernels, except the one that computes. See [Note: one stream beside compute] in csrc."""
+@needs_two_gpus
+@on_gpus(2)
+def test_only_one_stream_beside_compute_has_kernels(rank, world):
+    """See [Note: one stream beside compute] in csrc."""
     layers = [nn.Linear(2048, 4096, bias=False), nn.RMSNorm(4096), nn.Linear(4096, 2048, bias=False)]
     model = compiled_over("p2p", Chain(*layers, *map(copy.deepcopy, layers)).cuda(), inner="inductor")
     x = torch.randn(4096, 2048, device="cuda")
@@ -65,17 +63,8 @@ def rank_streams_beside_compute(rank, world):
         events = json.loads(file.read_text())["traceEvents"]
     device_events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     compute = busiest_stream(device_events)
-    return {
-        event["args"]["stream"]
-        for event in device_events
-        if event["args"]["stream"] != compute and "PtoP" not in event["name"]
-    }
-
-
-@needs_two_gpus
-def test_only_one_stream_beside_compute_has_kernels(gpus):
-    for streams in gpus(2).run(rank_streams_beside_compute):
-        assert len(streams) == 1
+    with_kernels = {event["args"]["stream"] for event in device_events if "PtoP" not in event["name"]}
+    assert len(with_kernels - {compute}) == 1
 
 
 def matmul_us(issue_next=None):

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import zcompile
+from tests.distributed.test_deferred_reduces import MICROBATCHES, all_close, reference_grads, run
 from tests.support.embedding_rows import rank_rows_like_whole, tables_curve
-from tests.support.gpu import compiled_over, make_transformer, needs_two_gpus, rank_trains_as_over_nccl
+from tests.support.gpu import compiled_over, make_transformer, needs_two_gpus, rank_trains_as_over_nccl, sharded_over
 from tests.support.microbatches import (
     STEPS,
     UNBUCKETED,
@@ -85,15 +86,15 @@ def test_aot_eager_equals_eager_bitwise(rank, world, loss):
     assert differ <= unstable, (differ, unstable)
 
 
-@pytest.mark.parametrize("transport", ["p2p", "p2p in step"])
-@pytest.mark.parametrize("loss", [lm_loss, autocast_loss], ids=["fp32", "bf16"])
-def test_transports_agree_bitwise(gpus, loss, transport):
-    gpus(2).run(rank_trains_as_over_nccl, loss, transport, {})
-
-
-@pytest.mark.parametrize("world", [4, 8])
-def test_transports_of_more_ranks_agree_bitwise(gpus, world):
-    gpus(world).run(rank_trains_as_over_nccl, autocast_loss, "p2p", {})
+@pytest.mark.parametrize(
+    "world, loss, transport",
+    [
+        *((2, loss, transport) for loss in (lm_loss, autocast_loss) for transport in ("p2p", "p2p in step")),
+        *((world, autocast_loss, "p2p") for world in (4, 8)),
+    ],
+)
+def test_transports_agree_bitwise(gpus, world, loss, transport):
+    gpus(world).run(rank_trains_as_over_nccl, loss, transport, {})
 
 
 @pytest.mark.parametrize("transport", ["p2p", "c10d", "delayed p2p", "delayed c10d"])
@@ -155,3 +156,20 @@ def test_rows_over_transports_agree_bitwise(rank, world, microbatches):
     )
     for other in others:
         same_values(other, over_p2p)
+
+
+slow = pytest.mark.slow
+HOW = {"steps": 3, "device": "cuda", "optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
+
+
+@pytest.mark.parametrize("reduce, world", [("last", 2), ("shards", 4), ("last", 4)])
+@pytest.mark.parametrize("inner", [None, pytest.param("inductor", marks=slow)])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
+@on_gpus()
+def test_deferred_gradients_are_those_of_the_unsharded_model(rank, world, transport, inner, reduce):
+    mesh = dist.init_device_mesh("cuda", (2, 2) if world == 4 else (2,))
+    prepare = functools.partial(sharded_over, transport, inner=inner, mesh=mesh)
+    _, grads, stats = run(rank, prepare, reduce, **HOW)
+    assert stats["reduces"] == len(grads) * (1 if reduce == "last" else MICROBATCHES)
+    all_close(grads, reference_grads(world, **HOW), 1e-4)
+    torch.cuda.synchronize()

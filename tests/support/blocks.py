@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import zcompile
 from zcompile.units import blocks
@@ -22,6 +23,13 @@ FORMS = {
     "blocks": shard_in_blocks,
     "units": lambda model, *args, **how: zcompile.shard(model, *args, units=[nn.Linear], **how),
 }
+
+
+def by_fsdp2(model):
+    """`model`, each of whose children FSDP2 shards."""
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
 
 
 class OneOfTwo(nn.Sequential):

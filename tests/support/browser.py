@@ -17,23 +17,19 @@ class NoBrowser(Exception):
 def look(page: Path, screenshot: Path) -> tuple[str, str]:
     """What the console of `page` was told, and its DOM when its scripts had run.
 
-    `screenshot` is written: a PNG of the upper `SIZE` pixels.
+    `screenshot` is written: a PNG of the upper `SIZE` pixels. Qt has a process of its own, which it takes with it when
+    it cannot start.
 
     Raises:
         NoBrowser: there is nothing to look with.
     """
+    flags = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--no-sandbox --disable-gpu"}
+    command = [sys.executable, __file__, page.as_uri(), screenshot]
+    settings = {"check": True, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     try:
-        return _qt(page.as_uri(), screenshot)
+        return json.loads(subprocess.run(command, env=os.environ | flags, **settings).stdout)
     except subprocess.CalledProcessError as error:
         raise NoBrowser((error.stderr.splitlines() or [str(error)])[-1]) from error
-
-
-def _qt(url, screenshot):
-    """In a process of its own, which Qt takes with it when it cannot start."""
-    flags = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--no-sandbox --disable-gpu"}
-    command = [sys.executable, __file__, url, screenshot]
-    settings = {"check": True, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
-    return json.loads(subprocess.run(command, env=os.environ | flags, **settings).stdout)
 
 
 def _look_with_qt(url, screenshot):

@@ -41,8 +41,6 @@ class Injected(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens in one run."""
-
     seed: int
     kind: str
     place: str
@@ -72,7 +70,6 @@ class Fault:
 
     @property
     def stopped_s(self) -> float:
-        """How long the rank stops."""
         return {"stop": 0.3, "stop long": 1.2}.get(self.kind, 0.0) * self.timeout_s
 
 
@@ -104,7 +101,6 @@ def come_to(place: str, layer: int = 0) -> None:
 
 @torch.library.custom_op("zcompile_tests::chaos", mutates_args=())
 def passes(x: torch.Tensor, layer: int, place: str) -> torch.Tensor:
-    """A copy of `x`, which comes to a place."""
     come_to(place, layer)
     return x.clone()
 

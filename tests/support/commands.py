@@ -10,7 +10,6 @@ SHORT = ["--ranks", "2", "--steps", "3", "--warmup", "2", "--repeats", "1"]  # f
 
 
 def results_in(folder: Path) -> dict[str, Any]:
-    """What a run wrote to `folder`."""
     return json.loads((folder / "results.json").read_text())
 
 

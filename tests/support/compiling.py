@@ -21,7 +21,6 @@ def by_blocks(model):
 
 
 def checkpoint_each(modules, use_reentrant=False, **how):
-    """Let the forward of each module be a checkpoint."""
     for module in modules:
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=use_reentrant, **how)
 

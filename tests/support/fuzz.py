@@ -82,8 +82,6 @@ class Linear:
 
 
 class Bottleneck:
-    """Two products over a width that does not divide by the ranks."""
-
     def __init__(self, module):
         width = module.random.choice([1, 2, 3, 7])
         self.down, self.up = module.parameter(width, WIDTH), module.parameter(WIDTH, width)

@@ -102,7 +102,6 @@ def forget_accelerate() -> None:
 
 
 def sharded_by_fsdp2(model):
-    """`model`, sharded by FSDP2 layer by layer."""
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)

@@ -68,7 +68,6 @@ def accumulate_checked(model):
 
 
 def assert_same_run(run: Run, expected: Run) -> None:
-    """Losses and parameters are bitwise the same."""
     assert run.losses == expected.losses, (run.losses, expected.losses)
     for (name, ours), theirs in zip(run.model.named_parameters(), expected.model.parameters(), strict=True):
         assert torch.equal(ours.to_local(), theirs.to_local()), name

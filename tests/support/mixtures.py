@@ -10,8 +10,6 @@ WIDTH, EXPERTS, TOP = 10, 5, 2
 
 
 class Expert(nn.Module):
-    """A gated feed-forward layer."""
-
     def __init__(self, width: int = WIDTH, hidden: int = 7):
         super().__init__()
         self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)

@@ -7,7 +7,6 @@ FP8 = torch.float8_e4m3fn
 
 
 def frozen(values: torch.Tensor) -> nn.Parameter:
-    """A parameter that does not train."""
     return nn.Parameter(values, requires_grad=False)
 
 

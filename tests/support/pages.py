@@ -109,7 +109,6 @@ def check_zcompile(arguments: list[str]) -> None:
 
 
 def check_make(arguments: list[str]) -> None:
-    """Names targets of the Makefile."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     dry = ["make", "--dry-run", "--always-make", *arguments]
     done = subprocess.run(dry, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -58,8 +58,6 @@ class DenseBlock(nn.Module):
 
 
 class Dense(nn.Module):
-    """Blocks between two layers that no tensor parallelism spreads."""
-
     def __init__(self, blocks: int = 2, hidden: int = HIDDEN):
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
@@ -213,7 +211,6 @@ def expert_placement(model: nn.Module, mesh: DeviceMesh, shard: Shard, local: bo
 
 
 def token_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """A loss on tokens that this data rank alone sees at this step."""
     return mean_square(2, TOKENS, WIDTH)(model, step, rank)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def status(field: str) -> int:
-    """A number of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 

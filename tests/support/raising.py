@@ -23,7 +23,6 @@ class Fault(Exception):
 
 
 def fail(*args):
-    """A hook that raises."""
     raise Fault
 
 

@@ -188,12 +188,8 @@ def take_gpu(rank: int, world: int) -> None:
     """
     gpus = torch.cuda.device_count()
     if gpus < world:
-        os.environ.update(
-            NCCL_HOSTID=f"rank {rank}",
-            NCCL_SOCKET_IFNAME="lo",
-            NCCL_IB_DISABLE="1",
-            TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
-        )
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(rank % gpus)
 
 

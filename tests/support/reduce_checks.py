@@ -49,7 +49,6 @@ def check_means(device):
 
 
 def assert_squares_of(reduced, squares):
-    """`squares` add up to the squares of `reduced`."""
     torch.testing.assert_close(squares.sum(), reduced.double().square().sum(), rtol=1e-12, atol=0)
 
 
@@ -84,7 +83,6 @@ def rank_squares_of_reduces(rank, world, device="cpu", transport="c10d", shapes=
 
 
 def own_piece(tensor, rank, world):
-    """The rows of `tensor` that `rank` owns."""
     rows = -(-tensor.shape[0] // world) if tensor.ndim else 0
     return tensor[rank * rows : (rank + 1) * rows] if tensor.ndim else tensor
 

@@ -22,7 +22,6 @@ def lm_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def autocast_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """`lm_loss` under autocast to bf16."""
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         return lm_loss(model, step, rank)
 
@@ -153,7 +152,6 @@ def same_bits(models: Sequence[nn.Module], loss: Loss, rank: int, steps: int = 5
 def clipped_steps(
     model: nn.Module, loss: Loss, rank: int, max_norm: float, steps: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The losses and norms of steps of AdamW with clipping."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     for step in range(steps):
         value = loss(model, step, rank)

@@ -12,8 +12,6 @@ WIDTH = 6
 
 
 class Part(nn.Module):
-    """Two matrices. Its subclasses do other things with them."""
-
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3), nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)

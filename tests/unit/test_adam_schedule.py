@@ -15,10 +15,8 @@ def carried_out(items, others):
     Memory holds, for every 2 bytes, which element of which gradient they are a half of, or whose copy's element.
     """
     rounds, casts, is_copied = _C.adam_schedule(items, others)
-    memory = np.zeros(
-        max([end for _, *spans in items for _, end in spans] + [end for _, end in others], default=0) // 2,
-        dtype=np.int64,
-    )
+    ends = [end for _, *spans in items for _, end in spans] + [end for _, end in others]
+    memory = np.zeros(max(ends, default=0) // 2, dtype=np.int64)
 
     def gradient(item, begin, end):
         lies = items[item][1]
@@ -54,9 +52,8 @@ def carried_out(items, others):
         assert not also_copies
         memory[copy(item, begin, end)] = -2 - item
     assert all((memory[low // 2 : high // 2] == -1).all() for low, high in others)
-    assert all(
-        (memory[copy(item, 0, items[item][0])] == -2 - item).all() for item, whole in enumerate(is_copied) if whole
-    )
+    whole = [item for item, is_whole in enumerate(is_copied) if is_whole]
+    assert all((memory[copy(item, 0, items[item][0])] == -2 - item).all() for item in whole)
     return is_copied, written
 
 
@@ -119,18 +116,16 @@ def test_gradients_over_the_places_of_others_step_in_turn():
 
 def test_what_lies_over_another_gradient_is_left():
     numel = 1 << 18
-    is_copied, written = carried_out(
-        [(numel, (0, 0), (0, 2 * numel)), (numel, (0, 0), (2 * numel, 4 * numel))], [(0, 512)]
-    )
+    items = [(numel, (0, 0), (0, 2 * numel)), (numel, (0, 0), (2 * numel, 4 * numel))]
+    is_copied, written = carried_out(items, [(0, 512)])
     assert is_copied == [False, True] and written == numel
 
 
 def test_a_ring_is_cast_afterwards():
     numel = 1 << 18
     places = [(0, 4 * numel), (4 * numel, 8 * numel)]
-    rounds, casts, is_copied = _C.adam_schedule(
-        [(numel, places[1], (0, 2 * numel)), (numel, places[0], (4 * numel, 6 * numel))], []
-    )
+    items = [(numel, places[1], (0, 2 * numel)), (numel, places[0], (4 * numel, 6 * numel))]
+    rounds, casts, is_copied = _C.adam_schedule(items, [])
     assert len(rounds) == 2 and [part[0] for part in casts] == [0] and is_copied == [True, True]
 
 

@@ -19,21 +19,11 @@ from zcompile.options import Settings
 
 def slower(hardware, compute=1.0, wire=1.0):
     """`hardware` with a share of the rates of its compute, and of its wires."""
-    wires = tuple(
-        replace(
-            each,
-            gather=tuple((nbytes, seconds / wire) for nbytes, seconds in each.gather),
-            reduce=tuple((nbytes, seconds / wire) for nbytes, seconds in each.reduce),
-        )
-        for each in hardware.wires
-    )
-    return replace(
-        hardware,
-        matmul_flops_s=tuple((dtype, rate * compute) for dtype, rate in hardware.matmul_flops_s),
-        attention_flops_s=hardware.attention_flops_s * compute,
-        bytes_s=hardware.bytes_s * compute,
-        wires=wires,
-    )
+    longer = lambda points: tuple((nbytes, seconds / wire) for nbytes, seconds in points)
+    rates = {name: getattr(hardware, name) * compute for name in ("attention_flops_s", "bytes_s")}
+    rates["matmul_flops_s"] = tuple((dtype, rate * compute) for dtype, rate in hardware.matmul_flops_s)
+    wires = (replace(each, gather=longer(each.gather), reduce=longer(each.reduce)) for each in hardware.wires)
+    return replace(hardware, **rates, wires=tuple(wires))
 
 
 @pytest.mark.parametrize("wire", [0.1, 1.0, 30.0])

@@ -51,7 +51,8 @@ def test_only_a_gpu_has_a_driver_which_tells_it_from_cpus():
     assert module.driver_of(DEVICE) == "" and module.driver_of(torch.device("cuda"))
 
 
-def test_what_is_written_is_read_again(of_this_machine):
+def test_what_is_written_is_read_again_and_without_it_nothing_is_said(of_this_machine):
+    assert read_calibration(DEVICE, 2) == (None, "")
     file = write_calibration(of_this_machine)
     assert read_calibration(DEVICE, 2) == (of_this_machine, "")
     assert Calibration.from_json(file.read_text()) == of_this_machine
@@ -146,10 +147,6 @@ def test_a_calibration_of_another_number_of_ranks_does_not_count_and_a_line_says
     write_calibration(replace(of_this_machine, world=8))
     found, problem = read_calibration(DEVICE, 4)
     assert found is None and "is for 2 and 8 ranks and not for 4: run `zcompile calibrate --ranks 4`" in problem
-
-
-def test_without_a_calibration_nothing_is_said(of_this_machine):
-    assert read_calibration(DEVICE, 2) == (None, "")
 
 
 def test_machines_that_share_a_home_have_files_of_their_own(of_this_machine):

@@ -79,7 +79,6 @@ class LatentAttention(nn.Module):
 
 
 def latent():
-    """What `zcompile explain --module` takes."""
     return LatentAttention(), lambda step, rank: torch.randn(1, 4096, 64), lambda model, x: model(x).float().mean()
 
 

@@ -106,7 +106,6 @@ class Around(nn.Module):
 
 
 def breaks():
-    """What `zcompile explain --module` takes."""
     return Around(), lambda step, rank: torch.ones(4, 64), lambda model, x: model(x)
 
 

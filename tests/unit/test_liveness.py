@@ -16,11 +16,8 @@ class Watcher(Interpreter):
 
     def run_node(self, node):
         result = super().run_node(node)
-        tensors = [
-            leaf
-            for leaf in torch.utils._pytree.tree_leaves([result, *self.env.values()])
-            if isinstance(leaf, torch.Tensor)
-        ]
+        leaves = torch.utils._pytree.tree_leaves([result, *self.env.values()])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         self.held.append(sum(storages.values()))
         return result

@@ -16,7 +16,6 @@ IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that GitHub gives to headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

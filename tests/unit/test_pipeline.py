@@ -36,9 +36,11 @@ def test_a_skipped_pass_does_not_run(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(SUBMODULES) - NOT_PASSES))
-def test_a_file_of_a_pass_has_a_function_of_its_name(name):
+def test_a_file_of_a_pass_has_a_function_of_its_name_that_says_effect_why_and_how(name):
     function = getattr(importlib.import_module(f"zcompile.passes.{name}"), name)
     assert isinstance(function, types.FunctionType) and function.__module__ == f"zcompile.passes.{name}"
+    effect, _, rest = function.__doc__.partition("\n\n")
+    assert effect.rstrip().endswith(".") and "Why: " in rest and "How: " in rest
 
 
 def test_every_file_of_a_pass_is_in_the_pipeline():
@@ -49,10 +51,3 @@ def test_the_page_has_every_pass_in_order():
     page = (Path(__file__).resolve().parents[2] / "docs/passes.md").read_text()
     listed = re.findall(r"^- `(\w+)`: ", page.partition("## The planner")[0], re.MULTILINE)
     assert listed == list(dict.fromkeys(name for name in pass_names() if name != "warn_over_budget"))
-
-
-@pytest.mark.parametrize("name", sorted(set(SUBMODULES) - NOT_PASSES))
-def test_a_pass_says_effect_why_and_how(name):
-    text = getattr(importlib.import_module(f"zcompile.passes.{name}"), name).__doc__
-    effect, _, rest = text.partition("\n\n")
-    assert effect.rstrip().endswith(".") and "Why: " in rest and "How: " in rest

@@ -78,7 +78,5 @@ def test_a_run_with_other_free_memory_hits_the_cache(kernels, monkeypatch):
         counters.clear()
         with as_rank(0, 3):
             step()
-        found = {
-            name: n for name, n in counters["inductor"].items() if name in ("fxgraph_cache_hit", "fxgraph_cache_miss")
-        }
-        assert found == {expected: 2}
+        names = ("fxgraph_cache_hit", "fxgraph_cache_miss")
+        assert {name: n for name, n in counters["inductor"].items() if name in names} == {expected: 2}
