@@ -6,6 +6,7 @@
 #include "p2p/schedule/cache_layout.h"
 #include "p2p/schedule/grad_placement.h"
 #include "p2p/schedule/staleness.h"
+#include "runtime/captured_graph.h"
 #include "runtime/gather_reduce.h"
 #include "runtime/model.h"
 #include "runtime/unsharded_memory.h"
@@ -148,6 +149,37 @@ void bind_cache_schedule(py::module& module) {
       py::arg("shards"), py::arg("world"),
       "For tests: places (shard, offset, end, mapped_bytes, block) and the bytes of blocks, for shards (bytes, whether "
       "backward gathers them).");
+}
+
+void bind_captured_graphs(py::module& module) {
+  py::class_<GraphPool, std::shared_ptr<GraphPool>>(module, "GraphPool")
+      .def(py::init<>())
+      .def_property_readonly("moved_bytes", &GraphPool::moved_bytes);
+  py::class_<CapturedGraph> graph(module, "CapturedGraph");
+  py::enum_<CapturedGraph::Match>(graph, "Match")
+      .value("yes", CapturedGraph::Match::kYes)
+      .value("other_memory", CapturedGraph::Match::kOtherMemory)
+      .value("other_shape", CapturedGraph::Match::kOtherShape)
+      .value("model_gone", CapturedGraph::Match::kModelGone);
+  graph
+      .def(
+          py::init<
+              std::shared_ptr<GraphPool>, const std::vector<std::shared_ptr<Model>>&, const Tensors&,
+              const std::vector<bool>&>(),
+          py::arg("pool"), py::arg("models"), py::arg("inputs"), py::arg("in_place"))
+      .def("start_capture", &CapturedGraph::start_capture)
+      .def("finish_capture", &CapturedGraph::finish_capture, py::arg("results"))
+      .def("abandon_capture", &CapturedGraph::abandon_capture)
+      .def("start_replay", &CapturedGraph::start_replay, py::arg("inputs"))
+      .def("results", &CapturedGraph::results);
+  py::class_<LastingInputs>(module, "LastingInputs")
+      .def(py::init<>())
+      .def("note", &LastingInputs::note, py::arg("inputs"))
+      .def("forget", &LastingInputs::forget, py::arg("index"))
+      .def_property_readonly("lasting", &LastingInputs::lasting);
+  module.def("may_replay", &may_replay, py::arg("model"));
+  module.def("note_nothing", &HostEffects::ignore, "For tests: on this thread, until note_again().");
+  module.def("note_again", [] { HostEffects::stop(); });
 }
 
 void bind_adam_schedule(py::module& module) {
@@ -403,6 +435,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_shard_layout(module);
   bind_cache_schedule(module);
   bind_adam_schedule(module);
+  bind_captured_graphs(module);
   bind_sharing(module);
   bind_model(module);
   module.def(

@@ -13,6 +13,7 @@
 #include "runtime/gather_reduce.h"
 #include "runtime/model.h"
 #include "runtime/registry.h"
+#include "transport/host_effects.h"
 
 namespace zcompile {
 
@@ -88,15 +89,21 @@ void refuse_change_before_backward(ParamState& param) {
       "optimizer's step.");
 }
 
+void refuse_in_unshard(const ParamState& param) {
+  TORCH_CHECK(
+      !param.is_whole, "zcompile: compiled code gathers parameter '", param.name, "' inside of zcompile.unshard (rank ",
+      param.model->rank(),
+      "), where its values may be others. Call the model there, which then runs in eager, and not a compiled function "
+      "around it.");
+}
+
 std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape, int64_t domain) {
   auto param = find_with_shape(shard, shape, domain, "gather");
-  TORCH_CHECK(
-      !param->is_whole, "zcompile: compiled code gathers parameter '", param->name,
-      "' inside of zcompile.unshard (rank ", param->model->rank(),
-      "), where its values may be others. Call the model there, which then runs in eager, and not "
-      "a compiled function around it.");
-  refuse_lost_writes(*param);
-  refuse_change_before_backward(*param);
+  HostEffects::note([param = param.get()] {
+    refuse_in_unshard(*param);
+    refuse_lost_writes(*param);
+    refuse_change_before_backward(*param);
+  });
   return param;
 }
 

@@ -118,6 +118,12 @@ class Settings:
     The DeepSpeed flag has no such block, so it caches only if this option is given: the option then promises that
     partitions do not change between the microbatches of a step."""
 
+    cuda_graphs: bool = False
+    """Capture each forward and backward as a CUDA graph, so that a step of small kernels does not wait for Python. The
+    modes "reduce-overhead" and "max-autotune" ask for it, too. For one rank alone. The third call of a shape is
+    captured; graphs keep the memory that they run in. Code that needs the host runs uncaptured: see "CUDA graphs" in
+    the guide, and `zcompile.stats(model)["cuda_graphs"]`."""
+
     skip_passes: Sequence[str] = ()
     """Passes to leave out, of those in `zcompile.options.OPTIONAL_PASSES`: for finding out what one does. No number
     changes."""
@@ -149,6 +155,7 @@ class Settings:
             "inductor": ("a mapping of Inductor's settings", isinstance(self.inductor, Mapping)),
             "transport": (f"one of {', '.join(TRANSPORTS)}", self.transport in TRANSPORTS),
             "rematerialize": ("true or false", isinstance(self.rematerialize, bool)),
+            "cuda_graphs": ("true or false", isinstance(self.cuda_graphs, bool)),
             "activation_memory_budget": ("a number from 0.0 to 1.0", activations is None or is_share),
             "skip_passes": (
                 f"a list of {', '.join(OPTIONAL_PASSES)}",
@@ -164,6 +171,8 @@ class Settings:
             kind, is_right = wanted[option.name]
             if not is_right:
                 raise ValueError(f"zcompile: option {option.name!r} must be {kind}, not {given!r}.")
+        if self.cuda_graphs and self.inner != "inductor":
+            raise ValueError(f"zcompile: option 'cuda_graphs' needs inner='inductor', not {self.inner!r}.")
 
     def plan(self, link: Link, memory_bytes: int) -> Plan:
         """What passes are configured with.

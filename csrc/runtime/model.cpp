@@ -11,6 +11,7 @@
 #include "runtime/in_flight.h"
 #include "runtime/registry.h"
 #include "runtime/unsharded_memory.h"
+#include "transport/host_effects.h"
 
 namespace zcompile {
 
@@ -103,6 +104,22 @@ std::unique_ptr<Transport> make_transport(
 
 void Model::use_transport(const std::string& name, const P2pSettings& settings) {
   transport_ = make_transport(name, *this, settings);
+}
+
+void Model::count(const at::Tensor& moved, void (StatsCounter::*in_stats)(at::ScalarType dtype, int64_t bytes)) {
+  HostEffects::note([this, in_stats, dtype = moved.scalar_type(), bytes = static_cast<int64_t>(moved.nbytes())] {
+    (stats_.get()->*in_stats)(dtype, bytes);
+    own_bytes_ += bytes;
+  });
+}
+
+void Model::count_gather(at::TensorList unsharded) {
+  for (const auto& tensor : unsharded) stats_->follow(tensor);
+  for (const auto& tensor : unsharded) count(tensor, &StatsCounter::count_gather);
+}
+
+void Model::count_replicas(int64_t bytes) {
+  HostEffects::note([this, bytes] { stats_->count_replicas(bytes); });
 }
 
 void Model::fill(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gathered) {

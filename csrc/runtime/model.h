@@ -51,21 +51,12 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   bool is_caching() const override { return cache_.is_on(); }
   bool defers_replicas() const override { return deferral_ == Deferral::kReplicas; }
   bool defers_reduces() const { return deferral_ == Deferral::kReduces; }
-  void count_gather(at::TensorList unsharded) override {
-    stats_->count_gather(unsharded);
-    for (const auto& tensor : unsharded) own_bytes_ += static_cast<int64_t>(tensor.nbytes());
-  }
+  void count_gather(at::TensorList unsharded) override;
   // Gives `tensors` the memory of what was gathered for them; see unsharded_memory.h.
   void fill(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gathered);
-  void count_gathered_rows(const at::Tensor& rows) override {
-    stats_->count_gathered_rows(rows);
-    own_bytes_ += static_cast<int64_t>(rows.nbytes());
-  }
-  void count_reduce(const at::Tensor& wire) override {
-    stats_->count_reduce(wire);
-    own_bytes_ += static_cast<int64_t>(wire.nbytes());
-  }
-  void count_replicas(int64_t bytes) override { stats_->count_replicas(bytes); }
+  void count_gathered_rows(const at::Tensor& rows) override { count(rows, &StatsCounter::count_gather); }
+  void count_reduce(const at::Tensor& wire) override { count(wire, &StatsCounter::count_reduce); }
+  void count_replicas(int64_t bytes) override;
 
   Stats stats() { return stats_->get(); }
   // Unsharded bytes that this model alone gathered and reduced.
@@ -112,12 +103,14 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
 
   // From now on, every reduce adds up the squares of what it makes; see GradSquares.
   void collect_squares();
+  bool collects_squares() const { return !params_.empty() && params_.front()->squares.has_value(); }
   std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
   void clear_squares();
 
   // What is gathered from now on, one transfer after the other: parameters, by index, and the dtype on the wire.
   using Recording = std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>;
   void record_gathers() { recording_.emplace(); }
+  bool is_recording() const { return recording_.has_value(); }
   Recording stop_recording() { return std::exchange(recording_, std::nullopt).value_or(Recording()); }
   void note_gathers(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
 
@@ -134,6 +127,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   bool keeps_in_flight() const { return keeps_in_flight_; }
 
  private:
+  void count(const at::Tensor& moved, void (StatsCounter::*in_stats)(at::ScalarType dtype, int64_t bytes));
+
   std::vector<std::unique_ptr<ParamState>> params_;
   std::vector<std::shared_ptr<OrderLog>> orders_;
   std::shared_ptr<std::vector<Part>> parts_;  // with this one

@@ -8,9 +8,7 @@ namespace {
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
-int64_t& entry_of(BytesByDtype& bytes, const at::Tensor& tensor) {
-  return bytes[static_cast<size_t>(tensor.scalar_type())];
-}
+int64_t& entry_of(BytesByDtype& bytes, at::ScalarType dtype) { return bytes[static_cast<size_t>(dtype)]; }
 
 }  // namespace
 
@@ -24,16 +22,6 @@ void StatsCounter::reset() {
   stats_ = Stats();
 }
 
-void StatsCounter::count_gather(at::TensorList unsharded) {
-  for (const auto& tensor : unsharded) follow(tensor);
-  std::lock_guard lock(mutex_);
-  for (const auto& tensor : unsharded) {
-    stats_.gathers += 1;
-    entry_of(stats_.gathered_bytes, tensor) += bytes_of(tensor);
-  }
-  stats_.peak_unsharded_bytes = std::max(stats_.peak_unsharded_bytes, live_unsharded_bytes());
-}
-
 void StatsCounter::follow(const at::Tensor& tensor) {
   std::lock_guard lock(mutex_);
   const auto& storage = tensor.storage();
@@ -41,16 +29,17 @@ void StatsCounter::follow(const at::Tensor& tensor) {
       storage.unsafeGetStorageImpl(), std::pair(storage.getWeakStorageImpl(), bytes_of(tensor)));
 }
 
-void StatsCounter::count_gathered_rows(const at::Tensor& rows) {
+void StatsCounter::count_gather(at::ScalarType dtype, int64_t bytes) {
   std::lock_guard lock(mutex_);
   stats_.gathers += 1;
-  entry_of(stats_.gathered_bytes, rows) += bytes_of(rows);
+  entry_of(stats_.gathered_bytes, dtype) += bytes;
+  stats_.peak_unsharded_bytes = std::max(stats_.peak_unsharded_bytes, live_unsharded_bytes());
 }
 
-void StatsCounter::count_reduce(const at::Tensor& wire) {
+void StatsCounter::count_reduce(at::ScalarType dtype, int64_t bytes) {
   std::lock_guard lock(mutex_);
   stats_.reduces += 1;
-  entry_of(stats_.reduced_bytes, wire) += bytes_of(wire);
+  entry_of(stats_.reduced_bytes, dtype) += bytes;
 }
 
 void StatsCounter::count_replicas(int64_t bytes) {

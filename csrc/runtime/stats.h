@@ -27,11 +27,10 @@ class StatsCounter {
  public:
   Stats get();
   void reset();
-  void count_gather(at::TensorList unsharded);
   // The memory of a gathered tensor is in the storage of `tensor` now.
   void follow(const at::Tensor& tensor);
-  void count_gathered_rows(const at::Tensor& rows);
-  void count_reduce(const at::Tensor& wire);
+  void count_gather(at::ScalarType dtype, int64_t bytes);  // of a tensor, or of some rows of one
+  void count_reduce(at::ScalarType dtype, int64_t bytes);
   void count_replicas(int64_t bytes);
 
  private:

@@ -16,6 +16,7 @@
 #include "compat.h"
 #include "kernels/numerics.h"
 #include "transport/c10d_transfers.h"
+#include "transport/host_effects.h"
 #include "transport/messages.h"
 #include "transport/order_log.h"
 #include "transport/process_groups.h"
@@ -177,8 +178,9 @@ class C10dTransport : public Transport {
   // Notes and starts a collective. Where another rank is gone, this may throw at once, and names no parameter.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> start(c10::ArrayRef<Request> requests, Start start) {
-    const auto next = collective_of(requests, context_.number());
-    for (const auto& order : orders_) order->append(next, requests.front().param->name);
+    HostEffects::note([this, next = collective_of(requests, context_.number()), param = requests.front().param] {
+      for (const auto& order : orders_) order->append(next, param->name);
+    });
     const auto* verb = std::is_same_v<Request, GatherRequest> ? "gather" : "reduce";
     try {
       return start();

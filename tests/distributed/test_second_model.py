@@ -56,17 +56,6 @@ def test_the_program_of_a_second_model_of_a_class_is_compared(rank, world):
     assert "reads '0.weight' [6, 6] torch.float32" in checked[0][0].text
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"inductor": {"triton.cudagraphs": True}}}],
-)
-def test_cuda_graphs_are_refused(how):
-    model = torch.compile(nn.Linear(2, 2), backend="zcompile", **how)
-    what = f" .mode '{how['mode']}'.*max-autotune-no-cudagraphs" if "mode" in how else ""
-    with pytest.raises(Exception, match=f"CUDA graphs are not supported{what}"):
-        model(torch.ones(1, 2))
-
-
 def test_programs_say_nothing_of_folders(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     line = f'  File "{tmp_path}/package/model.py", line 3, in forward'

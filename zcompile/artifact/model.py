@@ -35,6 +35,7 @@ from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read
 from zcompile.artifact.fingerprint import differences, fingerprint
 from zcompile.artifact.program import Program, first_line, make
 from zcompile.compiler.backend import compile_graph, parse_options, prepare
+from zcompile.compiler.inductor import wants_cuda_graphs
 from zcompile.options import Settings
 from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.state.sharded_model import models_of, state_of
@@ -85,12 +86,14 @@ def compile(
     return model
 
 
-def check_artifact(settings: Settings) -> None:
+def check_artifact(settings: Settings, mode: str | None = None) -> None:
     """Refuse settings, or a torch, with which no file can be made."""
     if reason := aot.lacking():
         raise ValueError(f"zcompile: an artifact is not possible here: {reason}. Leave 'artifact' out.")
     if settings.inner != "inductor":
         raise ValueError(f"zcompile: an artifact needs the option inner='inductor', not {settings.inner!r}.")
+    if settings.cuda_graphs or wants_cuda_graphs(settings.inductor, mode):
+        raise ValueError("zcompile: an artifact holds no CUDA graphs: leave 'cuda_graphs', or the mode that asks, out.")
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class FromFile:
     ):
         """See `compile`. `around_make` makes a context in which the file is made, if it is."""
         state_of(model)
-        check_artifact(settings)
+        check_artifact(settings, mode)
         self.model = weakref.ref(model)
         self.path, self.settings, self.mode = path, settings, mode
         self.require, self.sha256, self.around_make = require, sha256, around_make

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.compiler.graph_checks import check_graph
-from zcompile.compiler.inductor import check_config, compile_inductor, refuse_cuda_graphs
+from zcompile.compiler.inductor import check_config, compile_inductor, wants_cuda_graphs
 from zcompile.costs.hardware import CPU, Link
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
 from zcompile.options import Plan, Settings
@@ -56,18 +56,22 @@ def compile_graph(
     """Compile one Dynamo graph; what `torch.compile(model, backend="zcompile")` calls.
 
     Args:
-        mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
+        mode: an Inductor mode, such as "reduce-overhead", which asks for CUDA graphs.
         options: see `zcompile.options.Settings`.
 
     Raises:
-        ValueError: an unknown option, or CUDA graphs (modes "reduce-overhead" and "max-autotune").
+        ValueError: an unknown option, or one that does not go with another.
         RuntimeError: see `check_graph`.
     """
     settings = parse_options(options)
+    if wants_cuda_graphs(settings.inductor, mode):
+        settings = parse_options({**vars(settings), "cuda_graphs": True})
     plan = _plan(example_inputs, settings)
     if settings.save_for_backward_bytes is None and saves_by_hooks():
         plan = replace(plan, save_for_backward_bytes=0)  # save_on_cpu would move an unsharded parameter
     _tell_models_apart(gm, example_inputs)
+    if settings.cuda_graphs and any(model.mesh.device_type == "cuda" for model in _models(example_inputs)):
+        _refuse_graphs_of_several_ranks()
     try:
         compiled = compile_planned(gm, example_inputs, settings, plan, mode)
     except Exception as error:
@@ -82,6 +86,15 @@ def compile_graph(
 
 
 setattr(compile_graph, PLANS, True)
+
+
+def _refuse_graphs_of_several_ranks() -> None:
+    if dist.get_world_size() > 1:
+        raise ValueError(
+            "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') are for one rank "
+            "alone. NCCL does not close a group while a graph with collectives of it lives, so "
+            "dist.destroy_process_group() would hang. Take mode 'default' or 'max-autotune-no-cudagraphs'."
+        )
 
 
 def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -115,12 +128,11 @@ def compile_planned(
     Raises:
         ValueError, RuntimeError: see `compile_graph`.
     """
-    refuse_cuda_graphs(settings.inductor, mode)
     check_graph(gm, example_inputs)
     _warn_if_unsharded(gm, example_inputs)
     if settings.inner == "aot_eager":
         return compile_aot_eager(gm, example_inputs, plan)
-    return compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode)
+    return compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode, settings.cuda_graphs)
 
 
 def compile_aot_eager(

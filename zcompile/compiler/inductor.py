@@ -2,18 +2,22 @@
 
 import functools
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch._functorch import config as torch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 
+from zcompile.compiler.cuda_graphs import CapturedCode, Pair
 from zcompile.graph.ops import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,
@@ -51,16 +55,10 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_cuda_graphs(config: Mapping[str, Any], mode: str | None) -> None:
-    """Refuse CUDA graphs, whether a mode, an option or torch's own configuration asks for them."""
+def wants_cuda_graphs(config: Mapping[str, Any], mode: str | None) -> bool:
+    """Whether a mode, an option or torch's own configuration asks for CUDA graphs."""
     settings = {**(list_mode_options(mode) if mode else {}), **config}
-    if settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
-        raise ValueError(
-            f"zcompile: CUDA graphs are not supported (mode {mode!r}): the host starts each gather and reduce anew, "
-            "which a replayed graph would skip, so it would compute with old parameters. Of the modes, "
-            "'reduce-overhead' and 'max-autotune' use them. Take 'default' or 'max-autotune-no-cudagraphs', and leave "
-            "Inductor's 'triton.cudagraphs' off."
-        )
+    return bool(settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
 def compile_inductor(
@@ -70,6 +68,7 @@ def compile_inductor(
     partition: Partition,
     config: Mapping[str, Any],
     mode: str | None,
+    cuda_graphs: bool = False,
 ) -> Callable[..., Any]:
     """Plan one Dynamo graph and compile it with Inductor.
 
@@ -77,6 +76,7 @@ def compile_inductor(
         partition: splits a joint graph under the plan, see `zcompile.compiler.backend.partition`.
         config: Inductor's settings for this graph, which win over those of `mode` and of zcompile.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
+        cuda_graphs: whether forward and backward are captured; see `zcompile.compiler.cuda_graphs`.
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
@@ -87,9 +87,41 @@ def compile_inductor(
         "benchmark_harness": False,  # it has the sizes of inputs, and those of shards differ between ranks
         "shape_padding": False,  # it measures, so ranks would get different graphs, and collectives in different orders
         **config,
+        "triton.cudagraphs": False,  # Inductor's own know nothing of transfers
     }
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+    if not cuda_graphs:
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+        return compiled
+    with torch_config.patch(enable_autograd_cache=False):  # from which code comes without a call of `inner_compile`
+        compiled = compile_fx(gm, list(example_inputs), inner_compile=_captures(Pair()), config_patches=patches)
     return compiled
+
+
+def _captures(pair: Pair) -> Callable[..., Any]:
+    """Inductor's compiler, whose code is captured when it runs."""
+
+    def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not pair.obstacle and (obstacle := _obstacle_to_capture(gm)):
+            pair.obstacle = obstacle
+            warnings.warn(f"zcompile: no CUDA graph of this code: {obstacle}. It runs uncaptured.", stacklevel=2)
+        compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
+        mutated = list(compiled.mutated_input_idxs)
+        compiled.current_callable = CapturedCode(
+            compiled.current_callable, pair, mutated, bool(kwargs.get("is_backward"))
+        )
+        return compiled
+
+    return inner_compile
+
+
+def _obstacle_to_capture(gm: GraphModule) -> str:
+    """Why a graph cannot be captured; empty if it can."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cuda":
+            return f"{node.name} is on {value.device.type}"
+    unsafe = get_first_incompatible_cudagraph_node(gm)
+    return f"{unsafe.name} needs the host" if unsafe is not None else ""
 
 
 class _Passes(CustomGraphPass):

@@ -17,7 +17,8 @@ holds nothing: torch's garbage collector does not see what a post-accumulate hoo
 
 import math
 import weakref
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +45,15 @@ class Provenance:
 
     shard_options: str = ""
     compiled: str = ""
+
+
+@dataclass
+class Replays:
+    """What of a model's compiled code ran as CUDA graphs."""
+
+    graphs: int = 0  # captured
+    replays: int = 0
+    uncaptured: Counter[str] = field(default_factory=Counter)  # calls, by the reason
 
 
 class ShardedModel:
@@ -89,6 +99,7 @@ class ShardedModel:
         self.microbatches = Microbatches()
         self.forward_checks = ForwardChecks()
         self.provenance = Provenance()
+        self.replays = Replays()
         self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
         self.in_compiled = False  # an outermost forward runs that is compiled; reads between its graphs open blocks
         self.block_order: Any = None  # the `BlockOrder` of the blocks in which eager code gathers

@@ -21,6 +21,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
         transport: its name.
         transport_reason: why it was taken.
         transport_bytes: device memory that the transport holds, which torch's allocator does not count.
+        cuda_graphs: of compiled code with the option `cuda_graphs`: how many "graphs" were captured, "replays" ran, and
+            calls ran "uncaptured", by the reason. Of the first domain.
         compiled: how compiled code came to be, and why: "loaded from ...", "loaded: rank 0 compiled it ...", "compiled
             by this process: ..."; "" if none ran yet.
 
@@ -35,8 +37,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
         counted["transport_bytes"] += own["transport_bytes"]
         domain_bytes[other.domain] += own["own_bytes"]
     words = {"transport_reason": state.transport.reason, "compiled": state.provenance.compiled}
+    replays = vars(state.replays) | {"uncaptured": dict(state.replays.uncaptured)}
     shared = {name: value for name, value in counted.items() if name != "own_bytes"}
-    return shared | {"domain_bytes": domain_bytes} | words
+    return shared | {"domain_bytes": domain_bytes, "cuda_graphs": replays} | words
 
 
 def reset_stats(model: nn.Module) -> None:
@@ -47,3 +50,5 @@ def reset_stats(model: nn.Module) -> None:
     """
     for each in models_of(state_of(model)):
         each.runtime.reset_stats()
+        each.replays.replays = 0
+        each.replays.uncaptured.clear()

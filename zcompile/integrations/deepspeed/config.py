@@ -8,6 +8,8 @@ from torch import nn
 from zcompile.artifact.model import check_artifact
 from zcompile.compiler.backend import parse_options
 
+NO_CUDA_GRAPHS = "the DeepSpeed flag has no CUDA graphs yet: its norms are computed by what a replay would skip."
+
 
 def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
     """The backend's options in a DeepSpeed config; None if the block is not there or not enabled.
@@ -32,6 +34,8 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
         raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in "zero_optimization" of the config.')
     options = {name: value for name, value in block.items() if name not in ("enabled", "artifact")}
     settings = parse_options(options)
+    if settings.cuda_graphs:
+        raise ValueError(f"zcompile: {NO_CUDA_GRAPHS}")
     if (path := block.get("artifact")) is not None:
         if not isinstance(path, str):
             raise ValueError(f'zcompile: "artifact" in the DeepSpeed config must be the path of a file, not {path!r}.')

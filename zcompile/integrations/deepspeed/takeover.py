@@ -36,7 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcompile.artifact.model import FromFile
 from zcompile.calibration.machine import machine_of
 from zcompile.compiler.backend import compile_graph, parse_options
-from zcompile.integrations.deepspeed.config import without_effect
+from zcompile.compiler.inductor import wants_cuda_graphs
+from zcompile.integrations.deepspeed.config import NO_CUDA_GRAPHS, without_effect
 from zcompile.integrations.deepspeed.gradients import ReducedSquares, add
 from zcompile.integrations.deepspeed.hooks import Hooks, hooked_parameter
 from zcompile.integrations.deepspeed.leaf_modules import leaf_modules, unsupported_leaf_module
@@ -228,6 +229,8 @@ class Takeover:
         compile_kwargs = {name: value for name, value in compile_kwargs.items() if name not in ("backend", "options")}
         if compile_kwargs.get("mode") in (None, "default"):
             compile_kwargs.pop("mode", None)
+        if wants_cuda_graphs({}, compile_kwargs.get("mode")):
+            raise ValueError(f"zcompile: mode {compile_kwargs['mode']!r}: {NO_CUDA_GRAPHS}")
         module = self.engine.module
         regions = [region for region in module.modules() if region._compiled_call_impl is not None]
         if self.artifact is not None and not regions:

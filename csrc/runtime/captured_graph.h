@@ -1,0 +1,133 @@
+// A captured graph's memory: where a replay reads its inputs, and who may still read its results.
+//
+// [Note: results of replays]
+// A replay writes to the addresses at which the capture wrote. So the results of one replay would change under whoever
+// still has them when the next one runs. Each replay therefore hands out tensors over that memory that are new, and the
+// pool remembers their storages weakly. Before a replay of any graph of the pool, results that somebody still has move
+// to memory of the allocator, as their storages can; tensors and views over them stay as they are. Most often nobody
+// has any: a loss of the step before, and gradients that the next microbatch adds to.
+//
+// Results of forward that backward takes as inputs stay in place. So does what somebody had while the graph was
+// captured: the capture could not use that memory again.
+//
+// [Note: inputs of a captured graph]
+// An input is read in place, at the address it had at the capture, if its storage was the same in the calls before, as
+// that of a parameter, or if it is a result of the pool. Others are copied into memory of the graph's own first.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_set>
+#include <vector>
+
+#include "runtime/model.h"
+#include "transport/host_effects.h"
+
+namespace zcompile {
+
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+using Tensors = std::vector<std::optional<at::Tensor>>;  // none: no tensor
+
+// What the captured graphs of one model share: a pool of memory, and one stream on which they were captured.
+class GraphPool {
+ public:
+  // Results that others than `inputs` have move to memory of the allocator, but for those at addresses in `kept`.
+  void move_results(const Tensors& inputs, const std::unordered_set<const void*>& kept);
+  int64_t moved_bytes() const { return moved_bytes_; }
+
+ private:
+  friend class CapturedGraph;
+
+  struct Result {
+    void* address;
+    size_t nbytes;
+    c10::Device device;
+    at::Tensor owner;  // of the memory, until a capture may use it again
+    WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};  // that a replay handed out last
+
+    int64_t holders() const;  // of that storage
+  };
+
+  std::shared_ptr<Result> find(const at::Tensor& tensor) const;  // the result whose memory it has now; none: no result
+
+  std::vector<std::weak_ptr<Result>> results_;  // of the graphs that exist
+  int64_t moved_bytes_ = 0;
+};
+
+class CapturedGraph {
+ public:
+  // `models` are those whose parameters the graph gathers and reduces. `in_place`: for each input, whether its storage
+  // is a lasting one.
+  CapturedGraph(
+      std::shared_ptr<GraphPool> pool, const std::vector<std::shared_ptr<Model>>& models, const Tensors& inputs,
+      const std::vector<bool>& in_place);
+
+  // What to call the code with while it is captured. Asked for once. From here on, what the host notes is recorded.
+  Tensors start_capture();
+  void finish_capture(const Tensors& results);
+  void abandon_capture() { HostEffects::stop(); }
+
+  // Whether a replay may read the inputs. kOtherMemory comes with the first input that is not where it was.
+  enum class Match { kYes, kOtherMemory, kOtherShape, kModelGone };
+  // On kYes, all is ready for a replay; otherwise nothing happened. Throws where an op of the graph would have. The
+  // first replay, behind the capture, needs no call.
+  std::pair<Match, int64_t> start_replay(const Tensors& inputs);
+  // What the replay that was launched last computes. Asked for once.
+  Tensors results();
+
+ private:
+  struct Input {
+    at::Tensor read;  // what the graph reads; undefined: no tensor, or a result of the pool that backward used up
+    const void* address = nullptr;
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype = at::kByte;
+    c10::Device device = c10::Device(c10::kCPU);
+    bool is_tensor = false, is_copied = false;
+  };
+  struct Output {
+    bool is_tensor = false;
+    int64_t input = -1;  // with whose storage it is
+    int64_t storage = -1;  // among storages_
+    std::vector<int64_t> sizes, strides;
+    int64_t offset = 0;
+    at::TensorOptions options;
+  };
+
+  std::pair<Match, int64_t> match(const Tensors& inputs) const;
+  void copy_inputs(const Tensors& inputs);
+
+  std::shared_ptr<GraphPool> pool_;
+  std::vector<std::weak_ptr<Model>> models_;
+  std::vector<std::weak_ptr<Transport>> transports_;  // of these
+  std::vector<Input> inputs_;
+  std::vector<WeakStorage> input_storages_;  // that the captured code had; their addresses stay theirs
+  std::vector<Output> outputs_;
+  std::vector<std::shared_ptr<GraphPool::Result>> storages_;
+  std::unordered_set<const void*> kept_;  // addresses of results that somebody had during the capture
+  HostEffects::Recording effects_;
+  Tensors captured_inputs_;  // until start_capture()
+  Tensors given_;  // the inputs of the replay, until results()
+};
+
+// Whether the host does nothing for the ops of `model` that a replay would not repeat: it caches no microbatches,
+// defers no reduces, collects no squares, and records no gathers.
+bool may_replay(const Model& model);
+
+// For each input of a piece of code, whether it was over the same storage in the calls so far.
+class LastingInputs {
+ public:
+  void note(const Tensors& inputs);
+  const std::vector<bool>& lasting() const { return lasting_; }
+  void forget(int64_t index) { forgotten_.insert(index); }
+
+ private:
+  std::vector<WeakStorage> storages_;
+  std::vector<bool> lasting_;
+  std::unordered_set<int64_t> forgotten_;  // that were found to change later
+};
+
+}  // namespace zcompile

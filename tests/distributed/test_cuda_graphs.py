@@ -1,0 +1,112 @@
+"""Captured and replayed code computes and notes what uncaptured code does; on GPUs: tests/gpu/test_cuda_graphs.py."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from tests.support.cuda_graphs import (
+    TRAINERS,
+    Branch,
+    Noisy,
+    batches,
+    counts,
+    finish_step,
+    graphs_on_cpu,
+    in_accumulate,
+    plain,
+    same_as_uncaptured,
+    sharded,
+)
+from tests.support.ranks import on_ranks
+from zcompile import options, shard, stats
+from zcompile.state.sharded_model import state_of
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_replays_compute_and_note_as_calls_do(world, ranks):
+    ranks(world).run(rank_replays)
+
+
+def rank_replays(rank, world):
+    model = same_as_uncaptured("cpu", rank, plain)
+    assert counts(model) == (2, 20)  # forward and backward, from the third of twelve steps on
+    assert stats(model)["cuda_graphs"]["uncaptured"] == {"warm-up": 4}
+
+
+@pytest.mark.parametrize("train", TRAINERS, ids=lambda train: train.__name__)
+@on_ranks(2)
+def test_training_equals_uncaptured(rank, world, train):
+    model = same_as_uncaptured("cpu", rank, train)
+    assert counts(model)[1] > 4 or train is in_accumulate, stats(model)["cuda_graphs"]
+
+
+@on_ranks(2)
+def test_graphs_read_results_of_others(rank, world):
+    model = same_as_uncaptured("cpu", rank, plain, Branch)
+    assert counts(model) == (4, 40)
+
+
+@on_ranks(2)
+def test_models_of_one_class_have_graphs_of_their_own(rank, world):
+    batch = batches("cpu", rank)
+
+    def train(captured):
+        with graphs_on_cpu():
+            models = [sharded("cpu", captured, Branch) for _ in range(2)]
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+            losses = [
+                plain(model, optimizer, batch, 10 * i + step)
+                for step in range(6)
+                for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
+            ]
+        return models, losses
+
+    models, losses = train(True)
+    assert losses == train(False)[1]
+    assert [counts(model) for model in models] == [(4, 16), (4, 16)]
+    gone = weakref.ref(state_of(models[0]))
+    del models
+    gc.collect()
+    assert gone() is None
+
+
+@on_ranks(2)
+def test_replays_check_what_calls_check(rank, world):
+    batch = batches("cpu", rank)
+    with graphs_on_cpu():
+        model = sharded("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            plain(model, optimizer, batch, step)
+        loss, _ = model(batch(5))
+        with torch.no_grad():
+            model.layers[1].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified between forward and backward"):
+            loss.backward()
+        state_of(model).runtime.fail_order("ranks differ")
+        with pytest.raises(RuntimeError, match="ranks differ"):
+            model(batch(6))
+
+
+@on_ranks(1)
+def test_code_that_cannot_be_captured_says_why(rank, world):
+    model = shard(Noisy())
+    model.compile(backend="zcompile", mode="reduce-overhead")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            finish_step(optimizer, model(batches("cpu", rank)(step))[0])
+    assert any("no CUDA graph of this code: " in str(each.message) for each in caught)
+    assert counts(model) == (0, 0)
+    (reason,) = stats(model)["cuda_graphs"]["uncaptured"]
+    assert reason.endswith("is on cpu")
+
+
+@pytest.mark.parametrize("wrong", [{"inner": "aot_eager"}, {"cuda_graphs": 1}])
+def test_options_that_do_not_go_together(wrong):
+    with pytest.raises(ValueError, match="cuda_graphs"):
+        options.Settings.parse({"cuda_graphs": True, **wrong})

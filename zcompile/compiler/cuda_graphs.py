@@ -1,0 +1,236 @@
+"""CUDA graphs: each piece of compiled code is captured with its transfers, then replayed by one launch.
+
+A step of small kernels waits for Python. A captured forward or backward costs the host one launch, whatever it has.
+Today that is for one rank alone: NCCL does not close a group while a graph with collectives of it lives.
+
+[Note: what a replay repeats]
+Kernels and copies are in the graph. What the host notes when it issues a gather or a reduce is
+recorded during the capture and repeated before each replay: the order of collectives, statistics, and the checks of
+lost writes and of changes between forward and backward (csrc/transport/host_effects.h). Where the host would do more
+than that, as inside of `zcompile.accumulate`, the code runs uncaptured. `zcompile.stats(model)["cuda_graphs"]` says how
+often, and why.
+
+Memory: see [Note: results of replays] and [Note: inputs of a captured graph] in csrc/runtime/captured_graph.h.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+
+from zcompile import _C
+from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.state.sharded_parameter import model_of
+
+WARM_UPS = 2  # calls before a capture: kernels are tuned, and inputs whose memory lasts are known by the second
+MOST_SHAPES = 8  # graphs of one piece of code with the same parameters
+
+Code = Callable[[list[Any]], Sequence[Any]]
+
+
+class Graph(Protocol):
+    """What captures the work of a device, and launches it again."""
+
+    def capture(self) -> contextlib.AbstractContextManager[None]: ...
+    def replay(self) -> None: ...
+
+
+class CudaGraph:
+    """A `torch.cuda.CUDAGraph` in the memory that all graphs of its device share: one runs at a time."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture what the block issues. Nothing of it runs."""
+        graphs = _graphs_of(torch.cuda.current_device())
+        if not graphs.alive:
+            graphs.memory = torch.cuda.graph_pool_handle()  # torch ends a pool with its last graph
+        graphs.alive.add(self.graph)
+        torch.cuda.empty_cache()  # the memory of the calls before, which the pool cannot have
+        graphs.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(graphs.stream):
+            # Other threads may go on, such as those that fetch batches.
+            self.graph.capture_begin(pool=graphs.memory, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                self.graph.capture_end()
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        self.graph.replay()
+
+
+@dataclass
+class _Graphs:
+    """Those of a device, on one stream."""
+
+    stream: torch.cuda.Stream
+    memory: Any = None
+    alive: weakref.WeakSet[torch.cuda.CUDAGraph] = field(default_factory=weakref.WeakSet)
+
+
+@functools.cache
+def _graphs_of(device: int) -> _Graphs:
+    return _Graphs(torch.cuda.Stream(device))
+
+
+@functools.cache
+def _pool(device: torch.device) -> _C.GraphPool:
+    return _C.GraphPool()
+
+
+@dataclass
+class Pair:
+    """The forward and the backward of one compiled graph: both are captured, or neither.
+
+    Attributes:
+        obstacle: why they cannot be; empty if they can.
+        is_forward_captured: whether the last forward was a replay, so that its results are in the pool.
+    """
+
+    obstacle: str = ""
+    is_forward_captured: bool = False
+
+
+@dataclass
+class _Captured:
+    graph: Graph
+    state: _C.CapturedGraph
+    others: list[Any]  # inputs that are no tensors
+    values: list[Any]  # results that are no tensors
+
+
+@dataclass
+class _Variant:
+    """One piece of code with the parameters of one module."""
+
+    models: list[weakref.ref[ShardedModel]]
+    calls: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # uncaptured ones, by shapes
+    lasting: _C.LastingInputs = field(default_factory=_C.LastingInputs)
+    captured: list[_Captured] = field(default_factory=list)
+
+    def alive(self) -> list[ShardedModel]:
+        return [model for ref in self.models if (model := ref()) is not None]
+
+
+class CapturedCode:
+    """Stands for a piece of compiled code: calls it, captures it, or replays it.
+
+    Args:
+        code: takes a list of inputs, which it empties.
+        mutated: positions of inputs that it writes to.
+        make_graph: for tests without a GPU.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        pair: Pair,
+        mutated: Sequence[int],
+        is_backward: bool,
+        make_graph: Callable[[], Graph] = CudaGraph,
+    ):
+        self.code, self.pair, self.mutated, self.is_backward = code, pair, mutated, is_backward
+        self.make_graph = make_graph
+        self.variants: dict[int, _Variant] = {}  # by the address of the first shard
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """The results of `code`; empties `inputs`, as `code` does."""
+        variant = self._variant(inputs)
+        tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
+        others = [value for value in inputs if not isinstance(value, torch.Tensor)]
+        reason = self.pair.obstacle or self._why_not(variant)
+        if not self.is_backward:
+            self.pair.is_forward_captured = False
+        for captured in () if reason else variant.captured[:]:
+            if captured.others != others:
+                continue
+            match, position = captured.state.start_replay(tensors)
+            if match == _C.CapturedGraph.Match.yes:
+                inputs.clear()
+                return self._replay(captured, variant)
+            if match == _C.CapturedGraph.Match.other_memory and model_of(inputs[position]) is None:
+                variant.lasting.forget(position)
+        variant.lasting.note(tensors)
+        shapes = (*(value.shape for value in tensors if value is not None), *others)
+        variant.calls[shapes] += 1
+        if variant.calls[shapes] <= WARM_UPS:
+            reason = self.pair.obstacle or "warm-up"
+        elif len(variant.captured) >= MOST_SHAPES:
+            reason = reason or f"more than {MOST_SHAPES} shapes, or addresses, of inputs"
+        return self._uncaptured(inputs, variant, reason) if reason else self._capture(inputs, tensors, variant)
+
+    def _variant(self, inputs: Sequence[Any]) -> _Variant:
+        first = next((value for value in inputs if model_of(value) is not None), None)
+        key = 0 if first is None else first.data_ptr()
+        if key not in self.variants:
+            model = model_of(first)
+            models = [] if model is None else models_of(model)
+            self.variants[key] = _Variant([weakref.ref(each) for each in models])
+            for each in models:
+                weakref.finalize(each, self.variants.pop, key, None)
+        return self.variants[key]
+
+    def _why_not(self, variant: _Variant) -> str:
+        """Why this call has to run uncaptured; empty if it need not."""
+        if not all(_C.may_replay(model.runtime) for model in variant.alive()):
+            return "gradients accumulate, or another block of zcompile is open"
+        if self.is_backward and _keeps_graph():
+            return "a backward that keeps its graph"
+        if self.is_backward and not self.pair.is_forward_captured:
+            return "a backward whose forward was not captured"
+        return ""
+
+    def _uncaptured(self, inputs: list[Any], variant: _Variant, reason: str) -> Sequence[Any]:
+        for model in variant.alive():
+            model.replays.uncaptured[reason] += 1
+        return self.code(inputs)
+
+    def _capture(self, inputs: list[Any], tensors: Sequence[torch.Tensor | None], variant: _Variant) -> Sequence[Any]:
+        device = next(each.device for each in tensors if each is not None)
+        runtimes = [model.runtime for model in variant.alive()]
+        state = _C.CapturedGraph(_pool(device), runtimes, tensors, variant.lasting.lasting)
+        read: list[Any] = state.start_capture()
+        if any(_address(read[i]) != _address(tensors[i]) for i in self.mutated):
+            state.abandon_capture()
+            self.pair.obstacle = "the code writes to an input whose memory is another in each call"
+            return self._uncaptured(inputs, variant, self.pair.obstacle)
+        arguments = [given if tensor is None else tensor for tensor, given in zip(read, inputs)]
+        others = [given for tensor, given in zip(read, inputs) if tensor is None]
+        read.clear()
+        inputs.clear()
+        graph = self.make_graph()
+        try:
+            with graph.capture():
+                values = list(self.code(arguments))
+        except BaseException:
+            state.abandon_capture()
+            raise
+        state.finish_capture([value if isinstance(value, torch.Tensor) else None for value in values])
+        values = [None if isinstance(value, torch.Tensor) else value for value in values]
+        variant.captured.append(_Captured(graph, state, others, values))
+        for model in variant.alive():
+            model.replays.graphs += 1
+        return self._replay(variant.captured[-1], variant)
+
+    def _replay(self, captured: _Captured, variant: _Variant) -> Sequence[Any]:
+        captured.graph.replay()
+        if not self.is_backward:
+            self.pair.is_forward_captured = True
+        for model in variant.alive():
+            model.replays.replays += 1
+        tensors = captured.state.results()
+        return [value if tensor is None else tensor for tensor, value in zip(tensors, captured.values)]
+
+
+def _address(value: torch.Tensor | None) -> int:
+    return 0 if value is None else value.data_ptr()
