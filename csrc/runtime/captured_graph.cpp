@@ -81,7 +81,7 @@ CapturedGraph::CapturedGraph(
     models_.emplace_back(model);
     transports_.emplace_back(model->transport());
   }
-  for (const auto& weak : pool_->results_) {  // nobody has these any more, so this graph may use their memory
+  for (const auto& weak : pool_->results_) {  // of results that are gone, this graph may use the memory
     if (const auto result = weak.lock(); result && result->holders() == 0) result->owner = at::Tensor();
   }
   std::unordered_map<GraphPool::Result*, int64_t> of_inputs;
@@ -111,7 +111,7 @@ CapturedGraph::CapturedGraph(
       captured = input.read;
     }
   }
-  for (const auto& result : results) {  // what only the inputs have may be used again once the graph has read it
+  for (const auto& result : results) {  // the graph may use memory again that only its inputs have
     if (result && result->holders() <= of_inputs[result.get()]) result->owner = at::Tensor();
   }
   for (const auto& weak : pool_->results_) {

@@ -1,14 +1,14 @@
-// A captured graph's memory: where a replay reads its inputs, and who may still read its results.
+// A captured graph's memory: where a replay reads its inputs, and which of its results are still read.
 //
 // [Note: results of replays]
-// A replay writes to the addresses at which the capture wrote. So the results of one replay would change under whoever
-// still has them when the next one runs. Each replay therefore hands out tensors over that memory that are new, and the
-// pool remembers their storages weakly. Before a replay of any graph of the pool, results that somebody still has move
-// to memory of the allocator, as their storages can; tensors and views over them stay as they are. Most often nobody
-// has any: a loss of the step before, and gradients that the next microbatch adds to.
+// A replay writes to the addresses at which the capture wrote. So results that the program keeps would change when the
+// next replay runs. Each replay therefore returns new tensors over that memory, and the pool refers to their storages
+// weakly. Before a replay of any graph of the pool, the results that still exist move to memory of the allocator. A
+// storage can exchange its memory; tensors and views over it stay as they are. Most often few exist: a loss of the step
+// before, and gradients that the next microbatch adds to.
 //
-// Results of forward that backward takes as inputs stay in place. So does what somebody had while the graph was
-// captured: the capture could not use that memory again.
+// Results of forward that backward takes as inputs stay in place. So do results that existed while the graph was
+// captured: the capture could not use their memory again.
 //
 // [Note: inputs of a captured graph]
 // An input is read in place, at the address it had at the capture, if its storage was the same in the calls before, as
@@ -66,7 +66,7 @@ class CapturedGraph {
       std::shared_ptr<GraphPool> pool, const std::vector<std::shared_ptr<Model>>& models, const Tensors& inputs,
       const std::vector<bool>& in_place);
 
-  // What to call the code with while it is captured. Asked for once. From here on, what the host notes is recorded.
+  // The inputs with which the code is to be captured. Asked for once. From here on, notes of the host are recorded.
   Tensors start_capture();
   void finish_capture(const Tensors& results);
   void abandon_capture() { HostEffects::stop(); }
@@ -81,7 +81,7 @@ class CapturedGraph {
 
  private:
   struct Input {
-    at::Tensor read;  // what the graph reads; undefined: no tensor, or a result of the pool that backward used up
+    at::Tensor read;  // memory of the graph, to which the input is copied; undefined: it is read in place
     const void* address = nullptr;
     std::vector<int64_t> sizes, strides;
     at::ScalarType dtype = at::kByte;
@@ -107,7 +107,7 @@ class CapturedGraph {
   std::vector<WeakStorage> input_storages_;  // that the captured code had; their addresses stay theirs
   std::vector<Output> outputs_;
   std::vector<std::shared_ptr<GraphPool::Result>> storages_;
-  std::unordered_set<const void*> kept_;  // addresses of results that somebody had during the capture
+  std::unordered_set<const void*> kept_;  // addresses of results that existed during the capture
   HostEffects::Recording effects_;
   Tensors captured_inputs_;  // until start_capture()
   Tensors given_;  // the inputs of the replay, until results()

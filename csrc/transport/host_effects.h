@@ -1,5 +1,5 @@
-// What the host notes when an op is issued, such as the order of collectives. A replayed graph issues no ops. So while
-// a graph is captured, this thread records what it notes, and each replay repeats that (runtime/captured_graph.h).
+// Notes that the host takes when an op is issued, such as the order of collectives. A replayed graph issues no ops. So
+// while a graph is captured, this thread records its notes, and each replay repeats them (runtime/captured_graph.h).
 #pragma once
 
 #include <functional>

@@ -3,12 +3,11 @@
 A step of small kernels waits for Python. A captured forward or backward costs the host one launch, whatever it has.
 Today that is for one rank alone: NCCL does not close a group while a graph with collectives of it lives.
 
-[Note: what a replay repeats]
-Kernels and copies are in the graph. What the host notes when it issues a gather or a reduce is
-recorded during the capture and repeated before each replay: the order of collectives, statistics, and the checks of
-lost writes and of changes between forward and backward (csrc/transport/host_effects.h). Where the host would do more
-than that, as inside of `zcompile.accumulate`, the code runs uncaptured. `zcompile.stats(model)["cuda_graphs"]` says how
-often, and why.
+[Note: a replay repeats the host's notes]
+Kernels and copies are in the graph. When the host issues a gather or a reduce, it also takes notes: the order of
+collectives, statistics, the checks of lost writes and of changes between forward and backward. They are recorded during
+the capture and repeated before each replay (csrc/transport/host_effects.h). Where the host would do more, as inside of
+`zcompile.accumulate`, the code runs uncaptured. `zcompile.stats(model)["cuda_graphs"]` says how often, and why.
 
 Memory: see [Note: results of replays] and [Note: inputs of a captured graph] in csrc/runtime/captured_graph.h.
 """
@@ -95,10 +94,12 @@ class Pair:
     Attributes:
         obstacle: why they cannot be; empty if they can.
         is_forward_captured: whether the last forward was a replay, so that its results are in the pool.
+        graphs: how many graphs of the forward there are, of the module that has most. Backward needs no more.
     """
 
     obstacle: str = ""
     is_forward_captured: bool = False
+    graphs: int = 0
 
 
 @dataclass
@@ -167,6 +168,8 @@ class CapturedCode:
             reason = self.pair.obstacle or "warm-up"
         elif len(variant.captured) >= MOST_SHAPES:
             reason = reason or f"more than {MOST_SHAPES} shapes, or addresses, of inputs"
+        elif self.is_backward and len(variant.captured) >= self.pair.graphs:
+            reason = reason or "a backward of a forward that another one followed"
         return self._uncaptured(inputs, variant, reason) if reason else self._capture(inputs, tensors, variant)
 
     def _variant(self, inputs: Sequence[Any]) -> _Variant:
@@ -218,6 +221,8 @@ class CapturedCode:
         state.finish_capture([value if isinstance(value, torch.Tensor) else None for value in values])
         values = [None if isinstance(value, torch.Tensor) else value for value in values]
         variant.captured.append(_Captured(graph, state, others, values))
+        if not self.is_backward:
+            self.pair.graphs = max(self.pair.graphs, len(variant.captured))
         for model in variant.alive():
             model.replays.graphs += 1
         return self._replay(variant.captured[-1], variant)
