@@ -152,9 +152,7 @@ void bind_cache_schedule(py::module& module) {
 }
 
 void bind_captured_graphs(py::module& module) {
-  py::class_<GraphPool, std::shared_ptr<GraphPool>>(module, "GraphPool")
-      .def(py::init<>())
-      .def_property_readonly("moved_bytes", &GraphPool::moved_bytes);
+  py::class_<GraphPool, std::shared_ptr<GraphPool>>(module, "GraphPool").def(py::init<>());
   py::class_<CapturedGraph> graph(module, "CapturedGraph");
   py::enum_<CapturedGraph::Match>(graph, "Match")
       .value("yes", CapturedGraph::Match::kYes)

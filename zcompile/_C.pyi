@@ -134,8 +134,6 @@ class GraphPool:
     """What captured graphs share; csrc/runtime/captured_graph.h."""
 
     def __init__(self) -> None: ...
-    @property
-    def moved_bytes(self) -> int: ...
 
 class CapturedGraph:
     """The inputs and results of a captured graph; csrc/runtime/captured_graph.h."""

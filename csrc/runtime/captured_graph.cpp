@@ -69,7 +69,6 @@ void GraphPool::move_results(const Tensors& inputs, const std::unordered_set<con
     const auto moved = old.clone();
     const auto over = tensor_over(c10::Storage(storage), {static_cast<int64_t>(result->nbytes)}, {1}, 0, old.options());
     take_memory(over, moved);
-    moved_bytes_ += static_cast<int64_t>(result->nbytes);
   }
 }
 

@@ -32,12 +32,11 @@ namespace zcompile {
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 using Tensors = std::vector<std::optional<at::Tensor>>;  // none: no tensor
 
-// What the captured graphs of one model share: a pool of memory, and one stream on which they were captured.
+// The results of all captured graphs of a device, which share a pool of memory.
 class GraphPool {
  public:
   // Results that others than `inputs` have move to memory of the allocator, but for those at addresses in `kept`.
   void move_results(const Tensors& inputs, const std::unordered_set<const void*>& kept);
-  int64_t moved_bytes() const { return moved_bytes_; }
 
  private:
   friend class CapturedGraph;
@@ -55,7 +54,6 @@ class GraphPool {
   std::shared_ptr<Result> find(const at::Tensor& tensor) const;  // the result whose memory it has now; none: no result
 
   std::vector<std::weak_ptr<Result>> results_;  // of the graphs that exist
-  int64_t moved_bytes_ = 0;
 };
 
 class CapturedGraph {
