@@ -158,6 +158,7 @@ void bind_captured_graphs(py::module& module) {
       .value("yes", CapturedGraph::Match::kYes)
       .value("other_memory", CapturedGraph::Match::kOtherMemory)
       .value("other_shape", CapturedGraph::Match::kOtherShape)
+      .value("other_staging", CapturedGraph::Match::kOtherStaging)
       .value("model_gone", CapturedGraph::Match::kModelGone);
   graph
       .def(
@@ -165,8 +166,11 @@ void bind_captured_graphs(py::module& module) {
               std::shared_ptr<GraphPool>, const std::vector<std::shared_ptr<Model>>&, const Tensors&,
               const std::vector<bool>&>(),
           py::arg("pool"), py::arg("models"), py::arg("inputs"), py::arg("in_place"))
+      .def("prepare_capture", &CapturedGraph::prepare_capture, py::arg("before"))
+      .def("inputs", &CapturedGraph::inputs)
       .def("start_capture", &CapturedGraph::start_capture)
       .def("finish_capture", &CapturedGraph::finish_capture, py::arg("results"))
+      .def("set_executable", &CapturedGraph::set_executable, py::arg("graph"))
       .def("abandon_capture", &CapturedGraph::abandon_capture)
       .def("start_replay", &CapturedGraph::start_replay, py::arg("inputs"))
       .def("results", &CapturedGraph::results);
@@ -175,9 +179,12 @@ void bind_captured_graphs(py::module& module) {
       .def("note", &LastingInputs::note, py::arg("inputs"))
       .def("forget", &LastingInputs::forget, py::arg("index"))
       .def_property_readonly("lasting", &LastingInputs::lasting);
+  py::class_<HostRecording>(module, "HostEffects").def(py::init<>()).def_readonly("obstacle", &HostRecording::obstacle);
+  module.def("observe_effects", &HostEffects::observe, "On this thread, until stop_observing().");
+  module.def("stop_observing", &HostEffects::stop);
   module.def("may_replay", &may_replay, py::arg("model"));
   module.def("note_nothing", &HostEffects::ignore, "For tests: on this thread, until note_again().");
-  module.def("note_again", [] { HostEffects::stop(); });
+  module.def("note_again", &HostEffects::resume);
 }
 
 void bind_adam_schedule(py::module& module) {
@@ -320,6 +327,7 @@ void bind_model(py::module& module) {
       .def("join", &Model::join, py::arg("other"))
       .def("keep_in_flight", &Model::keep_in_flight, py::arg("on"))
       .def("refresh", &Model::refresh, ReleaseGil())
+      .def("keep_to_allocator", [](const Model& model) { model.transport()->keep_to_allocator(); })
       .def("count_step", &Model::count_step)
       .def(
           "order",

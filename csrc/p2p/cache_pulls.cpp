@@ -93,7 +93,7 @@ void CachePulls::pull_by_engines(Copies copies, int64_t param, c10::cuda::CUDAEv
   event.record(c10::cuda::getCurrentCUDAStream());
   event.block(lane_stream);
   if (signals_.start_together() && copies.bytes > min_bytes_for_barrier) {
-    signals_.start_pull((progress_.refreshes << 16) + ++started_, lane(), param);
+    signals_.start_pull([this] { return (progress_.refreshes << 16) + ++started_; }, lane(), param);
   }
   const bool apart = copies.own_bytes > max_own_bytes_with_peers;
   const auto& own_stream = in_backward() ? own_ : work_.stream();  // in backward, `work` waits for peers' gradients
@@ -139,6 +139,8 @@ void CachePulls::finish(const c10::cuda::CUDAStream& stream) {
   read_.block(stream);
   for (const auto& source : {own_, lane().stream()}) pool_->order(source, stream);
 }
+
+void CachePulls::renew_events() { read_.record(c10::cuda::getCurrentCUDAStream()); }
 
 void CachePulls::await_group(uint32_t group) {
   if (group < arrived_) return;

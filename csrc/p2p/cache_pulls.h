@@ -54,6 +54,8 @@ class CachePulls {
   // Copies are about to be written again.
   void start_refresh() { arrived_ = started_ = 0; }
   Lane& lane() { return lane_; }
+  const c10::cuda::CUDAStream& own_stream() const { return own_; }
+  void renew_events();  // as of Reducer
 
  private:
   struct Copies {

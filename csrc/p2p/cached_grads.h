@@ -33,7 +33,9 @@ class CachedGrads {
   void gather_elsewhere(const CachedShard& shard) { placement_.gather_elsewhere(shard.position); }
   void count_reduces(int64_t count) { placement_.count_reduces(count); }
   void finish_backward(bool is_caching) { placement_.finish_backward(is_caching); }
-  size_t learned() const { return placement_.learned(); }
+  size_t learned() const { return is_off_ ? 0 : placement_.learned(); }
+  // No gradient is placed any more, on all ranks alike, and what backwards gather is of no account.
+  void turn_off() { is_off_ = true; }
 
   // An uninitialised gradient of `param` in the place of dead shards; undefined if there is no room.
   at::Tensor place(const ShardedParam& param);
@@ -54,6 +56,7 @@ class CachedGrads {
   std::vector<CachedShard*> shards_;  // as they lie in the buffer
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> grads_;
   GradPlacement placement_;
+  bool is_off_ = false;
 };
 
 }  // namespace zcompile::cuda

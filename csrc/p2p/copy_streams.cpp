@@ -2,6 +2,8 @@
 
 #include <c10/cuda/CUDAException.h>
 
+#include "transport/host_effects.h"
+
 namespace zcompile::cuda {
 
 namespace {
@@ -19,6 +21,12 @@ bool driver_has_batched_copies() {
 
 void copy_async(const std::vector<Copy>& copies, cudaStream_t stream) {
   if (copies.empty()) return;
+  if (HostEffects::is_recording()) {  // copies one by one: CUDA captures no batches
+    for (const auto& copy : copies) {
+      C10_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDeviceToDevice, stream));
+    }
+    return;
+  }
 #if CUDART_VERSION >= 12080
   if (driver_has_batched_copies()) {
     std::vector<void*> to;

@@ -11,6 +11,7 @@
 #include "kernels/numerics.h"
 #include "p2p/copy_streams.h"
 #include "p2p/schedule/cache_layout.h"
+#include "transport/host_effects.h"
 
 namespace zcompile::cuda {
 
@@ -62,7 +63,7 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
   std::vector<at::Tensor> sums;
   for (const auto& request : requests) sums.push_back(make_sum(request.out, request.grad.scalar_type()));
   for (const auto& piece : cut(requests, sums)) {
-    pieces_ += 1;
+    count_piece();
     push(piece);
     add_up(piece);
   }
@@ -82,7 +83,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   const auto most = rows_of_slot(columns * static_cast<int64_t>(c10::elementSize(request.wire)));
   for (int64_t begin = 0; begin < rows; begin += most) {
     const RowsPiece piece{&request, &sums, begin, std::min(most, rows - begin)};
-    pieces_ += 1;
+    count_piece();
     push_rows(piece);
     add_up_rows(piece, sum);
   }
@@ -93,6 +94,21 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
 // Ranks that share shards have tags for what they reduce. Means over replicas are collectives, without tags.
 void Reducer::note(const Collective& next, const ShardedParam& param) {
   if (replicas_ && !context_.defers_replicas()) replicas_->append(next, param.name);
+}
+
+void Reducer::count_piece() {
+  HostEffects::note([this] { pieces_ += 1; });
+  HostEffects::repeat([this, captured = region()] {
+    TORCH_CHECK(captured == region(), "zcompile: a replayed gradient would be pushed to where another one lies");
+  });
+}
+
+Number Reducer::piece_number() const {
+  return [this] { return pieces_; };
+}
+
+Number Reducer::piece_tag(size_t what) const {
+  return [this, what] { return tag(pieces_, what); };
 }
 
 // In compute's order: `work` may still wait for a peer, and little is left to compute when the gradients of an
@@ -142,12 +158,22 @@ std::vector<Reducer::Piece> Reducer::cut(
 
 void Reducer::finish(const c10::cuda::CUDAStream& stream) { pool_->order(work_.stream(), stream); }
 
+void Reducer::start_over() {
+  pieces_ += (staging_regions - pieces_ % staging_regions) % staging_regions;
+  for (auto& free : free_) free.record(work_.stream());
+}
+
+void Reducer::renew_events() {
+  for (auto& free : free_) free.record(c10::cuda::getCurrentCUDAStream());
+}
+
 void Reducer::push(const Piece& piece) {
   const auto world = context_.world(), rank = context_.rank();
   ready_.block(lane_.stream());
   free_[region()].block(lane_.stream());
   if (signals_.start_together())
-    signals_.barrier(signal::pushing, pieces_, lane_, {"to be ready to reduce", piece.front().request->param->index});
+    signals_.barrier(
+        signal::pushing, piece_number(), lane_, {"to be ready to reduce", piece.front().request->param->index});
   std::vector<Copy> copies;
   for (int64_t step = 1; step < world; ++step) {  // rotated, so that ranks do not queue at one peer
     const auto owner = (rank + step) % world;
@@ -164,7 +190,7 @@ void Reducer::push(const Piece& piece) {
 void Reducer::add_up(const Piece& piece) {
   const auto world = context_.world(), rank = context_.rank();
   signals_.barrier(
-      signal::pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.front().request->param->index});
+      signal::pushed + region(), piece_tag(hash(piece)), work_, {"to reduce", piece.front().request->param->index});
   free_before();
   std::vector<MeanRequest> means;
   for (const auto& part : piece) {
@@ -188,7 +214,7 @@ void Reducer::push_rows(const RowsPiece& piece) {
   const auto world = context_.world(), rank = context_.rank();
   const auto stream = work_.stream().stream();
   const auto& [rows, order, sums] = *piece.sums;
-  signals_.barrier(signal::clearing, pieces_, work_, {"to be ready to reduce", piece.request->param->index});
+  signals_.barrier(signal::clearing, piece_number(), work_, {"to be ready to reduce", piece.request->param->index});
   for (int64_t step = 1; step < world; ++step) {  // rotated, as above
     const auto owner = (rank + step) % world;
     auto* to = place_of(0, rank, owner);
@@ -197,7 +223,7 @@ void Reducer::push_rows(const RowsPiece& piece) {
         piece.columns() * static_cast<int64_t>(sums.element_size()), piece.first_of(owner), piece.count_of(owner), to,
         reinterpret_cast<uint32_t*>(to + piece.has_offset()), stream));
   }
-  signals_.post(signal::pushed + region(), tag(pieces_, hash(piece)), stream);
+  signals_.post(signal::pushed + region(), piece_tag(hash(piece)), stream);
 }
 
 void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
@@ -212,8 +238,7 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
   const auto stream = work_.stream().stream();
   if (!own_base.defined() && numel > 0)
     C10_CUDA_CHECK(cudaMemsetAsync(out.mutable_data_ptr(), 0, out.nbytes(), stream));  // most stays so
-  signals_.await(
-      signal::pushed + region(), tag(pieces_, hash(piece)), work_, {"to reduce", piece.request->param->index});
+  signals_.await(signal::pushed + region(), piece_tag(hash(piece)), work_, {"to reduce", piece.request->param->index});
   free_before();
   Pieces spread{};
   for (int64_t source = 0; source < world; ++source) {

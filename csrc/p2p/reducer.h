@@ -13,6 +13,9 @@
 // has seen it. Where ranks start transfers together (signals.h), they wait for each other before the copies, when each
 // has its gradients. Elsewhere, each of two ranks pushes when it has its own, at most two pieces ahead of the other.
 //
+// A refresh of the cached shards ends with all pieces added up on all ranks. From there, pieces begin with the first
+// region again: in a captured graph, each piece has the region of its capture.
+//
 // [Note: rows of gradients]
 // Few rows of an embedding's gradient are not zeros, and the others are not even made. Each rank adds up the gradients
 // of each row that it has. It writes these sums to the staging of their owners, where they would be in a dense
@@ -50,6 +53,11 @@ class Reducer {
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
   // `stream` waits for all reduces that have been started.
   void finish(const c10::cuda::CUDAStream& stream);
+  // All ranks have added up all pieces by now in the order of `work`, and call this together.
+  void start_over();
+  // In the order of the current stream, whatever was recorded before is done. See transport.h for both.
+  void renew_events();
+  uint32_t pieces() const { return pieces_; }
   int64_t bytes() const { return staging_.bytes(); }
   Lane& lane() { return lane_; }
 
@@ -83,6 +91,9 @@ class Reducer {
   };
 
   void note(const Collective& next, const ShardedParam& param);
+  void count_piece();
+  Number piece_number() const;
+  Number piece_tag(size_t what) const;
   void begin();
   SortedRows sum_rows(const ReduceRowsRequest& request);
   at::Tensor make_sum(const at::Tensor& out, at::ScalarType wire) const;

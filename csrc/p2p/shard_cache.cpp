@@ -3,6 +3,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include "kernels/numerics.h"
 #include "p2p/schedule/adam_schedule.h"
 #include "p2p/symmetric_memory.h"
+#include "transport/host_effects.h"
 
 namespace zcompile::cuda {
 
@@ -118,6 +120,7 @@ ShardCache::ShardCache(
       aliased_(std::make_shared<AliasedParams>(c10::Device(c10::kCUDA, c10::cuda::current_device()))),
       memory_(context),
       pulls_(context, signals, work, *aliased_, progress_, std::move(pool)),
+      reducer_(reducer),
       grads_(context, reducer, *aliased_) {}
 
 std::unique_ptr<Transfer> ShardCache::gather(
@@ -145,8 +148,10 @@ std::unique_ptr<Transfer> ShardCache::gather_rows(const GatherRowsRequest& reque
 CachedShard* ShardCache::find(const ShardedParam& param, at::ScalarType dtype) {
   if (param.replicated || param.numel == 0) return nullptr;
   auto& shard = memory_.find_or_add(param, dtype, staleness_);
-  if (is_stale(shard)) refresh();
-  staleness_.count_gather(shard.number, in_backward());
+  HostEffects::prepare([this, &shard] {
+    if (is_stale(shard)) refresh();
+  });
+  HostEffects::note([this, &shard] { staleness_.count_gather(shard.number, in_backward()); });
   if (!shard.buffer) return nullptr;
   if (!grads_.is_dead(shard)) return &shard;
   grads_.gather_elsewhere(shard);
@@ -159,6 +164,7 @@ bool ShardCache::is_stale(const CachedShard& shard) const {
 }
 
 at::Tensor ShardCache::alias(const ShardedParam& param, at::ScalarType dtype) {
+  if (keeps_to_allocator_) return {};
   const auto* shard = memory_.find(param, dtype);
   if (!shard) return {};
   if (is_stale(*shard)) refresh();
@@ -172,7 +178,7 @@ at::Tensor ShardCache::alias(const ShardedParam& param, at::ScalarType dtype) {
 }
 
 at::Tensor ShardCache::place_gradient(const ShardedParam& param) {
-  if (memory_.buffers().empty() || staleness_.is_expired() || !in_backward()) return {};
+  if (keeps_to_allocator_ || memory_.buffers().empty() || staleness_.is_expired() || !in_backward()) return {};
   if (context_.is_caching()) return {};  // the next microbatch gathers the shards again
   return grads_.place(param);
 }
@@ -188,7 +194,22 @@ void ShardCache::refresh_if_expired() {
   if (staleness_.is_expired()) refresh();
 }
 
+void ShardCache::keep_to_allocator() {
+  keeps_to_allocator_ = true;
+  grads_.turn_off();
+}
+
+void ShardCache::enter_graph(const c10::cuda::CUDAStream& stream) {
+  if (progress_.refreshes > 0) progress_.written.back().block(stream);
+}
+
+void ShardCache::renew_events() {
+  for (auto& written : progress_.written) written.record(c10::cuda::getCurrentCUDAStream());
+  pulls_.renew_events();
+}
+
 void ShardCache::refresh() {
+  TORCH_CHECK(!HostEffects::is_recording(), "zcompile: cached shards became stale while a CUDA graph was captured");
   if (!has_begun_) make_room();
   if (memory_.buffers().empty()) {
     staleness_.finish_refresh();
@@ -218,8 +239,10 @@ void ShardCache::begin_refresh() {
   pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());  // after the last reads of unsharded parameters
   pulls_.finish(work_.stream());
   signals_.barrier(
-      signal::done_reading, tag(progress_.refreshes, c10::get_hash(memory_.layout_hash(), grads_.learned())), work_,
+      signal::done_reading,
+      [this] { return tag(progress_.refreshes, c10::get_hash(memory_.layout_hash(), grads_.learned())); }, work_,
       {"to have read the shards of the step before"});
+  reducer_.start_over();
   has_begun_ = true;
 }
 
@@ -238,7 +261,8 @@ void ShardCache::refresh_group(uint32_t group) {
   }
   cast(from, to);
   signals_.barrier(
-      signal::refreshed, progress_.refreshes * refresh_groups + group + 1, work_, {"to refresh their cached shards"});
+      signal::refreshed, [this, group] { return progress_.refreshes * refresh_groups + group + 1; }, work_,
+      {"to refresh their cached shards"});
   progress_.written[group].record(work_.stream());
 }
 

@@ -62,6 +62,13 @@ class ShardCache {
   bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings);
   int64_t bytes() const { return aliased_->pool_bytes() + memory_.bytes(); }
   Lane& lane() { return pulls_.lane(); }
+  const c10::cuda::CUDAStream& own_stream() const { return pulls_.own_stream(); }
+
+  // See [Note: transfers in a CUDA graph] in transport.h. Addresses in a graph stay: no parameter is mapped, and no
+  // gradient is placed.
+  void keep_to_allocator();
+  void enter_graph(const c10::cuda::CUDAStream& stream);
+  void renew_events();
 
  private:
   bool is_stale(const CachedShard& shard) const;
@@ -81,9 +88,11 @@ class ShardCache {
   RefreshProgress progress_;
   CacheMemory memory_;
   CachePulls pulls_;
+  Reducer& reducer_;
   CachedGrads grads_;
   Staleness staleness_;
   bool has_begun_ = false;  // a refresh: ranks have synchronised, and copies may be written
+  bool keeps_to_allocator_ = false;
 };
 
 }  // namespace zcompile::cuda

@@ -10,6 +10,7 @@
 #include "kernels/kernels.h"
 #include "p2p/driver.h"
 #include "p2p/streams.h"
+#include "transport/host_effects.h"
 
 namespace zcompile::cuda {
 
@@ -46,6 +47,41 @@ void run_all(std::vector<CUstreamBatchMemOpParams> operations, cudaStream_t stre
   }
 }
 
+// The node of the graph that is being captured to which the last call on `stream` led.
+CUgraphNode last_node(cudaStream_t stream) {
+  // As of CUDA 11.3: later headers give the name to a function of another type.
+  using Info = CUresult (*)(CUstream, CUstreamCaptureStatus*, cuuint64_t*, CUgraph*, const CUgraphNode**, size_t*);
+  static const auto info = find_driver_function<Info>("cuStreamGetCaptureInfo");
+  auto status = CU_STREAM_CAPTURE_STATUS_NONE;
+  cuuint64_t id = 0;
+  CUgraph graph = nullptr;
+  const CUgraphNode* nodes = nullptr;
+  size_t count = 0;
+  const auto result = info(stream, &status, &id, &graph, &nodes, &count);
+  TORCH_CHECK(
+      result == CUDA_SUCCESS && status == CU_STREAM_CAPTURE_STATUS_ACTIVE && count == 1,
+      "zcompile: a signal was not captured: error ", std::to_string(result), ", ", std::to_string(count), " nodes");
+  return nodes[0];
+}
+
+void set_operations(CUgraphExec graph, CUgraphNode node, std::vector<CUstreamBatchMemOpParams> operations) {
+  CUDA_BATCH_MEM_OP_NODE_PARAMS params{};
+  ZCOMPILE_DRIVER_CHECK(cuCtxGetCurrent, &params.ctx);
+  params.count = static_cast<unsigned int>(operations.size());
+  params.paramArray = operations.data();
+  ZCOMPILE_DRIVER_CHECK(cuGraphExecBatchMemOpNodeSetParams, graph, node, &params);
+}
+
+// Issues the operations that `make` makes, and has them made again for each replay.
+template <typename Make>
+void issue(cudaStream_t stream, Make make) {
+  run_all(make(), stream);
+  if (!HostEffects::is_recording()) return;
+  HostEffects::repeat([make = std::move(make), node = last_node(stream), graph = HostEffects::executable()]() mutable {
+    set_operations(static_cast<CUgraphExec>(*graph), node, make());
+  });
+}
+
 // std::ostream would do. But where a toolchain links libstdc++ statically, its numbers crash in a Python that has
 // another (seen).
 std::string hex(uint32_t number) {
@@ -69,20 +105,25 @@ Signals::Signals(const std::string& group, c10::Device device, int64_t rank, int
       start_together_(start_together),
       read_buffer_(host_words(world), [](uint32_t* words) { cudaFreeHost(words); }) {}
 
-void Signals::post(Signal signal, uint32_t number, cudaStream_t stream) {
-  append_posts(signal, number);
-  run(stream);
+void Signals::post(Signal signal, Number number, cudaStream_t stream) {
+  issue(stream, [this, signal, number = std::move(number)] { return posts(signal, number()); });
 }
 
-void Signals::await(Signal signal, uint32_t number, Lane& lane, PeerWait wait) {
-  append_waits(signal, number, lane, wait);
-  run(lane.stream().stream());
+void Signals::await(Signal signal, Number number, Lane& lane, PeerWait wait) {
+  issue(lane.stream().stream(), [this, signal, number = std::move(number), &lane, wait] {
+    Operations operations;
+    append_waits(operations, signal, number(), lane, wait);
+    return operations;
+  });
 }
 
-void Signals::barrier(Signal signal, uint32_t number, Lane& lane, PeerWait wait) {
-  append_posts(signal, number);
-  append_waits(signal, number, lane, wait);
-  run(lane.stream().stream());
+void Signals::barrier(Signal signal, Number number, Lane& lane, PeerWait wait) {
+  issue(lane.stream().stream(), [this, signal, number = std::move(number), &lane, wait] {
+    const auto now = number();
+    auto operations = posts(signal, now);
+    append_waits(operations, signal, now, lane, wait);
+    return operations;
+  });
 }
 
 std::string Signals::missing(const PeerWait& wait, cudaStream_t stream) const {
@@ -110,36 +151,52 @@ std::vector<uint32_t> Signals::read(Signal signal, cudaStream_t stream) const {
   return {read_buffer_.get(), read_buffer_.get() + world_};
 }
 
-void Signals::append_posts(Signal signal, uint32_t number) {
+Signals::Operations Signals::posts(Signal signal, uint32_t number) const {
+  Operations operations;
   for (int64_t step = 1; step < world_; ++step) {
-    operations_.push_back(write_operation(address(word(signal, (rank_ + step) % world_, rank_)), number));
+    operations.push_back(write_operation(address(word(signal, (rank_ + step) % world_, rank_)), number));
   }
+  return operations;
 }
 
-void Signals::append_waits(Signal signal, uint32_t number, Lane& lane, PeerWait wait) {
+void Signals::append_waits(Operations& operations, Signal signal, uint32_t number, Lane& lane, PeerWait wait) const {
   for (int64_t step = 1; step < world_; ++step) {
-    operations_.push_back(
+    operations.push_back(
         wait_operation(address(word(signal, rank_, (rank_ + step) % world_)), number, is_tagged(signal)));
   }
   wait.signal = signal;
   wait.number = number;
-  operations_.push_back(write_operation(address(lane.reached_address()), lane.expect(wait)));
+  operations.push_back(write_operation(address(lane.reached_address()), lane.expect(wait)));
 }
 
-void Signals::start_pull(uint32_t number, Lane& lane, int64_t param) {
+void Signals::start_pull(Number number, Lane& lane, int64_t param) {
+  issue(lane.stream().stream(), [this, number = std::move(number), &lane, param] {
+    const auto now = number();
+    auto operations = posts(signal::pulling, now);
+    append_waits_of_pull(operations, now, lane, param);
+    return operations;
+  });
+}
+
+void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane& lane, int64_t param) {
   const auto refresh = static_cast<uint16_t>(number >> 16);
-  operations_.push_back(write_operation(
-      address(lane.reached_address()),
-      lane.arrive()));  // else a host far ahead would pass for a peer that does not come
-  append_posts(signal::pulling, number);
+  const auto reached = address(lane.reached_address());
+  // Else a host far ahead would pass for a peer that does not come.
+  const auto arrival = lane.arrive();
+  operations.push_back(write_operation(reached, arrival));
   if (static_cast<int16_t>(refresh - resume_) >= 0) {
     if (refresh != tried_) {
       if (given_up_ != tried_) times_ = 0;
       tried_ = resume_ = refresh;
     }
-    append_waits(signal::pulling, number, lane, {"to gather", param});
+    append_waits(operations, signal::pulling, number, lane, {"to gather", param});
+    return;
   }
-  run(lane.stream().stream());
+  // As many operations, which wait for nothing.
+  for (int64_t step = 1; step < world_; ++step) {
+    operations.push_back(wait_operation(reached, arrival, /*tagged=*/false));
+  }
+  operations.push_back(write_operation(reached, arrival));
 }
 
 Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock::duration since, cudaStream_t stream) {
@@ -148,7 +205,7 @@ Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock
   const auto refresh = static_cast<uint16_t>(wait.number >> 16);
   if (wait.signal != signal::pulling || (since < patience && given_up_ != refresh)) return GaveUp::no;
   // Peers that are behind may yet write over these numbers. A wait that was issued by then comes here again.
-  std::vector<CUstreamBatchMemOpParams> operations;
+  Operations operations;
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write_operation(address(word(signal::pulling, rank_, peer)), wait.number | 0xffff));
   }
@@ -162,7 +219,5 @@ Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock
 char* Signals::word(Signal signal, int64_t owner, int64_t poster) const {
   return words_.at(owner, (static_cast<int64_t>(signal) * world_ + poster) * static_cast<int64_t>(sizeof(uint32_t)));
 }
-
-void Signals::run(cudaStream_t stream) { run_all(std::exchange(operations_, {}), stream); }
 
 }  // namespace zcompile::cuda

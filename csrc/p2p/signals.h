@@ -18,6 +18,12 @@
 // The barrier of a pull is for speed alone. A peer may not come to it, because it has another program or is compiling.
 // Then the watchdog ends the wait after half a second, and this rank waits at no pull until the next refresh of the
 // cache. If that was given up too, it waits at none for two refreshes, then for four, and so on.
+//
+// [Note: signals in a CUDA graph]
+// A captured call is a node of the graph, with the numbers of its capture. Before each replay, the host makes the
+// call's operations again, with the numbers of that replay, and gives them to the node. So a replay is to peers, and to
+// the watchdog, as if its calls had been issued: a rank that replays and one that does not go together. Only numbers
+// may change in a node, so a call always has the same operations.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -27,12 +33,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "p2p/lane.h"
 #include "p2p/symmetric_memory.h"
+#include "transport/transport.h"
 
 namespace zcompile::cuda {
 
@@ -41,7 +49,7 @@ using Signal = int;
 namespace signal {
 constexpr Signal done_reading = 0, refreshed = 1, pulling = 2, pushing = 3, clearing = 4, pushed = 5;
 }
-constexpr int staging_regions = 3;  // one is pushed to while another is added up; the third takes up the slack
+constexpr int staging_regions = Transport::staging_regions;
 constexpr int num_signals = signal::pushed + staging_regions;
 
 // What ends a wait. For a tagged signal, it is that very number. For the others, it is the number or a later one: they
@@ -54,6 +62,9 @@ constexpr uint32_t tag(uint32_t number, size_t what) {
   return number << 16 | ((what ^ what >> 16 ^ what >> 32 ^ what >> 48) & 0xffff);
 }
 
+// The number of a signal, asked for when the signal is issued, and at each replay of a graph.
+using Number = std::function<uint32_t()>;
+
 class Signals {
  public:
   // `start_together`: see [Note: transfers that ranks start together].
@@ -62,13 +73,13 @@ class Signals {
   bool start_together() const { return start_together_; }
 
   // Signals `number` to all peers, once `stream` gets here.
-  void post(Signal signal, uint32_t number, cudaStream_t stream);
+  void post(Signal signal, Number number, cudaStream_t stream);
   // `lane` goes on once all peers have posted `number`.
-  void await(Signal signal, uint32_t number, Lane& lane, PeerWait wait);
+  void await(Signal signal, Number number, Lane& lane, PeerWait wait);
   // Both, in one call.
-  void barrier(Signal signal, uint32_t number, Lane& lane, PeerWait wait);
+  void barrier(Signal signal, Number number, Lane& lane, PeerWait wait);
   // Ranks start a pull together, unless that was given up. The upper half of `number` is that of the refresh.
-  void start_pull(uint32_t number, Lane& lane, int64_t param);
+  void start_pull(Number number, Lane& lane, int64_t param);
   // Ends `wait`, over `stream`, if it is the barrier of a pull and has lasted `since` long enough. Says whether it did,
   // and whether for the first time in its refresh.
   enum class GaveUp { no, again, first };
@@ -78,10 +89,11 @@ class Signals {
 
  private:
   std::vector<uint32_t> read(Signal signal, cudaStream_t stream) const;  // what all ranks have posted here
-  void append_posts(Signal signal, uint32_t number);
-  void append_waits(Signal signal, uint32_t number, Lane& lane, PeerWait wait);
+  using Operations = std::vector<CUstreamBatchMemOpParams>;
+  Operations posts(Signal signal, uint32_t number) const;
+  void append_waits(Operations& operations, Signal signal, uint32_t number, Lane& lane, PeerWait wait) const;
+  void append_waits_of_pull(Operations& operations, uint32_t number, Lane& lane, int64_t param);
   char* word(Signal signal, int64_t owner, int64_t poster) const;  // that `poster` writes in the memory of `owner`
-  void run(cudaStream_t stream);
 
   SymmetricBuffer words_;  // [signal][poster]
   int64_t rank_;
@@ -89,7 +101,6 @@ class Signals {
   bool start_together_;
   // Made beforehand: allocating would wait for a device that hangs.
   std::unique_ptr<uint32_t, void (*)(uint32_t*)> read_buffer_;
-  std::vector<CUstreamBatchMemOpParams> operations_;  // of the call that is being put together
   // Of the barriers of pulls, as numbers of refreshes, which wrap around:
   std::atomic<uint16_t> given_up_{0};  // the last in which they were given up
   std::atomic<uint16_t> resume_{0};  // the first in which they are tried again

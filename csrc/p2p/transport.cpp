@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAFunctions.h>
 
+#include <array>
 #include <cstdio>
 #include <mutex>
 
@@ -129,7 +130,40 @@ class P2pTransport : public Transport {
     cache_.refresh_if_expired();
   }
 
+  void keep_to_allocator() override {
+    std::lock_guard lock(mutex_);
+    cache_.keep_to_allocator();
+  }
+
+  void enter_graph() override {
+    watchdog_.check();
+    std::lock_guard lock(mutex_);
+    join_streams();
+    cache_.enter_graph(c10::cuda::getCurrentCUDAStream());
+  }
+
+  void start_capture() override { fork_streams(); }
+  void finish_capture() override { join_streams(); }
+  void leave_graph() override { fork_streams(); }
+  uint32_t reduced_pieces() const override { return reducer_.pieces(); }
+
  private:
+  std::array<c10::cuda::CUDAStream, 4> streams() {
+    return {work_.stream(), cache_.lane().stream(), cache_.own_stream(), reducer_.lane().stream()};
+  }
+
+  void join_streams() {
+    for (const auto& stream : streams()) pool_->order(stream, c10::cuda::getCurrentCUDAStream());
+  }
+
+  // Events of before, too, are done where the streams go on: a captured stream waits for no event outside of its graph,
+  // and no other stream for one inside.
+  void fork_streams() {
+    for (const auto& stream : streams()) pool_->order(c10::cuda::getCurrentCUDAStream(), stream);
+    cache_.renew_events();
+    reducer_.renew_events();
+  }
+
   // On the watchdog's thread, where nothing may be thrown.
   bool give_up(const Lane::Overdue& overdue, cudaStream_t stream) {
     try {

@@ -119,16 +119,36 @@ CapturedGraph::CapturedGraph(
   copy_inputs(inputs);
 }
 
-Tensors CapturedGraph::start_capture() {
+void CapturedGraph::call(void (Transport::*function)()) const {
+  for (const auto& weak : transports_) {
+    if (const auto transport = weak.lock()) ((*transport).*function)();
+  }
+}
+
+void CapturedGraph::prepare_capture(const HostRecording& before) {
+  for (const auto& effect : before.effects) effect();
+  call(&Transport::enter_graph);
+}
+
+Tensors CapturedGraph::inputs() {
   for (const auto& input : captured_inputs_) {
     input_storages_.push_back(input ? weak_storage(*input) : WeakStorage(c10::intrusive_ptr<c10::StorageImpl>()));
   }
-  HostEffects::record();
   return std::exchange(captured_inputs_, {});
 }
 
+void CapturedGraph::start_capture() {
+  call(&Transport::start_capture);
+  for (const auto& transport : transports_) pieces_.push_back(transport.lock()->reduced_pieces());
+  HostEffects::record();
+}
+
 void CapturedGraph::finish_capture(const Tensors& results) {
-  effects_ = HostEffects::stop();
+  call(&Transport::finish_capture);
+  for (size_t i = 0; i < transports_.size(); ++i) {
+    reduces_.push_back(transports_[i].lock()->reduced_pieces() != pieces_[i]);
+  }
+  recording_ = HostEffects::stop();
   std::unordered_map<const c10::StorageImpl*, int64_t> known;
   for (const auto& tensor : results) {
     auto& output = outputs_.emplace_back();
@@ -155,10 +175,19 @@ void CapturedGraph::finish_capture(const Tensors& results) {
   }
 }
 
+void CapturedGraph::set_executable(uintptr_t graph) { *recording_.executable = reinterpret_cast<void*>(graph); }
+
+void CapturedGraph::abandon_capture() {
+  HostEffects::stop();
+  call(&Transport::leave_graph);
+}
+
 std::pair<CapturedGraph::Match, int64_t> CapturedGraph::match(const Tensors& inputs) const {
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto model = models_[i].lock();
     if (!model || model->transport() != transports_[i].lock()) return {Match::kModelGone, -1};
+    const auto pieces = model->transport()->reduced_pieces() - pieces_[i];
+    if (reduces_[i] && pieces % Transport::staging_regions != 0) return {Match::kOtherStaging, -1};
   }
   if (inputs.size() != inputs_.size()) return {Match::kOtherShape, -1};
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -181,7 +210,8 @@ std::pair<CapturedGraph::Match, int64_t> CapturedGraph::start_replay(const Tenso
   for (const auto& weak : models_) {
     if (const auto model = weak.lock()) model->note_backward();
   }
-  for (const auto& effect : effects_) effect();
+  for (const auto& effect : recording_.effects) effect();
+  call(&Transport::enter_graph);
   pool_->move_results(inputs, kept_);
   copy_inputs(inputs);
   return found;
@@ -195,6 +225,7 @@ void CapturedGraph::copy_inputs(const Tensors& inputs) {
 }
 
 Tensors CapturedGraph::results() {
+  call(&Transport::leave_graph);
   const auto inputs = std::exchange(given_, {});
   std::vector<c10::Storage> storages;
   for (const auto& result : storages_) {

@@ -64,13 +64,22 @@ class CapturedGraph {
       std::shared_ptr<GraphPool> pool, const std::vector<std::shared_ptr<Model>>& models, const Tensors& inputs,
       const std::vector<bool>& in_place);
 
-  // The inputs with which the code is to be captured. Asked for once. From here on, notes of the host are recorded.
-  Tensors start_capture();
+  // `before`: what was observed when the code ran uncaptured. What it prepares is prepared now. After this, all work of
+  // transports is before the current stream, which the capture's stream is to wait for.
+  void prepare_capture(const HostRecording& before);
+  // The inputs with which the code is to be captured. Asked for once.
+  Tensors inputs();
+  // The current stream is being captured. From here on, the host's effects are recorded.
+  void start_capture();
+  // While the stream is still captured.
   void finish_capture(const Tensors& results);
-  void abandon_capture() { HostEffects::stop(); }
+  // The driver's executable graph, as a number; none on a CPU.
+  void set_executable(uintptr_t graph);
+  void abandon_capture();
 
   // Whether a replay may read the inputs. kOtherMemory comes with the first input that is not where it was.
-  enum class Match { kYes, kOtherMemory, kOtherShape, kModelGone };
+  // kOtherStaging: gradients would be pushed to other memory of a transport, see Transport::reduced_pieces.
+  enum class Match { kYes, kOtherMemory, kOtherShape, kOtherStaging, kModelGone };
   // On kYes, all is ready for a replay; otherwise nothing happened. Throws where an op of the graph would have. The
   // first replay, behind the capture, needs no call.
   std::pair<Match, int64_t> start_replay(const Tensors& inputs);
@@ -97,17 +106,20 @@ class CapturedGraph {
 
   std::pair<Match, int64_t> match(const Tensors& inputs) const;
   void copy_inputs(const Tensors& inputs);
+  void call(void (Transport::*function)()) const;  // of all transports
 
   std::shared_ptr<GraphPool> pool_;
   std::vector<std::weak_ptr<Model>> models_;
   std::vector<std::weak_ptr<Transport>> transports_;  // of these
+  std::vector<uint32_t> pieces_;  // that each had reduced when the capture began
+  std::vector<bool> reduces_;  // whether the graph reduces any
   std::vector<Input> inputs_;
   std::vector<WeakStorage> input_storages_;  // that the captured code had; their addresses stay theirs
   std::vector<Output> outputs_;
   std::vector<std::shared_ptr<GraphPool::Result>> storages_;
   std::unordered_set<const void*> kept_;  // addresses of results that existed during the capture
-  HostEffects::Recording effects_;
-  Tensors captured_inputs_;  // until start_capture()
+  HostRecording recording_;
+  Tensors captured_inputs_;  // until inputs()
   Tensors given_;  // the inputs of the replay, until results()
 };
 

@@ -178,6 +178,8 @@ class C10dTransport : public Transport {
   // Notes and starts a collective. Where another rank is gone, this may throw at once, and names no parameter.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> start(c10::ArrayRef<Request> requests, Start start) {
+    const bool is_cuda = requests.front().param->shard.is_cuda();
+    if (is_cuda && context_.world() > 1) HostEffects::obstruct(nccl_in_graph);
     HostEffects::note([this, next = collective_of(requests, context_.number()), param = requests.front().param] {
       for (const auto& order : orders_) order->append(next, param->name);
     });

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 
 #include "kernels/numerics.h"
+#include "transport/host_effects.h"
 
 namespace zcompile {
 
@@ -38,6 +39,7 @@ void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Te
     mean({sum}, divisor, out, extras);
     return;
   }
+  if (sum.is_cuda() && count > 1) HostEffects::obstruct(nccl_in_graph);
   auto rows = at::empty({count, sum.numel()}, sum.options());
   auto communicators = keep_communicators();
   const auto works = start_all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum));

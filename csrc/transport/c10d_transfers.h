@@ -12,6 +12,10 @@
 
 namespace zcompile {
 
+// An obstacle to a captured graph; see host_effects.h.
+inline constexpr auto nccl_in_graph =
+    "collectives of NCCL, which does not close a group while a graph with collectives of it lives";
+
 class C10dTransfer : public Transfer {
  public:
   explicit C10dTransfer(std::vector<Work> works) : works_(std::move(works)) {}

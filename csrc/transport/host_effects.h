@@ -1,40 +1,74 @@
-// Notes that the host takes when an op is issued, such as the order of collectives. A replayed graph issues no ops. So
-// while a graph is captured, this thread records its notes, and each replay repeats them (runtime/captured_graph.h).
+// The host's part in an op, such as the order of collectives. A replayed graph issues no ops. So while a graph is
+// captured, this thread records the host's part, and each replay repeats it (runtime/captured_graph.h).
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <functional>
+#include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace zcompile {
 
+struct HostRecording {
+  std::vector<std::function<void()>> effects;
+  // Why the code cannot be captured; empty: nothing is known against it.
+  std::string obstacle;
+  // The driver's executable graph of a capture, when there is one.
+  std::shared_ptr<void*> executable = std::make_shared<void*>(nullptr);
+};
+
 class HostEffects {
  public:
-  using Recording = std::vector<std::function<void()>>;
-
   // Calls `effect` now, and at each replay of a graph that this thread captures. It may throw.
   template <typename Effect>
   static void note(Effect effect) {
     if (mode_ == Mode::kIgnore) return;
     effect();
-    if (mode_ == Mode::kRecord) recording_.emplace_back(std::move(effect));
+    if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
+  }
+  // The same for work of the device that no graph may hold. It is done before the capture, too, and the capture itself
+  // finds nothing to do.
+  template <typename Effect>
+  static void prepare(Effect effect) {
+    if (mode_ == Mode::kIgnore) return;
+    effect();
+    if (mode_ != Mode::kNote) recording_.effects.emplace_back(std::move(effect));
+  }
+  // Calls `effect` at each replay, and not now.
+  template <typename Effect>
+  static void repeat(Effect effect) {
+    if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
+  }
+  // What is done now, a graph cannot hold.
+  static void obstruct(const char* why) {
+    TORCH_CHECK(mode_ != Mode::kRecord, "zcompile: a captured graph cannot hold ", why);
+    if (mode_ == Mode::kObserve) recording_.obstacle = why;
   }
 
-  static void record() {
-    recording_.clear();
-    mode_ = Mode::kRecord;
-  }
-  // For tests, whose graphs are replayed by calling the code again: it notes nothing.
+  static void record() { start(Mode::kRecord); }
+  static bool is_recording() { return mode_ == Mode::kRecord; }
+  static const std::shared_ptr<void*>& executable() { return recording_.executable; }
+  // Only what has to be done before a capture is kept.
+  static void observe() { start(Mode::kObserve); }
+  // For tests, whose graphs are replayed by calling the code again: it notes nothing until resume().
   static void ignore() { mode_ = Mode::kIgnore; }
-  static Recording stop() {
+  static void resume() { mode_ = Mode::kNote; }
+  static HostRecording stop() {
     mode_ = Mode::kNote;
-    return std::exchange(recording_, {});
+    return std::exchange(recording_, HostRecording());
   }
 
  private:
-  enum class Mode { kNote, kRecord, kIgnore };
+  enum class Mode { kNote, kObserve, kRecord, kIgnore };
+  static void start(Mode mode) {
+    recording_ = HostRecording();
+    mode_ = mode;
+  }
   static inline thread_local Mode mode_ = Mode::kNote;
-  static inline thread_local Recording recording_;
+  static inline thread_local HostRecording recording_;
 };
 
 }  // namespace zcompile

@@ -65,6 +65,12 @@ class WrappingTransport : public Transport {
   void finish_backward() override { inner_->finish_backward(); }
   void finish_caching() override { inner_->finish_caching(); }
   void refresh() override { inner_->refresh(); }
+  void enter_graph() override { inner_->enter_graph(); }
+  void start_capture() override { inner_->start_capture(); }
+  void finish_capture() override { inner_->finish_capture(); }
+  void leave_graph() override { inner_->leave_graph(); }
+  uint32_t reduced_pieces() const override { return inner_->reduced_pieces(); }
+  void keep_to_allocator() override { inner_->keep_to_allocator(); }
   at::ScalarType wire_dtype(const ShardedParam& parameter, at::ScalarType grad) const override {
     return inner_->wire_dtype(parameter, grad);
   }

@@ -104,6 +104,23 @@ class Transport {
   // Makes ready what the next gather would have to. All ranks call it, or none.
   virtual void refresh() {}
 
+  // [Note: transfers in a CUDA graph]
+  // A graph is captured on one stream and launched on another. Before either, `enter_graph` has the current stream wait
+  // for all transfers that were started: nothing in a graph may wait for work outside of it. Between start_capture()
+  // and finish_capture(), the transport's own streams are captured with the current one. After a launch, `leave_graph`
+  // has them go on behind it. What a replay's host does before the launch is recorded (host_effects.h).
+  virtual void enter_graph() {}
+  virtual void start_capture() {}
+  virtual void finish_capture() {}
+  virtual void leave_graph() {}
+  // How many pieces of gradients were reduced until now. Modulo `staging_regions`, it says where in staging the next
+  // one lies. A graph that reduces pieces may be launched only where this is as it was when its capture began.
+  static constexpr uint32_t staging_regions =
+      3;  // one is pushed to while another is added up; the third takes up slack
+  virtual uint32_t reduced_pieces() const { return 0; }
+  // From now on, on all ranks alike, parameters and gradients lie in memory of torch's allocator alone.
+  virtual void keep_to_allocator() {}
+
  protected:
   TransportContext& context_;
 };

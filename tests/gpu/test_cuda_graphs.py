@@ -1,6 +1,10 @@
-"""CUDA graphs: training equals training without, bit by bit."""
+"""CUDA graphs: training equals training without, bit by bit. Ranks may share a GPU, over the copy engines too."""
+
+import os
+import time
 
 import pytest
+import torch
 
 import zcompile
 from tests.support.cuda_graphs import (
@@ -12,36 +16,71 @@ from tests.support.cuda_graphs import (
     in_accumulate,
     plain,
     same_as_uncaptured,
+    sharded,
+    wide,
 )
+from tests.support.ranks import Ranks
+from zcompile.state.sharded_model import state_of
+
+TRANSPORTS = {1: None, 2: "p2p", 4: "p2p in step"}
+MAKERS = {"small": Noisy, "wide": wide}
+
+
+def rank_trains(rank, world, train, transport, make):
+    model = same_as_uncaptured("cuda", rank, train, MAKERS[make], transport)
+    assert counts(model)[1] > 4 or train is in_accumulate, zcompile.stats(model)["cuda_graphs"]
 
 
 @pytest.mark.parametrize("train", [plain, *TRAINERS], ids=lambda train: train.__name__)
-@pytest.mark.parametrize("world", [1])
+@pytest.mark.parametrize("world", [1, 2])
 def test_training_equals_uncaptured(gpus, world, train):
-    gpus(world).run(rank_trains, train)
+    gpus(world).run(rank_trains, train, TRANSPORTS[world], "small")
 
 
-def rank_trains(rank, world, train):
-    model = same_as_uncaptured("cuda", rank, train)
-    assert counts(model)[1] > 4 or train is in_accumulate, counts(model)
+@pytest.mark.parametrize("transport", ["p2p", "p2p in step", "delayed p2p"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_large_parameters_are_copied_in_graphs(gpus, world, transport):
+    for train in (plain, *TRAINERS[:3]):
+        gpus(world).run(rank_trains, train, transport, "wide")
 
 
-@pytest.mark.parametrize("world", [1])
+def rank_branches(rank, world):
+    model = same_as_uncaptured("cuda", rank, plain, Branch, TRANSPORTS[world])
+    graphs, replays = counts(model)
+    assert graphs >= 3 and replays == 10 * graphs  # on one rank, the first backward has no shards, and counts for none
+
+
+@pytest.mark.parametrize("world", [1, 2])
 def test_graphs_read_results_of_others(gpus, world):
     gpus(world).run(rank_branches)
 
 
-def rank_branches(rank, world):
-    model = same_as_uncaptured("cuda", rank, plain, Branch)
-    assert counts(model) == (4, 40)
-
-
 def rank_asks_for_graphs(rank, world):
     model = zcompile.shard(Noisy().cuda())
-    model.compile(backend="zcompile", mode="reduce-overhead")
-    with pytest.raises(Exception, match="are for one rank alone"):
+    model.compile(backend="zcompile", options={"cuda_graphs": True, "transport": "nccl"})
+    with pytest.raises(Exception, match="cannot hold the collectives of NCCL"):
         model(batches("cuda", rank)(0))
 
 
-def test_several_ranks_are_refused(gpus):
+def test_collectives_of_nccl_are_refused(gpus):
     gpus(2).run(rank_asks_for_graphs)
+
+
+def rank_waits_for_a_stopped_rank(rank, world):
+    model = sharded("cuda", transport="p2p")
+    state_of(model).runtime.use_transport("p2p", timeout_ms=3000)
+    for step in range(100):
+        model(batches("cuda", rank)(step))[0].backward()
+        model.zero_grad()
+        torch.cuda.synchronize()
+        if step == 4:
+            assert counts(model) == (2, 6)
+        if rank == 1 and step == 4:
+            os._exit(1)
+
+
+def test_a_rank_that_stops_gives_an_error_in_a_replay():
+    begin = time.monotonic()
+    survivor, _ = Ranks(2, "nccl").run(rank_waits_for_a_stopped_rank, allow_failure=True)
+    assert "zcompile: rank 0 waited for other ranks" in survivor or "CUDA error" in survivor
+    assert time.monotonic() - begin < 60

@@ -4,15 +4,17 @@ The stand-in's replay calls the code again, and writes where the capture wrote.
 """
 
 import contextlib
+import itertools
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zcompile
 from zcompile import _C
 from zcompile.compiler import inductor
 from zcompile.compiler.cuda_graphs import CapturedCode
-from zcompile.state.sharded_model import state_of
+from zcompile.state.sharded_model import models_of, state_of
 
 STEPS = 12
 
@@ -47,6 +49,9 @@ class GraphOnCpu:
         yield
         self.inputs, self.results = self.code.last
 
+    def executable(self):
+        return 0
+
     def replay(self):
         if self.is_new:  # the capture has computed
             self.is_new = False
@@ -78,10 +83,10 @@ def graphs_on_cpu():
 class Noisy(nn.Module):
     """Layers with dropout and running means; its loss and its activations are results."""
 
-    def __init__(self, width=16, layers=3):
+    def __init__(self, widths=(16, 16, 16)):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.norm, self.dropout = nn.BatchNorm1d(width), nn.Dropout(0.1)
+        self.layers = nn.ModuleList(nn.Linear(first, then) for first, then in itertools.pairwise((16, *widths)))
+        self.norm, self.dropout = nn.BatchNorm1d(widths[-1]), nn.Dropout(0.1)
 
     def forward(self, x):
         for layer in self.layers:
@@ -104,10 +109,20 @@ class Branch(nn.Module):
         return x.square().mean(), x
 
 
-def sharded(device, captured=True, make=Noisy):
+def wide():
+    """Parameters that copy engines move; at 2 ranks, the own piece of one has a copy of its own."""
+    return Noisy((2049, 2051, 515, 16))
+
+
+def sharded(device, captured=True, make=Noisy, transport=None):
+    """`transport`: one of the runtime's names, if it is not to be chosen."""
     torch.manual_seed(0)
     model = zcompile.shard(make().to(device))
-    model.compile(backend="zcompile", options={"cuda_graphs": captured})
+    for state in models_of(state_of(model)) if transport else ():
+        state.runtime.use_transport(transport)
+        state.agreement = None  # of another transport, which was taken before
+    # Reductions over dynamic sizes would be tuned, and then add up in another order than those of the model beside it.
+    model.compile(backend="zcompile", options={"cuda_graphs": captured, "inductor": {"deterministic": True}})
     return model
 
 
@@ -124,31 +139,33 @@ def counts(model):
     return found["graphs"], found["replays"]
 
 
-def trained(device, rank, captured, train, make=Noisy):
+def trained(device, rank, captured, train, make=Noisy, transport=None):
     """What `train(model, optimizer, batch, step)` returned in each step, the parameters, and what the runtime noted."""
     torch._dynamo.reset()  # it remembers which sizes changed
     captures = graphs_on_cpu() if device == "cpu" else contextlib.nullcontext()
-    with captures, torch._functorch.config.patch(donated_buffer=train is not kept_graph):
-        model = sharded(device, captured, make)
+    keeps = train is kept_graph  # Inductor's cache has code that writes to donated buffers
+    caches = torch._inductor.config.patch(force_disable_caches=keeps)
+    with captures, caches, torch._functorch.config.patch(donated_buffer=not keeps):
+        model = sharded(device, captured, make, transport)
         runtime = state_of(model).runtime
         before = runtime.order_digests()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         torch.manual_seed(1)
         results = [train(model, optimizer, batches(device, rank), step) for step in range(STEPS)]
     noted = zcompile.stats(model)
-    for name in ("peak_unsharded_bytes", "cuda_graphs", "compiled"):
+    for name in ("peak_unsharded_bytes", "transport_bytes", "transport_reason", "cuda_graphs", "compiled"):
         del noted[name]
     started = [new[0] - old[0] for new, old in zip(runtime.order_digests(), before, strict=True)]
     order = [text for _, _, text in runtime.order() if text][-min([*started, 60]) :]
     return model, results, [*(p.to_local() for p in model.parameters()), *model.buffers()], noted, started, order
 
 
-def same_as_uncaptured(device, rank, train, make=Noisy):
+def same_as_uncaptured(device, rank, train, make=Noisy, transport=None):
     """Training with graphs equals training without, bit by bit. Returns the model with graphs."""
-    model, *ours = trained(device, rank, True, train, make)
-    _, *theirs = trained(device, rank, False, train, make)
+    model, *ours = trained(device, rank, True, train, make, transport)
+    _, *theirs = trained(device, rank, False, train, make, transport)
     torch.testing.assert_close(ours[:2], theirs[:2], rtol=0, atol=0, equal_nan=True)
-    assert ours[2:] == theirs[2:]
+    assert ours[2:] == theirs[2:], (ours[2:], theirs[2:])
     return model
 
 
@@ -225,11 +242,16 @@ def lengths(model, optimizer, batch, step):
     return finish_step(optimizer, model(batch(step, rows=4 + step % 3))[0])
 
 
+def lengths_of_one_rank(model, optimizer, batch, step):
+    """Rank 0 replays one graph; the others capture one for each length, and run some steps uncaptured."""
+    return finish_step(optimizer, model(batch(step, rows=4 + step % 3 * min(dist.get_rank(), 1)))[0])
+
+
 def same_batch_for_a_while(model, optimizer, batch, step, made={}):  # noqa: B006  the same tensor in several steps
     return finish_step(optimizer, model(made.setdefault((step // 5, id(model)), batch(step // 5)))[0])
 
 
 TRAINERS = [
     clipped_by_schedule, two_backwards, in_accumulate, two_forwards_first, results_that_last, evaluated_in_between,
-    frozen_later, kept_graph, lengths, same_batch_for_a_while,
+    frozen_later, kept_graph, lengths, lengths_of_one_rank, same_batch_for_a_while,
 ]  # fmt: skip

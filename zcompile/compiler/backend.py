@@ -70,8 +70,6 @@ def compile_graph(
     if settings.save_for_backward_bytes is None and saves_by_hooks():
         plan = replace(plan, save_for_backward_bytes=0)  # save_on_cpu would move an unsharded parameter
     _tell_models_apart(gm, example_inputs)
-    if settings.cuda_graphs and any(model.mesh.device_type == "cuda" for model in _models(example_inputs)):
-        _refuse_graphs_of_several_ranks()
     try:
         compiled = compile_planned(gm, example_inputs, settings, plan, mode)
     except Exception as error:
@@ -86,15 +84,6 @@ def compile_graph(
 
 
 setattr(compile_graph, PLANS, True)
-
-
-def _refuse_graphs_of_several_ranks() -> None:
-    if dist.get_world_size() > 1:
-        raise ValueError(
-            "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') are for one rank "
-            "alone. NCCL does not close a group while a graph with collectives of it lives, so "
-            "dist.destroy_process_group() would hang. Take mode 'default' or 'max-autotune-no-cudagraphs'."
-        )
 
 
 def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -245,6 +234,21 @@ def prepare(model: ShardedModel, settings: Settings) -> None:
     if settings.transport != "auto":
         model.use_transport(settings.transport)
     model.limit_microbatch_cache(settings.microbatch_cache_bytes)
+    if settings.cuda_graphs:
+        _prepare_for_graphs(model)
+
+
+def _prepare_for_graphs(model: ShardedModel) -> None:
+    """Have the transfers of a model go into CUDA graphs, or say why they cannot."""
+    has_collectives = model.runtime.world > 1 and "p2p" not in model.runtime.stats()["transport"]
+    if model.mesh.device_type == "cuda" and has_collectives and model.domain == 0:  # of others, stats(model) says it
+        raise ValueError(
+            "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') cannot hold the "
+            f"collectives of NCCL, which this model uses ({model.transport.reason}): NCCL does not close a group while "
+            "a graph with collectives of it lives, so dist.destroy_process_group() would hang. Take the option "
+            "transport='p2p' where the GPUs are in one host, or no CUDA graphs."
+        )
+    model.runtime.keep_to_allocator()
 
 
 def _on_first_run(

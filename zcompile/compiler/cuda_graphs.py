@@ -1,13 +1,15 @@
 """CUDA graphs: each piece of compiled code is captured with its transfers, then replayed by one launch.
 
 A step of small kernels waits for Python. A captured forward or backward costs the host one launch, whatever it has.
-Today that is for one rank alone: NCCL does not close a group while a graph with collectives of it lives.
 
-[Note: a replay repeats the host's notes]
-Kernels and copies are in the graph. When the host issues a gather or a reduce, it also takes notes: the order of
-collectives, statistics, the checks of lost writes and of changes between forward and backward. They are recorded during
-the capture and repeated before each replay (csrc/transport/host_effects.h). Where the host would do more, as inside of
-`zcompile.accumulate`, the code runs uncaptured. `zcompile.stats(model)["cuda_graphs"]` says how often, and why.
+[Note: a replay repeats the host's part]
+Kernels, copies between GPUs and signals are in the graph. When the host issues a gather or a reduce, it also counts
+signals and takes notes: the order of collectives, statistics, the checks of lost writes and of changes between forward
+and backward. This is recorded during the capture and repeated before each replay (csrc/transport/host_effects.h).
+Cached shards that are stale are refreshed before a replay, outside of the graph. Where the host would do more, as
+inside of `zcompile.accumulate`, the code runs uncaptured. So does code with collectives of NCCL among several ranks:
+NCCL does not close a group while a graph with collectives of it lives. `zcompile.stats(model)["cuda_graphs"]` says how
+often, and why.
 
 Memory: see [Note: results of replays] and [Note: inputs of a captured graph] in csrc/runtime/captured_graph.h.
 """
@@ -37,6 +39,7 @@ class Graph(Protocol):
     """What captures the work of a device, and launches it again."""
 
     def capture(self) -> contextlib.AbstractContextManager[None]: ...
+    def executable(self) -> int: ...  # the driver's, as a number
     def replay(self) -> None: ...
 
 
@@ -44,7 +47,7 @@ class CudaGraph:
     """A `torch.cuda.CUDAGraph` in the memory that all graphs of its device share: one runs at a time."""
 
     def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes get other numbers before each replay
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
@@ -62,6 +65,13 @@ class CudaGraph:
                 yield
             finally:
                 self.graph.capture_end()
+        # Before a replay sets the numbers of random generators, which the beginning of the capture has set, too.
+        torch.cuda.current_stream().wait_stream(graphs.stream)
+
+    def executable(self) -> int:
+        """The captured graph, made ready to launch."""
+        self.graph.instantiate()
+        return int(self.graph.raw_cuda_graph_exec())
 
     def replay(self) -> None:
         """Launch it on the current stream."""
@@ -118,6 +128,7 @@ class _Variant:
     calls: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # uncaptured ones, by shapes
     lasting: _C.LastingInputs = field(default_factory=_C.LastingInputs)
     captured: list[_Captured] = field(default_factory=list)
+    effects: _C.HostEffects = field(default_factory=_C.HostEffects)  # of the last uncaptured call
 
     def alive(self) -> list[ShardedModel]:
         return [model for ref in self.models if (model := ref()) is not None]
@@ -166,6 +177,8 @@ class CapturedCode:
         variant.calls[shapes] += 1
         if variant.calls[shapes] <= WARM_UPS:
             reason = self.pair.obstacle or "warm-up"
+        elif variant.effects.obstacle:
+            reason = reason or variant.effects.obstacle
         elif len(variant.captured) >= MOST_SHAPES:
             reason = reason or f"more than {MOST_SHAPES} shapes, or addresses, of inputs"
         elif self.is_backward and len(variant.captured) >= self.pair.graphs:
@@ -196,15 +209,18 @@ class CapturedCode:
     def _uncaptured(self, inputs: list[Any], variant: _Variant, reason: str) -> Sequence[Any]:
         for model in variant.alive():
             model.replays.uncaptured[reason] += 1
-        return self.code(inputs)
+        _C.observe_effects()
+        try:
+            return self.code(inputs)
+        finally:
+            variant.effects = _C.stop_observing()
 
     def _capture(self, inputs: list[Any], tensors: Sequence[torch.Tensor | None], variant: _Variant) -> Sequence[Any]:
         device = next(each.device for each in tensors if each is not None)
         runtimes = [model.runtime for model in variant.alive()]
         state = _C.CapturedGraph(_pool(device), runtimes, tensors, variant.lasting.lasting)
-        read: list[Any] = state.start_capture()
+        read: list[Any] = state.inputs()
         if any(_address(read[i]) != _address(tensors[i]) for i in self.mutated):
-            state.abandon_capture()
             self.pair.obstacle = "the code writes to an input whose memory is another in each call"
             return self._uncaptured(inputs, variant, self.pair.obstacle)
         arguments = [given if tensor is None else tensor for tensor, given in zip(read, inputs)]
@@ -212,13 +228,16 @@ class CapturedCode:
         read.clear()
         inputs.clear()
         graph = self.make_graph()
+        state.prepare_capture(variant.effects)
         try:
             with graph.capture():
+                state.start_capture()
                 values = list(self.code(arguments))
+                state.finish_capture([value if isinstance(value, torch.Tensor) else None for value in values])
         except BaseException:
             state.abandon_capture()
             raise
-        state.finish_capture([value if isinstance(value, torch.Tensor) else None for value in values])
+        state.set_executable(graph.executable())
         values = [None if isinstance(value, torch.Tensor) else value for value in values]
         variant.captured.append(_Captured(graph, state, others, values))
         if not self.is_backward:
