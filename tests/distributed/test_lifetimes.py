@@ -191,6 +191,45 @@ def test_buckets_are_waited_for_and_freed_one_by_one(ranks):
             assert rest.count(f"zcompile.{kind}_wait.default(") == count
 
 
+@torch.library.custom_op("zcompile_tests::add_aside", mutates_args=("total",))
+def add_aside(total: torch.Tensor, weight: torch.Tensor) -> None:
+    total.add_(weight)
+
+
+class ReadAside(nn.Module):
+    """Forward makes a result of a parameter's size after its last read, and backward one in the last read of `gate`."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(2))
+        self.gate = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        total = torch.zeros_like(x)
+        for weight in self.weights:
+            add_aside(total, weight.detach())
+        return 2 * ((total @ x) * self.gate).sum()
+
+
+def rank_reused_of_read_aside(rank, world, bucket_bytes):
+    """How many gathers a forward has, and the names of what is gathered or saved whose memory another result gets."""
+    options = {"bucket_bytes": bucket_bytes, "inductor": {"force_disable_caches": True}}
+    model = compiled(ReadAside(), inner="inductor", options=options)
+    as_on_gpus = mock.patch("torch._inductor.graph.should_assume_input_aligned", lambda tensor: True)
+    with as_on_gpus:  # Inductor reuses no result of an op that has unaligned inputs
+        _, codes = run_and_get_code(lambda: model(torch.randn(WIDTH, WIDTH, requires_grad=True)).backward())
+    forward, backward = codes
+    gathered = re.findall(r"zcompile\.gather_wait\.default\((\w+)\)", forward)
+    reused = re.findall(r"= (\w+);.*# reuse", forward), re.findall(r"= (saved\w*);.*# reuse", backward)
+    return len(gathered), "saved" in backward, [*(name for name in reused[0] if name in gathered), *reused[1]]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+def test_what_a_custom_op_may_read_aside_is_not_reused(ranks, bucket_bytes):
+    """On a stream of its own: `record_stream` holds back torch's allocator, not Inductor."""
+    assert ranks(2).run(rank_reused_of_read_aside, bucket_bytes) == [(3, True, [])] * 2
+
+
 def rank_infers_again(rank, world):
     """For each time that Inductor looks which fake values to infer again, the nodes for which it does."""
     inferred = []

@@ -22,6 +22,7 @@ from zcompile.graph.ops import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,
     GATHER_ROWS,
+    GATHER_START,
     GATHER_STARTS,
     GATHER_WAIT,
     REDUCE_GROUP_START,
@@ -145,8 +146,9 @@ class _Schedule(_Passes):
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
         for start in calls(graph, GATHER_GROUP_START, REDUCE_GROUP_START):
+            lower = _gathered_item if start.target is GATHER_GROUP_START else operator.getitem
             for item in start.users:
-                item.target = _is_lowering(operator.getitem, item)  # else its fake value would be inferred again
+                item.target = _is_lowering(lower, item)  # else its fake value would be inferred again
         shards = _shards_of(graph)
         if shards:  # Inductor runs its passes on subgraphs too, as flex attention's mask, which may return one value
             _leave_alone(graph, shards)
@@ -156,7 +158,7 @@ class _Schedule(_Passes):
         for node in filter(is_user_collective, graph.nodes):
             node.target = _is_lowering(_in_fx_order(lowerings[node.target]), node)
         for saved in graph.find_nodes(op="placeholder"):
-            if saved.meta.get(SAVED_FOR_BACKWARD):
+            if SAVED_FOR_BACKWARD in saved.meta:
                 _call_at_begin(graph, _never_reuse, saved)
 
 
@@ -250,27 +252,34 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
         for operation in graph.operations[before:]:  # the runtime checks them; in Python that is 2 us per parameter
             operation.codegen_size_asserts = lambda wrapper: None
             operation.codegen_alignment_asserts = lambda wrapper: None
-        if op is GATHER_CACHED_START:
-            _free_but_never_reuse(result)
-        return result
+        return _freed_but_never_reused(result) if op in (GATHER_START, GATHER_CACHED_START) else result
 
     lower.__name__ = lower.__qualname__ = op.name().replace("::", "_").replace(".", "_")
     return _in_fx_order(lower)
 
 
-def _free_but_never_reuse(gathered: Any) -> None:
+def _gathered_item(tensors: Any, i: int) -> Any:
+    """Lowers an item of a group of gathers."""
+    return _freed_but_never_reused(tensors[i])
+
+
+def _freed_but_never_reused(gathered: Any) -> Any:
     """Have Inductor free what is gathered after its last reader, and never give its memory to another result.
 
-    The memory is the runtime's. Inductor frees but never reuses a buffer that aliases another. So the gathered buffer
-    aliases its own call, whose other results nobody reads.
+    The memory may be the runtime's, and a custom op may read it on a stream of its own. `record_stream` then holds back
+    torch's allocator, not Inductor. Inductor frees but never reuses a buffer that aliases another. So the gathered
+    buffer aliases itself.
     """
     output = gathered.data.data
-    name = output.inputs[0].get_name()
-    output.get_inputs_that_alias_output = lambda: [name]
+    output.get_inputs_that_alias_output = lambda: [output.get_name()]
+    return gathered
 
 
 def _never_reuse(saved: Any) -> Any:
-    """Have Inductor leave alone an unsharded parameter that was saved for backward: it may write over other inputs."""
+    """Have Inductor leave alone an unsharded parameter that was saved for backward: it may write over other inputs.
+
+    The memory may be the transport's, and a custom op may read it on a stream of its own.
+    """
     graph: Any = V.graph
     graph.never_reuse_buffers.add(saved.get_name())
     return saved
