@@ -12,6 +12,7 @@ from zcompile.graph.ops import (
     chain,
     is_tangent,
     nbytes,
+    only_reads,
     readers,
     replace_and_erase,
     value,
@@ -29,7 +30,8 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
 
     With a number given, the transport owns the memory of what is saved, so that a rank's own piece needs no copy. The
     transport keeps that memory, also at the end of backward, where a model's peak may be. The few parameters of the
-    default are freed before gradients take as much, and so add nothing to the peak.
+    default are freed before gradients take as much, and so add nothing to the peak. The transport never owns what a
+    custom op reads, in forward or in backward: that op may read on a stream of its own.
 
     Args:
         save_for_backward_bytes: most bytes to save. Default, if the graph computes the loss: those of the largest
@@ -47,7 +49,8 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
         budget_bytes -= nbytes(gather)
         if budget_bytes < 0:
             return
-        _save(graph, gather, in_transport_memory=save_for_backward_bytes is not None)
+        is_only_read = all(only_reads(reader) for _, reader in readers(chain(gather)))
+        _save(graph, gather, in_transport_memory=is_only_read and save_for_backward_bytes is not None)
 
 
 def _last_read_in_forward(graph: Graph) -> dict[Node, int]:

@@ -2,12 +2,26 @@
 
 import functools
 
+import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from tests.support.decoder import FREE_BYTES, LINK, planned
-from zcompile.graph.ops import GATHER, GATHER_GROUP_START, GATHER_START, GATHER_WAIT, calls, insert, value
+from zcompile.explanation.command import install_trace_readers
+from zcompile.explanation.trace import trace
+from zcompile.explanation.workloads import Workload
+from zcompile.graph.ops import (
+    GATHER,
+    GATHER_CACHED_START,
+    GATHER_GROUP_START,
+    GATHER_START,
+    GATHER_WAIT,
+    calls,
+    insert,
+    value,
+)
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 from zcompile.passes.bucket import bucket
@@ -38,3 +52,59 @@ def test_dtypes_that_alternate_travel_as_two_buckets():
     assert [group.args[0] for group in groups] == [shards[::2], shards[1::2]] and not calls(graph, GATHER_START)
     gathered = [wait.meta["val"].dtype for wait in calls(graph, GATHER_WAIT)]
     assert gathered == 3 * [torch.float32, torch.bfloat16]
+
+
+@torch.library.custom_op("zcompile_tests::custom_product", mutates_args=(), tags=torch.Tag.pointwise)
+def custom_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+custom_product.register_fake(torch.matmul)
+
+
+class CustomBackward(torch.autograd.Function):
+    """A product whose backward alone has a custom op, which reads a view of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return custom_product(grad, weight.t()), x.t() @ grad
+
+
+class TwoProducts(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        self.first, self.second = (nn.Parameter(torch.empty(16, 16)) for _ in range(2))
+
+    def forward(self, x):
+        return self.read(x @ self.first, self.second).square().mean()
+
+
+@pytest.mark.parametrize(
+    "read, in_torch_memory",
+    [
+        (torch.matmul, False),
+        (lambda x, weight: x + custom_product(x.detach(), weight.detach()), True),
+        (CustomBackward.apply, True),
+    ],
+    ids=["matmul", "forward", "backward"],
+)
+def test_a_parameter_that_a_custom_op_reads_is_in_memory_of_torch(read, in_torch_memory):
+    """The op may read it on a stream of its own, and `record_stream` has no effect on memory of a transport."""
+    torch._dynamo.reset()
+    plan = Settings(save_for_backward_bytes=1 << 30, bucket_bytes=0).plan(LINK, FREE_BYTES)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = TwoProducts(read)
+        install_trace_readers(Workload(model, None, None), torch.float32)
+        traced = trace(lambda: model(torch.zeros(16, 16, requires_grad=True)), plan, lambda leaf: None)
+    in_torch, elsewhere = (
+        {start.args[0].name for captured in traced for start in calls(planned(captured.graph, plan), target)}
+        for target in (GATHER_START, GATHER_CACHED_START)
+    )
+    assert (len(in_torch), len(elsewhere)) == ((1, 1) if in_torch_memory else (0, 2))

@@ -73,6 +73,31 @@ MOVEMENT = {
     operator.getitem,
 }
 
+# Ops, with all their overloads, that read parameters and never write their result over their first argument. Inductor
+# lets some ops do that where nobody else in the graph reads the argument (`index_put`, custom ops that mutate). It
+# cannot see the next microbatch.
+PURE_READERS = {
+    aten.addmm,
+    aten.baddbmm,
+    aten.bmm,
+    aten.convolution,
+    aten.convolution_backward,
+    aten.embedding,
+    aten.linear,
+    aten.mean,
+    aten.mm,
+    aten.mv,
+    aten.native_group_norm,
+    aten.native_group_norm_backward,
+    aten.native_layer_norm,
+    aten.native_layer_norm_backward,
+    aten.sum,
+    aten._fused_rms_norm,
+    aten._fused_rms_norm_backward,
+    aten._grouped_mm,
+    aten._scaled_mm,
+}
+
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default  # for a collective that the model asked for
 
 # Gradients of movement: they copy their first argument into zeros. They commute with a cast, as movement does.
@@ -214,6 +239,18 @@ def readers(links: list[Node]) -> list[tuple[Node, Node]]:
     """Pairs (link, reader) for each node that reads one of `links` and is not a link itself."""
     inside = set(links)
     return [(link, user) for link in links for user in link.users if user not in inside]
+
+
+def only_reads(node: Node) -> bool:
+    """Whether `node` cannot write to its arguments, and reads them on the current stream alone.
+
+    A custom op may do either, even if its author gave it torch's tag for pointwise ops.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    is_pointwise = torch.Tag.pointwise in node.target.tags and node.target.namespace in ("aten", "prims")
+    is_pure = (is_pointwise and not node.target._schema.is_mutable) or is_cast(node)
+    return is_pure or node.target.overloadpacket in PURE_READERS
 
 
 def is_tangent(node: Node) -> bool:
