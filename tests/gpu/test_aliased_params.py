@@ -118,6 +118,75 @@ def test_what_is_saved_for_backward_is_aliased(rank, world):
     same_values(*parameters_by_transport)
 
 
+class Aside:
+    """Reads by a custom op on a stream of its own, each beside one on the current stream."""
+
+    stream: torch.cuda.Stream
+    cycles = 0  # that the stream sleeps before it reads
+    reads: list[tuple[int, torch.Tensor, torch.Tensor]]  # address, what was read at once, what was read late
+
+
+@torch.library.custom_op("zcompile_tests::read_aside", mutates_args=())
+def read_aside(weight: torch.Tensor) -> torch.Tensor:
+    """A zero. The current stream does not wait for what the other reads."""
+    at_once = weight.clone()
+    Aside.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(Aside.stream):
+        if Aside.cycles:
+            torch.cuda._sleep(Aside.cycles)
+        Aside.reads.append((weight.data_ptr(), at_once, weight.clone()))
+    weight.record_stream(Aside.stream)
+    return weight.new_zeros(())
+
+
+read_aside.register_fake(lambda weight: weight.new_empty(()))
+
+
+class ReadAside(torch.autograd.Function):
+    """A linear layer whose backward alone has the custom op."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight + read_aside(weight), grad.t() @ x
+
+
+class WideReadAside(Wide):
+    def forward(self, x):
+        return x + ReadAside.apply(ReadAside.apply(x, self.up.weight), self.down.weight)
+
+
+@on_gpus(2)
+def test_what_a_custom_op_reads_on_a_stream_of_its_own_is_not_aliased(rank, world):
+    """It reads late: after a step has changed the parameters, and the next forward has gathered them again."""
+    torch.manual_seed(0)
+    model = compiled_over("p2p", WideReadAside().cuda(), options={"save_for_backward_bytes": 1 << 30})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    Aside.stream, Aside.reads = torch.cuda.Stream(), []
+    for step in range(6):  # the first ones wait for the device, since they make memory
+        if step < 5:
+            Aside.reads.clear()
+        Aside.cycles = 1_000_000_000 if step == 4 else 0  # 0.5 s or more
+        generator = torch.Generator("cuda").manual_seed(10 * step + rank)
+        x = torch.randn(64, 2048, device="cuda", generator=generator).requires_grad_()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.current_stream().synchronize()
+    assert not Aside.stream.query()  # else nothing was read late
+    torch.cuda.synchronize()
+    reads, Aside.reads = Aside.reads, []
+    assert len(reads) == 4
+    for address, at_once, late in reads:
+        assert in_allocator(address)
+        assert torch.equal(at_once, late)
+
+
 def gather_cached(shard, shape):
     return ops.gather_wait(ops.gather_cached_start(shard, shape, torch.bfloat16))
 
