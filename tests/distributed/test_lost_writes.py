@@ -81,3 +81,30 @@ def test_a_parameter_that_changes_before_backward_is_an_error(rank, world, write
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
+
+
+class OnAnotherStream(nn.Linear):
+    """Reads a view of its weight on a stream that forward enters: Dynamo marks the nodes inside as this mark does."""
+
+    def forward(self, x):
+        weight = self.weight
+        return self.product(x, weight.t())
+
+    def product(self, x, weight):
+        with torch.fx.traceback.annotate({"stream": 1}):
+            return torch.relu(x) @ weight
+
+
+@on_ranks(2)
+def test_a_read_on_a_stream_that_forward_enters_is_refused(rank, world):
+    """Only the current stream waits until a parameter is gathered. The remedy is run, too."""
+    model = Chain(OnAnotherStream(3, 4), nn.Linear(4, 2))
+    x = torch.ones(1, 3)
+    expected = model(x)
+    zcompile.shard(model)
+    call = torch.compile(model, backend="zcompile", options={"inner": "aot_eager"})
+    with pytest.raises(RuntimeError, match=r"parameter '0[.]weight' on a stream") as raised:
+        call(x)
+    assert "torch.relu(x) @ weight" in str(raised.value)
+    model[0].product = torch.compiler.disable(model[0].product)
+    assert torch.equal(call(x), expected)

@@ -23,6 +23,7 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     names = _names_of_inputs(gm, example_inputs)
     for graph in _graphs_in(gm):
         _refuse_lost_writes(graph, names)
+        _refuse_reads_on_other_streams(graph, names)
     _refuse_reads_in_branches(gm)
 
 
@@ -60,6 +61,25 @@ def _refuse_lost_writes(graph: Graph, names: dict[str, str]) -> None:
             "It is a gathered copy, so the change would be lost. Compute a new tensor instead, or update the "
             "DTensor in model.parameters() outside of forward."
         )
+
+
+def _refuse_reads_on_other_streams(graph: Graph, names: dict[str, str]) -> None:
+    """Refuse to read a parameter on a stream that forward enters: the current one alone waits for what is gathered."""
+    gathers = {_storage_of(node.meta.get("example_value")): node for node in calls(graph, GATHER)}
+    for node in graph.nodes if gathers else ():
+        if not node.meta.get("custom", {}).get("stream"):  # 0 is the current one
+            continue
+        for read in (node, *node.all_input_nodes):
+            gather = gathers.get(_storage_of(read.meta.get("example_value")))
+            if gather is None:
+                continue
+            shard = cast(Node, gather.args[0]).name
+            raise RuntimeError(
+                f"zcompile: forward reads parameter '{names.get(shard, shard)}' on a stream that it enters, at\n"
+                f"{node.meta.get('stack_trace', '')}\n"
+                "In compiled code only the current stream waits until a parameter is gathered. Let the function that "
+                "enters the stream run in eager (torch.compiler.disable), and read the parameter before it enters."
+            )
 
 
 def _storage_of(tensor: Any) -> int | None:
