@@ -1,11 +1,11 @@
 """Runs the engines in turns and puts their results together."""
 
 import itertools
-import logging
 import math
 import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,44 +13,32 @@ from typing import Any
 
 import torch
 
-from zcompile.explanation.workloads import BadInput, Workload, function_of, load
+from zcompile.explanation.workloads import BadInput, function_of
 from zcompile.profile.engines import file_name, find
+from zcompile.profile.flops import count_step, missing_flops
 from zcompile.profile.launch import Failed, Job, run
-
-log = logging.getLogger("zcompile")
 
 # Dense bf16 (tensor cores, no sparsity), floating-point operations a second, by NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # relative difference of a loss that is more than rounding
 
 
-def count(job: Job) -> dict[str, int | None]:
-    """`parameters` of what `job` trains, and `flops` of a step on one rank, counted on the meta device.
-
-    Both are None for a user's module, which only the ranks build; `flops` also if the model does not run there.
-    """
+def count(job: Job) -> dict[str, Any]:
+    """What `flops.count_step` counts of `job`. A user's module is built in a process of its own, as ranks build it."""
     if job.module:
         function_of(job.module)
-        return {"parameters": None, "flops": None}
-    with torch.device("meta"):
-        workload = load(job.model, None, job.sequences, job.tokens, checkpointing=False)
-    parameters = sum(parameter.numel() for parameter in workload.model.parameters())
-    _refuse_if_too_large(parameters, job)
-    return {"parameters": parameters, "flops": _flops(workload, job.accumulation)}
+        return _counted_apart(job)
+    counted = count_step(job)
+    _refuse_if_too_large(counted["parameters"], job)
+    return counted
 
 
-def _flops(workload: Workload, accumulation: int) -> int | None:
-    """Of a step. None for a model that does not run on the meta device: some of Hugging Face's look at values."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    batch = workload.batch(0, 0).to("meta")
-    try:
-        with FlopCounterMode(display=False) as counter:
-            workload.model(batch).backward()
-    except Exception as error:  # whatever it is, the model may train
-        log.warning("no MFU, because operations cannot be counted: %s: %s", type(error).__name__, error)
-        return None
-    return counter.get_total_flops() * accumulation
+def _counted_apart(job: Job) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return run(replace(job, device="cpu", ranks=1, folder=f"{folder}/count", cache=f"{folder}/cache"))
+        except Failed as error:
+            return {"parameters": None, "flops": None, "missing": [missing_flops(str(error))]}
 
 
 def _refuse_if_too_large(parameters: int, job: Job) -> None:
@@ -70,9 +58,7 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
         )
 
 
-def compare(
-    job: Job, counted: Mapping[str, int | None], engines: list[str], repeats: int, output: Path
-) -> dict[str, Any]:
+def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: int, output: Path) -> dict[str, Any]:
     """Train under each of `engines`, `repeats` times in turns, so that a drift of the machine shows.
 
     Args:

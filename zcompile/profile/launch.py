@@ -40,7 +40,7 @@ class Job:
     timeout_s: float
     untraced: bool  # whether no run traces steps
     keep_trace: bool
-    engine: str = ""
+    engine: str = ""  # none in a process that counts what `flops.count_step` does
     trace: bool = False  # whether this run does, as the first of an engine
     folder: str = ""  # where results, errors and traces go
     cache: str = ""  # a folder for what Inductor compiles, empty at an engine's first run
@@ -102,7 +102,7 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen[bytes
         "MASTER_PORT": str(port),
         PARENT: str(os.getpid()),
     }
-    environment |= find(job.engine)[0].environment
+    environment |= find(job.engine)[0].environment if job.engine else {}
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # without what others, or earlier comparisons, compiled
     environment["TORCH_EXTENSIONS_DIR"] = str(_extensions(job))

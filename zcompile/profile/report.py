@@ -40,7 +40,7 @@ def predictions(results: Results) -> list[str]:
         if settings := engine.get("settings"):
             sentences.append(f"{name} ran with: {'; '.join(settings)}.")
         sentences += [f"Of {name} there is no {what}." for what in engine.get("missing", [])]
-    return sentences
+    return sentences + [f"There is no {what}." for what in results["workload"].get("missing", [])]
 
 
 def _about_host(name: str, engine: Mapping[str, Any]) -> list[str]:

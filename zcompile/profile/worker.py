@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from zcompile.explanation.workloads import Workload, load
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.engines import find
+from zcompile.profile.flops import count_step
 from zcompile.profile.launch import PARENT, Job
 from zcompile.profile.planned_step import PlannedStep, step_of
 from zcompile.profile.resident_memory import ResidentMemory
@@ -258,6 +259,9 @@ def main() -> None:
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     rank = int(os.environ["RANK"])
     try:
+        if not job.engine:
+            job.file("result.json").write_text(json.dumps(count_step(job)))
+            return
         if job.device == "cuda":
             torch.cuda.set_device(rank)
             dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
