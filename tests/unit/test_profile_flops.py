@@ -1,5 +1,7 @@
 """Operations of a step, for MFU: against the arithmetic of a decoder and of a mixture, and for models of one's own."""
 
+import signal
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zcompile.cli import COMMANDS, Parser
 from zcompile.explanation.llama import SIZES
 from zcompile.explanation.workloads import Workload, load
-from zcompile.profile import report
+from zcompile.profile import compare, report
 from zcompile.profile.command import job_of
-from zcompile.profile.compare import count
 from zcompile.profile.flops import flops_of, grouped_product_flops
 
 
@@ -63,17 +64,32 @@ def build_that_fails(): raise ValueError("no such weights\\non this machine")
 """
 
 
+def counted_by(*arguments):
+    """What `zcompile profile` counts."""
+    return compare.count(job_of(Parser("profile", COMMANDS["profile"]).parse_args(arguments))[0])
+
+
+def test_a_signal_waits_for_the_end_of_a_count(monkeypatch):
+    """torch aborts if it comes while a fake tensor is dispatched."""
+    counted = []
+
+    def interrupted(job):
+        signal.raise_signal(signal.SIGINT)
+        counted.append(job)
+        return {"parameters": 0}
+
+    monkeypatch.setattr(compare, "count_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        counted_by("--model", "tiny")
+    assert counted and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.fixture
 def count_own(tmp_path):
     """What `zcompile profile` counts of a function in a file."""
     (tmp_path / "own.py").write_text(OWN)
 
-    def counted(function):
-        parser = Parser("profile", COMMANDS["profile"])
-        arguments = parser.parse_args(["--module", f"{tmp_path}/own.py:{function}", "--accumulation", "3"])
-        return count(job_of(arguments)[0])
-
-    return counted
+    return lambda function: counted_by("--module", f"{tmp_path}/own.py:{function}", "--accumulation", "3")
 
 
 def test_a_model_of_ones_own_is_counted(count_own):

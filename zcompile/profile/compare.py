@@ -1,12 +1,14 @@
 """Runs the engines in turns and puts their results together."""
 
+import contextlib
 import itertools
 import math
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ def count(job: Job) -> dict[str, Any]:
     if job.module:
         function_of(job.module)
         return _counted_apart(job)
-    counted = count_step(job)
+    with _signals_wait():
+        counted = count_step(job)
     _refuse_if_too_large(counted["parameters"], job)
     return counted
 
@@ -39,6 +42,27 @@ def _counted_apart(job: Job) -> dict[str, Any]:
             return run(replace(job, device="cpu", ranks=1, folder=f"{folder}/count", cache=f"{folder}/cache"))
         except Failed as error:
             return {"parameters": None, "flops": None, "missing": [missing_flops(str(error))]}
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Delay what ends this process: torch aborts if a signal's handler raises while it dispatches to Python."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for delayed in came:
+            signal.raise_signal(delayed)
+
+
+class TooLarge(BadInput):
+    """The state of a model takes more memory than there is."""
 
 
 def _refuse_if_too_large(parameters: int, job: Job) -> None:
@@ -52,7 +76,7 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
         have = psutil.virtual_memory().available // job.ranks
         where = f"this machine, for {job.ranks} ranks,"
     if need > have:
-        raise BadInput(
+        raise TooLarge(
             f"unsharded weights, and shards of gradients and Adam's state, of {parameters / 1e9:.1f} B parameters take "
             f"{need / 2**30:.1f} GiB a rank, and {where} has {have / 2**30:.1f} GiB: take more ranks or a smaller model"
         )
@@ -70,10 +94,12 @@ def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: i
         What report.py draws and `results.json` holds: `workload`, and `engines` by name. An engine has `step_ms`
         (`median`, `quartiles`, `repeats`, which are the medians of each, and `all`), `peak_bytes` and the rest of
         what `worker.Run.run` measured. Or it has `failed`, an error line. Or it has `skipped`, the reason.
+        `interrupted` says whether repeats, or engines, are missing.
     """
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     absent = {name: {"skipped": reason} for name in engines if (reason := find(name)[0].missing(job.device))}
     runs = (output / "runs").absolute()
+    interrupted = False
     try:
         for repeat, name in itertools.product(range(repeats), engines):
             if name in absent:
@@ -88,13 +114,14 @@ def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: i
             except Failed as error:
                 absent[name] = {"failed": str(error)}
     except KeyboardInterrupt:  # the rest is reported
+        interrupted = True
         absent = {name: {"failed": "interrupted"} for name in engines if not measured[name]} | absent
     results = {name: absent.get(name) or together(measured[name], counted["flops"], job.precision) for name in engines}
     compare_with_limit(results)
     mark_strays(results, STRAYS[job.precision])
     of_a_run = ("engine", "folder", "trace", "cache", "keep_trace")
     workload = {key: value for key, value in vars(job).items() if key not in of_a_run}
-    return {"workload": workload | dict(counted), "repeats": repeats, "engines": results}
+    return {"workload": workload | dict(counted), "repeats": repeats, "interrupted": interrupted, "engines": results}
 
 
 def together(runs: list[dict[str, Any]], flops: int | None, precision: str) -> dict[str, Any]:
