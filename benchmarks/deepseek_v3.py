@@ -46,29 +46,36 @@ def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def _workload(experts: str, sequences: int, sizes: dict[str, int] = SIZES) -> tuple[nn.Module, Any, Any]:
+def workload(
+    experts: str, sequences: int, sizes: dict[str, int] = SIZES, tokens: int = SEQUENCE, checkpointing: bool = False
+) -> tuple[nn.Module, Any, Any]:
+    """The module, its batches of `sequences` times `tokens`, and its loss."""
+
     def batch(step: int, rank: int) -> torch.Tensor:
         seeded = torch.Generator().manual_seed(1000 * step + rank)
-        return torch.randint(sizes["vocab_size"], (sequences, SEQUENCE), generator=seeded)
+        return torch.randint(sizes["vocab_size"], (sequences, tokens), generator=seeded)
 
-    return model_of(experts, sizes), batch, _loss
+    model = model_of(experts, sizes)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, batch, _loss
 
 
 def grouped() -> tuple[nn.Module, Any, Any]:
     """One sequence of 2048 tokens, experts as a grouped product."""
-    return _workload("grouped_mm", 1)
+    return workload("grouped_mm", 1)
 
 
 def grouped_4() -> tuple[nn.Module, Any, Any]:
     """Four sequences, experts as a grouped product."""
-    return _workload("grouped_mm", 4)
+    return workload("grouped_mm", 4)
 
 
 def grouped_24() -> tuple[nn.Module, Any, Any]:
     """24 layers instead of 6, one sequence, experts as a grouped product."""
-    return _workload("grouped_mm", 1, SIZES | {"num_hidden_layers": 24})
+    return workload("grouped_mm", 1, SIZES | {"num_hidden_layers": 24})
 
 
 def looped() -> tuple[nn.Module, Any, Any]:
     """One sequence, a loop over the experts that tokens hit."""
-    return _workload("eager", 1)
+    return workload("eager", 1)
