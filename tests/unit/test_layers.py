@@ -191,7 +191,7 @@ def test_no_file_is_too_long():
 
 @pytest.mark.parametrize(
     "names, budget",
-    [(("csrc", "passes", "zcompile", "setup.py"), 28_988), (("tests",), 24_583)],
+    [(("csrc", "passes", "zcompile", "setup.py"), 29_436), (("tests",), 24_876)],
     ids=["product", "tests"],
 )
 def test_lines_keep_to_their_budget(names, budget):
