@@ -58,7 +58,20 @@ ON_CPU = [
 ]
 
 
-@pytest.mark.parametrize("events", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
+# The same from 100 us on in a CUDA graph, whose kernels are on streams of the driver's choice.
+IN_GRAPH = [
+    event("rotate", "kernel", 0, 0.5),
+    event("cudaGraphLaunch", "cuda_runtime", 0, 50, correlation=7),
+    event("gemm", "kernel", 100, 250, 5, correlation=7),
+    event("gemm", "kernel", 250, 400, 6, correlation=7),
+    event("memcpy128", "kernel", 300, 600, 6, correlation=7),  # of the driver: a copy within the device
+    event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 550, 650, 6, correlation=7),
+    event("Memset (Unknown)", "gpu_memset", 700, 900, 5, correlation=7),
+    event("adam", "kernel", 999.5, 1000),
+]
+
+
+@pytest.mark.parametrize("events", [ON_GPU, IN_GRAPH, ON_CPU], ids=["gpu", "graph", "cpu"])
 def test_parts_of_a_step(events):
     parts = parts_of_step({"traceEvents": events}, 1)
     assert (parts.step_ms, parts.compute_ms, parts.communication_ms) == pytest.approx((1.0, 0.5, 0.35), abs=2e-3)

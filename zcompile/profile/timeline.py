@@ -50,17 +50,25 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
 
     On a GPU the steps last from the first thing that it does to the last. Compute is what runs on the busiest stream,
     but for NCCL's kernels and zcompile's. Communication is those kernels and whatever runs on other streams: copies
-    between devices, the packing for them, casts and sums. On a CPU, communication is what gloo does on its threads
-    and what zcompile's ops wait for. Events of zcompile's messages do not count, because they last until the wait.
+    between devices, the packing for them, casts and sums. In a CUDA graph the driver chooses streams, so all kernels
+    are compute there, but for those and the driver's own, which copy. On a CPU, communication is what gloo does on its
+    threads and what zcompile's ops wait for. Events of zcompile's messages do not count, because they last until the
+    wait.
     Compute is aten's ops and compiled graphs, but for such waits.
     """
     device = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
-        busiest = busiest_stream(device)
+        launches = graph_launches(trace["traceEvents"])
+        in_graph = [event["args"].get("correlation") in launches for event in device]
+        busiest = busiest_stream([event for event, is_in in zip(device, in_graph) if not is_in] or device)
         compute: list[Interval] = []
         wire: list[Interval] = []
-        for event in device:
-            is_compute = not (is_nccl(event) or is_ours(event)) and event["args"]["stream"] == busiest
+        for event, is_in_graph in zip(device, in_graph):
+            if is_in_graph:
+                in_compute = event["cat"] != "gpu_memcpy" and not event["name"].startswith("memcpy")
+            else:
+                in_compute = event["args"]["stream"] == busiest
+            is_compute = in_compute and not (is_nccl(event) or is_ours(event))
             (compute if is_compute else wire).append(interval(event))
         steps = [interval(event) for event in device]
     else:
@@ -105,6 +113,11 @@ def busiest_stream(device: list[Event]) -> int:
         if event["cat"] == "kernel" and not is_nccl(event):
             busy[event["args"]["stream"]] += event["dur"]
     return busy.most_common(1)[0][0]
+
+
+def graph_launches(events: list[Event]) -> set[int]:
+    """The numbers by which what a GPU does is found that launches of CUDA graphs led to."""
+    return {event["args"]["correlation"] for event in events if event.get("name") == "cudaGraphLaunch"}
 
 
 def interval(event: Event) -> Interval:
