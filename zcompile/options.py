@@ -120,9 +120,9 @@ class Settings:
 
     cuda_graphs: bool = False
     """Capture each forward and backward as a CUDA graph, so that a step of small kernels does not wait for Python. The
-    modes "reduce-overhead" and "max-autotune" ask for it, too. For one rank alone. The third call of a shape is
-    captured; graphs keep the memory that they run in. Code that needs the host runs uncaptured: see "CUDA graphs" in
-    the guide, and `zcompile.stats(model)["cuda_graphs"]`."""
+    modes "reduce-overhead" and "max-autotune" ask for it, too. On several GPUs it needs the transport "p2p". The third
+    call of a shape is captured; graphs keep the memory that they run in. Code that needs the host runs uncaptured: see
+    "CUDA graphs" in the guide, and `zcompile.stats(model)["cuda_graphs"]`."""
 
     skip_passes: Sequence[str] = ()
     """Passes to leave out, of those in `zcompile.options.OPTIONAL_PASSES`: for finding out what one does. No number
