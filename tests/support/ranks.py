@@ -162,10 +162,6 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
             module, name, args = pipe.recv()
         except EOFError:
             return
-        torch._dynamo.reset()
-        torch.nn.functional.linear = LINEAR
-        inductor_config.load_config(settings)  # which torchao's quantization changes for good
-        _close_groups(dist.PrefixStore(str(number), store))
         torch.manual_seed(0)
         try:
             function = importlib.import_module(module)
@@ -179,6 +175,10 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
         except BaseException as error:
             answer = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         pipe.send(answer)
+        torch._dynamo.reset()
+        torch.nn.functional.linear = LINEAR
+        inductor_config.load_config(settings)  # which torchao's quantization changes for good
+        _close_groups(dist.PrefixStore(str(number), store))
 
 
 def take_gpu(rank: int, world: int) -> None:
@@ -194,7 +194,7 @@ def take_gpu(rank: int, world: int) -> None:
 
 
 def _close_groups(store) -> None:
-    """Close the groups that earlier tests opened. Gloo's threads for each wake a hundred times a second, used or not.
+    """Close the groups that a test opened. Gloo's threads for each wake ten times a second, used or not.
 
     The names of closed groups come again, and gloo would find the old addresses under them. So groups to come look in
     `store`. DTensor remembers results of ops by what their meshes look like, and would give those of a closed mesh. It
