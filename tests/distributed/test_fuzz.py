@@ -6,6 +6,7 @@ ZCOMPILE_FUZZ_GRAPHS=10000 python -m pytest tests/distributed/test_fuzz.py -m sl
 import contextlib
 import copy
 import os
+import random
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from torch.fx import GraphModule, Interpreter
 
 import zcompile
 from tests.support import fuzz
+from tests.support.cuda_graphs import counts, finish_step, same_as_uncaptured
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import CPU, H200
 from zcompile.explanation.trace import copied
@@ -25,6 +27,7 @@ from zcompile.state.sharded_model import state_of
 
 SECONDS = 60  # of each slow test, unless a number of graphs is asked for
 GRAPHS = int(os.environ.get("ZCOMPILE_FUZZ_GRAPHS", 0))
+REPLAYED_STEPS = 30
 PLANS = 20  # of each module, twice: forward and backward
 FIRST = int(os.environ.get("ZCOMPILE_FUZZ_FIRST", 0))  # seed
 
@@ -140,6 +143,36 @@ def check_plans(seed, rank, world):
     return 2 * PLANS
 
 
+def check_replays(seed, rank, world):
+    """Random steps of one module: with captured code, they compute and note what they do without.
+
+    Returns how many replays it checked.
+    """
+
+    def train(model, optimizer, _, step):
+        drawn = random.Random(f"{seed} {step}")
+        parameters = list(model.parameters())
+        parameters[0].requires_grad_(step // 10 % 2 == 0)
+        action = drawn.choice(["step"] * 8 + ["two backwards", "accumulate", "evaluate", "edit", "two forwards"])
+        x = [batch(100 * seed + step + i, rank) for i in range(2)]
+        if action == "two backwards":
+            model(x[1]).backward()
+        if action == "accumulate":
+            with zcompile.accumulate(model):
+                for each in x:
+                    model(each).backward()
+        if action == "edit":
+            with torch.no_grad():
+                drawn.choice(parameters).mul_(0.5)
+        with torch.no_grad():
+            evaluated = model(x[1]) if action == "evaluate" else None
+        loss = model(x[0]) + (model(x[1]) if action == "two forwards" else 0)
+        return finish_step(optimizer, loss), evaluated
+
+    model = same_as_uncaptured("cpu", rank, train, lambda: fuzz.Model(seed), steps=REPLAYED_STEPS)
+    return counts(model)[1]
+
+
 def run(graph, arguments):
     return Interpreter(GraphModule(torch.nn.Module(), graph)).run(*arguments)
 
@@ -176,6 +209,11 @@ def fuzz_on_two_ranks(ranks, check, graphs):
 @pytest.mark.parametrize("graphs", [12, pytest.param(GRAPHS // 10, marks=slow, id="many")])
 def test_random_modules_train_as_eager_and_as_unsharded(ranks, graphs):
     fuzz_on_two_ranks(ranks, check_module, graphs)
+
+
+@slow
+def test_replays_of_random_steps_are_as_uncaptured_ones(ranks):
+    fuzz_on_two_ranks(ranks, check_replays, GRAPHS // 10)
 
 
 @pytest.mark.parametrize("graphs", [100, pytest.param(GRAPHS, marks=slow, id="many")])

@@ -139,7 +139,7 @@ def counts(model):
     return found["graphs"], found["replays"]
 
 
-def trained(device, rank, captured, train, make=Noisy, transport=None):
+def trained(device, rank, captured, train, make=Noisy, transport=None, steps=STEPS):
     """What `train(model, optimizer, batch, step)` returned in each step, the parameters, and what the runtime noted."""
     torch._dynamo.reset()  # it remembers which sizes changed
     captures = graphs_on_cpu() if device == "cpu" else contextlib.nullcontext()
@@ -151,7 +151,7 @@ def trained(device, rank, captured, train, make=Noisy, transport=None):
         before = runtime.order_digests()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         torch.manual_seed(1)
-        results = [train(model, optimizer, batches(device, rank), step) for step in range(STEPS)]
+        results = [train(model, optimizer, batches(device, rank), step) for step in range(steps)]
     noted = zcompile.stats(model)
     for name in ("peak_unsharded_bytes", "transport_bytes", "transport_reason", "cuda_graphs", "compiled"):
         del noted[name]
@@ -160,10 +160,10 @@ def trained(device, rank, captured, train, make=Noisy, transport=None):
     return model, results, [*(p.to_local() for p in model.parameters()), *model.buffers()], noted, started, order
 
 
-def same_as_uncaptured(device, rank, train, make=Noisy, transport=None):
+def same_as_uncaptured(device, rank, train, make=Noisy, transport=None, steps=STEPS):
     """Training with graphs equals training without, bit by bit. Returns the model with graphs."""
-    model, *ours = trained(device, rank, True, train, make, transport)
-    _, *theirs = trained(device, rank, False, train, make, transport)
+    model, *ours = trained(device, rank, True, train, make, transport, steps)
+    _, *theirs = trained(device, rank, False, train, make, transport, steps)
     torch.testing.assert_close(ours[:2], theirs[:2], rtol=0, atol=0, equal_nan=True)
     assert ours[2:] == theirs[2:], (ours[2:], theirs[2:])
     return model
