@@ -11,10 +11,20 @@ from tests.support import chaos
 from tests.support.time_limits import scaled
 
 TIMEOUT_S = scaled(6.0)
+SEEDS = int(os.environ.get("ZCOMPILE_CHAOS_SEEDS", "5"))
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("ZCOMPILE_CHAOS_SEEDS", "5"))))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_rank_that_fails_gives_a_right_result_or_an_error_on_all(seed):
     fault = chaos.Fault.of(seed, TIMEOUT_S)
     answers, seconds = chaos.run(fault)
     chaos.check(fault, answers, seconds)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(max(SEEDS, 8))]
+)
+def test_a_rank_that_fails_in_a_replay_gives_one_of_them_too(seed):
+    """The graphs are stand-ins, over gloo."""
+    fault = chaos.Fault.of(seed, TIMEOUT_S, captured=True)
+    chaos.check(fault, *chaos.run(fault))

@@ -24,11 +24,13 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
+from tests.support.cuda_graphs import graphs_on_cpu
 from tests.support.ranks import take_gpu
 from tests.support.time_limits import scaled
 from zcompile.ranks.order_watch import PERIOD_S
 
 WORLD, STEPS, LAYERS = 2, 4, 4
+MORE_STEPS = 6  # before code is captured, of which there are two pieces
 KINDS = ("raise", "raise and go on", "kill", "stop", "stop long", "skip")
 PLACES = ("shard", "forward", "backward", "step")
 START_S = scaled(60.0)  # the longest that ranks take to come to the place, beside other tests
@@ -51,17 +53,26 @@ class Fault:
     microbatches: int
     timeout_s: float
     device: str
+    captured: bool = False
 
     @classmethod
-    def of(cls, seed: int, timeout_s: float, device: str = "cpu") -> "Fault":
-        """The run of a seed."""
+    def of(cls, seed: int, timeout_s: float, device: str = "cpu", captured: bool = False) -> "Fault":
+        """The run of a seed. With `captured`, the fault is in a replay, where there is no Python that could raise."""
         choose = random.Random(seed)
         kind, place = choose.choice(KINDS), choose.choice(PLACES)
         if kind in ("skip", "raise and go on") and place == "shard":
             place = "forward"
         rank, step, layer = (choose.randrange(count) for count in (WORLD, STEPS, LAYERS))
         compiled, microbatches = choose.random() < 0.5, choose.choice((1, 2))
-        return cls(seed, kind, place, rank, step, layer, compiled, microbatches, timeout_s, device)
+        if captured:
+            place = "forward" if place == "shard" else place
+            kind = "stop" if "raise" in kind and place != "step" else kind
+            step, compiled = MORE_STEPS + step, True
+        return cls(seed, kind, place, rank, step, layer, compiled, microbatches, timeout_s, device, captured)
+
+    @property
+    def steps(self) -> int:
+        return STEPS + MORE_STEPS * self.captured
 
     @property
     def compile_s(self) -> float:
@@ -165,7 +176,7 @@ def make_optimizer(model):
 def train(model, fault, rank):
     """The batches of each step that `rank` took."""
     optimizer, taken = make_optimizer(model), []
-    for step in range(STEPS):
+    for step in range(fault.steps):
         is_here = (fault.rank, fault.step) == (rank, step)
         skipped = fault.place if is_here and fault.kind == "skip" else None
         if skipped:
@@ -221,8 +232,11 @@ def run_rank(rank, fault, store):
         Here.place, Here.layer = "shard", fault.layer
     zcompile.shard(model, dist.init_device_mesh(fault.device, (WORLD,)))
     if fault.compiled:
-        model.compile(backend="zcompile", options={"inner": "aot_eager"})
-    taken = train(model, fault, rank)
+        model.compile(backend="zcompile", options={"cuda_graphs": True} if fault.captured else {"inner": "aot_eager"})
+    with graphs_on_cpu() if fault.captured else contextlib.nullcontext():
+        taken = train(model, fault, rank)
+    if fault.captured:
+        assert zcompile.stats(model)["cuda_graphs"]["replays"] >= 2 * STEPS - 2
     if fault.device == "cuda":
         torch.cuda.synchronize()
         time.sleep(4 * PERIOD_S)  # over NCCL, ranks are compared once in a period, and told at the next collective
@@ -237,7 +251,7 @@ def expected(taken):
     """Parameters of the unsharded model after these batches, by rank and step."""
     model = Layers()
     optimizer = make_optimizer(model)
-    for step in range(STEPS):
+    for step in range(len(taken[0])):
         for rank in range(WORLD):
             for number in taken[rank][step]:
                 (loss_of(model, number, rank) / WORLD).backward()
