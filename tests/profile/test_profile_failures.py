@@ -41,7 +41,8 @@ def write_model(folder, more=""):
     return ["--module", f"{folder}/mine.py:build"]
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=60):
+    """The profiler counts operations, in a process of its own, before it starts ranks."""
     deadline = time.monotonic() + scaled(seconds)
     while not condition():
         assert time.monotonic() < deadline
