@@ -1,5 +1,6 @@
 """Rank processes that live for the whole test session: a test pays for what it runs, not for importing torch."""
 
+import contextlib
 import datetime
 import faulthandler
 import functools
@@ -70,6 +71,8 @@ class Ranks:
             self.stop()
             if not allow_failure:
                 raise AssertionError("\n".join(errors))
+        for pipe in self._pipes:
+            pipe.send(None)  # no rank waits for another one any more
         return results
 
     def stop(self) -> None:
@@ -175,6 +178,8 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
         except BaseException as error:
             answer = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         pipe.send(answer)
+        with contextlib.suppress(EOFError):
+            pipe.recv()
         torch._dynamo.reset()
         torch.nn.functional.linear = LINEAR
         inductor_config.load_config(settings)  # which torchao's quantization changes for good
