@@ -164,12 +164,13 @@ void bind_captured_graphs(py::module& module) {
       .def(
           py::init<
               std::shared_ptr<GraphPool>, const std::vector<std::shared_ptr<Model>>&, const Tensors&,
-              const std::vector<bool>&>(),
-          py::arg("pool"), py::arg("models"), py::arg("inputs"), py::arg("in_place"))
+              const std::vector<bool>&, bool>(),
+          py::arg("pool"), py::arg("models"), py::arg("inputs"), py::arg("in_place"), py::arg("is_backward"))
       .def("prepare_capture", &CapturedGraph::prepare_capture, py::arg("before"))
       .def("inputs", &CapturedGraph::inputs)
       .def("start_capture", &CapturedGraph::start_capture)
-      .def("finish_capture", &CapturedGraph::finish_capture, py::arg("results"))
+      .def("end_capture", &CapturedGraph::end_capture)
+      .def("keep_results", &CapturedGraph::keep_results, py::arg("results"))
       .def("set_executable", &CapturedGraph::set_executable, py::arg("graph"))
       .def("abandon_capture", &CapturedGraph::abandon_capture)
       .def("start_replay", &CapturedGraph::start_replay, py::arg("inputs"))
@@ -179,9 +180,12 @@ void bind_captured_graphs(py::module& module) {
       .def("note", &LastingInputs::note, py::arg("inputs"))
       .def("forget", &LastingInputs::forget, py::arg("index"))
       .def_property_readonly("lasting", &LastingInputs::lasting);
-  py::class_<HostRecording>(module, "HostEffects").def(py::init<>()).def_readonly("obstacle", &HostRecording::obstacle);
+  py::class_<HostRecording>(module, "HostEffects")
+      .def(py::init<>())
+      .def_readonly("obstacle", &HostRecording::obstacle)
+      .def("is_of", &is_of, py::arg("models"));
   module.def("observe_effects", &HostEffects::observe, "On this thread, until stop_observing().");
-  module.def("stop_observing", &HostEffects::stop);
+  module.def("stop_observing", &stop_observing, py::arg("models"));
   module.def("may_replay", &may_replay, py::arg("model"));
   module.def("note_nothing", &HostEffects::ignore, "For tests: on this thread, until note_again().");
   module.def("note_again", &HostEffects::resume);
@@ -327,7 +331,7 @@ void bind_model(py::module& module) {
       .def("join", &Model::join, py::arg("other"))
       .def("keep_in_flight", &Model::keep_in_flight, py::arg("on"))
       .def("refresh", &Model::refresh, ReleaseGil())
-      .def("keep_to_allocator", [](const Model& model) { model.transport()->keep_to_allocator(); })
+      .def("keep_to_allocator", &Model::keep_to_allocator)
       .def("count_step", &Model::count_step)
       .def(
           "order",

@@ -3,7 +3,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
 #include <algorithm>
@@ -209,7 +208,8 @@ void ShardCache::renew_events() {
 }
 
 void ShardCache::refresh() {
-  TORCH_CHECK(!HostEffects::is_recording(), "zcompile: cached shards became stale while a CUDA graph was captured");
+  if (HostEffects::is_recording() || HostEffects::has_prepared())
+    HostEffects::obstruct("gathers between which cached shards are refreshed");
   if (!has_begun_) make_room();
   if (memory_.buffers().empty()) {
     staleness_.finish_refresh();

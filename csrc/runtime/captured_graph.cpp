@@ -51,7 +51,15 @@ std::shared_ptr<GraphPool::Result> GraphPool::find(const at::Tensor& tensor) con
   return nullptr;
 }
 
-void GraphPool::move_results(const Tensors& inputs, const std::unordered_set<const void*>& kept) {
+void GraphPool::move_out(const Result& result) {
+  auto storage = result.storage.lock();
+  if (!storage || storage->data() != result.address) return;
+  const auto old = bytes_at(result.address, result.nbytes, storage->device());
+  const auto over = tensor_over(c10::Storage(storage), {static_cast<int64_t>(result.nbytes)}, {1}, 0, old.options());
+  take_memory(over, old.clone());
+}
+
+void GraphPool::move_results(const Tensors& inputs, const Kept& kept) {
   std::unordered_map<const c10::StorageImpl*, std::unordered_set<const c10::TensorImpl*>> of_inputs;
   for (const auto& input : inputs) {
     if (input) of_inputs[input->storage().unsafeGetStorageImpl()].insert(input->unsafeGetTensorImpl());
@@ -59,30 +67,32 @@ void GraphPool::move_results(const Tensors& inputs, const std::unordered_set<con
   std::erase_if(results_, [](const auto& weak) { return weak.expired(); });
   for (const auto& weak : results_) {
     const auto result = weak.lock();
-    if (result->holders() == 0 || kept.contains(result->address)) continue;
-    auto storage = result->storage.lock();
-    if (!storage || storage->data() != result->address) continue;
+    const auto stays = kept.find(result->address);
+    if (stays != kept.end() && result->nbytes <= stays->second) continue;
+    const auto storage = result->storage.lock();
+    if (!storage) continue;
     const auto held = of_inputs.find(storage.get());
     const auto by_inputs = held == of_inputs.end() ? 0 : static_cast<int64_t>(held->second.size());
-    if (result->holders() - 1 <= by_inputs) continue;  // but for `storage` itself
-    const auto old = bytes_at(result->address, result->nbytes, storage->device());
-    const auto moved = old.clone();
-    const auto over = tensor_over(c10::Storage(storage), {static_cast<int64_t>(result->nbytes)}, {1}, 0, old.options());
-    take_memory(over, moved);
+    if (result->holders() - 1 > by_inputs) move_out(*result);  // but for `storage` itself
   }
 }
 
 CapturedGraph::CapturedGraph(
     std::shared_ptr<GraphPool> pool, const std::vector<std::shared_ptr<Model>>& models, const Tensors& inputs,
-    const std::vector<bool>& in_place)
+    const std::vector<bool>& in_place, bool is_backward)
     : pool_(std::move(pool)) {
   for (const auto& model : models) {
     models_.emplace_back(model);
     transports_.emplace_back(model->transport());
   }
+  Kept owned;
   for (const auto& weak : pool_->results_) {  // of results that are gone, this graph may use the memory
-    if (const auto result = weak.lock(); result && result->holders() == 0) result->owner = at::Tensor();
+    const auto result = weak.lock();
+    if (!result) continue;
+    if (result->holders() == 0) result->owner = at::Tensor();
+    if (result->owner.defined()) owned[result->address] = result->nbytes;
   }
+  pool_->move_results({}, owned);  // results of replays, whose memory an earlier capture was given
   std::unordered_map<GraphPool::Result*, int64_t> of_inputs;
   std::vector<std::shared_ptr<GraphPool::Result>> results;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -110,13 +120,21 @@ CapturedGraph::CapturedGraph(
       captured = input.read;
     }
   }
-  for (const auto& result : results) {  // the graph may use memory again that only its inputs have
-    if (result && result->holders() <= of_inputs[result.get()]) result->owner = at::Tensor();
+  for (const auto& result : results) {  // a backward may use memory again that only its inputs have
+    const bool is_given_up = is_backward && result && result->holders() <= of_inputs[result.get()];
+    if (is_given_up) result->owner = at::Tensor();
   }
   for (const auto& weak : pool_->results_) {
-    if (const auto result = weak.lock(); result && result->owner.defined()) kept_.insert(result->address);
+    if (const auto result = weak.lock(); result && result->owner.defined()) kept_[result->address] = result->nbytes;
   }
   copy_inputs(inputs);
+}
+
+CapturedGraph::~CapturedGraph() {
+  try {
+    for (const auto& result : storages_) pool_->move_out(*result);
+  } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
+  }
 }
 
 void CapturedGraph::call(void (Transport::*function)()) const {
@@ -126,6 +144,9 @@ void CapturedGraph::call(void (Transport::*function)()) const {
 }
 
 void CapturedGraph::prepare_capture(const HostRecording& before) {
+  for (const auto& weak : models_) {
+    if (const auto model = weak.lock()) model->note_backward();
+  }
   for (const auto& effect : before.effects) effect();
   call(&Transport::enter_graph);
 }
@@ -143,12 +164,15 @@ void CapturedGraph::start_capture() {
   HostEffects::record();
 }
 
-void CapturedGraph::finish_capture(const Tensors& results) {
+void CapturedGraph::end_capture() {
   call(&Transport::finish_capture);
   for (size_t i = 0; i < transports_.size(); ++i) {
     reduces_.push_back(transports_[i].lock()->reduced_pieces() != pieces_[i]);
   }
   recording_ = HostEffects::stop();
+}
+
+void CapturedGraph::keep_results(const Tensors& results) {
   std::unordered_map<const c10::StorageImpl*, int64_t> known;
   for (const auto& tensor : results) {
     auto& output = outputs_.emplace_back();
@@ -177,10 +201,7 @@ void CapturedGraph::finish_capture(const Tensors& results) {
 
 void CapturedGraph::set_executable(uintptr_t graph) { *recording_.executable = reinterpret_cast<void*>(graph); }
 
-void CapturedGraph::abandon_capture() {
-  HostEffects::stop();
-  call(&Transport::leave_graph);
-}
+void CapturedGraph::abandon_capture() { call(&Transport::leave_graph); }
 
 std::pair<CapturedGraph::Match, int64_t> CapturedGraph::match(const Tensors& inputs) const {
   for (size_t i = 0; i < models_.size(); ++i) {
@@ -212,7 +233,11 @@ std::pair<CapturedGraph::Match, int64_t> CapturedGraph::start_replay(const Tenso
   }
   for (const auto& effect : recording_.effects) effect();
   call(&Transport::enter_graph);
-  pool_->move_results(inputs, kept_);
+  Tensors in_place = inputs;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs_[i].is_copied) in_place[i].reset();
+  }
+  pool_->move_results(in_place, kept_);
   copy_inputs(inputs);
   return found;
 }
@@ -247,6 +272,18 @@ Tensors CapturedGraph::results() {
     tensor = is_whole ? input : input.as_strided(output.sizes, output.strides, output.offset);
   }
   return results;
+}
+
+HostRecording stop_observing(const std::vector<std::shared_ptr<Model>>& models) {
+  auto observed = HostEffects::stop();
+  for (const auto& model : models) observed.transports.emplace_back(model->transport());
+  return observed;
+}
+
+bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Model>>& models) {
+  return std::equal(
+      observed.transports.begin(), observed.transports.end(), models.begin(), models.end(),
+      [](const auto& transport, const auto& model) { return transport.lock() == model->transport(); });
 }
 
 bool may_replay(const Model& model) {

@@ -7,8 +7,9 @@
 // storage can exchange its memory; tensors and views over it stay as they are. Most often few exist: a loss of the step
 // before, and gradients that the next microbatch adds to.
 //
-// Results of forward that backward takes as inputs stay in place. So do results that existed while the graph was
-// captured: the capture could not use their memory again.
+// Results of forward that backward takes as inputs stay in place, and backward may use their memory again. A forward
+// may not, because the program may yet read its inputs. Results that existed while the graph was captured stay in
+// place, too: the capture could not use their memory again.
 //
 // [Note: inputs of a captured graph]
 // An input is read in place, at the address it had at the capture, if its storage was the same in the calls before, as
@@ -21,6 +22,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -35,8 +37,9 @@ using Tensors = std::vector<std::optional<at::Tensor>>;  // none: no tensor
 // The results of all captured graphs of a device, which share a pool of memory.
 class GraphPool {
  public:
-  // Results that others than `inputs` have move to memory of the allocator, but for those at addresses in `kept`.
-  void move_results(const Tensors& inputs, const std::unordered_set<const void*>& kept);
+  using Kept = std::unordered_map<const void*, size_t>;  // addresses, and how many bytes there
+  // Results that others than `inputs` have move to memory of the allocator, but for those that lie in `kept`.
+  void move_results(const Tensors& inputs, const Kept& kept);
 
  private:
   friend class CapturedGraph;
@@ -51,30 +54,39 @@ class GraphPool {
     int64_t holders() const;  // of that storage
   };
 
+  static void move_out(const Result& result);
   std::shared_ptr<Result> find(const at::Tensor& tensor) const;  // the result whose memory it has now; none: no result
 
   std::vector<std::weak_ptr<Result>> results_;  // of the graphs that exist
 };
 
 class CapturedGraph {
+  using Kept = GraphPool::Kept;
+
  public:
   // `models` are those whose parameters the graph gathers and reduces. `in_place`: for each input, whether its storage
   // is a lasting one.
   CapturedGraph(
       std::shared_ptr<GraphPool> pool, const std::vector<std::shared_ptr<Model>>& models, const Tensors& inputs,
-      const std::vector<bool>& in_place);
+      const std::vector<bool>& in_place, bool is_backward);
+  // Results that still exist move to memory of the allocator.
+  ~CapturedGraph();
+  CapturedGraph(const CapturedGraph&) = delete;
+  CapturedGraph& operator=(const CapturedGraph&) = delete;
 
-  // `before`: what was observed when the code ran uncaptured. What it prepares is prepared now. After this, all work of
-  // transports is before the current stream, which the capture's stream is to wait for.
+  // `before`: what was observed when the code ran uncaptured, which is of the models. What it prepares is prepared now.
+  // After this, all work of transports is before the current stream, which the capture's stream is to wait for.
   void prepare_capture(const HostRecording& before);
   // The inputs with which the code is to be captured. Asked for once.
   Tensors inputs();
   // The current stream is being captured. From here on, the host's effects are recorded.
   void start_capture();
-  // While the stream is still captured.
-  void finish_capture(const Tensors& results);
+  // While the stream is still captured, also after an exception.
+  void end_capture();
+  void keep_results(const Tensors& results);
   // The driver's executable graph, as a number; none on a CPU.
   void set_executable(uintptr_t graph);
+  // After an exception, when the stream is captured no more.
   void abandon_capture();
 
   // Whether a replay may read the inputs. kOtherMemory comes with the first input that is not where it was.
@@ -117,11 +129,16 @@ class CapturedGraph {
   std::vector<WeakStorage> input_storages_;  // that the captured code had; their addresses stay theirs
   std::vector<Output> outputs_;
   std::vector<std::shared_ptr<GraphPool::Result>> storages_;
-  std::unordered_set<const void*> kept_;  // addresses of results that existed during the capture
+  Kept kept_;  // results that existed during the capture
   HostRecording recording_;
   Tensors captured_inputs_;  // until inputs()
   Tensors given_;  // the inputs of the replay, until results()
 };
+
+// Ends what HostEffects::observe() began, for a piece of code that gathers and reduces parameters of `models`.
+HostRecording stop_observing(const std::vector<std::shared_ptr<Model>>& models);
+// Whether `models` still have the transports that they had then.
+bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Model>>& models);
 
 // Whether the host does nothing for the ops of `model` that a replay would not repeat: it caches no microbatches,
 // defers no reduces, collects no squares, and records no gathers.

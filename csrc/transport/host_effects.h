@@ -16,6 +16,8 @@ struct HostRecording {
   std::vector<std::function<void()>> effects;
   // Why the code cannot be captured; empty: nothing is known against it.
   std::string obstacle;
+  // Of the models: effects refer to them.
+  std::vector<std::weak_ptr<const void>> transports;
   // The driver's executable graph of a capture, when there is one.
   std::shared_ptr<void*> executable = std::make_shared<void*>(nullptr);
 };
@@ -49,6 +51,8 @@ class HostEffects {
   }
 
   static void record() { start(Mode::kRecord); }
+  // Whether this is behind the first of what has to be done before a capture.
+  static bool has_prepared() { return mode_ == Mode::kObserve && !recording_.effects.empty(); }
   static bool is_recording() { return mode_ == Mode::kRecord; }
   static const std::shared_ptr<void*>& executable() { return recording_.executable; }
   // Only what has to be done before a capture is kept.

@@ -6,11 +6,14 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from tests.support.cuda_graphs import (
     TRAINERS,
     Branch,
     Noisy,
+    Pieces,
     batches,
     counts,
     finish_step,
@@ -20,6 +23,7 @@ from tests.support.cuda_graphs import (
     same_as_uncaptured,
     sharded,
     two_forwards_first,
+    without_gradients,
 )
 from tests.support.ranks import Ranks, on_ranks
 from zcompile import options, shard, stats
@@ -51,6 +55,28 @@ def test_training_equals_uncaptured(rank, world, train):
 def test_graphs_read_results_of_others(rank, world):
     model = same_as_uncaptured("cpu", rank, plain, Branch)
     assert counts(model) == (4, 40)
+
+
+@on_ranks(2)
+def test_what_a_forward_reads_may_be_read_again(rank, world):
+    model = same_as_uncaptured("cpu", rank, without_gradients, Pieces)
+    assert counts(model)[1] == 20  # the third piece has no parameters, and counts for no model
+
+
+@on_ranks(1)
+def test_results_outlast_their_model(rank, world):
+    with graphs_on_cpu():
+        model = sharded("cpu")
+        for step in range(5):
+            with torch.no_grad():
+                _, hidden = model(batches("cpu", rank)(step, rows=400))
+        assert counts(model) == (1, 3)
+        expected = hidden.clone()
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+        noise = [torch.full_like(expected, 7.0) for _ in range(20)]
+    assert torch.equal(hidden, expected), noise
 
 
 @on_ranks(2)
@@ -115,6 +141,21 @@ def test_code_that_cannot_be_captured_says_why(rank, world):
     assert counts(model) == (0, 0)
     (reason,) = stats(model)["cuda_graphs"]["uncaptured"]
     assert reason.endswith("is on cpu")
+
+
+class Summed(Noisy):
+    """Its program has a collective of its own, as that of expert parallelism."""
+
+    def forward(self, x):
+        return super().forward(funcol.all_reduce(x, "sum", dist.group.WORLD))
+
+
+@on_ranks(2)
+def test_collectives_of_the_program_are_in_no_graph(rank, world):
+    model = shard(Summed())
+    model.compile(backend="zcompile", options={"cuda_graphs": True})
+    with pytest.warns(UserWarning, match="no CUDA graph of this code: .* is a collective, and NCCL"):
+        model(batches("cpu", rank)(0))
 
 
 @pytest.mark.parametrize("wrong", [{"inner": "aot_eager"}, {"cuda_graphs": 1}])

@@ -11,6 +11,7 @@ from tests.support.cuda_graphs import (
     TRAINERS,
     Branch,
     Noisy,
+    Pieces,
     batches,
     counts,
     in_accumulate,
@@ -18,6 +19,7 @@ from tests.support.cuda_graphs import (
     same_as_uncaptured,
     sharded,
     wide,
+    without_gradients,
 )
 from tests.support.ranks import Ranks
 from zcompile.state.sharded_model import state_of
@@ -48,6 +50,15 @@ def rank_branches(rank, world):
     model = same_as_uncaptured("cuda", rank, plain, Branch, TRANSPORTS[world])
     graphs, replays = counts(model)
     assert graphs >= 3 and replays == 10 * graphs  # on one rank, the first backward has no shards, and counts for none
+
+
+def rank_reads_again(rank, world):
+    same_as_uncaptured("cuda", rank, without_gradients, Pieces, TRANSPORTS[world])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_forward_reads_may_be_read_again(gpus, world):
+    gpus(world).run(rank_reads_again)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -47,7 +47,7 @@ class GraphOnCpu:
     @contextlib.contextmanager
     def capture(self):
         yield
-        self.inputs, self.results = self.code.last
+        (self.inputs, self.results), self.code.last = self.code.last, None
 
     def executable(self):
         return 0
@@ -107,6 +107,21 @@ class Branch(nn.Module):
         torch._dynamo.graph_break()
         x = self.second(x.relu()) + x
         return x.square().mean(), x
+
+
+class Pieces(nn.Module):
+    """Three graphs. The third reads what the first returned, which the second did, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        y = self.second(x.relu().square()).relu()
+        torch._dynamo.graph_break()
+        return (y * x).square().mean(), x
 
 
 def wide():
@@ -203,6 +218,23 @@ def in_accumulate(model, optimizer, batch, step):
     optimizer.zero_grad()
 
 
+def in_accumulate_at_times(model, optimizer, batch, step):
+    if step % 4 == 1:
+        in_accumulate(model, optimizer, batch, step)
+    return plain(model, optimizer, batch, step)
+
+
+def two_lengths(model, optimizer, batch, step):
+    model(batch(100 + step, rows=4 + 2 * step % 5))[0].backward()
+    return finish_step(optimizer, model(batch(step, rows=4 + step % 3))[0])
+
+
+def without_gradients(model, optimizer, batch, step):
+    with torch.no_grad():
+        loss, hidden = model(batch(step))
+        return loss, hidden.square().sum()
+
+
 def two_forwards_first(model, optimizer, batch, step):
     first, second = model(batch(step)), model(batch(100 + step))
     finish_step(optimizer, first[0] + second[1].mean())
@@ -238,6 +270,14 @@ def kept_graph(model, optimizer, batch, step):
     return finish_step(optimizer, loss)
 
 
+def transport_changed(model, optimizer, batch, step):
+    if step == 6:  # to another of the same kind: nothing that was captured or observed is of it
+        name = zcompile.stats(model)["transport"]
+        for state in models_of(state_of(model)):
+            state.runtime.use_transport(name if "p2p" in name else "c10d")
+    return plain(model, optimizer, batch, step)
+
+
 def lengths(model, optimizer, batch, step):
     return finish_step(optimizer, model(batch(step, rows=4 + step % 3))[0])
 
@@ -253,5 +293,6 @@ def same_batch_for_a_while(model, optimizer, batch, step, made={}):  # noqa: B00
 
 TRAINERS = [
     clipped_by_schedule, two_backwards, in_accumulate, two_forwards_first, results_that_last, evaluated_in_between,
-    frozen_later, kept_graph, lengths, lengths_of_one_rank, same_batch_for_a_while,
+    in_accumulate_at_times, two_lengths,
+    frozen_later, kept_graph, transport_changed, lengths, lengths_of_one_rank, same_batch_for_a_while,
 ]  # fmt: skip

@@ -246,7 +246,7 @@ def _prepare_for_graphs(model: ShardedModel) -> None:
             "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') cannot hold the "
             f"collectives of NCCL, which this model uses ({model.transport.reason}): NCCL does not close a group while "
             "a graph with collectives of it lives, so dist.destroy_process_group() would hang. Take the option "
-            "transport='p2p' where the GPUs are in one host, or no CUDA graphs."
+            "transport='p2p' where the GPUs are in one host, or mode 'default' or 'max-autotune-no-cudagraphs'."
         )
     model.runtime.keep_to_allocator()
 

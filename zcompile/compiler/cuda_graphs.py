@@ -16,6 +16,7 @@ Memory: see [Note: results of replays] and [Note: inputs of a captured graph] in
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,7 @@ class CudaGraph:
         graphs.alive.add(self.graph)
         torch.cuda.empty_cache()  # the memory of the calls before, which the pool cannot have
         graphs.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(graphs.stream):
+        with torch.cuda.stream(graphs.stream), _without_gc():
             # Other threads may go on, such as those that fetch batches.
             self.graph.capture_begin(pool=graphs.memory, capture_error_mode="thread_local")
             try:
@@ -76,6 +77,18 @@ class CudaGraph:
     def replay(self) -> None:
         """Launch it on the current stream."""
         self.graph.replay()
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """It may free another model, whose memory CUDA does not free while it captures."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass
@@ -133,6 +146,9 @@ class _Variant:
     def alive(self) -> list[ShardedModel]:
         return [model for ref in self.models if (model := ref()) is not None]
 
+    def runtimes(self) -> list[_C.Model]:
+        return [model.runtime for model in self.alive()]
+
 
 class CapturedCode:
     """Stands for a piece of compiled code: calls it, captures it, or replays it.
@@ -153,7 +169,7 @@ class CapturedCode:
     ):
         self.code, self.pair, self.mutated, self.is_backward = code, pair, mutated, is_backward
         self.make_graph = make_graph
-        self.variants: dict[int, _Variant] = {}  # by the address of the first shard
+        self.variants: dict[tuple[int, int], _Variant] = {}  # by the address of the first shard, and how many there are
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The results of `code`; empties `inputs`, as `code` does."""
@@ -175,7 +191,7 @@ class CapturedCode:
         variant.lasting.note(tensors)
         shapes = (*(value.shape for value in tensors if value is not None), *others)
         variant.calls[shapes] += 1
-        if variant.calls[shapes] <= WARM_UPS:
+        if variant.calls[shapes] <= WARM_UPS or not variant.effects.is_of(variant.runtimes()):
             reason = self.pair.obstacle or "warm-up"
         elif variant.effects.obstacle:
             reason = reason or variant.effects.obstacle
@@ -186,13 +202,12 @@ class CapturedCode:
         return self._uncaptured(inputs, variant, reason) if reason else self._capture(inputs, tensors, variant)
 
     def _variant(self, inputs: Sequence[Any]) -> _Variant:
-        first = next((value for value in inputs if model_of(value) is not None), None)
-        key = 0 if first is None else first.data_ptr()
+        shards = [(value, model) for value in inputs if (model := model_of(value)) is not None]
+        key = next((shard.data_ptr() for shard, _ in shards if shard.numel() > 0), 0), len(shards)
         if key not in self.variants:
-            model = model_of(first)
-            models = [] if model is None else models_of(model)
-            self.variants[key] = _Variant([weakref.ref(each) for each in models])
-            for each in models:
+            models = {id(each): each for _, model in shards for each in models_of(model)}
+            self.variants[key] = _Variant([weakref.ref(each) for each in models.values()])
+            for each in models.values():
                 weakref.finalize(each, self.variants.pop, key, None)
         return self.variants[key]
 
@@ -209,16 +224,21 @@ class CapturedCode:
     def _uncaptured(self, inputs: list[Any], variant: _Variant, reason: str) -> Sequence[Any]:
         for model in variant.alive():
             model.replays.uncaptured[reason] += 1
+        is_plain = all(_C.may_replay(model.runtime) for model in variant.alive())
+        variant.effects = _C.HostEffects()
         _C.observe_effects()
         try:
-            return self.code(inputs)
+            results = self.code(inputs)
         finally:
-            variant.effects = _C.stop_observing()
+            effects = _C.stop_observing(variant.runtimes())
+        if is_plain:
+            variant.effects = effects
+        return results
 
     def _capture(self, inputs: list[Any], tensors: Sequence[torch.Tensor | None], variant: _Variant) -> Sequence[Any]:
-        device = next(each.device for each in tensors if each is not None)
-        runtimes = [model.runtime for model in variant.alive()]
-        state = _C.CapturedGraph(_pool(device), runtimes, tensors, variant.lasting.lasting)
+        device = next((each.device for each in tensors if each is not None), torch.device("cuda"))
+        lasting = variant.lasting.lasting
+        state = _C.CapturedGraph(_pool(device), variant.runtimes(), tensors, lasting, self.is_backward)
         read: list[Any] = state.inputs()
         if any(_address(read[i]) != _address(tensors[i]) for i in self.mutated):
             self.pair.obstacle = "the code writes to an input whose memory is another in each call"
@@ -232,12 +252,15 @@ class CapturedCode:
         try:
             with graph.capture():
                 state.start_capture()
-                values = list(self.code(arguments))
-                state.finish_capture([value if isinstance(value, torch.Tensor) else None for value in values])
+                try:
+                    values = list(self.code(arguments))
+                finally:
+                    state.end_capture()
+                state.keep_results([value if isinstance(value, torch.Tensor) else None for value in values])
+            state.set_executable(graph.executable())
         except BaseException:
             state.abandon_capture()
             raise
-        state.set_executable(graph.executable())
         values = [None if isinstance(value, torch.Tensor) else value for value in values]
         variant.captured.append(_Captured(graph, state, others, values))
         if not self.is_backward:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch._functorch import config as torch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -117,6 +118,9 @@ def _captures(pair: Pair) -> Callable[..., Any]:
 
 def _obstacle_to_capture(gm: GraphModule) -> str:
     """Why a graph cannot be captured; empty if it can."""
+    collective = next(filter(is_user_collective, gm.graph.nodes), None)
+    if collective is not None and dist.get_world_size() > 1:
+        return f"{collective.name} is a collective, and NCCL does not close a group while a graph with one lives"
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.device.type != "cuda":
