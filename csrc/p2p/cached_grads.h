@@ -34,7 +34,7 @@ class CachedGrads {
   void count_reduces(int64_t count) { placement_.count_reduces(count); }
   void finish_backward(bool is_caching) { placement_.finish_backward(is_caching); }
   size_t learned() const { return is_off_ ? 0 : placement_.learned(); }
-  // No gradient is placed any more, on all ranks alike, and what backwards gather is of no account.
+  // No gradient is placed any more, on all ranks alike, and ranks need not have learned the same.
   void turn_off() { is_off_ = true; }
 
   // An uninitialised gradient of `param` in the place of dead shards; undefined if there is no room.

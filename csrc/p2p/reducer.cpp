@@ -107,8 +107,8 @@ Number Reducer::piece_number() const {
   return [this] { return pieces_; };
 }
 
-Number Reducer::piece_tag(size_t what) const {
-  return [this, what] { return tag(pieces_, what); };
+Number Reducer::piece_tag(size_t hash) const {
+  return [this, hash] { return tag(pieces_, hash); };
 }
 
 // In compute's order: `work` may still wait for a peer, and little is left to compute when the gradients of an

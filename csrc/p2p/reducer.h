@@ -55,7 +55,7 @@ class Reducer {
   void finish(const c10::cuda::CUDAStream& stream);
   // All ranks have added up all pieces by now in the order of `work`, and call this together.
   void start_over();
-  // In the order of the current stream, whatever was recorded before is done. See transport.h for both.
+  // From here on in the order of the current stream, all earlier events are done. See transport.h.
   void renew_events();
   uint32_t pieces() const { return pieces_; }
   int64_t bytes() const { return staging_.bytes(); }
@@ -93,7 +93,7 @@ class Reducer {
   void note(const Collective& next, const ShardedParam& param);
   void count_piece();
   Number piece_number() const;
-  Number piece_tag(size_t what) const;
+  Number piece_tag(size_t hash) const;
   void begin();
   SortedRows sum_rows(const ReduceRowsRequest& request);
   at::Tensor make_sum(const at::Tensor& out, at::ScalarType wire) const;

@@ -74,8 +74,8 @@ class CapturedGraph {
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;
 
-  // `before`: what was observed when the code ran uncaptured, which is of the models. What it prepares is prepared now.
-  // After this, all work of transports is before the current stream, which the capture's stream is to wait for.
+  // `before` was observed in an uncaptured call, and is of the models. Stale cached shards are refreshed here. After
+  // this, all work of transports is before the current stream, for which the capture's stream is to wait.
   void prepare_capture(const HostRecording& before);
   // The inputs with which the code is to be captured. Asked for once.
   Tensors inputs();
@@ -135,7 +135,7 @@ class CapturedGraph {
   Tensors given_;  // the inputs of the replay, until results()
 };
 
-// Ends what HostEffects::observe() began, for a piece of code that gathers and reduces parameters of `models`.
+// Ends HostEffects::observe(), after a call of code that gathers and reduces parameters of `models`.
 HostRecording stop_observing(const std::vector<std::shared_ptr<Model>>& models);
 // Whether `models` still have the transports that they had then.
 bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Model>>& models);

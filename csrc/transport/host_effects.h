@@ -44,18 +44,18 @@ class HostEffects {
   static void repeat(Effect effect) {
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
-  // What is done now, a graph cannot hold.
+  // The op that runs now cannot be in a graph.
   static void obstruct(const char* why) {
     TORCH_CHECK(mode_ != Mode::kRecord, "zcompile: a captured graph cannot hold ", why);
     if (mode_ == Mode::kObserve) recording_.obstacle = why;
   }
 
   static void record() { start(Mode::kRecord); }
-  // Whether this is behind the first of what has to be done before a capture.
+  // Whether something was prepared since observe().
   static bool has_prepared() { return mode_ == Mode::kObserve && !recording_.effects.empty(); }
   static bool is_recording() { return mode_ == Mode::kRecord; }
   static const std::shared_ptr<void*>& executable() { return recording_.executable; }
-  // Only what has to be done before a capture is kept.
+  // Keeps effects that are to be prepared before a capture.
   static void observe() { start(Mode::kObserve); }
   // For tests, whose graphs are replayed by calling the code again: it notes nothing until resume().
   static void ignore() { mode_ = Mode::kIgnore; }

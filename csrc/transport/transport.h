@@ -108,7 +108,7 @@ class Transport {
   // A graph is captured on one stream and launched on another. Before either, `enter_graph` has the current stream wait
   // for all transfers that were started: nothing in a graph may wait for work outside of it. Between start_capture()
   // and finish_capture(), the transport's own streams are captured with the current one. After a launch, `leave_graph`
-  // has them go on behind it. What a replay's host does before the launch is recorded (host_effects.h).
+  // has them go on after it. The host's part in each op is repeated before the launch (host_effects.h).
   virtual void enter_graph() {}
   virtual void start_capture() {}
   virtual void finish_capture() {}

@@ -116,7 +116,7 @@ def busiest_stream(device: list[Event]) -> int:
 
 
 def graph_launches(events: list[Event]) -> set[int]:
-    """The numbers by which what a GPU does is found that launches of CUDA graphs led to."""
+    """Correlation ids of the launches of CUDA graphs, which the kernels and copies of these graphs have, too."""
     return {event["args"]["correlation"] for event in events if event.get("name") == "cudaGraphLaunch"}
 
 
