@@ -1,13 +1,13 @@
 """The grid of workloads that people train: step time, tokens/s, MFU and memory beside FSDP2 and the limit.
 
-    python benchmarks/regimes.py --minutes 9              # what is not measured yet and fits this machine and 9 minutes
+    python benchmarks/regimes.py --minutes 9              # cells not measured yet that fit this machine and 9 minutes
     python benchmarks/regimes.py --cells 'dense-2b/2048/1,mixture-*/*/2/off'
     python benchmarks/regimes.py --list
     python benchmarks/regimes.py --table
 
 A cell is MODEL/TOKENS/GPUS/CHECKPOINTING, with tokens of a GPU and microbatch. It is one run of `zcompile profile` over
 all engines. Its results are added to one JSON file when the run ends, so a run may be stopped at any time, and the next
-goes on. Too little memory is a result. `--retry` measures those again that failed otherwise. What follows `--` goes to
+goes on. Too little memory is a result. `--retry` measures those again that failed otherwise. Arguments after `--` go to
 the profiler, as in `-- --steps 10 --repeats 2`. To repeat a cell of a module by hand, set CELL to its name.
 """
 

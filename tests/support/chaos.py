@@ -30,7 +30,7 @@ from tests.support.time_limits import scaled
 from zcompile.ranks.order_watch import PERIOD_S
 
 WORLD, STEPS, LAYERS = 2, 4, 4
-MORE_STEPS = 6  # before code is captured, of which there are two pieces
+MORE_STEPS = 6  # before both graphs are captured: with the extra layer, and without
 KINDS = ("raise", "raise and go on", "kill", "stop", "stop long", "skip")
 PLACES = ("shard", "forward", "backward", "step")
 START_S = scaled(60.0)  # the longest that ranks take to come to the place, beside other tests

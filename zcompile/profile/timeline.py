@@ -51,8 +51,8 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
     On a GPU the steps last from the first thing that it does to the last. Compute is what runs on the busiest stream,
     but for NCCL's kernels and zcompile's. Communication is those kernels and whatever runs on other streams: copies
     between devices, the packing for them, casts and sums. In a CUDA graph the driver chooses streams, so all kernels
-    are compute there, but for those and the driver's own, which copy. On a CPU, communication is what gloo does on its
-    threads and what zcompile's ops wait for. Events of zcompile's messages do not count, because they last until the
+    are compute there, but for those and the driver's own, which copy. On a CPU, communication is gloo's work on its
+    threads and the waits of zcompile's ops. Events of zcompile's messages do not count, because they last until the
     wait.
     Compute is aten's ops and compiled graphs, but for such waits.
     """
