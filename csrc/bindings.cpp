@@ -331,7 +331,7 @@ void bind_model(py::module& module) {
       .def("join", &Model::join, py::arg("other"))
       .def("keep_in_flight", &Model::keep_in_flight, py::arg("on"))
       .def("refresh", &Model::refresh, ReleaseGil())
-      .def("keep_to_allocator", &Model::keep_to_allocator)
+      .def("prepare_for_graphs", &Model::prepare_for_graphs)
       .def("count_step", &Model::count_step)
       .def(
           "order",

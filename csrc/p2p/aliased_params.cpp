@@ -2,10 +2,13 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <exception>
+
+#include "transport/host_effects.h"
 
 namespace zcompile::cuda {
 
@@ -25,6 +28,8 @@ AliasedParams::~AliasedParams() { synchronize(device_); }
 
 void* AliasedParams::take(const void* shard, int64_t bytes, const OwnPages& own) {
   constexpr size_t max_mappings = 8;  // of one shard
+  // Memory that is mapped while a graph is captured is there before the graph runs.
+  const c10::cuda::CUDAStreamCaptureModeGuard may_map(cudaStreamCaptureModeRelaxed);
   std::lock_guard lock(mutex_);
   auto* mapping = find_free(shard, own);
   if (!mapping) {
@@ -39,7 +44,7 @@ void* AliasedParams::take(const void* shard, int64_t bytes, const OwnPages& own)
     by_address_[mapping->range.begin()] = mapping;
   }
   wait_for_readers_locked();
-  mapping->stream = last_;
+  mapping->stream = HostEffects::is_recording() ? std::nullopt : last_;
   mark(*mapping, true);
   return mapping->range.begin();
 }
@@ -80,7 +85,7 @@ void AliasedParams::release(void* unsharded) {
   std::lock_guard lock(mutex_);
   auto& mapping = *by_address_.at(unsharded);
   try {
-    wait_for(mapping.stream, c10::cuda::getCurrentCUDAStream(device_.index()));
+    if (!HostEffects::is_recording()) wait_for(mapping.stream, c10::cuda::getCurrentCUDAStream(device_.index()));
     wait_for_readers_locked();
   } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
   }
@@ -111,7 +116,9 @@ void AliasedParams::wait_for_readers() {
   wait_for_readers_locked();
 }
 
+// A captured graph has one stream, and starts after earlier readers: ShardCache::enter_graph.
 void AliasedParams::wait_for_readers_locked() {
+  if (HostEffects::is_recording()) return;
   const auto current = c10::cuda::getCurrentCUDAStream(device_.index());
   wait_for(last_, current);
   last_ = current;

@@ -163,10 +163,11 @@ bool ShardCache::is_stale(const CachedShard& shard) const {
 }
 
 at::Tensor ShardCache::alias(const ShardedParam& param, at::ScalarType dtype) {
-  if (keeps_to_allocator_) return {};
+  const bool is_captured = HostEffects::is_recording();
+  if (has_graphs_ && !is_captured) return {};
   const auto* shard = memory_.find(param, dtype);
   if (!shard) return {};
-  if (is_stale(*shard)) refresh();
+  if (!is_captured && is_stale(*shard)) refresh();
   if (!shard->block || grads_.is_dead(*shard)) return {};
   const auto numel = param.chunk * context_.world();
   auto* memory = aliased_->take(shard, numel * shard->element_bytes(), shard->own_pages(context_.rank()));
@@ -177,7 +178,7 @@ at::Tensor ShardCache::alias(const ShardedParam& param, at::ScalarType dtype) {
 }
 
 at::Tensor ShardCache::place_gradient(const ShardedParam& param) {
-  if (keeps_to_allocator_ || memory_.buffers().empty() || staleness_.is_expired() || !in_backward()) return {};
+  if (has_graphs_ || memory_.buffers().empty() || staleness_.is_expired() || !in_backward()) return {};
   if (context_.is_caching()) return {};  // the next microbatch gathers the shards again
   return grads_.place(param);
 }
@@ -193,12 +194,13 @@ void ShardCache::refresh_if_expired() {
   if (staleness_.is_expired()) refresh();
 }
 
-void ShardCache::keep_to_allocator() {
-  keeps_to_allocator_ = true;
+void ShardCache::prepare_for_graphs() {
+  has_graphs_ = true;
   grads_.turn_off();
 }
 
 void ShardCache::enter_graph(const c10::cuda::CUDAStream& stream) {
+  aliased_->wait_for_readers();
   if (progress_.refreshes > 0) progress_.written.back().block(stream);
 }
 

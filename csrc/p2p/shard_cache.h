@@ -64,9 +64,9 @@ class ShardCache {
   Lane& lane() { return pulls_.lane(); }
   const c10::cuda::CUDAStream& own_stream() const { return pulls_.own_stream(); }
 
-  // See [Note: transfers in a CUDA graph] in transport.h. Addresses in a graph stay: no parameter is mapped, and no
-  // gradient is placed.
-  void keep_to_allocator();
+  // See [Note: transfers in a CUDA graph] in transport.h. Addresses in a graph stay, so the pages of aliased parameters
+  // are for graphs alone, of which one runs at a time, and no gradient is placed.
+  void prepare_for_graphs();
   void enter_graph(const c10::cuda::CUDAStream& stream);
   void renew_events();
 
@@ -92,7 +92,7 @@ class ShardCache {
   CachedGrads grads_;
   Staleness staleness_;
   bool has_begun_ = false;  // a refresh: ranks have synchronised, and copies may be written
-  bool keeps_to_allocator_ = false;
+  bool has_graphs_ = false;
 };
 
 }  // namespace zcompile::cuda

@@ -130,9 +130,9 @@ class P2pTransport : public Transport {
     cache_.refresh_if_expired();
   }
 
-  void keep_to_allocator() override {
+  void prepare_for_graphs() override {
     std::lock_guard lock(mutex_);
-    cache_.keep_to_allocator();
+    cache_.prepare_for_graphs();
   }
 
   void enter_graph() override {

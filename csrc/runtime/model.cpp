@@ -104,12 +104,12 @@ std::unique_ptr<Transport> make_transport(
 
 void Model::use_transport(const std::string& name, const P2pSettings& settings) {
   transport_ = make_transport(name, *this, settings);
-  if (keeps_to_allocator_) transport_->keep_to_allocator();
+  if (has_graphs_) transport_->prepare_for_graphs();
 }
 
-void Model::keep_to_allocator() {
-  keeps_to_allocator_ = true;
-  transport_->keep_to_allocator();
+void Model::prepare_for_graphs() {
+  has_graphs_ = true;
+  transport_->prepare_for_graphs();
 }
 
 void Model::count(const at::Tensor& moved, void (StatsCounter::*in_stats)(at::ScalarType dtype, int64_t bytes)) {

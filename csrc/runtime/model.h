@@ -43,8 +43,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // one of them. Throws ValueError if this build has none of that name.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
-  // See Transport::keep_to_allocator; also of transports to come.
-  void keep_to_allocator();
+  // See Transport::prepare_for_graphs; also of transports to come.
+  void prepare_for_graphs();
 
   const std::shared_ptr<Transport>& transport() const { return transport_; }
   ParamState& state(int64_t index) { return *params_.at(index); }
@@ -136,7 +136,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::vector<std::shared_ptr<OrderLog>> orders_;
   std::shared_ptr<std::vector<Part>> parts_;  // with this one
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
-  bool keeps_to_allocator_ = false;
+  bool has_graphs_ = false;
   std::shared_ptr<StatsCounter> stats_ = std::make_shared<StatsCounter>();
   std::atomic<int64_t> own_bytes_ = 0;
   MicrobatchCache cache_;

@@ -70,7 +70,7 @@ class WrappingTransport : public Transport {
   void finish_capture() override { inner_->finish_capture(); }
   void leave_graph() override { inner_->leave_graph(); }
   uint32_t reduced_pieces() const override { return inner_->reduced_pieces(); }
-  void keep_to_allocator() override { inner_->keep_to_allocator(); }
+  void prepare_for_graphs() override { inner_->prepare_for_graphs(); }
   at::ScalarType wire_dtype(const ShardedParam& parameter, at::ScalarType grad) const override {
     return inner_->wire_dtype(parameter, grad);
   }

@@ -118,8 +118,8 @@ class Transport {
   static constexpr uint32_t staging_regions =
       3;  // one is pushed to while another is added up; the third takes up slack
   virtual uint32_t reduced_pieces() const { return 0; }
-  // From now on, on all ranks alike, parameters and gradients lie in memory of torch's allocator alone.
-  virtual void keep_to_allocator() {}
+  // From now on, on all ranks alike, gradients and uncaptured parameters lie in memory of torch's allocator.
+  virtual void prepare_for_graphs() {}
 
  protected:
   TransportContext& context_;

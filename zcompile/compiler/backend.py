@@ -248,7 +248,7 @@ def _prepare_for_graphs(model: ShardedModel) -> None:
             "a graph with collectives of it lives, so dist.destroy_process_group() would hang. Take the option "
             "transport='p2p' where the GPUs are in one host, or mode 'default' or 'max-autotune-no-cudagraphs'."
         )
-    model.runtime.keep_to_allocator()
+    model.runtime.prepare_for_graphs()
 
 
 def _on_first_run(
