@@ -17,6 +17,7 @@ from zcompile.profile.deepspeed_engines import DeepCompile, Zero3, Zero3Zcompile
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.torch_engines import (
     ZERO_CTA_POLICY,
+    CompiledGraphs,
     Ddp,
     Fsdp2,
     Fsdp2Compile,
@@ -69,6 +70,7 @@ ENGINES = {
         environment=ZERO_CTA_POLICY,
     ),
     "compiled": Entry(MainParameters, "one rank, nothing sharded: torch.compile, bf16 copies of fp32 main parameters"),
+    "compiled+graphs": Entry(CompiledGraphs, "compiled, with Inductor's CUDA graphs", needs=("cuda",)),
     "ddp": Entry(Ddp, "DistributedDataParallel: nothing is sharded"),
     "simplefsdp": Entry(SimpleFsdp, "parametrized gathers in one graph, torch.compile"),
     "simplefsdp+tuned": Entry(

@@ -63,6 +63,7 @@ class MainParameters(Engine):
     """
 
     casts_inputs = False
+    mode: str | None = None  # of torch.compile
 
     def prepare(self, model: nn.Module) -> nn.Module:
         if dist.get_world_size() != 1:
@@ -73,7 +74,7 @@ class MainParameters(Engine):
             self.main = [nn.Parameter(copy.detach().clone()) for copy in self.copies]
             for copy in self.copies:
                 copy.data = copy.data.bfloat16()
-        model.compile()
+        model.compile(mode=self.mode)
         return model
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -88,6 +89,12 @@ class MainParameters(Engine):
         super().update()
         with torch.no_grad():
             torch._foreach_copy_(self.copies, self.main)
+
+
+class CompiledGraphs(MainParameters):
+    """The same, with Inductor's CUDA graphs."""
+
+    mode = "reduce-overhead"
 
 
 class Ddp(Engine):
