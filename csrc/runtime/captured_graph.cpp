@@ -228,17 +228,18 @@ std::pair<CapturedGraph::Match, int64_t> CapturedGraph::match(const Tensors& inp
 std::pair<CapturedGraph::Match, int64_t> CapturedGraph::start_replay(const Tensors& inputs) {
   const auto found = match(inputs);
   if (found.first != Match::kYes) return found;
+  Tensors in_place = inputs;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs_[i].is_copied) in_place[i].reset();
+  }
+  // These may run out of memory, so they come before the effects.
+  pool_->move_results(in_place, kept_);
+  copy_inputs(inputs);
   for (const auto& weak : models_) {
     if (const auto model = weak.lock()) model->note_backward();
   }
   for (const auto& effect : recording_.effects) effect();
   call(&Transport::enter_graph);
-  Tensors in_place = inputs;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (inputs_[i].is_copied) in_place[i].reset();
-  }
-  pool_->move_results(in_place, kept_);
-  copy_inputs(inputs);
   return found;
 }
 

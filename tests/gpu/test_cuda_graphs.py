@@ -8,6 +8,7 @@ import torch
 
 import zcompile
 from tests.support.cuda_graphs import (
+    STEPS,
     TRAINERS,
     Branch,
     Noisy,
@@ -64,6 +65,33 @@ def test_what_a_forward_reads_may_be_read_again(gpus, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_graphs_read_results_of_others(gpus, world):
     gpus(world).run(rank_branches)
+
+
+def rank_trains_two_models(rank, world):
+    """Each on a stream of its own: their graphs have one memory."""
+    results = []
+    for captured in (False, True):
+        models = [sharded("cuda", captured, make=lambda: Noisy((2048, 2048, 16))) for _ in range(2)]
+        streams = [torch.cuda.Stream() for _ in models]
+        torch.cuda.synchronize()
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            for model, stream in zip(models, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    model(batches("cuda", rank)(step, 512))[0].backward()
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter -= 0.01 * parameter.grad
+                            parameter.grad = None
+        torch.cuda.synchronize()
+        results.append([parameter.full_tensor() for model in models for parameter in model.parameters()])
+        if captured:
+            assert all(counts(model)[1] > 4 for model in models)
+    assert all(map(torch.equal, *results))
+
+
+def test_graphs_on_two_streams_wait_for_each_other(gpus):
+    gpus(1).run(rank_trains_two_models)
 
 
 def rank_asks_for_graphs(rank, world):

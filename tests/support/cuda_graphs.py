@@ -49,6 +49,9 @@ class GraphOnCpu:
         yield
         (self.inputs, self.results), self.code.last = self.code.last, None
 
+    def follow(self):
+        """There is one stream."""
+
     def executable(self):
         return 0
 

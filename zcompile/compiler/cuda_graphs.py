@@ -40,6 +40,7 @@ class Graph(Protocol):
     """What captures the work of a device, and launches it again."""
 
     def capture(self) -> contextlib.AbstractContextManager[None]: ...
+    def follow(self) -> None: ...
     def executable(self) -> int: ...  # the driver's, as a number
     def replay(self) -> None: ...
 
@@ -69,6 +70,13 @@ class CudaGraph:
         # Before a replay sets the numbers of random generators, which the beginning of the capture has set, too.
         torch.cuda.current_stream().wait_stream(graphs.stream)
 
+    def follow(self) -> None:
+        """Let the current stream wait for the last graph of the device, whose memory this one uses again."""
+        graphs, stream = _graphs_of(torch.cuda.current_device()), torch.cuda.current_stream()
+        if graphs.last is not None and graphs.last != stream:
+            stream.wait_stream(graphs.last)
+        graphs.last = stream
+
     def executable(self) -> int:
         """The captured graph, made ready to launch."""
         self.graph.instantiate()
@@ -93,9 +101,10 @@ def _without_gc() -> Iterator[None]:
 
 @dataclass
 class _Graphs:
-    """Those of a device, on one stream."""
+    """Those of a device, captured on one stream."""
 
     stream: torch.cuda.Stream
+    last: torch.cuda.Stream | None = None  # on which one was launched
     memory: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = field(default_factory=weakref.WeakSet)
 
@@ -179,6 +188,8 @@ class CapturedCode:
         reason = self.pair.obstacle or self._why_not(variant)
         if not self.is_backward:
             self.pair.is_forward_captured = False
+        if variant.captured and not reason:
+            variant.captured[0].graph.follow()
         for captured in () if reason else variant.captured[:]:
             if captured.others != others:
                 continue
@@ -237,6 +248,8 @@ class CapturedCode:
 
     def _capture(self, inputs: list[Any], tensors: Sequence[torch.Tensor | None], variant: _Variant) -> Sequence[Any]:
         device = next((each.device for each in tensors if each is not None), torch.device("cuda"))
+        graph = self.make_graph()
+        graph.follow()
         lasting = variant.lasting.lasting
         state = _C.CapturedGraph(_pool(device), variant.runtimes(), tensors, lasting, self.is_backward)
         read: list[Any] = state.inputs()
@@ -247,7 +260,6 @@ class CapturedCode:
         others = [given for tensor, given in zip(read, inputs) if tensor is None]
         read.clear()
         inputs.clear()
-        graph = self.make_graph()
         state.prepare_capture(variant.effects)
         try:
             with graph.capture():
