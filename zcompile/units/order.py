@@ -38,7 +38,8 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.state.attributes import IN_UNIT, UNIT, UNITS_BELOW
 from zcompile.state.containers import tensors_in
 from zcompile.state.sharded_model import ShardedModel
-from zcompile.units.unit import Reduction, Unit, deliver_rest
+from zcompile.units.reduction import Reduction, deliver_rest
+from zcompile.units.unit import Unit
 
 if TYPE_CHECKING:
     from zcompile.units.forward import UnitCall

@@ -20,7 +20,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,11 +29,12 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_grap
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.distributed.tensor import DTensor
 
-from zcompile._C import free_memory, wait_for_gathers, wait_for_reduces
+from zcompile._C import free_memory, wait_for_gathers
 from zcompile.state.attributes import IS_OPEN, UNIT
 from zcompile.state.microbatches import Deferred
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
+from zcompile.units.reduction import Reduction
 
 if TYPE_CHECKING:
     from zcompile.units.forward import UnitCall
@@ -337,7 +337,7 @@ class Unit:
         with self._own_transfer():
             wait_for_gathers(gathered)
 
-    def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> "Reduction":
+    def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> Reduction:
         """Start to reduce all gradients, in one transfer for each domain.
 
         Args:
@@ -405,79 +405,3 @@ def _note_grad(parameter: torch.Tensor) -> None:
     if unit is not None and not unit.has_grads:
         unit.has_grads = True
         unit.order.queue_callback()
-
-
-@dataclass
-class Reduction:
-    """Gradients of one forward of a unit, on their way."""
-
-    unit: Unit
-    trained: list[int] = field(default_factory=list)  # positions in unit.sharded
-    used: list[bool] = field(default_factory=list)  # by this rank, or to be treated so; for each of `trained`
-    started: list[torch.Tensor] = field(default_factory=list)  # for each of `trained`
-    counts: list[torch.Tensor] = field(default_factory=list)  # of ranks that used each of unit.sharded; of each domain
-    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # read until the wait
-    rest: list[int] = field(default_factory=list)  # of `trained`, by index: what `deliver_used` left
-
-    def add(
-        self,
-        trained: list[int],
-        used: list[bool],
-        started: list[torch.Tensor],
-        counts: torch.Tensor,
-        wires: list[torch.Tensor],
-    ) -> None:
-        """Take the gradients of a domain, too."""
-        self.trained += trained
-        self.used += used
-        self.started += started
-        self.counts.append(counts)
-        self.wires += wires
-
-    def wait(self) -> None:
-        """Wait for them.
-
-        Raises:
-            RuntimeError: another rank did not answer; names rank and parameter.
-        """
-        with torch._C._DisableTorchDispatch():  # as in `Unit._own_transfer`
-            wait_for_reduces([*self.started, *self.counts])
-        self.wires = []
-
-    def deliver_used(self) -> bool:
-        """Give their gradients to the parameters that this rank used; whether any are left for `deliver_rest`.
-
-        All are, where users have hooks: these may have collectives, to which ranks must come in one order.
-        """
-        has_hooks = any(self.unit.sharded[i].has_hooks for i in self.trained)
-        self.rest = [k for k, used in enumerate(self.used) if has_hooks or not used]
-        for k, i in enumerate(self.trained):
-            if self.used[k] and not has_hooks:
-                _deliver(self.unit.sharded[i], self.started[k])
-        return bool(self.rest)
-
-
-def deliver_rest(reductions: Sequence[Reduction]) -> None:
-    """Give what is left to the parameters that any rank used. Waits for the device."""
-    if not reductions:
-        return
-    # Each domain counts the uses of its own parameters alone.
-    counts = torch.cat([torch.stack(reduction.counts).sum(0) for reduction in reductions]).tolist()
-    sums: dict[tuple[int, int], tuple[ShardedParameter, torch.Tensor]] = {}  # by unit and position, in one order
-    begin = 0
-    for reduction in reductions:
-        unit = reduction.unit
-        for k in reduction.rest:
-            i, grad = reduction.trained[k], reduction.started[k]
-            if counts[begin + i] > 0:
-                known = sums.get((unit.index, i))
-                sums[unit.index, i] = unit.sharded[i], grad if known is None else known[1] + grad
-        begin += len(unit.sharded)
-    for sharded, grad in sums.values():
-        _deliver(sharded, grad)
-
-
-def _deliver(sharded: ShardedParameter, grad: torch.Tensor) -> None:
-    leaf = sharded.leaf
-    leaf.grad = grad
-    sharded.post_accumulate_grad(leaf)

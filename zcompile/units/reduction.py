@@ -1,0 +1,89 @@
+"""Gradients of a unit's parameters on their way, and how they come to the parameters that ranks used."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from zcompile._C import wait_for_reduces
+from zcompile.state.sharded_parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from zcompile.units.unit import Unit
+
+
+@dataclass
+class Reduction:
+    """Gradients of one forward of a unit, on their way."""
+
+    unit: "Unit"
+    trained: list[int] = field(default_factory=list)  # positions in unit.sharded
+    used: list[bool] = field(default_factory=list)  # by this rank, or to be treated so; for each of `trained`
+    started: list[torch.Tensor] = field(default_factory=list)  # for each of `trained`
+    counts: list[torch.Tensor] = field(default_factory=list)  # of ranks that used each of unit.sharded; of each domain
+    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # read until the wait
+    rest: list[int] = field(default_factory=list)  # of `trained`, by index: what `deliver_used` left
+
+    def add(
+        self,
+        trained: list[int],
+        used: list[bool],
+        started: list[torch.Tensor],
+        counts: torch.Tensor,
+        wires: list[torch.Tensor],
+    ) -> None:
+        """Take the gradients of a domain, too."""
+        self.trained += trained
+        self.used += used
+        self.started += started
+        self.counts.append(counts)
+        self.wires += wires
+
+    def wait(self) -> None:
+        """Wait for them.
+
+        Raises:
+            RuntimeError: another rank did not answer; names rank and parameter.
+        """
+        with torch._C._DisableTorchDispatch():  # as in `Unit._own_transfer`
+            wait_for_reduces([*self.started, *self.counts])
+        self.wires = []
+
+    def deliver_used(self) -> bool:
+        """Give their gradients to the parameters that this rank used; whether any are left for `deliver_rest`.
+
+        All are, where users have hooks: these may have collectives, to which ranks must come in one order.
+        """
+        has_hooks = any(self.unit.sharded[i].has_hooks for i in self.trained)
+        self.rest = [k for k, used in enumerate(self.used) if has_hooks or not used]
+        for k, i in enumerate(self.trained):
+            if self.used[k] and not has_hooks:
+                _deliver(self.unit.sharded[i], self.started[k])
+        return bool(self.rest)
+
+
+def deliver_rest(reductions: Sequence[Reduction]) -> None:
+    """Give what is left to the parameters that any rank used. Waits for the device."""
+    if not reductions:
+        return
+    # Each domain counts the uses of its own parameters alone.
+    counts = torch.cat([torch.stack(reduction.counts).sum(0) for reduction in reductions]).tolist()
+    sums: dict[tuple[int, int], tuple[ShardedParameter, torch.Tensor]] = {}  # by unit and position, in one order
+    begin = 0
+    for reduction in reductions:
+        unit = reduction.unit
+        for k in reduction.rest:
+            i, grad = reduction.trained[k], reduction.started[k]
+            if counts[begin + i] > 0:
+                known = sums.get((unit.index, i))
+                sums[unit.index, i] = unit.sharded[i], grad if known is None else known[1] + grad
+        begin += len(unit.sharded)
+    for sharded, grad in sums.values():
+        _deliver(sharded, grad)
+
+
+def _deliver(sharded: ShardedParameter, grad: torch.Tensor) -> None:
+    leaf = sharded.leaf
+    leaf.grad = grad
+    sharded.post_accumulate_grad(leaf)
