@@ -86,7 +86,7 @@ void delete_without_gil(Model* model) {
 
 int64_t add_parameter(
     Model& model, std::string name, const at::Tensor& shard, std::vector<int64_t> shape, int64_t chunk, bool replicated,
-    std::optional<at::ScalarType> reduce_dtype, bool is_counted) {
+    std::optional<at::ScalarType> reduce_dtype, bool is_counted, std::string subclass, bool is_component) {
   ParamState param;
   param.is_counted = is_counted;
   param.name = std::move(name);
@@ -95,6 +95,8 @@ int64_t add_parameter(
   param.chunk = chunk;
   param.replicated = replicated;
   param.reduce_dtype = reduce_dtype;
+  param.subclass = std::move(subclass);
+  param.is_component = is_component;
   return model.add(std::move(param), shard);
 }
 
@@ -304,7 +306,8 @@ void bind_model(py::module& module) {
           py::arg("divisor") = py::none())
       .def(
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),
-          py::arg("replicated"), py::arg("reduce_dtype"), py::arg("is_counted") = true)
+          py::arg("replicated"), py::arg("reduce_dtype"), py::arg("is_counted") = true, py::arg("subclass") = "",
+          py::arg("is_component") = false)
       .def("replace", &Model::replace, py::arg("index"), py::arg("shard"))
       .def_property_readonly("world", &Model::world)
       .def("watch", &Model::watch, py::arg("index"), py::arg("main_params"))
@@ -316,6 +319,15 @@ void bind_model(py::module& module) {
       .def(
           "count_gather", [](Model& model, const at::Tensor& unsharded) { model.count_gather(unsharded); },
           py::arg("unsharded"))
+      .def(
+          "gather_components",
+          [](Model& model, const std::vector<int64_t>& indices, const std::vector<at::Tensor>& inputs) {
+            std::vector<ParamState*> components;
+            for (const auto index : indices) components.push_back(&model.state(index));
+            const at::AutoDispatchBelowADInplaceOrView below;
+            return gather_components_start(components, inputs);
+          },
+          ReleaseGil(), py::arg("indices"), py::arg("inputs"))
       .def("fill", &Model::fill, py::arg("tensors"), py::arg("gathered"))
       .def("record_gathers", &Model::record_gathers)
       .def("stop_recording", &Model::stop_recording)

@@ -74,19 +74,12 @@ void refuse_lost_writes(ParamState& param) {
   versions.erase(std::remove_if(versions.begin(), versions.end(), is_gone), versions.end());
 }
 
-// A backward gathers again, and gets the values of now. Those of the forward are gone, so a change since is an error,
-// as torch's of a saved tensor. Of several forwards only the last is known.
-void refuse_change_before_backward(ParamState& param) {
-  const auto version = param.main_param_version();
-  if (!in_backward() || at::GradMode::is_enabled()) {
-    param.forward_version = version;
-    return;
-  }
+void refuse_subclass(const ParamState& param) {
   TORCH_CHECK(
-      param.forward_version == version, "zcompile: parameter '", param.name,
-      "' was modified between forward and backward on rank ", param.model->rank(),
-      ". Backward gathers it again, and would compute gradients with the new values. Run backward before the "
-      "optimizer's step.");
+      param.subclass.empty(), "zcompile: parameter '", param.name, "' is a ", param.subclass,
+      ", whose all-gather hooks run in eager, with the other parameters of its block (rank ", param.model->rank(),
+      "). A graph or a read outside of that block cannot gather it. Compile the layers of the model one by one "
+      "(layer.compile()), and read the parameter inside of its layer's forward.");
 }
 
 void refuse_in_unshard(const ParamState& param) {
@@ -99,6 +92,7 @@ void refuse_in_unshard(const ParamState& param) {
 
 std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape, int64_t domain) {
   auto param = find_with_shape(shard, shape, domain, "gather");
+  refuse_subclass(*param);
   HostEffects::note([param = param.get()] {
     refuse_in_unshard(*param);
     refuse_lost_writes(*param);

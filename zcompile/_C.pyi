@@ -50,6 +50,8 @@ class Model:
         replicated: bool,
         reduce_dtype: torch.dtype | None,
         is_counted: bool = True,  # in statistics
+        subclass: str = "",  # the class of a main parameter that has FSDP2's all-gather hooks
+        is_component: bool = False,  # of such a parameter: `shard` is empty, and given to each gather
     ) -> int: ...
     def replace(self, index: int, shard: Tensor) -> None: ...
     def watch(self, index: int, main_params: Sequence[Tensor]) -> None: ...
@@ -57,6 +59,9 @@ class Model:
     # -1: none. `parameters` are all of them, by index.
     def assigned_data(self, parameters: Sequence[Tensor]) -> int: ...
     def count_gather(self, unsharded: Tensor) -> None: ...
+    def gather_components(self, indices: Sequence[int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Start to gather `inputs` in one transfer: this rank's pieces of components, by index."""
+
     def fill(self, tensors: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
         """Move the memory of `gathered` into the storages of `tensors`, in place of what they had."""
 

@@ -145,7 +145,7 @@ std::unique_ptr<Transfer> ShardCache::gather_rows(const GatherRowsRequest& reque
 }
 
 CachedShard* ShardCache::find(const ShardedParam& param, at::ScalarType dtype) {
-  if (param.replicated || param.numel == 0) return nullptr;
+  if (param.replicated || param.numel == 0 || param.is_component) return nullptr;
   auto& shard = memory_.find_or_add(param, dtype, staleness_);
   HostEffects::prepare([this, &shard] {
     if (is_stale(shard)) refresh();

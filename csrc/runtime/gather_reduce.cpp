@@ -153,21 +153,27 @@ ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
   return extras;
 }
 
-std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::ScalarType dtype, bool only_read) {
+// `dtypes`: in which each travels.
+std::vector<at::Tensor> start_gather(
+    c10::ArrayRef<ParamState*> params, c10::ArrayRef<at::ScalarType> dtypes, bool only_read) {
   auto& model = model_of(params);
   const OneThread guard(params.front()->name, model.rank());
-  const ProfilerRange range("gather", params, dtype);
+  int64_t bytes = 0;
+  for (size_t i = 0; i < params.size(); ++i) {
+    bytes += params[i]->numel * static_cast<int64_t>(c10::elementSize(dtypes[i]));
+  }
+  const ProfilerRange range("gather", params, dtypes.front(), bytes);
   std::vector<at::Tensor> results;
   c10::SmallVector<GatherRequest, 1> requests;
-  for (auto* param : params) {
+  for (size_t i = 0; i < params.size(); ++i) {
     std::optional<ProfilerRange> range_of_param;  // of a group: what its memory is for
-    if (params.size() > 1) range_of_param.emplace("gather", param, dtype);
-    auto [unsharded, padded] = make_unsharded(*param, dtype, only_read);
+    if (params.size() > 1) range_of_param.emplace("gather", params[i], dtypes[i]);
+    auto [unsharded, padded] = make_unsharded(*params[i], dtypes[i], only_read);
     results.push_back(std::move(unsharded));
-    requests.push_back({param, std::move(padded)});
+    requests.push_back({params[i], std::move(padded)});
   }
   model.count_gather(results);
-  model.note_gathers(params, dtype);
+  model.note_gathers(params, dtypes.front());
   const auto transport = model.transport();
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->gather(requests));
   for (size_t i = 0; i < results.size(); ++i) {
@@ -181,7 +187,38 @@ std::vector<at::Tensor> start_gather(c10::ArrayRef<ParamState*> params, at::Scal
 }  // namespace
 
 std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::ScalarType dtype) {
-  return start_gather(params, dtype, /*only_read=*/false);
+  const std::vector<at::ScalarType> dtypes(params.size(), dtype);
+  return start_gather(params, dtypes, /*only_read=*/false);
+}
+
+std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> components, at::TensorList inputs) {
+  std::vector<at::ScalarType> dtypes;
+  std::vector<at::Tensor> before;
+  for (size_t i = 0; i < components.size(); ++i) {
+    auto& component = *components[i];
+    TORCH_CHECK(
+        inputs[i].numel() == component.chunk, "zcompile: an all-gather input of '", component.name, "' has ",
+        inputs[i].numel(), " elements on rank ", component.model->rank(), ", the one before had ", component.chunk);
+    refuse_change_before_backward(component);
+    dtypes.push_back(inputs[i].scalar_type());
+    before.push_back(std::exchange(component.shard, as_flat(inputs[i].detach())));
+  }
+  auto results = start_gather(components, dtypes, /*only_read=*/false);
+  for (size_t i = 0; i < components.size(); ++i) components[i]->shard = std::move(before[i]);
+  return results;
+}
+
+void refuse_change_before_backward(ParamState& param) {
+  const auto version = param.main_param_version();
+  if (!in_backward() || at::GradMode::is_enabled()) {
+    param.forward_version = version;
+    return;
+  }
+  TORCH_CHECK(
+      param.forward_version == version, "zcompile: parameter '", param.name,
+      "' was modified between forward and backward on rank ", param.model->rank(),
+      ". Backward gathers it again, and would compute gradients with the new values. Run backward before the "
+      "optimizer's step.");
 }
 
 at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype) {

@@ -20,10 +20,15 @@ namespace zcompile {
 
 // Parameters that start together are of one model.
 std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
+// The same of components, of which `inputs` are this rank's; see ShardedParam::is_component. They may differ in dtype.
+std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> components, at::TensorList inputs);
 // The runtime may cache the result, or may have cached it, or the result may have memory of the transport. So nobody
 // may write to it, use its memory for anything else, or hold it until main parameters change.
 at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype);
 void gather_wait(const at::Tensor& unsharded);
+// A backward gathers again, and gets the values of now. Those of the forward are gone, so a change since is an error,
+// as torch's of a saved tensor. Of several forwards only the last is known.
+void refuse_change_before_backward(ParamState& param);
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::TensorList grads);
 void reduce_wait(const at::Tensor& pending);
 // Rows `indices` of a matrix, [*indices.sizes(), columns].

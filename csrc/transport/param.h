@@ -17,6 +17,12 @@ struct ShardedParam : ShardLayout {
   at::Tensor shard;  // this rank's piece, in the dtype of the main parameter; not the autograd leaf over it
   std::vector<int64_t> shape;  // of the unsharded parameter
   std::optional<at::ScalarType> reduce_dtype;
+  // The class of the main parameter, if that is a tensor subclass with FSDP2's all-gather hooks; else empty. Its
+  // `shard` has no memory: in its place, components are gathered.
+  std::string subclass;
+  // One of the tensors that such a class makes of a main parameter before each gather. Its `shard` is there only while
+  // a gather starts, so no transport may keep a copy for the next one.
+  bool is_component = false;
   // Counters of the tensors through which users may write to the shard.
   std::vector<c10::VariableVersion> main_param_versions;
 
