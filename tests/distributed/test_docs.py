@@ -38,10 +38,10 @@ class Output:
 class LanguageModel(nn.Module):
     """Small, and called and saved as the models of transformers are."""
 
-    def __init__(self):
+    def __init__(self, vocabulary: int = VOCABULARY):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.norm, self.head = nn.Embedding(VOCABULARY, 6), nn.LayerNorm(6), nn.Linear(6, VOCABULARY)
+        self.embed, self.norm, self.head = nn.Embedding(vocabulary, 6), nn.LayerNorm(6), nn.Linear(6, vocabulary)
 
     def forward(self, input_ids, labels=None):
         logits = self.head(self.norm(self.embed(input_ids)).tanh())
@@ -61,7 +61,7 @@ def batches_of(rank: int) -> list[dict[str, torch.Tensor]]:
 
 def names_for(block: Block, rank: int, folder: Path) -> dict[str, Any]:
     """What the reader of a block has: a model, sharded unless the block shards it, its optimizer, and data."""
-    model = LanguageModel()
+    model = LanguageModel(16 if "float8" in block.text else VOCABULARY)  # rows that divide by the ranks
     names = {"torch": torch, "zcompile": zcompile, "model": model, "build": LanguageModel, "folder": folder / "saved"}
     if not re.search(r"zcompile\.shard\((model|build)", block.text):
         names["optimizer"] = torch.optim.AdamW(zcompile.shard(model).parameters())
@@ -132,6 +132,12 @@ def check_precision(names, rank, world):
     assert zcompile.stats(model)["gathered_bytes"]["float32"] in (wide, wide // 2)
 
 
+def check_float8(names, rank, world):
+    """The head's weight travels as float8, in each forward: the root block stays until backward."""
+    model = names["model"]
+    assert zcompile.stats(model)["gathered_bytes"]["float8_e4m3fn"] == STEPS * model.head.weight.numel()
+
+
 def check_checkpoint(names, rank, world):
     model = names["model"]
     same_parameters(model, LanguageModel())
@@ -171,6 +177,7 @@ def check_zero3(names, rank, world):
 CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("README.md", "Quick start"): check_quick_start,
     ("docs/guide.md", "Precision"): check_precision,
+    ("docs/guide.md", "Float8, and other tensor subclasses"): check_float8,
     ("docs/guide.md", "Checkpoints"): check_checkpoint,
     ("docs/guide.md", "Is it faster, and why"): check_explained,
     ("docs/guide.md", "Compile once"): check_artifact,
@@ -185,6 +192,8 @@ def test_a_block_runs(ranks, tmp_path, inductor_cache, block):
     if block.language == "python":
         if "huggingface" in block.text:
             pytest.importorskip("transformers")
+        if "torchao" in block.text:
+            pytest.importorskip("torchao")
         if "artifact=" in block.text and lacking():
             pytest.skip(lacking())
         ranks(2).run(rank_runs_block, block, tmp_path, inductor_cache)

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.create_parameter_op import tracable_create_parameter
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.graph.ops import GATHER, calls
 from zcompile.state.attributes import SHARDED
+from zcompile.state.gather_extension import name_of
 
 # torch's higher-order ops that decide, or repeat, what they call.
 CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
@@ -20,11 +22,26 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     Raises:
         RuntimeError: names the parameter and the line.
     """
+    _refuse_subclasses(gm, example_inputs)
     names = _names_of_inputs(gm, example_inputs)
     for graph in _graphs_in(gm):
         _refuse_lost_writes(graph, names)
         _refuse_reads_on_other_streams(graph, names)
     _refuse_reads_in_branches(gm)
+
+
+def _refuse_subclasses(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Refuse to gather a tensor subclass in a graph: its all-gather hooks are Python."""
+    inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+    for node in calls(gm.graph, GATHER):
+        sharded = getattr(inputs.get(cast(Node, node.args[0])), SHARDED, lambda: None)()
+        if sharded is not None and sharded.extension is not None:
+            raise RuntimeError(
+                f"zcompile: compiled code reads parameter '{sharded.name}', a {name_of(type(sharded.extension.local))} "
+                f"(rank {dist.get_rank()}), at\n{node.meta.get('stack_trace', '')}\n"
+                "Its all-gather hooks run in eager, when its layer is called. Compile the model or its layers "
+                "(model.compile(), layer.compile()) and not a function around them, and read it inside of its layer."
+            )
 
 
 def _names_of_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from zcompile.ranks.shared_errors import Progress
 from zcompile.sharding.plan import ShardPlan
 from zcompile.sharding.precision import MixedPrecision
 from zcompile.state.attributes import MODEL
+from zcompile.state.gather_extension import GatherExtension, leaf_of, name_of, subclass_of
 from zcompile.state.placement import Placement, as_dtensor, layout_for, local_shard, part_of
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -56,6 +57,10 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
                 sharded = done[id(original)]
                 sharded.add_owner(module, attribute, sharded.leaf)
             module._parameters[attribute] = sharded.parameter
+    for sharded in done.values():  # when the runtime has all parameters, whose order it shares with `state`
+        if sharded.extension is not None and sharded.shape[0] % sharded.state.groups.world:
+            progress.at = f"parameter '{sharded.name}'"
+            sharded.extension.before_gather(sharded)  # raises where a rank would have to pad, and its hook does not
     progress.at = ""
 
 
@@ -76,8 +81,12 @@ def _shard_parameter(
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
     layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype)
-    local = local_shard(part, dim, world, state.groups.rank).to(device, copy=True).contiguous()
-    leaf = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    kind, local = subclass_of(part), local_shard(part, dim, world, state.groups.rank)
+    if kind is None:
+        local = local.to(device, copy=True).contiguous()
+    elif local.device != device:
+        local = local.to(device)
+    leaf = nn.Parameter(local if kind is None else leaf_of(local), requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, state)
     rows = layout.shape[0] if layout.shape else 1
     index = state.runtime.add(
@@ -87,6 +96,7 @@ def _shard_parameter(
         chunk=-(-rows // world) * (part.numel() // max(rows, 1)) if part.ndim else part.numel(),
         replicated=part.ndim == 0,
         reduce_dtype=policy.reduce_dtype,
+        subclass="" if kind is None else name_of(kind),
     )
     dtensor = as_dtensor(parameter.detach(), local, state.mesh, dim)
     trains = parameter.requires_grad
@@ -94,7 +104,10 @@ def _shard_parameter(
         name, index, nn.Parameter(dtensor, requires_grad=trains), weakref.ref(leaf), layout=layout
     )
     sharded.add_owner(*owner, leaf)
-    sharded.parameter.__dict__.update(parameter.__dict__)  # attributes of users, such as weight-decay flags
+    if kind is None:
+        sharded.parameter.__dict__.update(parameter.__dict__)  # attributes of users, such as weight-decay flags
+    else:  # whose attributes are its own
+        sharded.extension = GatherExtension(state.mesh, policy, sharded.local())
     state.parameters[name] = sharded
     return sharded
 

@@ -57,6 +57,7 @@ class Kind:
     in_unit: bool = False  # also of a module without parameters
     is_unit: bool = False
     is_block: bool = False
+    is_extended: bool = False  # a block with tensor subclasses, whose hooks gather it in eager
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
     others: Others = ()
@@ -128,6 +129,7 @@ def install_readers(
             in_unit=unit is not None and not unit.is_root,
             is_unit=UNIT in own,
             is_block=BLOCK in own,
+            is_extended=BLOCK in own and bool(own[BLOCK].extended),
             has_units=UNITS_BELOW in own,
             is_root=module is model and units is not None,
             others=tuple((name, value is None) for name, value in table if name not in attributes),

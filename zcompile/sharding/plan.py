@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from zcompile.costs.formulas.registry import registered_costs
 from zcompile.sharding.class_swap import Casts
 from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
+from zcompile.state.gather_extension import subclass_of
 from zcompile.state.placement import Placement, PlacementFunction, Placements, spread_parameter
 from zcompile.units import find
 from zcompile.units.find import ExpertsImplementation, UnitLike
@@ -121,7 +122,8 @@ def _units(
 
 def _parameter_lines(model: nn.Module, ignored: Iterable[int]) -> list[str]:
     return [
-        f"'{name}' {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+        f"'{name}' {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad} "
+        f"{kind.__name__ if (kind := subclass_of(parameter)) is not None else ''}"
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if id(parameter) not in ignored
     ]

@@ -98,8 +98,9 @@ def shard(
         RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks
             disagree on the model, or a DTensor over a mesh that overlaps `mesh`.
         ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, or `units` that the model does not have.
-        TypeError: a tensor subclass other than DTensor, a parameter that trains in another dtype than float16,
-            bfloat16, float32 or float64, an option's dtype that is not floating-point, `units` that are no modules.
+        TypeError: a tensor subclass without FSDP2's all-gather hooks, a parameter that trains in another dtype than
+            float16, bfloat16, float32 or float64, an option's dtype that is not floating-point, `units` that are no
+            modules.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(

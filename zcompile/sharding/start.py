@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile.ranks.connected_ranks import agreement_of
 from zcompile.ranks.process_groups import is_fake, shard_group_of, timeout_of
+from zcompile.state.gather_extension import plain_tensors_of
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.training.optimizer_steps import count_steps
 
@@ -26,12 +27,13 @@ def _share_values(state: ShardedModel) -> None:
     """Give all ranks the scalars of their group's first rank, and all replicas the values of the first one."""
     for each in models_of(state):
         for sharded in each.parameters.values():
-            local = sharded.leaf.detach()
-            values = local.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
-            if local.ndim == 0:
-                dist.broadcast(values, group=shard_group_of(each.mesh), group_src=0)
-            if each.mesh.ndim == 2:
-                dist.broadcast(values, group=each.mesh.get_group(0), group_src=0)
+            extension, leaf = sharded.extension, sharded.leaf
+            for local in [leaf.detach()] if extension is None else plain_tensors_of(extension.local):
+                values = local.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
+                if leaf.ndim == 0:
+                    dist.broadcast(values, group=shard_group_of(each.mesh), group_src=0)
+                if each.mesh.ndim == 2:
+                    dist.broadcast(values, group=each.mesh.get_group(0), group_src=0)
 
 
 def _compare_programs(state: ShardedModel) -> None:

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from zcompile.options import TRAINABLE
 from zcompile.sharding.plan import ShardOptions
 from zcompile.sharding.precision import check_policies
 from zcompile.state.attributes import STATE
+from zcompile.state.gather_extension import has_hooks, name_of, subclass_of
 from zcompile.state.placement import Placements, check_mesh, placements_of, spread_parameter
 from zcompile.units.find import check_units, find_units
 
@@ -84,13 +84,14 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
                 f"zcompile.shard: parameter '{name}' has no shape yet (rank {rank}): it is of a lazy module, which "
                 "makes it in its first forward. Run one before zcompile.shard."
             )
-        if type(parameter) not in (nn.Parameter, DTensor):
-            kind = type(parameter)
+        kind = subclass_of(parameter)
+        if kind is not None and not has_hooks(parameter):
             return TypeError(
-                f"zcompile.shard: parameter '{name}' is a {kind.__module__}.{kind.__qualname__} (rank {rank}). What is "
-                "sharded is an nn.Parameter over a plain tensor, or a DTensor; slices of a subclass would lose what it "
-                "keeps beside its values. Shard before quantizing, hold packed values and scales as plain frozen "
-                "parameters of any dtype (docs/peft.md), or keep it whole on each rank: ignored_params=[...]."
+                f"zcompile.shard: parameter '{name}' is a {name_of(kind)} (rank {rank}). What is sharded is an "
+                "nn.Parameter over a plain tensor, a DTensor, or a tensor subclass with FSDP2's hooks "
+                "fsdp_pre_all_gather and fsdp_post_all_gather; slices of another subclass would lose what it keeps "
+                "beside its values. Shard before quantizing, hold packed values and scales as plain frozen parameters "
+                "of any dtype (docs/peft.md), or keep it whole on each rank: ignored_params=[...]."
             )
         if parameter.requires_grad and parameter.dtype not in TRAINABLE:
             return TypeError(

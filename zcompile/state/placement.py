@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zcompile.options import TRAINABLE
+from zcompile.state.gather_extension import check_hooks, padded_shard, subclass_of
 
 MOST_INNER = 2  # placements of a DTensor that is sharded
 
@@ -144,6 +145,7 @@ class Layout:
         domain: number of the domain; see [Note: domains].
         dtype: in which it is gathered; None for the dtype that it has then.
         local: of a DTensor that modules read as this rank's part of it.
+        is_extended: FSDP2's all-gather hooks make it; see gather_extension.py.
     """
 
     shape: tuple[int, ...]
@@ -152,11 +154,12 @@ class Layout:
     domain: int = 0
     dtype: torch.dtype | None = None
     local: bool = False
+    is_extended: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether what is gathered is what modules read."""
-        return self.dim == 0 and self.inner is None
+        return self.dim == 0 and self.inner is None and not self.is_extended
 
     def as_read(self, gathered: torch.Tensor) -> torch.Tensor:
         """The parameter that modules read, made of what was gathered. Traced by Dynamo."""
@@ -208,11 +211,14 @@ def layout_for(
         inner = Inner(
             parameter.device_mesh, id(parameter.device_mesh), parameter.placements, parameter.shape, parameter.stride()
         )
-    return Layout(shape, dim, inner, domain, param_dtype if part.dtype in TRAINABLE else None, placement.local)
+    dtype = param_dtype if part.dtype in TRAINABLE else None
+    return Layout(shape, dim, inner, domain, dtype, placement.local, subclass_of(part) is not None)
 
 
 def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:
-    """Rank `rank`'s shard of `part`, a view of it; the last ones may be shorter, or empty."""
+    """Rank `rank`'s shard of `part`, a view of it if that is plain; the last ones may be shorter, or empty."""
+    if subclass_of(part) is not None:
+        return padded_shard(part, world, rank)
     if part.ndim == 0:
         return part
     length = -(-part.shape[dim] // world)
@@ -227,8 +233,8 @@ def as_dtensor(parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, d
     shape = parameter.shape
     ours: list[Any] = [Replicate()] * (mesh.ndim - 1) + [Shard(dim) if shape else Replicate()]
     if not isinstance(parameter, DTensor):
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, ours, run_check=False, shape=shape, stride=stride)
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), parameter.dtype)
+        return DTensor(local, DTensorSpec(mesh, tuple(ours), tensor_meta=meta), requires_grad=False)
     cuts = parameter._spec.num_shards_map[dim] if shape else 1
     if cuts > 1:
         ours[-1] = _StridedShard(dim, split_factor=cuts)
@@ -242,6 +248,8 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
     """Why `parameter` cannot be sharded over `mesh`, or None; returned, so that ranks can agree first."""
     where, dim = f"zcompile.shard: parameter '{name}' (rank {dist.get_rank()})", placement.shard.dim
     size = mesh.size(mesh.ndim - 1)
+    if subclass_of(parameter) is not None and (refused := check_hooks(name, parameter, mesh, dim)) is not None:
+        return refused
     if not isinstance(parameter, DTensor):
         if placement.local:
             return ValueError(f"{where} is no DTensor, so Placement(local=True) has no meaning for it.")

@@ -211,7 +211,8 @@ class ShardedModel:
 
     def watch(self, sharded: ShardedParameter) -> None:
         """Let the runtime see writes to what is the parameter now, and assignments to its `.data`."""
-        self.runtime.watch(sharded.index, sharded.main_params())
+        for index in (sharded.index, *(sharded.extension.indices if sharded.extension is not None else ())):
+            self.runtime.watch(index, sharded.main_params())
         if isinstance(sharded.parameter, DTensor):
             self.runtime.guard_data(sharded.index, sharded.parameter)
 
@@ -242,9 +243,9 @@ class ShardedModel:
         """Take a new leaf if the parameter's storage was exchanged, as `module.to()` and
         `load_state_dict(assign=True)` do; whether it was."""
         local = sharded.local()
-        if local.untyped_storage().data_ptr() == sharded.leaf.untyped_storage().data_ptr() and local.numel() > 0:
+        if sharded.has_leaf_of(local):
             return False
-        leaf = nn.Parameter(local, requires_grad=sharded.parameter.requires_grad)
+        leaf = sharded.make_leaf(local)
         setattr(leaf, MODEL, self)
         sharded.leaf_reference = weakref.ref(leaf)
         self.runtime.replace(sharded.index, leaf)

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial
 
 from zcompile.state.attributes import LEAF, MODEL, PARAMETER, SHARDED
+from zcompile.state.gather_extension import GatherExtension, leaf_of
 from zcompile.state.microbatches import Deferred
 from zcompile.state.placement import Layout
 from zcompile.state.user_hooks import run_grad_hooks, run_post_accumulate_hooks
@@ -37,6 +38,7 @@ class ShardedParameter:
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
     unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
+    extension: GatherExtension | None = None  # of a tensor subclass with FSDP2's all-gather hooks
     has_deferred: bool = False  # `.grad` is a factor; see `defer_grad`
     factor_version: int = 0  # of that, which the program may not change between two backwards; -1: it changes now
     unreduced: torch.Tensor | None = None  # the gradients that have added up
@@ -91,6 +93,25 @@ class ShardedParameter:
     def main_params(self) -> list[torch.Tensor]:
         """Tensors through which users may write to the shard: the runtime watches their versions."""
         return [self.parameter, self.local()]
+
+    def has_leaf_of(self, local: torch.Tensor) -> bool:
+        """Whether the leaf stands for the shard `local`, and not for one that was exchanged since."""
+        if self.extension is not None:
+            return local is self.extension.local
+        return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
+
+    def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
+        """A leaf for the shard `local`.
+
+        Raises:
+            RuntimeError: a tensor subclass gives way to another class.
+        """
+        if self.extension is not None:
+            if type(local) is not type(self.extension.local):
+                raise RuntimeError(replaced_message(self.name))
+            self.extension.local = local
+            local = leaf_of(local)
+        return nn.Parameter(local, requires_grad=self.parameter.requires_grad)
 
     def install_leaf(self) -> None:
         """Make the leaf what the owning modules read, and let its gradients go to the DTensor."""

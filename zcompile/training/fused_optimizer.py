@@ -127,7 +127,8 @@ class StepMode(TorchDispatchMode):
         if func not in (ADAM, ADAMW) or state is None:
             return func(*args, **kwargs)
         parameters = args[0]
-        index_of = {id(sharded.parameter): sharded.index for sharded in state.parameters.values()}
+        plain = [sharded for sharded in state.parameters.values() if sharded.extension is None]
+        index_of = {id(sharded.parameter): sharded.index for sharded in plain}
         ours = {i: index_of[id(parameter)] for i, parameter in enumerate(parameters) if id(parameter) in index_of}
         local = [[_local(values[i]) for i in ours] if values else [] for values in args]
         others = tuple([value for i, value in enumerate(values) if i not in ours] for values in args)

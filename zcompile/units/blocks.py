@@ -7,11 +7,12 @@ runs, its modules have unsharded parameters. The root block is open in every out
 its memory until backward, which would read it at once.
 
 Blocks stay closed in code that zcompile compiles, whose graphs gather each parameter where it is read; see
-class_swap.py. The graphs of another backend would keep gathered parameters until backward, so its blocks open. If eager
-code reads a parameter of a closed block, between two graphs or outside of the block's call, this opens the block until
-the outermost forward ends. All ranks run the same blocks, as under FSDP2. So no rank makes up for a skipped block; as
-in any unit, a parameter that a rank did not use is reduced as zeros. And backward needs no node of its own: hooks on
-results open a block, and hooks on its inputs end it.
+class_swap.py. Blocks with a tensor subclass open, for its all-gather hooks are Python: compiled code ends before such a
+block and begins again inside of it. The graphs of another backend would keep gathered parameters until backward, so its
+blocks open. If eager code reads a parameter of a closed block, between two graphs or outside of the block's call, this
+opens the block until the outermost forward ends. All ranks run the same blocks, as under FSDP2. So no rank makes up for
+a skipped block; as in any unit, a parameter that a rank did not use is reduced as zeros. And backward needs no node of
+its own: hooks on results open a block, and hooks on its inputs end it.
 """
 
 import functools
@@ -87,6 +88,7 @@ class BlockOrder(UnitOrder):
         self.read_units: list[Unit] = []  # which reads have opened in this forward
         self.reads: list[_BlockCall] = []  # those of `read_units` that autograd records
         self.has_read = False  # some may have memory since an earlier forward
+        self.has_extended = any(unit.extended for unit in units)  # which open in compiled code, too
 
     @torch.compiler.disable
     def read(self, unit: Unit) -> None:
@@ -223,7 +225,7 @@ def _leave(unit: Unit, begun: _BlockCall | None) -> None:
         unit.close(keep)
 
 
-@torch.compiler.disable(recursive=False)
+@torch._dynamo.disable(recursive=False, reason="all-gather hooks of tensor subclasses run in eager: zcompile.shard")
 def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """`call(module, *args, **kwargs)` while `unit` is open."""
     if unit.in_forward or unit.has_given_parameters() or (in_backward() and unit.is_open):
@@ -241,6 +243,11 @@ def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any,
 def _call_block(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or is_planned_call(module):
         return call(module, *args, **kwargs)
+    return _call_open(module.__dict__[BLOCK], call, module, *args, **kwargs)
+
+
+@torch._dynamo.disable(recursive=False, reason="all-gather hooks of tensor subclasses run in eager: zcompile.shard")
+def _call_extended(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     return _call_open(module.__dict__[BLOCK], call, module, *args, **kwargs)
 
 
@@ -281,15 +288,20 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
         _warn_of_backend(module)
     if order.has_read and not in_backward():
         order.drop_reads()
+    opens = order.has_extended and not in_backward()
+    if opens:
+        order.enter_root()
+    for unit in _opened_by(module) if order.has_extended else ():
+        call = functools.partial(_call_open, unit, call) if unit.extended else call
     state.in_compiled = True
     try:
         result = call(module, *args, **kwargs)
     except BaseException:
         state.in_compiled = False
-        order.end_reads(None, has_raised=True)
+        order.leave_root_by_error()
         raise
     state.in_compiled = False
-    return order.end_reads(result) if order.read_units else result
+    return order.leave_root(result) if opens or order.read_units else result
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
@@ -304,7 +316,8 @@ def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
     return opened
 
 
-contribute(Contributor(lambda base, kind: kind.is_block, lambda *_: {}, around=_call_block))
+contribute(Contributor(lambda base, kind: kind.is_block and not kind.is_extended, lambda *_: {}, around=_call_block))
+contribute(Contributor(lambda base, kind: kind.is_block and kind.is_extended, lambda *_: {}, around=_call_extended))
 contribute(
     Contributor(
         lambda base, kind: kind.in_unit and not (kind.is_unit or kind.is_block),

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile._C import free_memory, wait_for_gathers
 from zcompile.state.attributes import IS_OPEN, UNIT
+from zcompile.state.gather_extension import extension_of, plain_tensors_of, refuse_subclass_grad, tensors_of
 from zcompile.state.microbatches import Deferred
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -51,6 +52,13 @@ class _Group(NamedTuple):
     positions: list[int]  # in Unit.sharded
     sizes: list[int]
     dims: list[int]
+
+
+class _Extended(NamedTuple):
+    """Parameters whose components are gathered in one transfer; see [Note: components] in gather_extension.py."""
+
+    model: weakref.ref[ShardedModel]
+    positions: list[int]  # in Unit.sharded
 
 
 class _Domain(NamedTuple):
@@ -92,8 +100,10 @@ class Unit:
         self.is_split = False  # kept, and had a backward of inputs alone: gradients stay here until the block ends
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
         self.versions: list[int] = []  # of `unsharded` while they have memory; autograd compares them
-        self.parts: list[torch.Tensor] = []  # what this rank has of them: of a DTensor its local tensor
-        self.storages: frozenset[int] = frozenset()  # of `unsharded`
+        self.made_for: list[torch.dtype] = []  # the `dtypes` for which they were made
+        # What this rank has of them, in the order of `plain`: of a DTensor its local tensor.
+        self.parts: list[torch.Tensor] = []
+        self.storages: frozenset[int] = frozenset()  # of `unsharded`, and of what these are made of
         self.has_grads = False  # some of `unsharded` do
         device = sharded[0].leaf.device
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # lets autograd record where a forward begins
@@ -107,6 +117,10 @@ class Unit:
     def _take(self, sharded: Sequence[ShardedParameter]) -> None:
         """Have the parameters `sharded`."""
         self.sharded = list(sharded)
+        self.plain = [i for i, each in enumerate(self.sharded) if each.extension is None]
+        others = [i for i, each in enumerate(self.sharded) if each.extension is not None]
+        by_model = itertools.groupby(sorted(others, key=self._domain_at), key=self._domain_at)
+        self.extended = [self._extended(list(positions)) for _, positions in by_model]
         # Of each module that reads some of `sharded`: its `_parameters`, and the positions of these by their names.
         tables: dict[nn.Module, dict[str, int]] = {}
         for i, each in enumerate(self.sharded):
@@ -120,8 +134,14 @@ class Unit:
         self.nbytes = 0
         self.follow_dtypes(self.leaves())
         self.has_cut_columns = any(each.layout.dim > 0 for each in self.sharded)
-        numbers = [each.layout.domain for each in self.sharded]
+        numbers = [self._domain_at(i) for i in range(len(self.sharded))]
         self.domains = [self._domain([i for i, each in enumerate(numbers) if each == n]) for n in sorted(set(numbers))]
+
+    def _domain_at(self, position: int) -> int:
+        return self.sharded[position].layout.domain
+
+    def _extended(self, positions: list[int]) -> _Extended:
+        return _Extended(weakref.ref(self.sharded[positions[0]].state), positions)
 
     def follow_parameters(self) -> None:
         """Close with the DTensors that users see now: `load_state_dict(assign=True)` exchanges them."""
@@ -137,7 +157,7 @@ class Unit:
         if not all(alive):
             self.order.drop_of_ahead(self, [not each for each in alive])
             self.unsharded = list(itertools.compress(self.unsharded, alive))
-            self.parts = list(itertools.compress(self.parts, alive))
+            self.parts = [part for i, part in zip(self.plain, self.parts) if alive[i]]
             self.versions = list(itertools.compress(self.versions, alive))
             self._take(list(itertools.compress(self.sharded, alive)))
             self.opened = self._by_name(self.unsharded) if self.unsharded else []
@@ -149,7 +169,8 @@ class Unit:
             self.dtypes = dtypes
             kinds = [(each.layout.domain, dtype) for each, dtype in zip(self.sharded, dtypes)]
             self.groups = [
-                self._group(*kind, [i for i, each in enumerate(kinds) if each == kind]) for kind in dict.fromkeys(kinds)
+                self._group(*kind, [i for i in self.plain if kinds[i] == kind])
+                for kind in dict.fromkeys(kinds[i] for i in self.plain)
             ]
             self.nbytes = sum(math.prod(each.shape) * dtype.itemsize for each, dtype in zip(self.sharded, dtypes))
 
@@ -202,6 +223,8 @@ class Unit:
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is an unsharded parameter, or a view of one, which loses its memory with the unit."""
         part: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if self.extended and type(part) is not torch.Tensor:
+            return any(each.untyped_storage()._cdata in self.storages for each in plain_tensors_of(part))
         return part.layout == torch.strided and part.untyped_storage()._cdata in self.storages
 
     def trains(self) -> bool:
@@ -218,26 +241,45 @@ class Unit:
                     if leaf.requires_grad is not trains:
                         leaf.requires_grad = trains  # torch.func refuses `requires_grad_`
 
-    def open(self, gathered: Sequence[torch.Tensor]) -> None:
+    def open(self, gathered: Sequence[Any]) -> None:
         """Let the modules have unsharded parameters, whose memory is that of `gathered`."""
         if self.has_cut_columns:
             with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
-                gathered = [each.layout.as_part(gathered[i]) for i, each in enumerate(self.sharded)]
-        if [each.dtype for each in self.unsharded] != self.dtypes:
-            with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
-                self.parts = [torch.empty_like(each) for each in gathered]
-                self.unsharded = [self._make_unsharded(*each) for each in zip(self.sharded, self.parts, strict=True)]
-            self.versions = []
-            self.storages = frozenset(each.untyped_storage()._cdata for each in self.parts)
-            self.opened = self._by_name(self.unsharded)
-            for sharded, parameter in zip(self.sharded, self.unsharded):
-                sharded.unsharded = parameter
-        self.state.runtime.fill(self.parts, gathered)
+                gathered = [
+                    each.layout.as_part(arrived) if each.extension is None else arrived
+                    for each, arrived in zip(self.sharded, gathered, strict=True)
+                ]
+        plain = [gathered[i] for i in self.plain] if self.extended else gathered
+        if self.made_for != self.dtypes:
+            self._make_all_unsharded(plain, gathered)
+        else:
+            for i in self._extended_positions():
+                extension_of(self.sharded[i]).refill(self.sharded[i], gathered[i], self.unsharded[i])
+        self.state.runtime.fill(self.parts, plain)
         if not self.is_filled and self.versions:
             torch._C._autograd._unsafe_set_version_counter(tuple(self.unsharded), tuple(self.versions))
         self.is_filled = True
         self.versions = [each._version for each in self.unsharded]
         self.open_again()
+
+    def _extended_positions(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(positions for _, positions in self.extended)
+
+    def _make_all_unsharded(self, plain: Sequence[torch.Tensor], gathered: Sequence[Any]) -> None:
+        """Make the unsharded parameters, which stay the same until dtypes change."""
+        with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
+            self.parts = [torch.empty_like(each) for each in plain]
+            parts = dict(zip(self.plain, self.parts, strict=True))
+            for i in self._extended_positions():
+                parts[i] = extension_of(self.sharded[i]).make(self.sharded[i], gathered[i])
+            self.unsharded = [self._make_unsharded(each, parts[i]) for i, each in enumerate(self.sharded)]
+        self.versions, self.made_for = [], self.dtypes
+        extensions = [extension_of(self.sharded[i]) for i in self._extended_positions()]
+        memory = [*self.parts, *(each for extension in extensions for each in extension.memory())]
+        self.storages = frozenset(each.untyped_storage()._cdata for each in memory)
+        self.opened = self._by_name(self.unsharded)
+        for sharded, parameter in zip(self.sharded, self.unsharded):
+            sharded.unsharded = parameter
 
     def open_again(self) -> None:
         """Let the modules have the unsharded parameters, which have memory."""
@@ -276,6 +318,8 @@ class Unit:
             self.versions = [each._version for each in self.unsharded]
             increment_version(self.unsharded)  # or a kernel of a backward that reads freed memory ends the process
             free_memory(self.parts)
+            for i in self._extended_positions():
+                extension_of(self.sharded[i]).free()
 
     def close_tables(self) -> None:
         """Let the modules have the DTensors again."""
@@ -300,8 +344,8 @@ class Unit:
             )
         return grads
 
-    def start_gather(self) -> list[torch.Tensor]:
-        """Unsharded parameters on their way, in the order of `sharded`; read them after `wait`."""
+    def start_gather(self) -> list[Any]:
+        """Unsharded parameters on their way, or their components, in the order of `sharded`; read them after `wait`."""
         self.drop_freed()
         leaves = self.leaves()
         self.follow_dtypes(leaves)
@@ -312,6 +356,14 @@ class Unit:
                 started = gather_group_start(shards, group.sizes, group.dims, group.dtype, group.domain)
             for i, tensor in zip(group.positions, started):
                 gathered[i] = tensor
+        for reference, positions in self.extended:
+            of_rank = {i: extension_of(self.sharded[i]).before_gather(self.sharded[i]) for i in positions}
+            indices = [index for i in positions for index in extension_of(self.sharded[i]).indices]
+            tensors = [tensor for components in of_rank.values() for tensor in components.tensors]
+            with self._own_transfer():
+                arriving = iter(_alive(reference).runtime.gather_components(indices, tensors))
+            for i, components in of_rank.items():
+                gathered[i] = components._replace(tensors=list(itertools.islice(arriving, len(components.tensors))))
         return gathered
 
     @contextlib.contextmanager
@@ -328,14 +380,14 @@ class Unit:
             for runtime in runtimes:
                 runtime.keep_in_flight(False)
 
-    def wait(self, gathered: Sequence[torch.Tensor]) -> None:
+    def wait(self, gathered: Sequence[Any]) -> None:
         """Wait for what `start_gather` returned.
 
         Raises:
             RuntimeError: another rank did not answer; names rank and parameter.
         """
         with self._own_transfer():
-            wait_for_gathers(gathered)
+            wait_for_gathers(tensors_of(gathered) if self.extended else gathered)
 
     def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> Reduction:
         """Start to reduce all gradients, in one transfer for each domain.
@@ -367,7 +419,12 @@ class Unit:
         return reduction
 
     def _gathered_grad(self, i: int, grad: torch.Tensor | None, world: int) -> torch.Tensor | None:
-        return None if grad is None else self.sharded[i].layout.gathered_grad(grad, world)
+        if grad is None:
+            return None
+        grad = self.sharded[i].layout.gathered_grad(grad, world)
+        if self.sharded[i].extension is not None:
+            refuse_subclass_grad(self.sharded[i].name, grad)
+        return grad
 
     def _zeros(self, i: int) -> torch.Tensor:
         """What is reduced of the parameter at position `i` if this rank has no gradient of it."""

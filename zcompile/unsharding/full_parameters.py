@@ -82,7 +82,7 @@ def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> 
         bucket, key, nbytes = buckets[-1], None, 0
         if sharded is not None:
             wire = _dtype_on_wire(sharded, dtype)
-            key = name if sharded.layout.inner is not None else (id(sharded.state), wire)
+            key = name if _is_whole_by_dtensor(sharded) else (id(sharded.state), wire)
             nbytes = sharded.parameter.numel() * wire.itemsize
         if key is not None and bucket.key is not None and (key != bucket.key or bucket.nbytes + nbytes > bucket_bytes):
             bucket = _Bucket(None)
@@ -96,6 +96,11 @@ def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> 
 def _dtype_on_wire(sharded: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:
     own = sharded.leaf.dtype
     return own if dtype is None or own not in TRAINABLE or dtype.itemsize > own.itemsize else dtype
+
+
+def _is_whole_by_dtensor(sharded: ShardedParameter) -> bool:
+    """Whether DTensor gathers the parameter: it is spread over an inner mesh, too, or a tensor subclass."""
+    return sharded.layout.inner is not None or sharded.extension is not None
 
 
 def _iterate(
@@ -129,9 +134,9 @@ def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
     if not found:
         return []
     wire = _dtype_on_wire(found[0], dtype)
-    if found[0].layout.inner is not None:  # spread over an inner mesh, too
+    if _is_whole_by_dtensor(found[0]):
         parameter: Any = found[0].parameter
-        return [parameter.to(wire).full_tensor()]
+        return [(parameter if found[0].extension is not None else parameter.to(wire)).full_tensor()]
     if found[0].state.runtime.world == 1:
         return [each.layout.as_read(each.leaf.detach().view(each.shape)).to(wire, copy=True) for each in found]
     started = [_start_gather(each, wire) for each in found]

@@ -75,8 +75,9 @@ class Generation:
         self.state: ShardedModel = module.__dict__[STATE]
         self.meeting = Meeting(self.state, GENERATE)
         self.numbers = {id(each): _FIRST_MODULE + i for i, each in enumerate(module.modules())}
-        # Units need forwards on all ranks, and so do collectives of the model's own.
-        self.needs_forwards = bool(self.state.others) or self.state.units is not None
+        # Units need forwards on all ranks, and so do collectives of the model's own and hooks of tensor subclasses.
+        hooks = any(each.extension is not None for each in self.state.parameters.values())
+        self.needs_forwards = bool(self.state.others) or self.state.units is not None or hooks
         self.recordings: dict[int, Recording] = {}  # of the last forward of a module, by its number
         self.last = 0  # number of the module whose forward was last announced
         self.is_over = False  # all ranks raise what this one does
@@ -148,8 +149,9 @@ class Generation:
         if running and through and self.needs_forwards:
             raise RuntimeError(
                 f"zcompile: rank {through[0]} of the mesh is through with generate(), and other ranks are not (rank "
-                f"{dist.get_rank()}). This model has units or collectives of its own, which need a forward on every "
-                "rank: pass synced_gpus=True to generate, or generate inside of zcompile.unshard(model)."
+                f"{dist.get_rank()}). This model has units, tensor subclasses or collectives of its own, which need "
+                "a forward on every rank: pass synced_gpus=True to generate, or generate inside of "
+                "zcompile.unshard(model)."
             )
         if len(running) > 1 or (running and through and (_FOREIGN in running or _DONE_WITHOUT_FORWARD in said)):
             raise RuntimeError(

@@ -14,6 +14,7 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.sharding.class_swap import Contributor, contribute, sharded_parameters_of
 from zcompile.state.attributes import SHARDED
 from zcompile.state.forward_scope import is_in_forward
+from zcompile.state.gather_extension import name_of
 from zcompile.state.placement import local_shard
 from zcompile.state.sharded_parameter import ShardedParameter
 
@@ -35,7 +36,8 @@ def unshard(
     Args:
         module_or_params: a sharded model, a module of one, or parameters that `model.parameters()` yields.
         writeback: whether each rank stores its slice of the whole parameters afterwards. All ranks must then have the
-            same values, which a hash compares. Without it, changes are discarded, and are an error; those through
+            same values, which a hash compares. Not for tensor subclasses with FSDP2's all-gather hooks: whole ones are
+            what the hooks make. Without it, changes are discarded, and are an error; those through
             `.data` are not seen.
 
     Yields:
@@ -133,6 +135,12 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
             )
         if sharded.is_whole:
             raise RuntimeError(f"zcompile.unshard: {where} is whole already: an outer block has unsharded it.")
+        if writeback and sharded.extension is not None:
+            raise RuntimeError(
+                f"zcompile.unshard: {where} is a {name_of(type(sharded.extension.local))}, whose unsharded form has "
+                "other values than its shards, so it cannot be written back. Change the DTensor in "
+                "model.parameters(), under torch.no_grad(), or the parameter before zcompile.shard."
+            )
         if writeback and sharded.state.microbatches.accumulates:
             raise RuntimeError(
                 f"zcompile.unshard: {where} would change inside of zcompile.accumulate. Write back behind that block."
@@ -143,7 +151,9 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
 def _gather(sharded: ShardedParameter) -> nn.Parameter:
     """The whole parameter, in memory that nobody else has."""
     leaf = sharded.leaf
-    if sharded.state.runtime.world == 1:
+    if sharded.extension is not None:
+        unsharded = sharded.extension.whole(sharded)
+    elif sharded.state.runtime.world == 1:
         unsharded = leaf.clone()
     else:
         layout = sharded.layout
@@ -178,7 +188,8 @@ def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versio
     for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
         if versions is not None and parameter._version != versions[i]:
             return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
-        if parameter.shape != sharded.parameter.shape or parameter.dtype != sharded.leaf.dtype:
+        same_dtype = sharded.extension is not None or parameter.dtype == sharded.leaf.dtype
+        if parameter.shape != sharded.parameter.shape or not same_dtype:
             return (
                 f"parameter '{sharded.name}' is {tuple(parameter.shape)}, {parameter.dtype} now. It must stay "
                 f"{tuple(sharded.parameter.shape)}, {sharded.leaf.dtype}"

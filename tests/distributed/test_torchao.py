@@ -1,0 +1,111 @@
+"""torchao's float8 training and its NF4 tensors, by their all-gather hooks, beside FSDP2."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import zcompile
+from tests.support.ranks import on_ranks
+from tests.support.reference import losses_of
+from tests.support.subclasses import by_fsdp2, by_zcompile
+
+slow = pytest.mark.slow
+POLICIES = {"fp32": None, "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+WIDTH, HIDDEN, LAYERS = 64, 128, 3
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def in_float8():
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    return convert_to_float8_training(
+        model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    )
+
+
+def loss_of(model, step, rank):
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    return (model(x).float() - x.flip(0)).square().mean()
+
+
+def float8_losses(model, rank, precomputes, steps=10):
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if precomputes:
+        optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
+    return losses_of(model, loss_of, rank, steps, optimizer)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("precomputes", [False, True])
+@on_ranks(2, needs="torchao")
+def test_float8_training_equals_that_of_fsdp2_and_travels_in_one_byte_an_element(rank, world, policy, precomputes):
+    model, reference = by_zcompile(in_float8(), POLICIES[policy]), by_fsdp2(in_float8(), POLICIES[policy])
+    zcompile.reset_stats(model)
+    losses = float8_losses(model, rank, precomputes)
+    assert torch.equal(losses, float8_losses(reference, rank, precomputes))
+    elements = LAYERS * 2 * WIDTH * HIDDEN
+    assert zcompile.stats(model)["gathered_bytes"]["float8_e4m3fn"] == 10 * 2 * elements  # forward and backward
+
+
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=slow)])
+@on_ranks(2, needs="torchao")
+def test_compiled_float8_training_equals_that_of_fsdp2(rank, world, whole):
+    model, reference = by_zcompile(in_float8()), by_fsdp2(in_float8())
+    for each in [model] if whole else model:
+        each.compile(backend="zcompile" if whole else "aot_eager", options={"inner": "aot_eager"} if whole else None)
+    assert torch.equal(float8_losses(model, rank, True), float8_losses(reference, rank, True))
+
+
+class Adapted(nn.Module):
+    """A linear layer whose frozen weight is NF4, with a LoRA adapter."""
+
+    def __init__(self):
+        super().__init__()
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        self.weight = nn.Parameter(to_nf4(torch.randn(WIDTH * 4, WIDTH * 4) / 16), requires_grad=False)
+        self.a, self.b = nn.Linear(WIDTH * 4, 4, bias=False), nn.Linear(4, WIDTH * 4, bias=False)
+
+    def forward(self, x):
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        return x + linear_nf4(x, self.weight) + self.b(self.a(x))
+
+
+def adapted():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Adapted() for _ in range(2)))
+
+
+def adapter_losses(model, rank):
+    def loss(model, step, rank):
+        x = torch.randn(3, WIDTH * 4, generator=torch.Generator().manual_seed(100 * step + rank))
+        return model(x).square().mean()
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return losses_of(model, loss, rank, 5, torch.optim.AdamW(trained, lr=0.01))
+
+
+@on_ranks(2, needs="torchao")
+def test_lora_on_an_nf4_base_trains_as_under_fsdp2(rank, world):
+    model, reference = by_zcompile(adapted()), by_fsdp2(adapted())
+    zcompile.reset_stats(model)
+    assert torch.equal(adapter_losses(model, rank), adapter_losses(reference, rank))
+    stats = zcompile.stats(model)
+    packed = 2 * (WIDTH * 4) ** 2 // 2  # two values a byte
+    assert stats["gathered_bytes"]["uint8"] == 5 * 2 * packed
+    assert stats["reduced_bytes"] == {"float32": 5 * sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)}

@@ -1,0 +1,279 @@
+"""Parameters that are tensor subclasses with FSDP2's all-gather hooks: `fsdp_pre_all_gather`, `fsdp_post_all_gather`.
+
+[Note: components]
+Such a class decides itself what travels. Before each gather, `fsdp_pre_all_gather` of this rank's shard makes plain
+tensors, such as float8 values, or int8 values and their scales. They are the *components* of the parameter, and travel
+in one transfer, each at its own width. `fsdp_post_all_gather` makes the unsharded parameter of what arrived. It is
+given that parameter again as `out` by each later gather, whose memory is by then in the same tensors.
+
+The runtime knows a component as a parameter without a shard (`is_component` in csrc/transport/param.h): a gather gets
+it. The leaf of the parameter itself has no memory. Gradients are reduced by it, as for all parameters. Only blocks and
+units gather components, in eager, since hooks are Python.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from zcompile._C import free_memory, wait_for_gathers
+
+if TYPE_CHECKING:
+    from zcompile.state.sharded_parameter import ShardedParameter
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def subclass_of(parameter: torch.Tensor) -> type | None:
+    """The class of `parameter`, or of this rank's part of a DTensor, if that is a tensor subclass."""
+    kind = type(_part_of(parameter))
+    return None if kind in (torch.Tensor, nn.Parameter, AsyncCollectiveTensor) else kind
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether `parameter`, or this rank's part of a DTensor, has one of FSDP2's all-gather hooks, or both."""
+    part = _part_of(parameter)
+    return hasattr(part, PRE) or hasattr(part, POST)
+
+
+def _part_of(parameter: Any) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def name_of(kind: type) -> str:
+    """The name of a class, with its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> Exception | None:
+    """Why `parameter`, a tensor subclass, cannot be sharded over `mesh`, or None; returned, so that ranks can agree.
+
+    Args:
+        dim: along which it is to be sharded.
+    """
+    part, world = _part_of(parameter), mesh.size(mesh.ndim - 1)
+    where = f"zcompile.shard: parameter '{name}' is a {name_of(type(part))} (rank {dist.get_rank()})"
+    if not (hasattr(part, PRE) and hasattr(part, POST)):
+        missing = POST if hasattr(part, PRE) else PRE
+        return TypeError(f"{where}, which has no {missing}. FSDP2's all-gather hooks come in pairs: define both.")
+    count = len(inspect.signature(getattr(part, PRE)).parameters)
+    if count not in (1, 5):
+        return TypeError(
+            f"{where}, whose {PRE} takes {count} arguments. FSDP2 calls it with (mesh), or with (mesh, outer_size, "
+            "outer_stride, module, mp_policy)."
+        )
+    if part.ndim == 0 or dim != 0:
+        return ValueError(
+            f"{where} of shape {tuple(part.shape)}, to be sharded along dimension {dim}. Tensor subclasses are sharded "
+            "along the first dimension alone: let shard_placement_fn return Shard(0), or pass it in ignored_params."
+        )
+    if not part.is_contiguous():
+        return ValueError(f"{where} that is not contiguous. Call contiguous() before it becomes a parameter.")
+    if part.shape[0] % world and count == 1:
+        return ValueError(
+            f"{where} with {part.shape[0]} rows, which do not divide by {world} ranks. Its {PRE}(mesh) is not told the "
+            "size, and so cannot pad. Choose a size that divides, let the hook take outer_size, or keep the parameter "
+            "whole on each rank: ignored_params=[...]."
+        )
+    if mesh.ndim > 1 and not mesh.mesh_dim_names:
+        return ValueError(f"{where}, whose hooks get the dimension of the mesh that shards. Give its dimensions names.")
+    return None
+
+
+def padded_shard(part: torch.Tensor, world: int, rank: int) -> torch.Tensor:
+    """Rank `rank`'s rows of `part`, in memory for as many rows as the first rank has; the last ones may be zero.
+
+    By the ops that FSDP2 calls, as a class may have no others.
+    """
+    chunks = torch.chunk(part, world, dim=0)
+    rows = chunks[rank].size(0) if rank < len(chunks) else 0
+    padded = part.new_zeros(chunks[0].size())
+    if rows > 0:
+        padded.narrow(0, 0, rows).copy_(chunks[rank])
+    return padded.narrow(0, 0, rows)
+
+
+def leaf_of(local: torch.Tensor) -> torch.Tensor:
+    """A plain tensor like the shard `local`, without memory, by which the runtime knows it."""
+    leaf = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    free_memory([leaf])
+    return leaf
+
+
+def plain_tensors_of(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that `tensor` is made of: itself, or those inside of a wrapper subclass."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in plain_tensors_of(getattr(tensor, name))]
+
+
+@contextlib.contextmanager
+def _own_ops() -> Iterator[None]:
+    """Inside, ops are not those of the forward or backward around: no autograd, no mode of a selective checkpoint."""
+    with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad(), _disable_current_modes():
+        yield
+
+
+class Components(NamedTuple):
+    """Components of one parameter: of this rank before a gather, of all ranks after it.
+
+    Attributes:
+        tensors: after a gather, each has the rows of all ranks, in their order.
+        metadata: from `fsdp_pre_all_gather`, for `fsdp_post_all_gather`.
+    """
+
+    tensors: list[torch.Tensor]
+    metadata: Any
+
+
+class GatherExtension:
+    """How one parameter with FSDP2's all-gather hooks is gathered; see [Note: components]."""
+
+    def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, local: torch.Tensor):
+        """
+        Args:
+            mesh: of the model; hooks get the dimension of it that shards.
+            local: this rank's shard.
+        """
+        self.mesh = mesh if mesh.ndim == 1 else mesh[cast(Any, mesh.mesh_dim_names)[-1]]
+        self.policy, self.local = policy, local
+        self.takes_sizes = len(inspect.signature(getattr(local, PRE)).parameters) > 1
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of this rank's components
+        self.indices: list[int] = []  # of these in the runtime
+        self.gathered: list[torch.Tensor] = []  # what the unsharded parameter is made of
+        self.inner: list[torch.Tensor] = []  # what else the hook made, which comes and goes with it
+
+    def before_gather(self, sharded: "ShardedParameter") -> Components:
+        """What `fsdp_pre_all_gather` makes of this rank's shard.
+
+        Raises:
+            RuntimeError: not what FSDP2 asks for.
+        """
+        args: tuple[Any, ...] = (self.mesh,)
+        if self.takes_sizes:
+            module, shape = sharded.owners[0][0], torch.Size(sharded.shape)
+            args = self.mesh, shape, _contiguous_stride(shape), module, self.policy
+        with _own_ops():
+            tensors, metadata = getattr(self.local, PRE)(*args)
+        tensors = list(tensors)
+        self._check(sharded, tensors)
+        kinds = [(each.shape, each.dtype) for each in tensors]
+        if kinds != self.kinds:
+            self.kinds, self.indices = kinds, [self._add(sharded, each) for each in tensors]
+            sharded.state.watch(sharded)
+        return Components(tensors, metadata)
+
+    def _check(self, sharded: "ShardedParameter", tensors: Sequence[Any]) -> None:
+        where = f"zcompile: {PRE} of parameter '{sharded.name}' ({name_of(type(self.local))}, rank {dist.get_rank()})"
+        for each in tensors:
+            if not isinstance(each, torch.Tensor) or subclass_of(each) is not None:
+                raise RuntimeError(f"{where} returned a {name_of(type(each))} to gather. Return plain tensors.")
+        rows, world = sharded.shape[0], sharded.state.groups.world
+        padded = (-(-rows // world), *sharded.shape[1:])
+        if rows % world and any(tuple(each.shape) != padded for each in tensors):
+            raise RuntimeError(
+                f"{where} returned tensors of shapes {[tuple(each.shape) for each in tensors]}. The {rows} rows do not "
+                f"divide by {world} ranks, so each must have the padded size of a shard, {padded}. Pad in the hook, "
+                "choose a size that divides, or keep the parameter whole on each rank: ignored_params=[...]."
+            )
+
+    def _add(self, sharded: "ShardedParameter", component: torch.Tensor) -> int:
+        """Let the runtime know a component; its index."""
+        world, rows = sharded.state.groups.world, component.shape[0] if component.ndim else 1
+        return sharded.state.runtime.add(
+            name=sharded.name,
+            shard=component.new_empty(0),
+            shape=[world * rows, *component.shape[1:]],
+            chunk=component.numel(),
+            replicated=False,
+            reduce_dtype=None,
+            is_counted=False,
+            is_component=True,
+        )
+
+    def make(self, sharded: "ShardedParameter", arrived: Components) -> torch.Tensor:
+        """The unsharded parameter, made of memory that `arrived` has had; `refill` will give it other."""
+        with _own_ops():
+            self.gathered = [torch.empty_like(each) for each in arrived.tensors]
+            sharded.state.runtime.fill(self.gathered, arrived.tensors)
+            post = getattr(self.local, POST)
+            made, inner = post(tuple(self.gathered), arrived.metadata, _param_dtype(sharded))
+            gathered = {each.untyped_storage()._cdata for each in self.gathered}
+            self.inner = [each for each in inner if each.untyped_storage()._cdata not in gathered]
+            return _cut(sharded, made)
+
+    def refill(self, sharded: "ShardedParameter", arrived: Components, unsharded: torch.Tensor) -> None:
+        """Let `unsharded`, which `make` made, be made of `arrived`."""
+        sharded.state.runtime.fill(self.gathered, arrived.tensors)
+        for each in self.inner:
+            each.untyped_storage().resize_(each.nbytes)
+        with _own_ops(), _unsafe_preserve_version_counter((unsharded, *self.inner)):
+            getattr(self.local, POST)(tuple(self.gathered), arrived.metadata, _param_dtype(sharded), out=unsharded)
+
+    @torch.no_grad()
+    def whole(self, sharded: "ShardedParameter") -> torch.Tensor:
+        """The unsharded parameter, in memory of its own; all ranks together."""
+        own = self.before_gather(sharded)
+        arrived = sharded.state.runtime.gather_components(self.indices, own.tensors)
+        wait_for_gathers(arrived)
+        made, _ = getattr(self.local, POST)(tuple(arrived), own.metadata, _param_dtype(sharded))
+        return _cut(sharded, made)
+
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors that the unsharded parameter is made of."""
+        return [*self.gathered, *self.inner]
+
+    def free(self) -> None:
+        """Free the memory of the unsharded parameter."""
+        free_memory(self.gathered)
+        for each in self.inner:
+            each.untyped_storage().resize_(0)
+
+
+def extension_of(sharded: "ShardedParameter") -> GatherExtension:
+    """That of a parameter which has one."""
+    assert sharded.extension is not None
+    return sharded.extension
+
+
+def tensors_of(gathered: Sequence[torch.Tensor | Components]) -> list[torch.Tensor]:
+    """The tensors of a gather: unsharded parameters, and components of others."""
+    lists = (each.tensors if isinstance(each, Components) else [each] for each in gathered)
+    return [tensor for tensors in lists for tensor in tensors]
+
+
+def refuse_subclass_grad(name: str, grad: torch.Tensor) -> None:
+    """
+    Raises:
+        RuntimeError: a gradient is not a plain tensor.
+    """
+    if (kind := subclass_of(grad)) is not None:
+        raise RuntimeError(
+            f"zcompile: the gradient of parameter '{name}' is a {name_of(kind)} (rank {dist.get_rank()}), which cannot "
+            "be reduced. Let the backward of the class return plain tensors for it."
+        )
+
+
+def _param_dtype(sharded: "ShardedParameter") -> torch.dtype:
+    return sharded.layout.dtype or sharded.leaf.dtype
+
+
+def _cut(sharded: "ShardedParameter", made: torch.Tensor) -> torch.Tensor:
+    """`made` by a hook, without the padding of shards."""
+    shape = torch.Size(sharded.shape)
+    return torch.as_strided(made, shape, _contiguous_stride(shape), storage_offset=0)
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
