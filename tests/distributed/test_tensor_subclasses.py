@@ -1,5 +1,6 @@
 """Parameters that are tensor subclasses with FSDP2's all-gather hooks, beside FSDP2."""
 
+import functools
 import gc
 import weakref
 
@@ -10,18 +11,20 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
 from tests.support.ranks import on_ranks
 from tests.support.reference import losses_of
 from tests.support.subclasses import (
+    Block,
     Dequantizing,
     Half,
     Half16,
     Kept8,
     Plain,
     Rows8,
+    Stack,
     Unpadded16,
     Wrapped,
     batch_loss,
@@ -90,6 +93,22 @@ def test_replicas_train_as_under_fsdp2(rank, world):
 
 def seeded_anew(kind):
     return nn.ParameterDict({"weight": nn.Parameter(kind(torch.randn(4, 3)))})
+
+
+@pytest.mark.parametrize("how", ["root block", "units", "units, compiled"])
+@on_ranks(2)
+def test_units_gather_components(rank, world, how):
+    model = zcompile.shard(seeded(Kept8), units=None if how == "root block" else [Block])
+    if how == "units, compiled":
+        model.compile(backend="zcompile", options={"inner": "aot_eager"})
+    same_as_fsdp2(rank, model, by_fsdp2(seeded(Kept8)))
+
+
+@on_ranks(2)
+def test_components_are_read_after_they_have_arrived(rank, world):
+    model = by_zcompile(seeded(Half16))
+    state_of(model).runtime.use_transport("late c10d")
+    same_as_fsdp2(rank, model, by_fsdp2(seeded(Half16)))
 
 
 @on_ranks(2)
@@ -166,22 +185,29 @@ def seeded_root():
     return model
 
 
+def saves_products(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Checkpointed(Stack):
+    """Each block is computed again in backward; a selective checkpoint counts ops in both."""
+
+    def __init__(self, selects):
+        super().__init__(Kept8)
+        contexts = functools.partial(create_selective_checkpoint_contexts, saves_products)
+        self.how = {"context_fn": contexts} if selects else {}
+
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False, **self.how)
+        return x
+
+
+@pytest.mark.parametrize("selects", [False, True])
 @on_ranks(2)
-def test_checkpointed_blocks_train_as_others(rank, world):
-    def checkpointed(model, step, rank):
-        x = torch.randn(5, 12, generator=torch.Generator().manual_seed(100 * step + rank), requires_grad=True)
-        for layer in model:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x.float().square().mean()
-
-    class Checkpointed(type(seeded())):
-        def forward(self, x):
-            for layer in self:
-                x = checkpoint(layer, x, use_reentrant=False)
-            return x
-
+def test_checkpointed_blocks_train_as_others(rank, world, selects):
     torch.manual_seed(0)
-    same_as_fsdp2(rank, by_zcompile(Checkpointed(Kept8)), by_fsdp2(seeded(Kept8)))
+    same_as_fsdp2(rank, by_zcompile(Checkpointed(selects)), by_fsdp2(seeded(Kept8)))
 
 
 @pytest.mark.parametrize("reduce", ["each", "last"])
@@ -332,6 +358,15 @@ def test_other_dimensions_and_other_arguments_are_refused_by_name(rank, world):
 
     with pytest.raises(TypeError, match=r"'0.up.weight' is a \S*Three .*fsdp_pre_all_gather takes 3 arguments"):
         zcompile.shard(seeded(Three))
+
+
+@on_ranks(2)
+def test_hooks_that_come_after_shard_are_refused_by_name(rank, world):
+    model = by_zcompile(seeded(nn.Parameter))
+    local = model[1].up.weight._local_tensor
+    local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *args: None
+    with pytest.raises(RuntimeError, match=r"parameter '1.up.weight' has got fsdp_pre_all_gather after zcompile.shard"):
+        batch_loss(model, 0, rank)
 
 
 @on_ranks(2)

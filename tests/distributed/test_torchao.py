@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import parallelize_module
 
 import zcompile
 from tests.support.ranks import on_ranks
@@ -68,6 +70,48 @@ def test_compiled_float8_training_equals_that_of_fsdp2(rank, world, whole):
     for each in [model] if whole else model:
         each.compile(backend="zcompile" if whole else "aot_eager", options={"inner": "aot_eager"} if whole else None)
     assert torch.equal(float8_losses(model, rank, True), float8_losses(reference, rank, True))
+
+
+@on_ranks(2, needs="torchao")
+def test_gathers_use_the_scale_that_was_precomputed(rank, world):
+    losses = {}
+    for name, prepare in {"zcompile": by_zcompile, "fsdp2": by_fsdp2}.items():
+        for scale in (None, torch.tensor(3.0)):
+            model = prepare(in_float8())
+            for layer in model:
+                layer.up.weight._local_tensor._precomputed_scale = scale
+            losses[name, scale is None] = loss_of(model, 0, rank).item()
+    assert losses["zcompile", False] == losses["fsdp2", False] != losses["zcompile", True] == losses["fsdp2", True]
+
+
+@slow
+@on_ranks(4, needs="torchao")
+def test_float8_training_under_tensor_parallelism_equals_that_of_fsdp2(rank, world):
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def spread():
+        model = in_float8()
+        for layer in model:
+            del layer.up.bias  # torchao adds it to a part
+            layer.up.bias = None
+            parallelize_module(layer, mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
+        return model
+
+    model, reference = by_zcompile(spread(), mesh=mesh["dp"]), by_fsdp2(spread(), mesh=mesh["dp"])
+    assert torch.equal(float8_losses(model, rank // 2, False), float8_losses(reference, rank // 2, False))
+
+
+@on_ranks(2, needs="torchao")
+def test_float8_weights_are_made_from_the_meta_device(rank, world):
+    with torch.device("meta"):
+        model = in_float8()
+    zcompile.shard(model)
+    reference = zcompile.shard(in_float8())
+    assert type(model[0].up.weight.to_local()) is type(reference[0].up.weight.to_local())
+    loss_of(model, 0, rank).backward()
+    assert model[0].up.weight.grad.to_local().isfinite().all()
 
 
 class Adapted(nn.Module):

@@ -16,7 +16,7 @@ from zcompile.ranks.shared_errors import Progress
 from zcompile.sharding.plan import ShardPlan
 from zcompile.sharding.precision import MixedPrecision
 from zcompile.state.attributes import MODEL
-from zcompile.state.gather_extension import GatherExtension, leaf_of, name_of, subclass_of
+from zcompile.state.gather_extension import GatherExtension, leaf_of, name_of, part_held_by, subclass_of
 from zcompile.state.placement import Placement, as_dtensor, layout_for, local_shard, part_of
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -107,7 +107,7 @@ def _shard_parameter(
     if kind is None:
         sharded.parameter.__dict__.update(parameter.__dict__)  # attributes of users, such as weight-decay flags
     else:  # whose attributes are its own
-        sharded.extension = GatherExtension(state.mesh, policy, sharded.local())
+        sharded.extension = GatherExtension(state.mesh, policy, part_held_by(sharded.parameter))
     state.parameters[name] = sharded
     return sharded
 

@@ -36,17 +36,19 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 def subclass_of(parameter: torch.Tensor) -> type | None:
     """The class of `parameter`, or of this rank's part of a DTensor, if that is a tensor subclass."""
-    kind = type(_part_of(parameter))
+    kind = type(part_held_by(parameter))
     return None if kind in (torch.Tensor, nn.Parameter, AsyncCollectiveTensor) else kind
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether `parameter`, or this rank's part of a DTensor, has one of FSDP2's all-gather hooks, or both."""
-    part = _part_of(parameter)
+    part = part_held_by(parameter)
     return hasattr(part, PRE) or hasattr(part, POST)
 
 
-def _part_of(parameter: Any) -> torch.Tensor:
+def part_held_by(parameter: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, as the object that the DTensor holds: hooks find attributes on it, which
+    `to_local()`, a view, may lack. Of another tensor itself."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -61,7 +63,7 @@ def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) 
     Args:
         dim: along which it is to be sharded.
     """
-    part, world = _part_of(parameter), mesh.size(mesh.ndim - 1)
+    part, world = part_held_by(parameter), mesh.size(mesh.ndim - 1)
     where = f"zcompile.shard: parameter '{name}' is a {name_of(type(part))} (rank {dist.get_rank()})"
     if not (hasattr(part, PRE) and hasattr(part, POST)):
         missing = POST if hasattr(part, PRE) else PRE

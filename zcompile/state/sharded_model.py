@@ -34,6 +34,7 @@ from zcompile.ranks.process_groups import groups_of, is_fake, order_group, timeo
 from zcompile.ranks.program_check import Agreement
 from zcompile.state.attributes import MODEL, STATE
 from zcompile.state.forward_checks import ForwardChecks
+from zcompile.state.gather_extension import PRE, has_hooks
 from zcompile.state.microbatches import Microbatches
 from zcompile.state.sharded_parameter import ShardedParameter
 from zcompile.state.transport_choice import Choice, choose, log
@@ -102,6 +103,7 @@ class ShardedModel:
         self.replays = Replays()
         self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
         self.in_compiled = False  # an outermost forward runs that is compiled; reads between its graphs open blocks
+        self.has_run = False  # a forward
         self.block_order: Any = None  # the `BlockOrder` of the blocks in which eager code gathers
         self.call_outermost: Any = None  # calls a module outside of every other forward; see units/blocks.py
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
@@ -190,6 +192,9 @@ class ShardedModel:
         """
         self.forward_checks.check()
         self.refuse_assigned_data()
+        if not self.has_run:
+            self.refuse_late_hooks()
+            self.has_run = True
         has_others = self.forward_checks.eager_without_grad and not torch.is_grad_enabled()
         for other in self.others:
             has_others |= other.enter_forward()
@@ -238,6 +243,18 @@ class ShardedModel:
                 "torch.no_grad(), as parameter.copy_(value) does. Code that you cannot change runs inside of "
                 "zcompile.unshard(model, writeback=True)."
             )
+
+    def refuse_late_hooks(self) -> None:
+        """
+        Raises:
+            RuntimeError: a shard has got FSDP2's all-gather hooks, by which it was not sharded.
+        """
+        for sharded in (each for model in models_of(self) for each in model.in_modules()):
+            if sharded.extension is None and has_hooks(sharded.parameter):
+                raise RuntimeError(
+                    f"zcompile: parameter '{sharded.name}' has got {PRE} after zcompile.shard (rank {dist.get_rank()}) "
+                    "and would be gathered without it. Let the class of the parameter have both hooks, before shard."
+                )
 
     def follow_storage(self, sharded: ShardedParameter) -> bool:
         """Take a new leaf if the parameter's storage was exchanged, as `module.to()` and

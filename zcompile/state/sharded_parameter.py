@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial
 
 from zcompile.state.attributes import LEAF, MODEL, PARAMETER, SHARDED
-from zcompile.state.gather_extension import GatherExtension, leaf_of
+from zcompile.state.gather_extension import GatherExtension, leaf_of, part_held_by
 from zcompile.state.microbatches import Deferred
 from zcompile.state.placement import Layout
 from zcompile.state.user_hooks import run_grad_hooks, run_post_accumulate_hooks
@@ -97,7 +97,7 @@ class ShardedParameter:
     def has_leaf_of(self, local: torch.Tensor) -> bool:
         """Whether the leaf stands for the shard `local`, and not for one that was exchanged since."""
         if self.extension is not None:
-            return local is self.extension.local
+            return part_held_by(self.parameter) is self.extension.local
         return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
 
     def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
@@ -107,6 +107,7 @@ class ShardedParameter:
             RuntimeError: a tensor subclass gives way to another class.
         """
         if self.extension is not None:
+            local = part_held_by(self.parameter)
             if type(local) is not type(self.extension.local):
                 raise RuntimeError(replaced_message(self.name))
             self.extension.local = local
