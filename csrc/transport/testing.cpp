@@ -92,7 +92,7 @@ class LateTransport : public WrappingTransport {
       into_copies.push_back({request.param, arrived.back()});
     }
     inner_->gather(into_copies)->wait();
-    for (auto request : requests) request.padded.fill_(nan);
+    for (auto request : requests) request.padded.view(at::kByte).fill_(0xFF);  // NaN in every floating-point dtype
     return std::make_unique<LateGather>(std::move(arrived), requests);
   }
 

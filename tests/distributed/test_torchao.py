@@ -39,6 +39,7 @@ def in_float8():
 
 def loss_of(model, step, rank):
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    x = x.to(next(model.parameters()).device)
     return (model(x).float() - x.flip(0)).square().mean()
 
 

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from tests.support.blocks import shard_in_blocks
+from tests.support.reference import losses_of
 
 aten = torch.ops.aten
 # Results of these are of the class of the tensor that they are called with. FSDP2 shards by them.
@@ -177,4 +178,25 @@ def by_zcompile(model, policy=None, mesh=None):
 
 def batch_loss(model, step, rank, width=12):
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x).float().square().mean()
+    return model(x.to(next(model.parameters()).device)).float().square().mean()
+
+
+def adam_losses(model, rank, steps=4, loss=batch_loss):
+    return losses_of(model, loss, rank, steps, torch.optim.AdamW(model.parameters(), lr=0.02))
+
+
+def same_as_fsdp2(rank, ours, theirs, loss=batch_loss):
+    """Losses of some steps are equal bit by bit, and so are gradients, and parameters afterwards."""
+    assert torch.equal(adam_losses(ours, rank, loss=loss), adam_losses(theirs, rank, loss=loss))
+    for model in (ours, theirs):
+        loss(model, 9, rank).backward()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert type(mine.to_local()) is type(other.to_local()) and mine.placements == other.placements, name
+        assert type(mine.grad.to_local()) is torch.Tensor and mine.grad.dtype == other.grad.dtype, name
+        assert torch.equal(mine.grad.to_local(), other.grad.to_local()), name
+        assert torch.equal(plain(mine), plain(other)), name
+
+
+def plain(parameter):
+    local = parameter.detach().to_local()
+    return local.values_ if isinstance(local, Wrapped) else local

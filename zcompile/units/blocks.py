@@ -298,10 +298,15 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
         result = call(module, *args, **kwargs)
     except BaseException:
         state.in_compiled = False
-        order.leave_root_by_error()
+        if opens:
+            order.leave_root_by_error()
+        else:
+            order.end_reads(None, has_raised=True)
         raise
     state.in_compiled = False
-    return order.leave_root(result) if opens or order.read_units else result
+    if opens:
+        return order.leave_root(result)
+    return order.end_reads(result) if order.read_units else result
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:

@@ -350,6 +350,8 @@ class Unit:
         leaves = self.leaves()
         self.follow_dtypes(leaves)
         gathered: list[Any] = [None] * len(leaves)
+        for i in self._extended_positions():  # before anything is on its way: hooks may raise
+            gathered[i] = extension_of(self.sharded[i]).before_gather(self.sharded[i])
         for group in self.groups:
             shards = [leaves[i] for i in group.positions]
             with self._own_transfer():
@@ -357,13 +359,13 @@ class Unit:
             for i, tensor in zip(group.positions, started):
                 gathered[i] = tensor
         for reference, positions in self.extended:
-            of_rank = {i: extension_of(self.sharded[i]).before_gather(self.sharded[i]) for i in positions}
             indices = [index for i in positions for index in extension_of(self.sharded[i]).indices]
-            tensors = [tensor for components in of_rank.values() for tensor in components.tensors]
+            own = tensors_of([gathered[i] for i in positions])
             with self._own_transfer():
-                arriving = iter(_alive(reference).runtime.gather_components(indices, tensors))
-            for i, components in of_rank.items():
-                gathered[i] = components._replace(tensors=list(itertools.islice(arriving, len(components.tensors))))
+                arriving = iter(_alive(reference).runtime.gather_components(indices, own))
+            for i in positions:
+                tensors = list(itertools.islice(arriving, len(gathered[i].tensors)))
+                gathered[i] = gathered[i]._replace(tensors=tensors)
         return gathered
 
     @contextlib.contextmanager
