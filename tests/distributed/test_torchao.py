@@ -115,6 +115,25 @@ def test_float8_weights_are_made_from_the_meta_device(rank, world):
     assert model[0].up.weight.grad.to_local().isfinite().all()
 
 
+@pytest.mark.parametrize("policy", ["bf16", pytest.param("fp32", marks=slow)])
+@pytest.mark.parametrize("kind", ["int8_weight_only_quantized", "int8_mixed_precision", "bitnet"])
+@on_ranks(2, needs="torchao")
+def test_quantized_training_equals_that_of_fsdp2(rank, world, kind, policy):
+    from torchao.prototype import quantized_training
+    from torchao.quantization import quantize_
+
+    losses = []
+    for prepare in (by_zcompile, by_fsdp2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Layer() for _ in range(2)))
+        quantize_(model, getattr(quantized_training, f"{kind}_training")())
+        model = prepare(model, POLICIES[policy])
+        assert type(model[0].up.weight.to_local()).__module__.startswith("torchao.prototype.quantized_training")
+        torch.manual_seed(rank)  # rounding is stochastic
+        losses.append(losses_of(model, loss_of, rank, 4, torch.optim.SGD(model.parameters(), lr=0.01)))
+    assert torch.equal(*losses)
+
+
 class Adapted(nn.Module):
     """A linear layer whose frozen weight is NF4, with a LoRA adapter."""
 
