@@ -63,7 +63,7 @@ class Half(Plain):
 
 
 class Rows8(Wrapped):
-    """Each row travels as int8 and a scale; what arrives is dequantized."""
+    """Each row travels as int8 and a scale, and is dequantized on arrival."""
 
     def fsdp_pre_all_gather(self, mesh):
         assert mesh.ndim == 1
@@ -106,7 +106,7 @@ class Dequantizing(torch.Tensor):
 
 
 class Kept8(Rows8):
-    """The same, but what arrives stays as it is, and every op dequantizes it."""
+    """The same, but it arrives as a tensor that every op dequantizes."""
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         if out is None:

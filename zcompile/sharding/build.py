@@ -5,7 +5,7 @@ A module on the meta device gets memory just before its parameters are sharded, 
 
 import functools
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any, cast
 
 import torch
@@ -57,11 +57,19 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
                 sharded = done[id(original)]
                 sharded.add_owner(module, attribute, sharded.leaf)
             module._parameters[attribute] = sharded.parameter
-    for sharded in done.values():  # when the runtime has all parameters, whose order it shares with `state`
+    _check_padding(done.values(), progress)
+    progress.at = ""
+
+
+def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -> None:
+    """Raise if the all-gather hook of a tensor subclass must pad this rank's shard, and does not.
+
+    It makes the runtime know components, which come after all parameters there.
+    """
+    for sharded in parameters:
         if sharded.extension is not None and sharded.shape[0] % sharded.state.groups.world:
             progress.at = f"parameter '{sharded.name}'"
-            sharded.extension.before_gather(sharded)  # raises where a rank would have to pad, and its hook does not
-    progress.at = ""
+            sharded.extension.before_gather(sharded)
 
 
 @torch.no_grad()
@@ -81,11 +89,7 @@ def _shard_parameter(
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
     layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype)
-    kind, local = subclass_of(part), local_shard(part, dim, world, state.groups.rank)
-    if kind is None:
-        local = local.to(device, copy=True).contiguous()
-    elif local.device != device:
-        local = local.to(device)
+    kind, local = subclass_of(part), _copied_shard(part, dim, state, device)
     leaf = nn.Parameter(local if kind is None else leaf_of(local), requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, state)
     rows = layout.shape[0] if layout.shape else 1
@@ -110,6 +114,14 @@ def _shard_parameter(
         sharded.extension = GatherExtension(state.mesh, policy, part_held_by(sharded.parameter))
     state.parameters[name] = sharded
     return sharded
+
+
+def _copied_shard(part: torch.Tensor, dim: int, state: ShardedModel, device: torch.device) -> torch.Tensor:
+    """This rank's shard of `part`, on `device`, in memory of its own."""
+    local = local_shard(part, dim, state.groups.world, state.groups.rank)
+    if subclass_of(part) is None:
+        return local.to(device, copy=True).contiguous()
+    return local if local.device == device else local.to(device)  # it is a copy, by ops that the class has
 
 
 def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: Container[int]) -> None:

@@ -87,11 +87,11 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
         kind = subclass_of(parameter)
         if kind is not None and not has_hooks(parameter):
             return TypeError(
-                f"zcompile.shard: parameter '{name}' is a {name_of(kind)} (rank {rank}). What is sharded is an "
+                f"zcompile.shard: parameter '{name}' is a {name_of(kind)} (rank {rank}). A parameter must be an "
                 "nn.Parameter over a plain tensor, a DTensor, or a tensor subclass with FSDP2's hooks "
-                "fsdp_pre_all_gather and fsdp_post_all_gather; slices of another subclass would lose what it keeps "
-                "beside its values. Shard before quantizing, hold packed values and scales as plain frozen parameters "
-                "of any dtype (docs/peft.md), or keep it whole on each rank: ignored_params=[...]."
+                "fsdp_pre_all_gather and fsdp_post_all_gather: slices of another subclass would lose the data that it "
+                "keeps beside its values. Shard before quantizing, hold packed values and scales as plain frozen "
+                "parameters of any dtype (docs/peft.md), or keep it whole on each rank: ignored_params=[...]."
             )
         if parameter.requires_grad and parameter.dtype not in TRAINABLE:
             return TypeError(

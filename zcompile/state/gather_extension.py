@@ -1,10 +1,10 @@
 """Parameters that are tensor subclasses with FSDP2's all-gather hooks: `fsdp_pre_all_gather`, `fsdp_post_all_gather`.
 
 [Note: components]
-Such a class decides itself what travels. Before each gather, `fsdp_pre_all_gather` of this rank's shard makes plain
-tensors, such as float8 values, or int8 values and their scales. They are the *components* of the parameter, and travel
-in one transfer, each at its own width. `fsdp_post_all_gather` makes the unsharded parameter of what arrived. It is
-given that parameter again as `out` by each later gather, whose memory is by then in the same tensors.
+Such a class decides itself which tensors travel. Before each gather, `fsdp_pre_all_gather` of this rank's shard makes
+plain tensors, such as float8 values, or int8 values and their scales. They are the *components* of the parameter, and
+travel in one transfer, each at its own width. `fsdp_post_all_gather` makes the unsharded parameter of those that
+arrived. It is given that parameter again as `out` by each later gather, whose memory is by then in the same tensors.
 
 The runtime knows a component as a parameter without a shard (`is_component` in csrc/transport/param.h): a gather gets
 it. The leaf of the parameter itself has no memory. Gradients are reduced by it, as for all parameters. Only blocks and
@@ -153,14 +153,14 @@ class GatherExtension:
         self.takes_sizes = len(inspect.signature(getattr(local, PRE)).parameters) > 1
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of this rank's components
         self.indices: list[int] = []  # of these in the runtime
-        self.gathered: list[torch.Tensor] = []  # what the unsharded parameter is made of
-        self.inner: list[torch.Tensor] = []  # what else the hook made, which comes and goes with it
+        self.gathered: list[torch.Tensor] = []  # components, which the unsharded parameter is made of
+        self.inner: list[torch.Tensor] = []  # other tensors that the hook made for it
 
     def before_gather(self, sharded: "ShardedParameter") -> Components:
-        """What `fsdp_pre_all_gather` makes of this rank's shard.
+        """The components of this rank's shard, which `fsdp_pre_all_gather` makes.
 
         Raises:
-            RuntimeError: not what FSDP2 asks for.
+            RuntimeError: a component is no plain tensor, or its size is not that of a padded shard.
         """
         args: tuple[Any, ...] = (self.mesh,)
         if self.takes_sizes:

@@ -101,9 +101,9 @@ class Unit:
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
         self.versions: list[int] = []  # of `unsharded` while they have memory; autograd compares them
         self.made_for: list[torch.dtype] = []  # the `dtypes` for which they were made
-        # What this rank has of them, in the order of `plain`: of a DTensor its local tensor.
+        # This rank's part of each, in the order of `plain`: of a DTensor its local tensor.
         self.parts: list[torch.Tensor] = []
-        self.storages: frozenset[int] = frozenset()  # of `unsharded`, and of what these are made of
+        self.storages: frozenset[int] = frozenset()  # of `unsharded`, and of their components
         self.has_grads = False  # some of `unsharded` do
         device = sharded[0].leaf.device
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # lets autograd record where a forward begins

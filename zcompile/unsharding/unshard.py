@@ -36,8 +36,8 @@ def unshard(
     Args:
         module_or_params: a sharded model, a module of one, or parameters that `model.parameters()` yields.
         writeback: whether each rank stores its slice of the whole parameters afterwards. All ranks must then have the
-            same values, which a hash compares. Not for tensor subclasses with FSDP2's all-gather hooks: whole ones are
-            what the hooks make. Without it, changes are discarded, and are an error; those through
+            same values, which a hash compares. Not for tensor subclasses with FSDP2's all-gather hooks: their hooks
+            make the whole ones, from other values. Without it, changes are discarded, and are an error; those through
             `.data` are not seen.
 
     Yields:
