@@ -288,7 +288,9 @@ bool ShardCache::fused_adam_step(c10::ArrayRef<AdamRequest> requests, const Adam
   std::vector<CachedShard*> shards;
   std::vector<CopyTarget> copies;
   for (const auto& request : requests) {
-    const bool is_shard = request.main_param.const_data_ptr() == request.param->shard.const_data_ptr();
+    const auto& whole = request.param->shard;  // offloaded moments step large ones in pieces, which have no copy
+    const bool is_shard =
+        request.main_param.const_data_ptr() == whole.const_data_ptr() && request.main_param.numel() == whole.numel();
     auto* shard = shards.emplace_back(is_shard ? memory_.find_placed(*request.param) : nullptr);
     copies.push_back(shard ? CopyTarget{shard->on(context_.rank()), shard->dtype} : CopyTarget{});
   }

@@ -6,6 +6,7 @@ kernel is replaced, by a dispatch mode that lasts as long as the step. In which 
 is in csrc/p2p/schedule/adam_schedule.h.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -13,15 +14,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
+from zcompile.training.offload import COUNTS, Offload, Piece, Tensors, is_sharded_as, local_of
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
-MAXIMA, COUNTS = 4, 5  # which of their arguments has the maxima of squares, for amsgrad, and which counts steps
+MAXIMA = 4  # which of their arguments has the maxima of squares, for amsgrad
+OFFLOADS = ("moments",)
 
 
-def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def fuse_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, offload: str | None = None
+) -> torch.optim.Optimizer:
     """Let steps of `optimizer` write what the next forward gathers, and free gradients as they go. No number changes.
 
     Peer to peer this saves one pass over all main parameters per step; over other transports, steps are torch's.
@@ -37,24 +43,38 @@ def fuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     Args:
         model: sharded by `zcompile.shard`; its transport may still change.
         optimizer: `torch.optim.Adam` or `AdamW` with `fused=True`, over any parameters of `model` and others.
+        offload: "moments" keeps both Adam moments of the model's parameters, which must be float32, in pinned host
+            memory; a step copies them to the GPU and back, group by group. Main parameters and gradients stay on the
+            GPU. A moment taken from `optimizer.state` before a step may be read after it only once `optimizer.state`,
+            or `optimizer.state_dict()`, has been read again.
 
     Returns:
         `optimizer`, whose `step` is another.
 
     Raises:
         RuntimeError: `model` is not sharded.
-        ValueError: another optimizer, or one that is not fused, or `amsgrad`, `maximize` or a tensor as learning rate.
+        ValueError: another optimizer, or one that is not fused, or `amsgrad`, `maximize` or a tensor as learning rate;
+            an `offload` that there is not, or another one than in an earlier call; parameters that are not float32.
     """
     state = state_of(model)
     _check_optimizer(optimizer)
+    if offload is not None and offload not in OFFLOADS:
+        raise ValueError(
+            f"zcompile.fuse_optimizer: offload is None or {', '.join(map(repr, OFFLOADS))}, not {offload!r}."
+        )
     inner: Any = optimizer.step
     models = getattr(inner, "fused_by_zcompile", ())
     if any(each() is state for each in models):
+        offloaded = [each.model() for each in getattr(optimizer.state, "offloads", ())]
+        if (offload is not None) != any(each is state for each in offloaded):
+            raise ValueError(
+                "zcompile.fuse_optimizer was called with another offload before: leave out one of the calls."
+            )
         return optimizer
     unbound = getattr(inner, "__func__", None)
     if unbound is None:  # a scheduler was there before
         unbound = functools.wraps(inner)(lambda self: inner())
-    fused: Any = _fused_step(unbound, state)
+    fused: Any = _fused_step(unbound, state, None if offload is None else Offload(state, optimizer))
     fused.fused_by_zcompile = (*models, weakref.ref(state))
     # Weak: if the optimizer's own `step` held the optimizer, nothing would free it, nor its states, before the next gc.
     reference = weakref.ref(optimizer)
@@ -80,9 +100,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _fused_step(unbound: Callable[..., Any], state: ShardedModel) -> Callable[..., Any]:
+def _fused_step(unbound: Callable[..., Any], state: ShardedModel, offload: Offload | None) -> Callable[..., Any]:
     """`unbound`, an optimizer's step, with the kernels of `state`'s transport; drops the gradients of `state`."""
-    mode = StepMode(state)
+    mode = StepMode(state, offload)
 
     @functools.wraps(unbound)  # schedulers and others leave marks on it
     def fused(self: torch.optim.Optimizer, closure: Any = None) -> Any:
@@ -90,7 +110,7 @@ def _fused_step(unbound: Callable[..., Any], state: ShardedModel) -> Callable[..
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with mode:
+        with offload.step(self) if offload else contextlib.nullcontext(), mode:
             unbound(self)
         model = mode.state
         models = [] if model is None else models_of(model)
@@ -110,9 +130,10 @@ class StepMode(TorchDispatchMode):
     Else torch's, on their shards; and torch's for other parameters.
     """
 
-    def __init__(self, state: ShardedModel):
+    def __init__(self, state: ShardedModel, offload: Offload | None = None):
         super().__init__()
         self.reference = weakref.ref(state)  # an optimizer must not hold a model
+        self.offload = offload
         self.refreshes_cache = False  # whether the transport did, in some step
 
     @property
@@ -127,32 +148,78 @@ class StepMode(TorchDispatchMode):
         if func not in (ADAM, ADAMW) or state is None:
             return func(*args, **kwargs)
         parameters = args[0]
-        plain = [sharded for sharded in state.parameters.values() if sharded.extension is None]
-        index_of = {id(sharded.parameter): sharded.index for sharded in plain}
-        ours = {i: index_of[id(parameter)] for i, parameter in enumerate(parameters) if id(parameter) in index_of}
-        local = [[_local(values[i]) for i in ours] if values else [] for values in args]
-        others = tuple([value for i, value in enumerate(values) if i not in ours] for values in args)
-        tensors = [values for i, values in enumerate(local) if i != MAXIMA]
-        settings = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+        index_of = {id(sharded.parameter): sharded.index for sharded in state.parameters.values()}
+        ours = [i for i, parameter in enumerate(parameters) if id(parameter) in index_of]
         is_scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None  # and maybe by DTensors
-        on_shards = bool(ours) and not is_scaled and all(_are_sharded_alike(args, i) for i in ours)
-        is_plain = on_shards and _is_plain(func, kwargs)
-        if is_plain and state.runtime.fused_adam_step(list(ours.values()), tensors, **settings):
+        if not ours or is_scaled or not all(_are_sharded_alike(args, i) for i in ours):
+            if self.refreshes_cache:
+                torch.autograd.graph.increment_version([local_of(parameters[i]) for i in ours])
+            self._step_others(func, args, kwargs)
+            return None
+        local = [[local_of(values[i]) for i in ours] if values else [] for values in args]
+        stepped = [parameters[i] for i in ours]
+        step = functools.partial(self._step_shards, func, stepped, index_of, kwargs)
+        if self.offload is None:
+            step([Piece.whole(i, shard) for i, shard in enumerate(local[0])], local)
+        else:
+            self.offload.stream(stepped, local, step)
+        others = tuple(
+            [value for i, value in enumerate(values) if id(parameters[i]) not in index_of] for values in args
+        )
+        if others[0]:
+            self._step_others(func, others, kwargs)
+        return None
+
+    def _step_shards(
+        self,
+        func: Any,
+        parameters: list[Any],
+        index_of: dict[int, int],
+        kwargs: dict[str, Any],
+        pieces: list[Piece],
+        tensors: Tensors,
+    ) -> None:
+        """Step `pieces` of `parameters` by the transport's kernel, or by torch's.
+
+        An op on DTensors would make specs of all of them, which takes the host longer than all else of a step.
+        """
+        state, settings = self.state, {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+        assert state is not None
+        indices = [index_of[id(parameters[piece.item])] for piece in pieces]
+        needed = [values for i, values in enumerate(tensors) if i != MAXIMA]
+        if _is_plain(func, kwargs) and state.runtime.fused_adam_step(indices, needed, **settings):
             self.refreshes_cache = True
             # At once: whoever wrote to a gradient now, a hook or a handler of an error, would write to the cache.
-            for i in ours:
-                parameters[i].grad = None
-        else:
-            if self.refreshes_cache:
-                # torch's kernel does not, and what is cached since the step before would pass for new.
-                torch.autograd.graph.increment_version(local[0])
-            if on_shards:  # an op on DTensors makes specs of all, which takes the host longer than all else of a step
-                func(*local, **kwargs)
-            else:  # DTensor redistributes what is sharded in another way, or refuses it
-                others = args
-        if others[0]:
-            func(*others, **kwargs)
-        return None
+            for piece in pieces:
+                if piece.is_last:
+                    parameters[piece.item].grad = None
+            return
+        if self.refreshes_cache:
+            # torch's kernel does not, and what is cached since the step before would pass for new.
+            torch.autograd.graph.increment_version(tensors[0])
+        func(*tensors, **kwargs)
+
+    def _step_others(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Step by torch's kernel. DTensor redistributes what is sharded in another way than its parameter, or refuses.
+
+        Moments in host memory are streamed: of the model's other domains, and of all its parameters with a scaler.
+        """
+        offload, scales = self.offload, [kwargs.get(name) for name in ("grad_scale", "found_inf")]
+        if offload is None:
+            func(*args, **kwargs)
+            return
+        hosted = [i for i, parameter in enumerate(args[0]) if offload.has_moments_of(parameter, args, i)]
+        alike = [i for i in hosted if _are_sharded_alike(args, i)]
+        if any(isinstance(scale, DTensor) for scale in scales):
+            alike = []
+        if alike:
+            local = [[local_of(values[i]) for i in alike] if values else [] for values in args]
+            offload.stream([args[0][i] for i in alike], local, lambda _, tensors: func(*tensors, **kwargs))
+        if odd := sorted({*hosted} - {*alike}):
+            with offload.on_device([[values[i] for i in odd] if values else [] for values in args]) as tensors:
+                func(*tensors, **kwargs)
+        if rest := sorted({*range(len(args[0]))} - {*hosted}):
+            func(*([values[i] for i in rest] if values else [] for values in args), **kwargs)
 
 
 def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -163,21 +230,6 @@ def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _are_sharded_alike(args: tuple[Any, ...], i: int) -> bool:
-    """Whether the gradient and the moments of parameter `i` are sharded as it is, so that a rank's parts are a step.
-
-    It runs for each parameter in each step, so it first asks whether specs, and their meshes, are the same objects.
-    """
-    parameter, *others = [getattr(values[i], "_spec", None) for values in args[:COUNTS] if values]
-    for other in others:
-        if other is parameter:
-            continue
-        if other is None or parameter is None or other.placements != parameter.placements:
-            return False
-        if other.mesh is not parameter.mesh and other.mesh != parameter.mesh:
-            return False
-    return parameter is not None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    """Whether the gradient and the moments of parameter `i` are sharded as it is, so that a rank's parts are a step."""
+    parameter, *others = [values[i] for values in args[:COUNTS] if values]
+    return all(is_sharded_as(other, parameter) for other in others)

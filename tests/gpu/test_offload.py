@@ -1,0 +1,199 @@
+"""Adam's moments in host memory: where they lie, what a step costs, and that its numbers are those on the GPU."""
+
+import contextlib
+import copy
+import gc
+import time
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.support.gpu import Wide, compiled_over
+from tests.support.models import Chain
+from tests.support.ranks import on_gpus
+from tests.support.reference import same_values
+from zcompile.training import offload as offloading
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def loss_of(model, step, rank):
+    x = torch.randn(256, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank))
+    with torch.autocast("cuda", torch.bfloat16):
+        return model(x).float().square().mean()
+
+
+def make(transport, layers=4):
+    torch.manual_seed(0)
+    return compiled_over(transport, Chain(*(Wide() for _ in range(layers)), nn.Linear(2048, 77)).cuda())
+
+
+def results_of(model, optimizer):
+    """Parameters and states, those of the host on the GPU."""
+    states = optimizer.state_dict()["state"]
+    values = {f"{i}.{name}": states[i][name] for i in sorted(states) for name in ("step", *MOMENTS)}
+    local = {name: getattr(value, "_local_tensor", value).cuda() for name, value in values.items()}
+    return {name: parameter.to_local().detach() for name, parameter in model.named_parameters()} | local
+
+
+def trained(rank, transport, offload, make_optimizer, group_bytes):
+    """Eight steps, over a checkpoint that changes between offloaded and not in between."""
+    model = make(transport)
+    model[1].down.requires_grad_(False)
+    parameters = [*model.parameters()]
+    other = nn.Parameter(torch.ones(3, device="cuda"))
+    groups = [{"params": [*parameters[::2], other]}, {"params": parameters[1::2], "lr": 2e-3}]
+    scheduled = {"lr": 1e-3, "weight_decay": 0.1 * (make_optimizer is torch.optim.AdamW), "fused": True}
+    optimizer = zcompile.fuse_optimizer(model, make_optimizer(groups, **scheduled), offload=offload)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
+    with mock.patch.object(offloading, "GROUP_BYTES", group_bytes):
+        for step in range(8):
+            (loss_of(model, step, rank) + other.square().sum()).backward()
+            zcompile.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return results_of(model, optimizer), optimizer, other
+
+
+# 1 MiB: matrices in pieces, and slots taken again and again. 128 MiB: whole matrices, whose copies p2p writes.
+@pytest.mark.parametrize("group_bytes", [1 << 20, 128 << 20])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("transport", ["p2p", "delayed p2p", "c10d"])
+@on_gpus(2)
+def test_steps_are_those_without_offload(rank, world, transport, make_optimizer, group_bytes):
+    offloaded, optimizer, other = trained(rank, transport, "moments", make_optimizer, group_bytes)
+    for parameter, state in optimizer.state.items():
+        for name in MOMENTS:
+            local = getattr(state[name], "_local_tensor", state[name])
+            assert local.is_cuda if parameter is other else local.is_pinned()
+    same_values(offloaded, trained(rank, transport, None, make_optimizer, group_bytes)[0])
+
+
+@on_gpus(2)
+def test_scaled_steps_are_those_without_offload(rank, world):
+    results = []
+    for offload in ("moments", None):
+        model = make("p2p")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        zcompile.fuse_optimizer(model, optimizer, offload=offload)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=2)
+        for step in range(5):
+            scaler.scale(loss_of(model, step, rank) * (float("inf") if step == 2 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(results_of(model, optimizer))
+    same_values(*results)
+
+
+@on_gpus(1)
+def test_states_move_to_the_host_and_back_when_the_model_is_gone(rank, world):
+    """fuse_optimizer comes after a step. Later only the optimizer, and the DTensors that it has, live on."""
+    model = make("c10d")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    loss_of(model, 0, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    before = torch.cuda.memory_allocated()
+    moments = sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
+    loss_of(model, 1, rank).backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert before - torch.cuda.memory_allocated() > 0.99 * moments
+    del model
+    gc.collect()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(state[name].to_local().is_cuda for state in optimizer.state.values() for name in MOMENTS)
+
+
+def peak_of_step(rank, offload):
+    """Bytes at the peak of forward and backward, and of moments, in the third step."""
+    model = make("c10d", layers=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    zcompile.fuse_optimizer(model, optimizer, offload=offload)
+    for step in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        loss_of(model, step, rank).backward()
+        peak = torch.cuda.max_memory_allocated()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+    return peak, sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
+
+
+@on_gpus(1)
+def test_the_peak_falls_by_the_moments(rank, world):
+    (peak, moments), (offloaded, _) = peak_of_step(rank, None), peak_of_step(rank, "moments")
+    assert abs(peak - offloaded - moments) < 0.02 * moments, (peak, offloaded, moments)
+
+
+def seconds(work, repeats):
+    """Of one run, the fastest of a few."""
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def link_rate():
+    """Bytes a second each way, while copies go both ways."""
+    size = 1 << 29
+    hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    buffers = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def both_ways():
+        with torch.cuda.stream(streams[0]):
+            buffers[0].copy_(hosts[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            hosts[1].copy_(buffers[1], non_blocking=True)
+
+    return size / seconds(both_ways, 5)
+
+
+@on_gpus(1)
+def test_a_step_takes_as_long_as_its_copies(rank, world):
+    """Copies go both ways at once, and beside the kernels: one after the other, it would be twice as long."""
+    rate = link_rate()
+    model = make("c10d", layers=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    times = []
+    for step in range(5):
+        loss_of(model, step, rank).backward()
+        times.append(seconds(optimizer.step, 1))
+        optimizer.zero_grad()
+    moments = sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
+    assert min(times) < 1.5 * moments / rate, (times, moments, rate)
+
+
+@on_gpus(1)
+def test_the_host_does_not_wait_in_a_step(rank, world):
+    """The next forward is started while the last groups are copied."""
+    model = make("c10d")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    for step in range(4):
+        loss_of(model, step, rank).backward()
+        torch.cuda.synchronize()
+        with torch.profiler.profile() if step == 3 else contextlib.nullcontext() as profiler:
+            torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
+            try:
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    names = [event.key for event in profiler.key_averages()]
+    assert not [name for name in names if name in ("cudaStreamSynchronize", "cudaMemcpy")]

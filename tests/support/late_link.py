@@ -1,0 +1,69 @@
+"""A link to host memory on which all is late that nothing waits for; on a CPU, where copies are else done at once."""
+
+from collections import deque
+
+import torch
+
+from zcompile.training.host_link import HostLink, Queue
+
+
+class LateLink(HostLink):
+    """Queues hold their work back until something waits for it, but for those in `eager`, which never rest.
+
+    It leaves out waits of the kinds in `ignored`: (the queue that waits, the queue that it waits for), with None for
+    the host. Host memory is what it allocated itself.
+    """
+
+    def __init__(self, eager=(), ignored=()):
+        self.eager, self.ignored = eager, ignored
+        self.work = {queue: deque() for queue in Queue}
+        self.given = dict.fromkeys(Queue, 0)
+        self.done = dict.fromkeys(Queue, 0)
+        self.hosts = []
+        self.may_write = False  # whether the memory of buffers is no longer used by work from before the step
+        self.runs = dict.fromkeys(Queue, 0)
+
+    def allocate(self, like):
+        self.hosts.append(torch.full_like(like, float("nan")))
+        return self.hosts[-1]
+
+    def is_host(self, tensor):
+        return any(tensor.data_ptr() == host.data_ptr() for host in self.hosts)
+
+    def run(self, queue, work):
+        assert queue is not Queue.TO_DEVICE or self.may_write, "copied to memory that may still be in use"
+        self.runs[queue] += 1
+        self.give(queue, work)
+
+    def mark(self, queue):
+        return queue, self.given[queue]
+
+    def wait(self, queue, mark):
+        self.may_write |= (queue, mark[0]) == (Queue.TO_DEVICE, Queue.COMPUTE)
+        if (queue, mark[0]) not in self.ignored:
+            self.give(queue, lambda: self.reach(mark))
+
+    def synchronize(self, mark):
+        if (None, mark[0]) not in self.ignored:
+            self.reach(mark)
+
+    def release(self, buffer):
+        self.may_write = False
+
+    def give(self, queue, work):
+        self.work[queue].append(work)
+        self.given[queue] += 1
+        if queue in self.eager:
+            self.reach(self.mark(queue))
+
+    def reach(self, mark):
+        """Do the work that the mark is behind."""
+        queue, count = mark
+        with torch.no_grad():
+            while self.done[queue] < count:
+                self.done[queue] += 1
+                self.work[queue].popleft()()
+
+    def finish_compute(self):
+        """What the program's stream has done when the next forward runs on it."""
+        self.reach(self.mark(Queue.COMPUTE))

@@ -1,0 +1,433 @@
+"""Adam's moments in host memory: a step takes them through the GPU, group by group, beside its compute.
+
+[Note: streamed steps]
+The moments of a model's parameters lie in pinned host memory; main parameters and gradients lie on the GPU. A step
+takes parameters in groups of at most `GROUP_BYTES` of moments, and large parameters in pieces. Each group has a slot,
+one of `SLOTS` pairs of GPU buffers: its moments are copied in, stepped by the kernel that would have stepped them on
+the GPU, and copied out. So one group is copied in while another is stepped and a third is copied out. Four waits order
+them:
+  - The first copy to the device waits for the work before the step, which may still use the memory of the buffers.
+  - A group is stepped after it has arrived.
+  - A group is copied out after it has been stepped.
+  - The next group is copied into a slot after the last one was copied out of it.
+The program's stream waits for the compute alone, so the next forward may run while the last groups are copied out.
+Until they are, host memory has old moments, or half of the new ones. So `optimizer.state` is a mapping each read of
+which first waits on the host for these copies: `state_dict`, copies and the next step read through it.
+
+Bits are those of a step without offload, since the kernel is the same and is elementwise. Pieces begin at multiples of
+`GRAIN` elements, so that a CPU's kernel has the same vectors and the same remainder.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from zcompile.calibration.memory import host_memory_bytes
+from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.training.host_link import Queue, link_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FIRST_MOMENT = 2  # which of the arguments of torch's fused kernel has them; the next one has the second moments
+COUNTS = 5  # which of them counts steps
+GROUP_BYTES = 64 << 20  # of both moments: 1.3 ms of a link at 50 GB/s, far more than what starting a copy takes
+SLOTS = 3  # one is copied in, one is stepped, one is copied out
+GRAIN = 4096  # elements at multiples of which parameters are cut
+ALIGNMENT = 128  # elements at multiples of which moments begin in a buffer
+
+Tensors = list[list[torch.Tensor]]  # parameters, gradients, both moments, maxima of squares if any, counts of steps
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [begin, end) of a parameter, which lie at `offset` in the buffers of its group."""
+
+    item: int
+    begin: int
+    end: int
+    offset: int
+    numel: int  # of the parameter
+
+    @classmethod
+    def whole(cls, item: int, tensor: torch.Tensor) -> "Piece":
+        """All of a parameter, in no buffer."""
+        return cls(item, 0, tensor.numel(), 0, tensor.numel())
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.numel
+
+    @property
+    def is_whole(self) -> bool:
+        return self.end - self.begin == self.numel
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The piece of `tensor`. A whole one is no view: transports ask how many tensors have a gradient's memory."""
+        return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
+
+    def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The piece's place in `buffer`, of the shape of `like`."""
+        return buffer[self.offset : self.offset + self.end - self.begin].view(like.shape)
+
+
+def plan_groups(numels: Sequence[int], capacity: int) -> list[list[Piece]]:
+    """The pieces of each group, at most `capacity` elements with what aligns them. There is at least one group.
+
+    Parameters are cut only if they exceed `capacity`, a multiple of `GRAIN`. Those without elements are in a group,
+    too: each rank calls the transport for all parameters.
+    """
+    groups: list[list[Piece]] = [[]]
+    used = 0
+    for item, numel in enumerate(numels):
+        begin = 0
+        while begin < numel or not numel:
+            room = capacity - used
+            taken = min(numel - begin, room // GRAIN * GRAIN) if numel > capacity else numel
+            if taken > room or (numel and not taken):
+                groups.append([])
+                used = 0
+                continue
+            groups[-1].append(Piece(item, begin, begin + taken, used, numel))
+            used += _aligned(taken, ALIGNMENT)
+            begin += taken
+            if not numel:
+                break
+    return groups
+
+
+def _aligned(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
+
+
+class Slot:
+    """GPU memory of both moments of one group at a time, and a mark that is passed when it may be written."""
+
+    def __init__(self, capacity: int, device: torch.device, free: Any):
+        self.buffer = torch.empty(len(MOMENTS), capacity, device=device)
+        self.free = free
+
+
+class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
+    """`optimizer.state`. A read first waits until the moments of the last step are in host memory."""
+
+    def __init__(self, offloads: "list[Offload]", states: Any):
+        super().__init__(dict, states)
+        self.offloads = offloads
+
+    def copy(self) -> Any:
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are plain mappings."""
+        return defaultdict, (dict, dict(self.items()))
+
+
+def _waiting(name: str) -> Callable[..., Any]:
+    """defaultdict's method, after a wait for the parameter that it reads, or for all."""
+    read = getattr(defaultdict, name)
+
+    @functools.wraps(read)
+    def method(self: HostStates, *args: Any) -> Any:
+        for offload in self.offloads:
+            offload.wait(*args[:1])
+        return read(self, *args)
+
+    return method
+
+
+for _name in ("__getitem__", "__iter__", "get", "items", "values", "pop", "popitem", "setdefault"):
+    setattr(HostStates, _name, _waiting(_name))
+
+
+@dataclass
+class Loaded:
+    """A moment on its way from a checkpoint to host memory. torch, which moves tensors to the GPU, leaves it alone."""
+
+    source: DTensor
+    target: DTensor
+
+
+class Offload:
+    """The moments of one model's parameters, in one optimizer. It has no reference to either."""
+
+    def __init__(self, state: ShardedModel, optimizer: torch.optim.Optimizer):
+        self.model = weakref.ref(state)
+        _check_dtypes(self.find_parameters(), optimizer)
+        self.link = link_of(next(iter(state.parameters.values())).parameter.device)
+        self.slots: list[Slot] = []  # empty but during a step
+        self.total = self.capacity = 0  # elements of this step's parameters, and of a slot
+        self.turn = 0  # counts groups of this step
+        self.copied_out: Any = None  # a mark, unless all moments are in host memory
+        self.in_flight: set[int] = set()  # parameters by id whose moments may not be
+        self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # of the optimizer, for several models
+        self.offloads.append(self)
+        optimizer.register_load_state_dict_pre_hook(self._keep_on_host)
+        optimizer.register_load_state_dict_post_hook(self._finish_load)
+        optimizer.state = HostStates(self.offloads, optimizer.state)
+
+    def find_parameters(self) -> dict[int, str]:
+        """By id: the names of the parameters whose moments lie in host memory."""
+        state = self.model()
+        models = [] if state is None else models_of(state)
+        found = (sharded for each in models for sharded in each.parameters.values())
+        self.parameters = {id(sharded.parameter): sharded.name for sharded in found}
+        return self.parameters
+
+    def has_moments_of(self, parameter: torch.Tensor, args: Any, i: int) -> bool:
+        """Whether the moments of `parameter`, the `i`-th in `args` of torch's fused kernel, lie in host memory."""
+        moments = [args[FIRST_MOMENT + j][i] for j in range(len(MOMENTS))]
+        return id(parameter) in self.parameters and all(self.link.is_host(local_of(moment)) for moment in moments)
+
+    def wait(self, parameter: Any = None) -> None:
+        """Let the host go on only when the moments of the last step, or of `parameter` alone, are in host memory."""
+        mark = self.copied_out
+        if mark is None or (parameter is not None and id(parameter) not in self.in_flight):
+            return
+        self.link.synchronize(mark)
+        self.copied_out = None
+        self.in_flight.clear()
+
+    @contextlib.contextmanager
+    def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Around a step of `optimizer`, whose kernels are then called by `stream`."""
+        self.find_parameters()
+        if self.model() is None:
+            self._give_back(optimizer)
+        grouped = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+        stepped = [
+            (parameter, group)
+            for parameter, group in grouped
+            if parameter.grad is not None and id(parameter) in self.parameters and _fits(parameter)
+        ]
+        self._move_to_host(optimizer, stepped)
+        self.total = sum(_aligned(local_of(parameter).numel(), ALIGNMENT) for parameter, _ in stepped)
+        self.capacity = _aligned(max(1, min(self.total, GROUP_BYTES // 4 // len(MOMENTS))), GRAIN)
+        self.turn = 0
+        try:
+            yield
+        finally:
+            for slot in self.slots:
+                self.link.release(slot.buffer)
+            self.slots = []
+
+    def stream(self, parameters: list[Any], tensors: Tensors, step: Callable[[list[Piece], Tensors], None]) -> None:
+        """Step `parameters`, group by group.
+
+        Args:
+            tensors: as torch's fused kernel takes them, this rank's parts. The moments lie in host memory.
+            step: is called for each group, with its pieces and their tensors, all on the device.
+        """
+        self.in_flight |= {id(parameter) for parameter in parameters}
+        for pieces in plan_groups([shard.numel() for shard in tensors[0]], self.capacity):
+            self._stream_group(pieces, tensors, step)
+
+    def _stream_group(
+        self, pieces: list[Piece], tensors: Tensors, step: Callable[[list[Piece], Tensors], None]
+    ) -> None:
+        """Copy a group in, step it, copy it out. See [Note: streamed steps] for the waits."""
+        link, slot = self.link, self._take_slot(tensors[0][0].device)
+        group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
+        group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # in host memory, and on the device
+        for i, buffer in enumerate(slot.buffer, FIRST_MOMENT):
+            on_device = [piece.in_buffer(buffer, like) for piece, like in zip(pieces, group[0], strict=True)]
+            copies += zip(group[i], on_device, strict=True)
+            group[i] = on_device
+        link.run(Queue.TO_DEVICE, lambda: _copy([(buffer, host) for host, buffer in copies]))
+        link.wait(Queue.COMPUTE, link.mark(Queue.TO_DEVICE))
+        link.run(Queue.COMPUTE, lambda: step(pieces, group))
+        link.wait(Queue.TO_HOST, link.mark(Queue.COMPUTE))
+        link.run(Queue.TO_HOST, lambda: _copy(copies))
+        slot.free = self.copied_out = link.mark(Queue.TO_HOST)
+
+    def _take_slot(self, device: torch.device) -> Slot:
+        """The next slot. What follows in the queue to the device waits until the slot is free."""
+        if not self.slots:
+            free = self.link.mark(Queue.COMPUTE)
+            count = min(SLOTS, -(-self.total // self.capacity))
+            self.slots = [Slot(self.capacity, device, free) for _ in range(max(1, count))]
+        slot = self.slots[self.turn % len(self.slots)]
+        self.turn += 1
+        self.link.wait(Queue.TO_DEVICE, slot.free)
+        return slot
+
+    @contextlib.contextmanager
+    def on_device(self, args: Tensors) -> Iterator[Tensors]:
+        """`args` of torch's fused kernel with all moments on the device, from where they go back to host memory.
+
+        It is for parameters that DTensor must redistribute, or refuse to step.
+        """
+        self.wait()
+        moved = list(args)
+        for i in range(FIRST_MOMENT, FIRST_MOMENT + len(MOMENTS)):
+            moved[i] = [
+                _with_local(moment, torch.empty_like(local_of(moment), device=parameter.device).copy_(local_of(moment)))
+                for parameter, moment in zip(args[0], args[i], strict=True)
+            ]
+        yield moved
+        for i in range(FIRST_MOMENT, FIRST_MOMENT + len(MOMENTS)):
+            for host, moment in zip(args[i], moved[i], strict=True):
+                local_of(host).copy_(local_of(moment))
+
+    def _move_to_host(self, optimizer: torch.optim.Optimizer, stepped: list[tuple[Any, dict[str, Any]]]) -> None:
+        """Make moments of those that have none, and move those that are on the device, as after a step without offload.
+
+        Memory for all of them is there before the first one is changed.
+        """
+        states = {parameter: optimizer.state.get(parameter) or {} for parameter, _ in stepped}
+        missing = [
+            (parameter, name)
+            for parameter, state in states.items()
+            for name in MOMENTS
+            if not state or (name in state and self._is_movable(parameter, state[name]))
+        ]
+        memory = dict(zip(missing, self._allocate([parameter for parameter, _ in missing]), strict=True))
+        for parameter, group in stepped:
+            state = states[parameter]
+            if not state:  # as torch would, on the device
+                state["step"] = torch.zeros((), device=parameter.device)
+                if group["amsgrad"]:
+                    state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+                optimizer.state[parameter] = state
+            for name in MOMENTS:
+                host = memory.get((parameter, name))
+                if host is None:
+                    continue
+                local_of(host).copy_(local_of(state[name])) if name in state else local_of(host).zero_()
+                state[name] = host
+
+    def _is_movable(self, parameter: DTensor, moment: torch.Tensor) -> bool:
+        """Whether `moment` is on the device, and sharded as `parameter` is."""
+        return is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
+
+    def _allocate(self, parameters: list[DTensor]) -> list[DTensor]:
+        """Uninitialised host memory for a moment of each of `parameters`.
+
+        Raises:
+            RuntimeError: there is not as much; says how much, and the remedy.
+        """
+        locals_ = [local_of(parameter) for parameter in parameters]
+        total = sum(local.nbytes for local in locals_)
+        has = host_memory_bytes()
+        if total > has:
+            raise RuntimeError(self._no_memory(total, f"this machine or container has {_gib(has)}"))
+        try:
+            memory = [self.link.allocate(local) for local in locals_]
+        except (RuntimeError, MemoryError) as error:
+            raise RuntimeError(self._no_memory(total, str(error).partition("\n")[0])) from error
+        return [_with_local(parameter, local) for parameter, local in zip(parameters, memory, strict=True)]
+
+    def _no_memory(self, total: int, reason: str) -> str:
+        """The text of an error."""
+        return (
+            f"zcompile.fuse_optimizer(offload='moments') asked for {total} bytes ({_gib(total)}) of pinned host memory "
+            f"for Adam's moments on rank {dist.get_rank()}, and did not get them: {reason}. No state was changed. Give "
+            "the container or the machine more memory, raise its limit of locked memory (ulimit -l), train on more "
+            "ranks, or leave offload out."
+        )
+
+    def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move all moments to the parameters' devices: the model was freed, so steps are torch's."""
+        for parameter, state in optimizer.state.items():
+            if any(id(parameter) in each.parameters for each in self.offloads):
+                continue
+            for name in MOMENTS:
+                moment = state.get(name)
+                if moment is not None and moment.device != parameter.device:
+                    state[name] = _with_local(moment, local_of(moment).to(parameter.device))
+
+    def _keep_on_host(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Before `load_state_dict`, which would have all moments on the device at once.
+
+        Returns:
+            `state_dict` with moments that torch does not move, and with memory for them.
+        """
+        self.wait()
+        self.find_parameters()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        if len(parameters) != len(saved):
+            return None  # torch raises
+        found = []
+        for key, parameter in zip(saved, parameters, strict=True):
+            if id(parameter) in self.parameters and _fits(parameter):
+                state = state_dict["state"].get(key, {})
+                found += [(key, name, parameter) for name in MOMENTS if is_sharded_as(state.get(name), parameter)]
+        has = {(key, name): optimizer.state.get(parameter, {}).get(name) for key, name, parameter in found}
+        missing = [each for each in found if (old := has[each[:2]]) is None or self._is_movable(each[2], old)]
+        for each, memory in zip(missing, self._allocate([parameter for *_, parameter in missing]), strict=True):
+            has[each[:2]] = memory
+        states = dict(state_dict["state"])
+        for key, name, _ in found:
+            states[key] = {**states[key], name: Loaded(state_dict["state"][key][name], has[key, name])}
+        return {**state_dict, "state": states}
+
+    def _finish_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """After `load_state_dict`, which made another mapping and did not raise: read what it left alone."""
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Loaded):
+                    local_of(value.target).copy_(local_of(value.source))
+                    state[name] = value.target
+        if not isinstance(optimizer.state, HostStates):
+            optimizer.state = HostStates(self.offloads, optimizer.state)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def is_sharded_as(tensor: Any, parameter: DTensor) -> bool:
+    """Whether `tensor` is a DTensor that is sharded as `parameter` is.
+
+    It runs for each parameter in each step, so it first asks whether specs, and their meshes, are the same objects.
+    """
+    spec, expected = getattr(tensor, "_spec", None), getattr(parameter, "_spec", None)
+    if spec is expected:
+        return spec is not None
+    if spec is None or expected is None or spec.placements != expected.placements or spec.shape != expected.shape:
+        return False
+    return spec.mesh is expected.mesh or bool(spec.mesh == expected.mesh)
+
+
+def _fits(parameter: Any) -> bool:
+    """Whether moments of `parameter` are streamed."""
+    local = local_of(parameter)
+    return isinstance(parameter, DTensor) and local.dtype == torch.float32 and local.is_contiguous()
+
+
+def _with_local(like: torch.Tensor, local: torch.Tensor) -> Any:
+    """`local` as this rank's part of a DTensor like `like`, as FSDP2 has it of offloaded parameters."""
+    return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair to the first."""
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)
+
+
+def _check_dtypes(names: dict[int, str], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters that train in another dtype, whose moments torch's fused step refuses to take from the host."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if id(parameter) in names and parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"zcompile.fuse_optimizer(offload='moments') takes float32 parameters, but '{names[id(parameter)]}' is "
+                f"{parameter.dtype} (rank {dist.get_rank()}). Shard the model in float32, with zcompile.shard(model, "
+                "param_dtype=torch.bfloat16), or leave offload out."
+            )
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
