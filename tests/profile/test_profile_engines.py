@@ -33,7 +33,8 @@ def rank_losses(rank, world, engine, stance="force_eager"):
     """
     torch.manual_seed(0)
     with torch.compiler.set_stance(stance):
-        trained = find(engine)[0].make(model_for(engine), Training("fp32", 1e-2, 1), {})
+        entry, options = find(engine)
+        trained = entry.make(model_for(engine), Training("fp32", 1e-2, 1), options)
         ours = [trained.step([batch(step, rank)]) for step in range(4)]
     torch.manual_seed(0)
     model = model_for(engine)
@@ -49,7 +50,15 @@ def rank_losses(rank, world, engine, stance="force_eager"):
     return [[loss.item() for loss in losses] for losses in (ours, expected)] + [trained.settings]
 
 
-@pytest.mark.parametrize("engine", ["simplefsdp", "eager+units", *(pytest.param(name, marks=slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "simplefsdp",
+        "eager+units:offload=moments",
+        "fsdp2:offload=all",
+        *(pytest.param(name, marks=slow) for name in SLOW),
+    ],
+)
 def test_engines_train_as_one_rank_does(ranks, engine):
     for losses, expected, _ in ranks(2).run(rank_losses, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)

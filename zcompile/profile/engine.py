@@ -39,6 +39,7 @@ class Engine:
         self.training = training
         self.options = options
         self.settings: list[str] = []  # beside torch's defaults, and what this torch lacks of them; reports show it
+        self.device = next(model.parameters()).device.type  # that computes; parameters may lie on another
         self.model = self.prepare(model)
         self.optimizer = self.make_optimizer()
         self.steps = 0
@@ -74,8 +75,7 @@ class Engine:
             group["lr"] = self.training.learning_rate * min(1.0, self.steps / RATE_STEPS)
 
     def forward_backward(self, batch: Any, share: float) -> torch.Tensor:
-        device = next(self.model.parameters()).device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.autocasts()):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocasts()):
             loss = self.model(self.cast_input(batch)) * share
         loss.backward()
         return loss.detach()

@@ -30,6 +30,9 @@ from zcompile.profile.torch_engines import (
 from zcompile.profile.zcompile_engines import Blocks, Eager, EagerCompile, EagerUnits, Zcompile
 
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
+# Options that are no settings of the backend, with their values.
+MOMENTS_ON_HOST = {"offload": ("moments",)}  # of zcompile.fuse_optimizer
+ALL_ON_HOST = {"offload": ("all",)}  # CPUOffloadPolicy: parameters, gradients and optimizer states
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Entry:
     about: str  # what the help says of it
     needs: Collection[str] = ()  # packages, and "cuda"
     options: Collection[str] = ()  # those of the backend's options that it takes
+    others: Mapping[str, Collection[str]] = field(default_factory=dict)  # options of its own, and their values
     environment: Mapping[str, str] = field(default_factory=dict)  # variables that its ranks have from their start
 
     def missing(self, device: str) -> str | None:
@@ -53,20 +57,33 @@ class Entry:
 
 ENGINES = {
     "zcompile": Entry(
-        Zcompile, "zcompile.shard, torch.compile(backend='zcompile') and fuse_optimizer", options=ALL_OPTIONS
+        Zcompile,
+        "zcompile.shard, torch.compile(backend='zcompile') and fuse_optimizer",
+        options=ALL_OPTIONS,
+        others=MOMENTS_ON_HOST,
     ),
-    "zcompile+blocks": Entry(Blocks, "the same, but each block compiled on its own", options=ALL_OPTIONS),
+    "zcompile+blocks": Entry(
+        Blocks, "the same, but each block compiled on its own", options=ALL_OPTIONS, others=MOMENTS_ON_HOST
+    ),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
-    "eager": Entry(Eager, "zcompile.shard and fuse_optimizer, not compiled", options=("transport",)),
-    "eager+compile": Entry(EagerCompile, "eager, torch.compile of each block", options=("transport",)),
-    "eager+units": Entry(
-        EagerUnits, "eager, each block gathered whole: zcompile.shard(units=...)", options=("transport",)
+    "eager": Entry(
+        Eager, "zcompile.shard and fuse_optimizer, not compiled", options=("transport",), others=MOMENTS_ON_HOST
     ),
-    "fsdp2": Entry(Fsdp2, "fully_shard of each block"),
-    "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block"),
+    "eager+compile": Entry(
+        EagerCompile, "eager, torch.compile of each block", options=("transport",), others=MOMENTS_ON_HOST
+    ),
+    "eager+units": Entry(
+        EagerUnits,
+        "eager, each block gathered whole: zcompile.shard(units=...)",
+        options=("transport",),
+        others=MOMENTS_ON_HOST,
+    ),
+    "fsdp2": Entry(Fsdp2, "fully_shard of each block", others=ALL_ON_HOST),
+    "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block", others=ALL_ON_HOST),
     "fsdp2+tuned": Entry(
         Fsdp2Tuned,
         "fsdp2+compile with prefetch, a group of its own for reduces, and symmetric memory, as far as torch has them",
+        others=ALL_ON_HOST,
         environment=ZERO_CTA_POLICY,
     ),
     "compiled": Entry(MainParameters, "one rank, nothing sharded: torch.compile, bf16 copies of fp32 main parameters"),
@@ -91,15 +108,19 @@ def find(name: str) -> tuple[Entry, dict[str, Any]]:
         raise BadInput(f"no engine {kind!r}; there are {', '.join(ENGINES)}")
     options = dict(map(_option, settings))
     entry = ENGINES[kind]
-    if options and not entry.options:
+    known = (*entry.options, *entry.others)
+    if options and not known:
         raise BadInput(f"engine {kind!r} takes no options")
+    for option, values in entry.others.items():
+        if option in options and options[option] not in values:
+            raise BadInput(f"engine {name!r}: {option} is {' or '.join(values)}, not {options[option]!r}")
     try:
-        parse_options(options)
+        parse_options({option: value for option, value in options.items() if option not in entry.others})
     except ValueError as error:
         raise BadInput(f"engine {name!r}: {error}") from error
     for option in options:
-        if option not in entry.options:
-            raise BadInput(f"engine {kind!r} takes no option but {', '.join(entry.options)}")
+        if option not in known:
+            raise BadInput(f"engine {kind!r} takes no option but {', '.join(known)}")
     return entry, options
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
@@ -115,10 +115,13 @@ class Fsdp2(Engine):
     def prepare(self, model: nn.Module) -> nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = policy if self.training.precision == "bf16" else MixedPrecisionPolicy()
+        offload = OffloadPolicy()
+        if "offload" in self.options:
+            offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         for block in blocks_of(model):
             if block is not model:
-                fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+                fully_shard(block, mp_policy=policy, offload_policy=offload)
+        fully_shard(model, mp_policy=policy, offload_policy=offload)
         return model
 
 

@@ -21,8 +21,12 @@ class Eager(Engine):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()
-        zcompile.fuse_optimizer(self.model, optimizer)
-        return optimizer
+        return zcompile.fuse_optimizer(self.model, optimizer, offload=self.options.get("offload"))
+
+    @property
+    def settings_of_backend(self) -> dict[str, Any]:
+        """The options that `torch.compile` takes."""
+        return {option: value for option, value in self.options.items() if option != "offload"}
 
     def units_of(self, model: nn.Module) -> list[nn.Module] | None:
         """As `shard` takes them."""
@@ -57,14 +61,14 @@ class Blocks(Eager):
     def prepare(self, model: nn.Module) -> nn.Module:
         model = super().prepare(model)
         for block in blocks_of(model):
-            block.compile(backend="zcompile", options=self.options)
+            block.compile(backend="zcompile", options=self.settings_of_backend)
         return model
 
 
 class Zcompile(Eager):
     def prepare(self, model: nn.Module) -> nn.Module:
         model = super().prepare(model)
-        model.compile(backend="zcompile", options=self.options)
+        model.compile(backend="zcompile", options=self.settings_of_backend)
         return model
 
     def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
@@ -73,10 +77,11 @@ class Zcompile(Eager):
         with zcompile.accumulate(self.model):
             return super().accumulate(batches, share)
 
-    def explain(self, batch: Any) -> Explanation:
-        device = next(self.model.parameters()).device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.autocasts()):
-            return zcompile.explain(self.model, batch, options=self.options)
+    def explain(self, batch: Any) -> Explanation | None:
+        if "offload" in self.options:  # predictions have the moments on the GPU, and the step without copies
+            return None
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocasts()):
+            return zcompile.explain(self.model, batch, options=self.settings_of_backend)
 
 
 def counted_bytes(model: nn.Module) -> int:
