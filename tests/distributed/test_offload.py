@@ -4,6 +4,8 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
+import random
 import weakref
 from collections import defaultdict
 from unittest import mock
@@ -35,10 +37,11 @@ WAITS = [
 
 
 @contextlib.contextmanager
-def small_groups(link=None):
-    """Groups of 512 elements, which cut parameters, over `link`."""
+def small_groups(link=None, elements=512):
+    """Groups of so many elements, which cut parameters, over `link`."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple("zcompile.training.offload", GRAIN=128, GROUP_BYTES=4096))
+        sizes = {"GRAIN": 128, "GROUP_BYTES": 8 * elements}
+        stack.enter_context(mock.patch.multiple("zcompile.training.offload", **sizes))
         if link is not None:
             stack.enter_context(mock.patch("zcompile.training.offload.link_of", lambda device: link))
         yield
@@ -58,10 +61,10 @@ def moments_of(optimizer):
     return {f"{key}.{name}": value.clone() for key, state in states for name, value in state.items()}
 
 
-def curve(rank, link, make=torch.optim.AdamW, steps=6):
+def curve(rank, link, shard, make, steps):
     """Losses, parameters and moments of steps with all that goes on around them."""
     torch.manual_seed(0)
-    model = compiled(Transformer(), inner="aot_eager")
+    model = shard(Transformer())
     other = nn.Parameter(torch.ones(3))
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     rest = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
@@ -86,14 +89,21 @@ def curve(rank, link, make=torch.optim.AdamW, steps=6):
     return dict(enumerate(values)) | dict(model.named_parameters()) | {"other": other} | moments_of(optimizer)
 
 
-@pytest.mark.parametrize("eager", [(), (Queue.TO_HOST,), (Queue.TO_DEVICE,)])
+@pytest.mark.parametrize(
+    "eager, shard, make, steps",
+    [
+        ((), zcompile.shard, torch.optim.AdamW, 6),
+        ((Queue.TO_HOST,), zcompile.shard, torch.optim.Adam, 6),
+        pytest.param((Queue.TO_DEVICE,), compiled, torch.optim.AdamW, 50, marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(2)
-def test_steps_are_those_without_offload(rank, world, eager):
+def test_steps_are_those_without_offload(rank, world, eager, shard, make, steps):
     link = LateLink(eager)
     with small_groups(link):
-        offloaded = curve(rank, link)
-    same_values(offloaded, curve(rank, None))
-    assert link.runs[Queue.COMPUTE] > 6 * 4, "each step should reuse slots"
+        offloaded = curve(rank, link, shard, make, steps)
+    same_values(offloaded, curve(rank, None, shard, make, steps))
+    assert link.runs[Queue.COMPUTE] > steps * 4, "each step should reuse slots"
 
 
 def linear(seed=0):
@@ -140,6 +150,37 @@ def test_each_wait_is_needed(rank, world, wait, eager):
         assert is_same == (not ignored)
 
 
+def random_steps(rank, link, seed):
+    """Parameters and moments of steps of layers of random sizes, some of which train, in random groups."""
+    draw = random.Random(seed)
+    widths = [draw.randint(1, 60) for _ in range(draw.randint(2, 5))]
+    torch.manual_seed(seed)
+    model = zcompile.shard(Chain(*(nn.Linear(*pair) for pair in itertools.pairwise(widths))))
+    parameters = list(model.parameters())
+    draw.shuffle(parameters)
+    cut = draw.randint(1, len(parameters))
+    groups = [{"params": each} for each in (parameters[:cut], parameters[cut:]) if each]
+    optimizer = fused(model, torch.optim.AdamW(groups, lr=1e-2, fused=True), link)
+    for step in range(4):
+        for parameter in parameters:
+            parameter.requires_grad_(draw.random() < 0.8)
+        parameters[0].requires_grad_(True)
+        mean_square(3, widths[0])(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return results_of(model, optimizer)
+
+
+@on_ranks(3)
+def test_random_sizes_groups_and_links(rank, world):
+    for seed in range(12):
+        draw = random.Random(seed)
+        link = LateLink([queue for queue in Queue if draw.random() < 0.4])
+        with small_groups(link, elements=128 * draw.randint(1, 8)):
+            offloaded = random_steps(rank, link, seed)
+        same_values(offloaded, random_steps(rank, None, seed))
+
+
 def resumed(rank, link, path, state_dict, model_state):
     """Parameters and moments after two steps that follow a checkpoint, of torch or of DCP."""
     model, optimizer = linear(seed=7)
@@ -151,11 +192,11 @@ def resumed(rank, link, path, state_dict, model_state):
         model_state, state_dict = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optimizer": state_dict}, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state_dict)
-    for step in range(3, 5):
-        step_of(model, optimizer, step, rank)
     if link is not None:
         moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        assert moments and all(link.is_host(moment.to_local()) for moment in moments)
+        assert moments and all(link.is_host(moment.to_local()) for moment in moments), "loaded to the device"
+    for step in range(3, 5):
+        step_of(model, optimizer, step, rank)
     return results_of(model, optimizer)
 
 

@@ -136,6 +136,28 @@ def test_the_peak_falls_by_the_moments(rank, world):
     assert abs(peak - offloaded - moments) < 0.02 * moments, (peak, offloaded, moments)
 
 
+@on_gpus(1)
+def test_a_checkpoint_loads_without_gpu_memory_for_moments(rank, world):
+    """Into an optimizer that has no state yet, and into one that has."""
+    model = make("c10d", layers=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    loss_of(model, 0, rank).backward()
+    optimizer.step()
+    expected = results_of(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    fresh = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    zcompile.fuse_optimizer(model, fresh, offload="moments")
+    moments = sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
+    for loads in (fresh, optimizer):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loads.load_state_dict(state)
+        assert torch.cuda.max_memory_allocated() - before < 0.1 * moments
+        assert all(state[name].to_local().is_pinned() for state in loads.state.values() for name in MOMENTS)
+        same_values(results_of(model, loads), expected)
+
+
 def seconds(work, repeats):
     """Of one run, the fastest of a few."""
     best = float("inf")
