@@ -9,7 +9,7 @@ is in csrc/p2p/schedule/adam_schedule.h.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
-from zcompile.training.offload import COUNTS, Offload, Piece, Tensors, is_sharded_as, local_of
+from zcompile.training.offload import COUNTS, Offload, Tensors, are_alike, local_of
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
 MAXIMA = 4  # which of their arguments has the maxima of squares, for amsgrad
@@ -156,18 +156,16 @@ class StepMode(TorchDispatchMode):
                 torch.autograd.graph.increment_version([local_of(parameters[i]) for i in ours])
             self._step_others(func, args, kwargs)
             return None
-        local = [[local_of(values[i]) for i in ours] if values else [] for values in args]
+        local = [[local_of(tensor) for tensor in values] for values in _taken(args, ours)]
         stepped = [parameters[i] for i in ours]
         step = functools.partial(self._step_shards, func, stepped, index_of, kwargs)
         if self.offload is None:
-            step([Piece.whole(i, shard) for i, shard in enumerate(local[0])], local)
+            step(range(len(ours)), range(len(ours)), local)
         else:
             self.offload.stream(stepped, local, step)
-        others = tuple(
-            [value for i, value in enumerate(values) if id(parameters[i]) not in index_of] for values in args
-        )
-        if others[0]:
-            self._step_others(func, others, kwargs)
+        if len(ours) < len(parameters):
+            others = [i for i, parameter in enumerate(parameters) if id(parameter) not in index_of]
+            self._step_others(func, _taken(args, others), kwargs)
         return None
 
     def _step_shards(
@@ -176,30 +174,30 @@ class StepMode(TorchDispatchMode):
         parameters: list[Any],
         index_of: dict[int, int],
         kwargs: dict[str, Any],
-        pieces: list[Piece],
+        items: Sequence[int],
+        done: Sequence[int],
         tensors: Tensors,
     ) -> None:
-        """Step `pieces` of `parameters` by the transport's kernel, or by torch's.
+        """Step this rank's parts of `parameters`, as `Step` says, by the transport's kernel, or by torch's.
 
         An op on DTensors would make specs of all of them, which takes the host longer than all else of a step.
         """
         state, settings = self.state, {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
         assert state is not None
-        indices = [index_of[id(parameters[piece.item])] for piece in pieces]
+        indices = [index_of[id(parameters[item])] for item in items]
         needed = [values for i, values in enumerate(tensors) if i != MAXIMA]
         if _is_plain(func, kwargs) and state.runtime.fused_adam_step(indices, needed, **settings):
             self.refreshes_cache = True
             # At once: whoever wrote to a gradient now, a hook or a handler of an error, would write to the cache.
-            for piece in pieces:
-                if piece.is_last:
-                    parameters[piece.item].grad = None
+            for item in done:
+                parameters[item].grad = None
             return
         if self.refreshes_cache:
             # torch's kernel does not, and what is cached since the step before would pass for new.
             torch.autograd.graph.increment_version(tensors[0])
         func(*tensors, **kwargs)
 
-    def _step_others(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _step_others(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Step by torch's kernel. DTensor redistributes what is sharded in another way than its parameter, or refuses.
 
         Moments in host memory are streamed: of the model's other domains, and of all its parameters with a scaler.
@@ -213,13 +211,18 @@ class StepMode(TorchDispatchMode):
         if any(isinstance(scale, DTensor) for scale in scales):
             alike = []
         if alike:
-            local = [[local_of(values[i]) for i in alike] if values else [] for values in args]
-            offload.stream([args[0][i] for i in alike], local, lambda _, tensors: func(*tensors, **kwargs))
+            local = [[local_of(tensor) for tensor in values] for values in _taken(args, alike)]
+            offload.stream([args[0][i] for i in alike], local, lambda _, __, tensors: func(*tensors, **kwargs))
         if odd := sorted({*hosted} - {*alike}):
-            with offload.on_device([[values[i] for i in odd] if values else [] for values in args]) as tensors:
+            with offload.on_device(_taken(args, odd)) as tensors:
                 func(*tensors, **kwargs)
         if rest := sorted({*range(len(args[0]))} - {*hosted}):
-            func(*([values[i] for i in rest] if values else [] for values in args), **kwargs)
+            func(*_taken(args, rest), **kwargs)
+
+
+def _taken(args: Sequence[Any], places: list[int]) -> Tensors:
+    """The tensors at some places of each list that a fused kernel takes; that of maxima may be empty."""
+    return [[values[i] for i in places] if values else [] for values in args]
 
 
 def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -229,7 +232,6 @@ def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
     return func is ADAMW or kwargs["weight_decay"] == 0
 
 
-def _are_sharded_alike(args: tuple[Any, ...], i: int) -> bool:
+def _are_sharded_alike(args: Sequence[Any], i: int) -> bool:
     """Whether the gradient and the moments of parameter `i` are sharded as it is, so that a rank's parts are a step."""
-    parameter, *others = [values[i] for values in args[:COUNTS] if values]
-    return all(is_sharded_as(other, parameter) for other in others)
+    return are_alike([getattr(values[i], "_spec", None) for values in args[:COUNTS] if values])

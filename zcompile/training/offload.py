@@ -43,6 +43,9 @@ GRAIN = 4096  # elements at multiples of which parameters are cut
 ALIGNMENT = 128  # elements at multiples of which moments begin in a buffer
 
 Tensors = list[list[torch.Tensor]]  # parameters, gradients, both moments, maxima of squares if any, counts of steps
+# Steps tensors on the device. Before them come, by their places in the whole call, the parameters of which these are
+# pieces, and those that are done with this call.
+Step = Callable[[Sequence[int], Sequence[int], Tensors], None]
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,6 @@ class Piece:
     end: int
     offset: int
     numel: int  # of the parameter
-
-    @classmethod
-    def whole(cls, item: int, tensor: torch.Tensor) -> "Piece":
-        """All of a parameter, in no buffer."""
-        return cls(item, 0, tensor.numel(), 0, tensor.numel())
 
     @property
     def is_last(self) -> bool:
@@ -219,20 +217,17 @@ class Offload:
                 self.link.release(slot.buffer)
             self.slots = []
 
-    def stream(self, parameters: list[Any], tensors: Tensors, step: Callable[[list[Piece], Tensors], None]) -> None:
-        """Step `parameters`, group by group.
+    def stream(self, parameters: list[Any], tensors: Tensors, step: Step) -> None:
+        """Call `step` for `parameters`, group by group.
 
         Args:
             tensors: as torch's fused kernel takes them, this rank's parts. The moments lie in host memory.
-            step: is called for each group, with its pieces and their tensors, all on the device.
         """
         self.in_flight |= {id(parameter) for parameter in parameters}
         for pieces in plan_groups([shard.numel() for shard in tensors[0]], self.capacity):
             self._stream_group(pieces, tensors, step)
 
-    def _stream_group(
-        self, pieces: list[Piece], tensors: Tensors, step: Callable[[list[Piece], Tensors], None]
-    ) -> None:
+    def _stream_group(self, pieces: list[Piece], tensors: Tensors, step: Step) -> None:
         """Copy a group in, step it, copy it out. See [Note: streamed steps] for the waits."""
         link, slot = self.link, self._take_slot(tensors[0][0].device)
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
@@ -244,7 +239,8 @@ class Offload:
             group[i] = on_device
         link.run(Queue.TO_DEVICE, lambda: _copy([(buffer, host) for host, buffer in copies]))
         link.wait(Queue.COMPUTE, link.mark(Queue.TO_DEVICE))
-        link.run(Queue.COMPUTE, lambda: step(pieces, group))
+        items, done = [piece.item for piece in pieces], [piece.item for piece in pieces if piece.is_last]
+        link.run(Queue.COMPUTE, lambda: step(items, done, group))
         link.wait(Queue.TO_HOST, link.mark(Queue.COMPUTE))
         link.run(Queue.TO_HOST, lambda: _copy(copies))
         slot.free = self.copied_out = link.mark(Queue.TO_HOST)
@@ -307,7 +303,7 @@ class Offload:
 
     def _is_movable(self, parameter: DTensor, moment: torch.Tensor) -> bool:
         """Whether `moment` is on the device, and sharded as `parameter` is."""
-        return is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
+        return _is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
 
     def _allocate(self, parameters: list[DTensor]) -> list[DTensor]:
         """Uninitialised host memory for a moment of each of `parameters`.
@@ -361,7 +357,7 @@ class Offload:
         for key, parameter in zip(saved, parameters, strict=True):
             if id(parameter) in self.parameters and _fits(parameter):
                 state = state_dict["state"].get(key, {})
-                found += [(key, name, parameter) for name in MOMENTS if is_sharded_as(state.get(name), parameter)]
+                found += [(key, name, parameter) for name in MOMENTS if _is_sharded_as(state.get(name), parameter)]
         has = {(key, name): optimizer.state.get(parameter, {}).get(name) for key, name, parameter in found}
         missing = [each for each in found if (old := has[each[:2]]) is None or self._is_movable(each[2], old)]
         for each, memory in zip(missing, self._allocate([parameter for *_, parameter in missing]), strict=True):
@@ -388,17 +384,26 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def is_sharded_as(tensor: Any, parameter: DTensor) -> bool:
-    """Whether `tensor` is a DTensor that is sharded as `parameter` is.
+def are_alike(specs: list[Any]) -> bool:
+    """Whether DTensors of these specs, of which None is no DTensor's, are sharded as the first one is.
 
     It runs for each parameter in each step, so it first asks whether specs, and their meshes, are the same objects.
     """
-    spec, expected = getattr(tensor, "_spec", None), getattr(parameter, "_spec", None)
-    if spec is expected:
-        return spec is not None
-    if spec is None or expected is None or spec.placements != expected.placements or spec.shape != expected.shape:
-        return False
-    return spec.mesh is expected.mesh or bool(spec.mesh == expected.mesh)
+    first, *others = specs
+    for other in others:
+        if other is first:
+            continue
+        if other is None or first is None or other.placements != first.placements:
+            return False
+        if other.mesh is not first.mesh and other.mesh != first.mesh:
+            return False
+    return first is not None
+
+
+def _is_sharded_as(tensor: Any, parameter: DTensor) -> bool:
+    return (
+        isinstance(tensor, DTensor) and tensor.shape == parameter.shape and are_alike([tensor._spec, parameter._spec])
+    )
 
 
 def _fits(parameter: Any) -> bool:
