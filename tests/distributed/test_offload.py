@@ -43,7 +43,7 @@ def small_groups(link=None, elements=512):
         sizes = {"GRAIN": 128, "GROUP_BYTES": 8 * elements}
         stack.enter_context(mock.patch.multiple("zcompile.training.offload", **sizes))
         if link is not None:
-            stack.enter_context(mock.patch("zcompile.training.offload.link_of", lambda device: link))
+            stack.enter_context(mock.patch("zcompile.training.offload.host_link_of", lambda device: link))
         yield
 
 

@@ -77,6 +77,6 @@ class CudaLink(HostLink):
         return self.streams.get(queue) or torch.cuda.current_stream(self.device)
 
 
-def link_of(device: torch.device) -> HostLink:
+def host_link_of(device: torch.device) -> HostLink:
     """The link between the host and `device`."""
     return CudaLink(device) if device.type == "cuda" else HostLink()

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile.calibration.memory import host_memory_bytes
 from zcompile.state.sharded_model import ShardedModel, models_of
-from zcompile.training.host_link import Queue, link_of
+from zcompile.training.host_link import Queue, host_link_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIRST_MOMENT = 2  # which of the arguments of torch's fused kernel has them; the next one has the second moments
@@ -160,7 +160,7 @@ class Offload:
     def __init__(self, state: ShardedModel, optimizer: torch.optim.Optimizer):
         self.model = weakref.ref(state)
         _check_dtypes(self.find_parameters(), optimizer)
-        self.link = link_of(next(iter(state.parameters.values())).parameter.device)
+        self.link = host_link_of(next(iter(state.parameters.values())).parameter.device)
         self.slots: list[Slot] = []  # empty but during a step
         self.total = self.capacity = 0  # elements of this step's parameters, and of a slot
         self.turn = 0  # counts groups of this step
