@@ -12,8 +12,8 @@
 //   - Memory is used again on the stream on which it was released, or after it. It is also used again behind all
 //     readers on the stream on which it was handed out: what was saved for a backward that never runs may be dropped on
 //     another stream.
-//   - A captured graph keeps its addresses. So where a model has graphs, its aliased parameters are in graphs alone.
-//     They share pages as the results of graphs share a pool of memory: captured_graph.h.
+//   - A captured graph keeps its addresses. So if a model uses CUDA graphs, only captured code aliases own pieces;
+//     uncaptured code copies them. All graphs of the model use the same pages again: one graph runs at a time.
 #pragma once
 
 #include <c10/core/Device.h>

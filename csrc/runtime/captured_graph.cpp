@@ -128,6 +128,7 @@ CapturedGraph::CapturedGraph(
     if (const auto result = weak.lock(); result && result->owner.defined()) kept_[result->address] = result->nbytes;
   }
   copy_inputs(inputs);
+  given_ = inputs;
 }
 
 CapturedGraph::~CapturedGraph() {
@@ -240,6 +241,7 @@ std::pair<CapturedGraph::Match, int64_t> CapturedGraph::start_replay(const Tenso
   }
   for (const auto& effect : recording_.effects) effect();
   call(&Transport::enter_graph);
+  given_ = inputs;
   return found;
 }
 
@@ -247,7 +249,6 @@ void CapturedGraph::copy_inputs(const Tensors& inputs) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs_[i].is_copied) inputs_[i].read.copy_(*inputs[i]);
   }
-  given_ = inputs;
 }
 
 Tensors CapturedGraph::results() {
@@ -296,12 +297,16 @@ void LastingInputs::note(const Tensors& inputs) {
   const bool is_first = storages_.size() != inputs.size();
   if (is_first) {
     storages_.assign(inputs.size(), WeakStorage(c10::intrusive_ptr<c10::StorageImpl>()));
+    addresses_.assign(inputs.size(), nullptr);
     lasting_.assign(inputs.size(), false);
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i]) continue;
-    lasting_[i] = !is_first && is_same(storages_[i], *inputs[i]) && !forgotten_.contains(static_cast<int64_t>(i));
+    const void* address = inputs[i]->const_data_ptr();
+    const bool is_same_memory = addresses_[i] == address && is_same(storages_[i], *inputs[i]);
+    lasting_[i] = !is_first && is_same_memory && !forgotten_.contains(static_cast<int64_t>(i));
     storages_[i] = weak_storage(*inputs[i]);
+    addresses_[i] = address;
   }
 }
 

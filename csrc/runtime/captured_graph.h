@@ -144,7 +144,7 @@ bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Mode
 // defers no reduces, collects no squares, and records no gathers.
 bool may_replay(const Model& model);
 
-// For each input of a piece of code, whether it was over the same storage in the calls so far.
+// For each input of a piece of code, whether it was over the same storage, at the same address, in the calls so far.
 class LastingInputs {
  public:
   void note(const Tensors& inputs);
@@ -153,6 +153,7 @@ class LastingInputs {
 
  private:
   std::vector<WeakStorage> storages_;
+  std::vector<const void*> addresses_;  // unsharded parameters of a unit keep their storage, and not their memory
   std::vector<bool> lasting_;
   std::unordered_set<int64_t> forgotten_;  // that were found to change later
 };

@@ -79,10 +79,11 @@ def rank_trains_two_models(rank, world):
             for model, stream in zip(models, streams, strict=True):
                 with torch.cuda.stream(stream):
                     model(batches("cuda", rank)(step, 512))[0].backward()
-                    with torch.no_grad():
-                        for parameter in model.parameters():
-                            parameter -= 0.01 * parameter.grad
-                            parameter.grad = None
+            for model, stream in zip(models, streams, strict=True):  # by gradients that the other model's graphs moved
+                with torch.cuda.stream(stream), torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.01 * parameter.grad
+                        parameter.grad = None
         torch.cuda.synchronize()
         results.append([parameter.full_tensor() for model in models for parameter in model.parameters()])
         if captured:

@@ -40,7 +40,7 @@ class Graph(Protocol):
     """What captures the work of a device, and launches it again."""
 
     def capture(self) -> contextlib.AbstractContextManager[None]: ...
-    def follow(self) -> None: ...
+    def after_last(self) -> contextlib.AbstractContextManager[None]: ...
     def executable(self) -> int: ...  # the driver's, as a number
     def replay(self) -> None: ...
 
@@ -70,12 +70,21 @@ class CudaGraph:
         # Before a replay sets the numbers of random generators, which the beginning of the capture has set, too.
         torch.cuda.current_stream().wait_stream(graphs.stream)
 
-    def follow(self) -> None:
-        """Let the current stream wait for the last graph of the device, whose memory this one uses again."""
-        graphs, stream = _graphs_of(torch.cuda.current_device()), torch.cuda.current_stream()
-        if graphs.last is not None and graphs.last != stream:
-            stream.wait_stream(graphs.last)
-        graphs.last = stream
+    @contextlib.contextmanager
+    def after_last(self) -> Iterator[None]:
+        """Do what the block issues on the stream of the last graph of the device; the current stream waits for it.
+
+        The memory of that graph's results is used again, and results that still exist move. Their readers are on that
+        stream, and so is the memory to which they move.
+        """
+        last, current = _graphs_of(torch.cuda.current_device()).last, torch.cuda.current_stream()
+        if last is None or last == current:
+            yield
+            return
+        last.wait_stream(current)
+        with torch.cuda.stream(last):
+            yield
+        current.wait_stream(last)
 
     def executable(self) -> int:
         """The captured graph, made ready to launch."""
@@ -84,6 +93,7 @@ class CudaGraph:
 
     def replay(self) -> None:
         """Launch it on the current stream."""
+        _graphs_of(torch.cuda.current_device()).last = torch.cuda.current_stream()
         self.graph.replay()
 
 
@@ -188,12 +198,11 @@ class CapturedCode:
         reason = self.pair.obstacle or self._why_not(variant)
         if not self.is_backward:
             self.pair.is_forward_captured = False
-        if variant.captured and not reason:
-            variant.captured[0].graph.follow()
         for captured in () if reason else variant.captured[:]:
             if captured.others != others:
                 continue
-            match, position = captured.state.start_replay(tensors)
+            with captured.graph.after_last():
+                match, position = captured.state.start_replay(tensors)
             if match == _C.CapturedGraph.Match.yes:
                 inputs.clear()
                 return self._replay(captured, variant)
@@ -249,9 +258,9 @@ class CapturedCode:
     def _capture(self, inputs: list[Any], tensors: Sequence[torch.Tensor | None], variant: _Variant) -> Sequence[Any]:
         device = next((each.device for each in tensors if each is not None), torch.device("cuda"))
         graph = self.make_graph()
-        graph.follow()
         lasting = variant.lasting.lasting
-        state = _C.CapturedGraph(_pool(device), variant.runtimes(), tensors, lasting, self.is_backward)
+        with graph.after_last():
+            state = _C.CapturedGraph(_pool(device), variant.runtimes(), tensors, lasting, self.is_backward)
         read: list[Any] = state.inputs()
         if any(_address(read[i]) != _address(tensors[i]) for i in self.mutated):
             self.pair.obstacle = "the code writes to an input whose memory is another in each call"
