@@ -4,6 +4,7 @@
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -194,6 +195,9 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::Scal
 std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> components, at::TensorList inputs) {
   std::vector<at::ScalarType> dtypes;
   std::vector<at::Tensor> before;
+  const auto restore = c10::make_scope_exit([&] {
+    for (size_t i = 0; i < before.size(); ++i) components[i]->shard = std::move(before[i]);
+  });
   for (size_t i = 0; i < components.size(); ++i) {
     auto& component = *components[i];
     TORCH_CHECK(
@@ -203,9 +207,7 @@ std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> compo
     dtypes.push_back(inputs[i].scalar_type());
     before.push_back(std::exchange(component.shard, as_flat(inputs[i].detach())));
   }
-  auto results = start_gather(components, dtypes, /*only_read=*/false);
-  for (size_t i = 0; i < components.size(); ++i) components[i]->shard = std::move(before[i]);
-  return results;
+  return start_gather(components, dtypes, /*only_read=*/false);
 }
 
 void refuse_change_before_backward(ParamState& param) {

@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import itertools
+import os
 import random
 import weakref
 from collections import defaultdict
@@ -276,10 +277,10 @@ def test_states_that_exist_are_moved(rank, world):
 
 
 def units_of_two_models(rank, link):
-    """Parameters and moments of steps of one optimizer over two models, of which one has a unit."""
+    """Parameters and moments of steps of one optimizer over two models, of which one has units."""
     torch.manual_seed(0)
     models = [Chain(nn.Linear(37, 41), nn.Linear(41, 37)) for _ in range(2)]
-    zcompile.shard(models[0], units=[models[0][1]])
+    zcompile.shard(models[0], units=[*models[0]])  # the model itself has no parameter
     zcompile.shard(models[1])
     parameters = [parameter for model in models for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
@@ -405,14 +406,18 @@ def test_a_checkpoint_without_host_memory_changes_no_state(rank, world):
 
 @on_ranks(2)
 def test_more_than_the_machines_memory_is_not_asked_for(rank, world):
-    """The system might end the process instead of refusing."""
+    """The system might end the process instead of refusing. Each rank has a share of it."""
     model, optimizer = linear()
     fused(model, optimizer, LateLink())
     mean_square(3, 37)(model, 0, rank).backward()
-    has_little = mock.patch("zcompile.training.offload.host_memory_bytes", lambda: 1 << 10)
-    with has_little, pytest.raises(RuntimeError, match=r"this machine or container has 0\.00 GiB"):
+    needed = sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
+    has_as_much = mock.patch("zcompile.training.offload.host_memory_bytes", lambda: needed)
+    shared = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2")
+    with has_as_much, shared, pytest.raises(RuntimeError, match="each rank's share of this machine or container is"):
         optimizer.step()
     assert not optimizer.state_dict()["state"]
+    with has_as_much, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+        optimizer.step()
 
 
 @on_ranks(2)

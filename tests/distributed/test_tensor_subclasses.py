@@ -366,3 +366,22 @@ def test_models_are_freed_and_memory_of_blocks_too(rank, world):
         assert state() is None and not [each for each in shards if each() is not None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("offload", [None, "moments"])
+@on_ranks(2)
+def test_fused_steps_leave_subclasses_to_torch(rank, world, offload):
+    fuse = functools.partial(zcompile.fuse_optimizer, offload=offload)
+    fused = adam_losses(by_zcompile(seeded()), rank, fuse=fuse, fused=True)
+    assert torch.equal(fused, adam_losses(by_fsdp2(seeded()), rank, fused=True))
+
+
+@on_ranks(2)
+def test_a_hook_that_gathers_nothing_is_refused(rank, world):
+    class Nothing(Rows8):
+        def fsdp_pre_all_gather(self, mesh):
+            return (), None
+
+    model = by_zcompile(seeded(Nothing))
+    with pytest.raises(RuntimeError, match="returned nothing to gather"):
+        batch_loss(model, 0, rank)

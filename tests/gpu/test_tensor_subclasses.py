@@ -1,11 +1,23 @@
 """Tensor subclasses with FSDP2's all-gather hooks on GPUs, over each transport, beside FSDP2 over NCCL."""
 
+import functools
+
 import pytest
 
 import zcompile
 from tests.distributed.test_torchao import float8_losses, in_float8
 from tests.support.ranks import on_gpus
-from tests.support.subclasses import Half16, Kept8, Rows8, batch_loss, by_fsdp2, by_zcompile, same_as_fsdp2, seeded
+from tests.support.subclasses import (
+    Half16,
+    Kept8,
+    Rows8,
+    adam_losses,
+    batch_loss,
+    by_fsdp2,
+    by_zcompile,
+    same_as_fsdp2,
+    seeded,
+)
 from zcompile.state.sharded_model import models_of, state_of
 
 
@@ -25,6 +37,14 @@ def test_training_equals_that_of_fsdp2(rank, world, kind, hidden, transport):
     batch_loss(model, 0, rank).backward()
     narrow = "bfloat16" if kind is Half16 else "int8"
     assert zcompile.stats(model)["gathered_bytes"][narrow] > 0
+
+
+@pytest.mark.parametrize("offload", [None, "moments"])
+@on_gpus(2)
+def test_fused_steps_leave_subclasses_to_torch(rank, world, offload):
+    fuse = functools.partial(zcompile.fuse_optimizer, offload=offload)
+    ours = adam_losses(over("p2p", by_zcompile(seeded().cuda())), rank, fuse=fuse, fused=True)
+    assert ours.equal(adam_losses(by_fsdp2(seeded().cuda()), rank, fused=True))
 
 
 @pytest.mark.parametrize("transport", ["c10d", "p2p"])

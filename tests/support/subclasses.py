@@ -181,8 +181,9 @@ def batch_loss(model, step, rank, width=12):
     return model(x.to(next(model.parameters()).device)).float().square().mean()
 
 
-def adam_losses(model, rank, steps=4, loss=batch_loss):
-    return losses_of(model, loss, rank, steps, torch.optim.AdamW(model.parameters(), lr=0.02))
+def adam_losses(model, rank, steps=4, loss=batch_loss, fuse=lambda model, optimizer: optimizer, **settings):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, **settings)
+    return losses_of(model, loss, rank, steps, fuse(model, optimizer))
 
 
 def same_as_fsdp2(rank, ours, theirs, loss=batch_loss):

@@ -3,12 +3,13 @@
 [Note: components]
 Such a class decides itself which tensors travel. Before each gather, `fsdp_pre_all_gather` of this rank's shard makes
 plain tensors, such as float8 values, or int8 values and their scales. They are the *components* of the parameter, and
-travel in one transfer, each at its own width. `fsdp_post_all_gather` makes the unsharded parameter of those that
-arrived. It is given that parameter again as `out` by each later gather, whose memory is by then in the same tensors.
+travel in one transfer, each in its own dtype. `fsdp_post_all_gather` makes the unsharded parameter of the components of
+all ranks. Each later gather moves its memory into the component tensors of the first one, then calls the hook with
+`out=` the existing unsharded parameter.
 
-The runtime knows a component as a parameter without a shard (`is_component` in csrc/transport/param.h): a gather gets
-it. The leaf of the parameter itself has no memory. Gradients are reduced by it, as for all parameters. Only blocks and
-units gather components, in eager, since hooks are Python.
+The runtime knows a component as a parameter without a shard (`is_component` in csrc/transport/param.h): each gather is
+given one. The leaf of the parameter itself has no memory. It identifies the parameter to the runtime, for example when
+its gradient is reduce-scattered. Only blocks and units gather components, in eager, since hooks are Python.
 """
 
 import contextlib
@@ -151,8 +152,8 @@ class GatherExtension:
         self.mesh = mesh if mesh.ndim == 1 else mesh[cast(Any, mesh.mesh_dim_names)[-1]]
         self.policy, self.local = policy, local
         self.takes_sizes = len(inspect.signature(getattr(local, PRE)).parameters) > 1
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of this rank's components
-        self.indices: list[int] = []  # of these in the runtime
+        self.known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[int]] = {}  # indices in the runtime, by kinds
+        self.indices: list[int] = []  # of this rank's last components
         self.gathered: list[torch.Tensor] = []  # components, which the unsharded parameter is made of
         self.inner: list[torch.Tensor] = []  # other tensors that the hook made for it
 
@@ -170,14 +171,18 @@ class GatherExtension:
             tensors, metadata = getattr(self.local, PRE)(*args)
         tensors = list(tensors)
         self._check(sharded, tensors)
-        kinds = [(each.shape, each.dtype) for each in tensors]
-        if kinds != self.kinds:
-            self.kinds, self.indices = kinds, [self._add(sharded, each) for each in tensors]
+        kinds = tuple((each.shape, each.dtype) for each in tensors)
+        if kinds not in self.known:
+            self.known[kinds] = [self._add(sharded, each) for each in tensors]
+        if self.indices is not self.known[kinds]:
+            self.indices = self.known[kinds]
             sharded.state.watch(sharded)
         return Components(tensors, metadata)
 
     def _check(self, sharded: "ShardedParameter", tensors: Sequence[Any]) -> None:
         where = f"zcompile: {PRE} of parameter '{sharded.name}' ({name_of(type(self.local))}, rank {dist.get_rank()})"
+        if not tensors:
+            raise RuntimeError(f"{where} returned nothing to gather. Return at least one plain tensor.")
         for each in tensors:
             if not isinstance(each, torch.Tensor) or subclass_of(each) is not None:
                 raise RuntimeError(f"{where} returned a {name_of(type(each))} to gather. Return plain tensors.")

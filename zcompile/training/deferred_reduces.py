@@ -161,7 +161,9 @@ def _local_grad(sharded: ShardedParameter) -> torch.Tensor:
     """This rank's shard of the gradient, or zeros that become it."""
     parameter: Any = sharded.parameter
     if parameter.grad is None:
-        parameter.grad = DTensor(torch.zeros_like(sharded.local()), parameter._spec, requires_grad=False)
+        local = sharded.local()
+        zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)  # also for a tensor subclass
+        parameter.grad = DTensor(zeros, parameter._spec, requires_grad=False)
     return parameter.grad._local_tensor
 
 

@@ -148,7 +148,9 @@ class StepMode(TorchDispatchMode):
         if func not in (ADAM, ADAMW) or state is None:
             return func(*args, **kwargs)
         parameters = args[0]
-        index_of = {id(sharded.parameter): sharded.index for sharded in state.parameters.values()}
+        # Tensor subclasses step by ops of their own.
+        plain = [sharded for sharded in state.parameters.values() if sharded.extension is None]
+        index_of = {id(sharded.parameter): sharded.index for sharded in plain}
         ours = [i for i, parameter in enumerate(parameters) if id(parameter) in index_of]
         is_scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None  # and maybe by DTensors
         if not ours or is_scaled or not all(_are_sharded_alike(args, i) for i in ours):
@@ -156,13 +158,18 @@ class StepMode(TorchDispatchMode):
                 torch.autograd.graph.increment_version([local_of(parameters[i]) for i in ours])
             self._step_others(func, args, kwargs)
             return None
-        local = [[local_of(tensor) for tensor in values] for values in _taken(args, ours)]
-        stepped = [parameters[i] for i in ours]
-        step = functools.partial(self._step_shards, func, stepped, index_of, kwargs)
-        if self.offload is None:
-            step(range(len(ours)), range(len(ours)), local)
-        else:
-            self.offload.stream(stepped, local, step)
+        offload = self.offload
+        hosted = [] if offload is None else [i for i in ours if offload.has_moments_of(parameters[i], args, i)]
+        for places in (hosted, [i for i in ours if i not in hosted] if hosted else ours):
+            if not places:
+                continue
+            local = [[local_of(tensor) for tensor in values] for values in _taken(args, places)]
+            stepped = [parameters[i] for i in places]
+            step = functools.partial(self._step_shards, func, stepped, index_of, kwargs)
+            if offload is not None and places is hosted:
+                offload.stream(stepped, local, step)
+            else:
+                step(range(len(places)), range(len(places)), local)
         if len(ours) < len(parameters):
             others = [i for i, parameter in enumerate(parameters) if id(parameter) not in index_of]
             self._step_others(func, _taken(args, others), kwargs)

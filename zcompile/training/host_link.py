@@ -20,7 +20,7 @@ class HostLink:
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Uninitialised host memory of the shape and dtype of `like`, which copies can use beside compute."""
-        return torch.empty_like(like, device="cpu")
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in host memory."""
@@ -52,7 +52,7 @@ class CudaLink(HostLink):
         self.streams = {queue: torch.cuda.Stream(device) for queue in (Queue.TO_DEVICE, Queue.TO_HOST)}
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(like, device="cpu", pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def run(self, queue: Queue, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self._stream(queue)):

@@ -20,6 +20,7 @@ Bits are those of a step without offload, since the kernel is the same and is el
 
 import contextlib
 import functools
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +109,7 @@ class Slot:
     """GPU memory of both moments of one group at a time, and a mark that is passed when it may be written."""
 
     def __init__(self, capacity: int, device: torch.device, free: Any):
-        self.buffer = torch.empty(len(MOMENTS), capacity, device=device)
+        self.buffer = torch.empty(len(MOMENTS), capacity, dtype=torch.float32, device=device)
         self.free = free
 
 
@@ -160,7 +161,8 @@ class Offload:
     def __init__(self, state: ShardedModel, optimizer: torch.optim.Optimizer):
         self.model = weakref.ref(state)
         _check_dtypes(self.find_parameters(), optimizer)
-        self.link = host_link_of(next(iter(state.parameters.values())).parameter.device)
+        found = (sharded for each in models_of(state) for sharded in each.parameters.values())
+        self.link = host_link_of(next(found).parameter.device)
         self.slots: list[Slot] = []  # empty but during a step
         self.total = self.capacity = 0  # elements of this step's parameters, and of a slot
         self.turn = 0  # counts groups of this step
@@ -183,7 +185,8 @@ class Offload:
     def has_moments_of(self, parameter: torch.Tensor, args: Any, i: int) -> bool:
         """Whether the moments of `parameter`, the `i`-th in `args` of torch's fused kernel, lie in host memory."""
         moments = [args[FIRST_MOMENT + j][i] for j in range(len(MOMENTS))]
-        return id(parameter) in self.parameters and all(self.link.is_host(local_of(moment)) for moment in moments)
+        are_on_host = all(self.link.is_host(local_of(moment)) for moment in moments)
+        return id(parameter) in self.parameters and _fits(parameter) and are_on_host
 
     def wait(self, parameter: Any = None) -> None:
         """Let the host go on only when the moments of the last step, or of `parameter` alone, are in host memory."""
@@ -210,6 +213,8 @@ class Offload:
         self.total = sum(_aligned(local_of(parameter).numel(), ALIGNMENT) for parameter, _ in stepped)
         self.capacity = _aligned(max(1, min(self.total, GROUP_BYTES // 4 // len(MOMENTS))), GRAIN)
         self.turn = 0
+        if stepped:  # now, since torch has counted the step when it calls its kernel
+            self._make_slots(local_of(stepped[0][0]).device)
         try:
             yield
         finally:
@@ -229,7 +234,7 @@ class Offload:
 
     def _stream_group(self, pieces: list[Piece], tensors: Tensors, step: Step) -> None:
         """Copy a group in, step it, copy it out. See [Note: streamed steps] for the waits."""
-        link, slot = self.link, self._take_slot(tensors[0][0].device)
+        link, slot = self.link, self._take_slot()
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
         group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # in host memory, and on the device
@@ -245,12 +250,13 @@ class Offload:
         link.run(Queue.TO_HOST, lambda: _copy(copies))
         slot.free = self.copied_out = link.mark(Queue.TO_HOST)
 
-    def _take_slot(self, device: torch.device) -> Slot:
+    def _make_slots(self, device: torch.device) -> None:
+        free = self.link.mark(Queue.COMPUTE)
+        count = min(SLOTS, -(-self.total // self.capacity))
+        self.slots = [Slot(self.capacity, device, free) for _ in range(max(1, count))]
+
+    def _take_slot(self) -> Slot:
         """The next slot. What follows in the queue to the device waits until the slot is free."""
-        if not self.slots:
-            free = self.link.mark(Queue.COMPUTE)
-            count = min(SLOTS, -(-self.total // self.capacity))
-            self.slots = [Slot(self.capacity, device, free) for _ in range(max(1, count))]
         slot = self.slots[self.turn % len(self.slots)]
         self.turn += 1
         self.link.wait(Queue.TO_DEVICE, slot.free)
@@ -290,7 +296,7 @@ class Offload:
         for parameter, group in stepped:
             state = states[parameter]
             if not state:  # as torch would, on the device
-                state["step"] = torch.zeros((), device=parameter.device)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 if group["amsgrad"]:
                     state["max_exp_avg_sq"] = torch.zeros_like(parameter)
                 optimizer.state[parameter] = state
@@ -313,9 +319,9 @@ class Offload:
         """
         locals_ = [local_of(parameter) for parameter in parameters]
         total = sum(local.nbytes for local in locals_)
-        has = host_memory_bytes()
+        has = host_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if total > has:
-            raise RuntimeError(self._no_memory(total, f"this machine or container has {_gib(has)}"))
+            raise RuntimeError(self._no_memory(total, f"each rank's share of this machine or container is {_gib(has)}"))
         try:
             memory = [self.link.allocate(local) for local in locals_]
         except (RuntimeError, MemoryError) as error:
@@ -407,9 +413,10 @@ def _is_sharded_as(tensor: Any, parameter: DTensor) -> bool:
 
 
 def _fits(parameter: Any) -> bool:
-    """Whether moments of `parameter` are streamed."""
+    """Whether moments of `parameter` are streamed: not those of a tensor subclass, whose ops are its own."""
     local = local_of(parameter)
-    return isinstance(parameter, DTensor) and local.dtype == torch.float32 and local.is_contiguous()
+    is_plain = isinstance(parameter, DTensor) and type(local) is torch.Tensor
+    return is_plain and local.dtype == torch.float32 and local.is_contiguous()
 
 
 def _with_local(like: torch.Tensor, local: torch.Tensor) -> Any:
