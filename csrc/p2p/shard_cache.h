@@ -65,7 +65,7 @@ class ShardCache {
   const c10::cuda::CUDAStream& own_stream() const { return pulls_.own_stream(); }
 
   // See [Note: transfers in a CUDA graph] in transport.h. Addresses in a graph stay, so the pages of aliased parameters
-  // are for graphs alone, of which one runs at a time, and no gradient is placed.
+  // are for graphs alone, which run one at a time, and no gradient is placed.
   void prepare_for_graphs();
   void enter_graph(const c10::cuda::CUDAStream& stream);
   void renew_events();

@@ -20,7 +20,7 @@ namespace zcompile {
 
 // Parameters that start together are of one model.
 std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
-// The same of components, of which `inputs` are this rank's; see ShardedParam::is_component. They may differ in dtype.
+// The same of components; see ShardedParam::is_component. `inputs` are those of this rank, and may differ in dtype.
 std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> components, at::TensorList inputs);
 // The runtime may cache the result, or may have cached it, or the result may have memory of the transport. So nobody
 // may write to it, use its memory for anything else, or hold it until main parameters change.

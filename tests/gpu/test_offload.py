@@ -1,4 +1,4 @@
-"""Adam's moments in host memory: where they lie, what a step costs, and that its numbers are those on the GPU."""
+"""Adam's moments in host memory: their place, the time of a step, and the same numbers as on the GPU."""
 
 import contextlib
 import copy

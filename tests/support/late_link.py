@@ -11,7 +11,7 @@ class LateLink(HostLink):
     """Queues hold their work back until something waits for it, but for those in `eager`, which never rest.
 
     It leaves out waits of the kinds in `ignored`: (the queue that waits, the queue that it waits for), with None for
-    the host. Host memory is what it allocated itself.
+    the host. Host memory is memory that it allocated itself.
     """
 
     def __init__(self, eager=(), ignored=()):

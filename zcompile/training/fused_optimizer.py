@@ -195,12 +195,12 @@ class StepMode(TorchDispatchMode):
         needed = [values for i, values in enumerate(tensors) if i != MAXIMA]
         if _is_plain(func, kwargs) and state.runtime.fused_adam_step(indices, needed, **settings):
             self.refreshes_cache = True
-            # At once: whoever wrote to a gradient now, a hook or a handler of an error, would write to the cache.
+            # At once: a hook, or a handler of an error, that wrote to a gradient now would write to the cache.
             for item in done:
                 parameters[item].grad = None
             return
         if self.refreshes_cache:
-            # torch's kernel does not, and what is cached since the step before would pass for new.
+            # torch's kernel does not, and copies cached by the step before would pass for new.
             torch.autograd.graph.increment_version(tensors[0])
         func(*tensors, **kwargs)
 

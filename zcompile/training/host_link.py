@@ -27,7 +27,7 @@ class HostLink:
         return tensor.device.type == "cpu"
 
     def run(self, queue: Queue, work: Callable[[], None]) -> None:
-        """Let `queue` do `work` after what it has to do already."""
+        """Let `queue` do `work` after the work that it was given before."""
         work()
 
     def mark(self, queue: Queue) -> Any:

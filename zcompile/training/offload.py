@@ -38,10 +38,10 @@ from zcompile.training.host_link import Queue, host_link_of
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIRST_MOMENT = 2  # which of the arguments of torch's fused kernel has them; the next one has the second moments
 COUNTS = 5  # which of them counts steps
-GROUP_BYTES = 64 << 20  # of both moments: 1.3 ms of a link at 50 GB/s, far more than what starting a copy takes
+GROUP_BYTES = 64 << 20  # of both moments: 1.3 ms of a link at 50 GB/s, far more than the start of a copy takes
 SLOTS = 3  # one is copied in, one is stepped, one is copied out
-GRAIN = 4096  # elements at multiples of which parameters are cut
-ALIGNMENT = 128  # elements at multiples of which moments begin in a buffer
+GRAIN = 4096  # elements: parameters are cut at multiples
+ALIGNMENT = 128  # elements: moments begin at multiples in a buffer
 
 Tensors = list[list[torch.Tensor]]  # parameters, gradients, both moments, maxima of squares if any, counts of steps
 # Steps tensors on the device. Before them come, by their places in the whole call, the parameters of which these are
@@ -77,7 +77,7 @@ class Piece:
 
 
 def plan_groups(numels: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """The pieces of each group, at most `capacity` elements with what aligns them. There is at least one group.
+    """The pieces of each group, at most `capacity` elements with padding. There is at least one group.
 
     Parameters are cut only if they exceed `capacity`, a multiple of `GRAIN`. Those without elements are in a group,
     too: each rank calls the transport for all parameters.
@@ -256,7 +256,7 @@ class Offload:
         self.slots = [Slot(self.capacity, device, free) for _ in range(max(1, count))]
 
     def _take_slot(self) -> Slot:
-        """The next slot. What follows in the queue to the device waits until the slot is free."""
+        """The next slot. Later work in the queue to the device waits until the slot is free."""
         slot = self.slots[self.turn % len(self.slots)]
         self.turn += 1
         self.link.wait(Queue.TO_DEVICE, slot.free)
@@ -374,7 +374,7 @@ class Offload:
         return {**state_dict, "state": states}
 
     def _finish_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """After `load_state_dict`, which made another mapping and did not raise: read what it left alone."""
+        """After `load_state_dict`, which made another mapping and did not raise: read the moments it left alone."""
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Loaded):
@@ -391,7 +391,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_alike(specs: list[Any]) -> bool:
-    """Whether DTensors of these specs, of which None is no DTensor's, are sharded as the first one is.
+    """Whether DTensors of these specs are sharded as the first one is. None stands for a plain tensor.
 
     It runs for each parameter in each step, so it first asks whether specs, and their meshes, are the same objects.
     """
