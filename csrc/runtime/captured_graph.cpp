@@ -134,7 +134,7 @@ CapturedGraph::CapturedGraph(
 CapturedGraph::~CapturedGraph() {
   try {
     for (const auto& result : storages_) pool_->move_out(*result);
-  } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
+  } catch (const std::exception&) {  // the device has failed, which its next use reports
   }
 }
 

@@ -205,7 +205,7 @@ class StepMode(TorchDispatchMode):
         func(*tensors, **kwargs)
 
     def _step_others(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Step by torch's kernel. DTensor redistributes what is sharded in another way than its parameter, or refuses.
+        """Step by torch's kernel. DTensor redistributes tensors that are not sharded as their parameter is, or refuses.
 
         Moments in host memory are streamed: of the model's other domains, and of all its parameters with a scaler.
         """
