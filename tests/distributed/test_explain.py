@@ -1,5 +1,6 @@
 """`zcompile.explain` of a sharded model, against counts of a run; what passes tell of themselves; costs of users."""
 
+import contextlib
 import json
 import os
 import re
@@ -121,6 +122,30 @@ def test_explain_says_the_same_again_and_again(rank, world):
     plans = [zcompile.explain(model, torch.ones(2, 4)) for _ in range(3)]
     assert all(plan == plans[0] for plan in plans)
     assert [graph.kind for graph in plans[0].graphs] == ["forward", "backward"] * 2
+
+
+class Suppressing(nn.Module):
+    """Dynamo traces the modules inside, and neither this forward nor its callers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        with contextlib.suppress(ValueError):
+            torch._dynamo.graph_break()
+            x = self.inner(x)
+        return x
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@on_ranks(1)
+def test_explain_plans_a_compiled_model_whose_call_dynamo_does_not_trace(rank, world):
+    model = zcompile.shard(Suppressing(), param_dtype=torch.bfloat16)
+    plain = zcompile.explain(model, torch.ones(2, 3))
+    model.compile(backend="aot_eager")
+    assert str(zcompile.explain(model, torch.ones(2, 3))) == str(plain)
+    assert [graph.kind for graph in plain.graphs[-2:]] == ["forward", "backward"]  # after the casts of the input
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ from torch import nn
 from zcompile.compiler.backend import parse_options
 from zcompile.explanation.explanation import Explanation
 from zcompile.explanation.predict import predict_step
-from zcompile.explanation.trace import trace
+from zcompile.explanation.trace import trace, without_compiled_calls
 from zcompile.state.sharded_model import state_of
 
 
@@ -37,7 +37,8 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
         transport = state.choose(settings.transport).transport
     world = state.runtime.world
     plan = settings.plan(state.machine.hardware.over(transport, world), state.machine.memory_bytes)
-    traced = trace(functools.partial(model, *args, **kwargs), plan, lambda leaf: names.get(id(leaf)))
+    with without_compiled_calls(model):
+        traced = trace(functools.partial(model, *args, **kwargs), plan, lambda leaf: names.get(id(leaf)))
     parameters = sum(sharded.parameter.numel() for sharded in state.parameters.values())
     microbatch_cache_bytes = (
         state.microbatch_cache_limit() if settings.microbatch_cache_bytes is None else settings.microbatch_cache_bytes

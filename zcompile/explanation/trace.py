@@ -1,16 +1,19 @@
 """Traces a model into the graphs of its forward and backward, before they are scheduled."""
 
+import contextlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.options import Plan
+from zcompile.state.attributes import PLANS
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | Non
         names = [name_of(example) for example in example_inputs]
         return compile_aot_eager(gm, example_inputs, plan, lambda graph: traced.append(_traced(graph, names)))
 
+    setattr(backend, PLANS, True)
     # Dynamo counts compilations by code object, and stops at some number. Each trace has a code object of its own.
     fresh = types.FunctionType(_call.__code__.replace(), globals())
     with (
@@ -51,6 +55,23 @@ def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | Non
             "zcompile: no graph was captured, so there is nothing to plan: is the forward excluded from Dynamo?"
         )
     return traced
+
+
+@contextlib.contextmanager
+def without_compiled_calls(model: nn.Module) -> Iterator[None]:
+    """Calls of `model` and of its modules are those before `module.compile()`.
+
+    Why: where Dynamo does not trace the call of a module, eager code would call what `module.compile()` made, and the
+    backend of a trace would see none of the module's graphs.
+    """
+    compiled = {each: each._compiled_call_impl for each in model.modules() if "_compiled_call_impl" in each.__dict__}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
