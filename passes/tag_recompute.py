@@ -8,6 +8,7 @@ from zcompile.costs.formulas.products import is_matmul
 from zcompile.graph.ops import GATHER, aten, backward_nodes, calls, chain, is_user_collective, readers, value
 from zcompile.options import TRAINABLE
 
+SAVED_READER = "zcompile_saved_reader"  # in the `meta` of a reader that is tagged here to be saved
 LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.take.default}
 
 
@@ -23,8 +24,12 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
     not share sizes. Users' own tags of readers stay.
 
     Args:
-        saves_readers: whether such readers get that tag. Not under a budget of activations, for which sizes decide.
+        saves_readers: whether such readers get that tag, or lose it. Not under a budget of activations, for which
+            sizes decide.
     """
+    for node in graph.nodes if not saves_readers else ():
+        if node.meta.pop(SAVED_READER, False):
+            del node.meta["recompute"]
     backward = backward_nodes(graph)
     of_quantized = set(_dequantized(graph))
     for gather in calls(graph, GATHER):
@@ -39,7 +44,8 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
         if not saves_readers or any(reader in backward for reader in calls_reading):
             continue
         for reader in calls_reading:
-            reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            if "recompute" not in reader.meta:
+                reader.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, SAVED_READER: True})
 
 
 def _dequantized(graph: Graph) -> list[Node]:

@@ -20,7 +20,7 @@ from typing import NoReturn
 from zcompile.costs.hardware import TABLES
 from zcompile.explanation.llama import SIZES
 from zcompile.explanation.workloads import DTYPES, BadInput
-from zcompile.options import TRANSPORTS
+from zcompile.options import TRANSPORTS, bytes_of
 
 WIDTH = 100  # columns of a help text, or fewer in a narrower terminal
 
@@ -52,6 +52,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def size(text: str) -> int:
+    """A number of bytes, such as 70GiB, as `type=` of an argument."""
+    value = bytes_of(text)
+    if not isinstance(value, int) or value < 1:
+        raise argparse.ArgumentTypeError(f"takes a size such as 70GiB, not {text!r}")
     return value
 
 
@@ -140,6 +148,8 @@ def _add_explain(options: Parser) -> None:
     add("--hardware", default="h200", metavar="NAME", help=about)
     about = "p2p or nccl, on CPUs gloo (default: p2p where all ranks share one NVLink domain, else nccl)"
     add("--transport", metavar="NAME", help=about)
+    about = "most memory of a rank, such as 70GiB; see the option memory_limit (default: none)"
+    add("--memory-limit", type=size, metavar="SIZE", help=about)
     add = options.add_argument_group("what if").add_argument
     about = (
         "also predict a step under these limits of unsharded parameters, in MiB; see the option gather_budget_bytes "

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,31 @@ OPTIONAL_PASSES = (
 )
 
 
+def bytes_of(size: str) -> int | str:
+    """A size such as "70GiB", "70 GB" or "1000" in bytes; `size` itself if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B)?", size.strip())
+    if found is None:
+        return size
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0))
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """How much memory a rank may use while a graph runs.
+
+    Attributes:
+        state_bytes: of `nbytes`, what the model has all the time.
+        share: how much of the model's parameters the graph reads. Other graphs save as much for each of the rest.
+        shards: which inputs of the Dynamo graph are shards, or what eager code gathered of them, by position.
+    """
+
+    nbytes: int
+    state_bytes: int
+    share: float
+    shards: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What passes are configured with: everything that decides a plan, except the graph itself."""
@@ -52,6 +78,7 @@ class Plan:
     fused: bool = True  # whether what runs the graph fuses pointwise nodes
     disabled: tuple[str, ...] = ()  # names of passes to leave out, of OPTIONAL_PASSES
     costs: tuple[tuple[str, str], ...] = ()  # (op, version) of the formulas that users registered
+    memory_limit: MemoryLimit | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +134,17 @@ class Settings:
     below 1.0 goes by sizes, so ranks that compile for different sizes may compute other nodes again; they then get an
     error, not a hang."""
 
+    memory_limit: int | str | None = None
+    """Most memory that a rank's tensors take in a step, in bytes or as "70GiB". Forward saves as many activations for
+    backward as predictions say will fit, and backward computes the others again; so `activation_memory_budget` is
+    chosen for you. Raises, before anything runs, if even a step that saves no activations would not fit. Counted are
+    shards, gradients, both moments of Adam in float32, activations and what is unsharded, with 3 % to spare: the
+    peak of `torch.cuda.max_memory_allocated`. Not counted are other models, the memory of CUDA graphs, an
+    optimizer's step that is not fused, and gradients of earlier microbatches outside of `zcompile.accumulate`. Where
+    several graphs share a model (graph breaks, layers compiled one by one), each may save in proportion to the
+    parameters that it reads. The default of `gather_budget_bytes` becomes a sixteenth of the limit, and that of
+    `microbatch_cache_bytes` becomes 0."""
+
     bucket_bytes: int = 8 << 20
     """Most bytes of unsharded parameters, or of gradients, that travel as one transfer: what NVLink moves in about
     the time that starting a transfer takes. 0: each travels alone."""
@@ -143,6 +181,10 @@ class Settings:
                 f"zcompile: unknown option {', '.join(map(repr, unknown))}; known options are {', '.join(known)} "
                 "(Inductor's own go into 'inductor')."
             )
+        if isinstance(options.get("memory_limit"), str):
+            options["memory_limit"] = bytes_of(options["memory_limit"])
+        if options.get("memory_limit") is not None:
+            options.setdefault("microbatch_cache_bytes", 0)
         settings = cls(**options)
         settings._check()
         return settings
@@ -157,6 +199,10 @@ class Settings:
             "rematerialize": ("true or false", isinstance(self.rematerialize, bool)),
             "cuda_graphs": ("true or false", isinstance(self.cuda_graphs, bool)),
             "activation_memory_budget": ("a number from 0.0 to 1.0", activations is None or is_share),
+            "memory_limit": (
+                "a number of bytes, or a size such as '70GiB'",
+                self.memory_limit is None or (type(self.memory_limit) is int and self.memory_limit > 0),
+            ),
             "skip_passes": (
                 f"a list of {', '.join(OPTIONAL_PASSES)}",
                 isinstance(skipped, (list, tuple)) and all(name in OPTIONAL_PASSES for name in skipped),
@@ -175,12 +221,14 @@ class Settings:
             raise ValueError(f"zcompile: option 'cuda_graphs' needs inner='inductor', not {self.inner!r}.")
 
     def plan(self, link: Link, memory_bytes: int) -> Plan:
-        """What passes are configured with.
+        """What passes are configured with, but for the limit of memory.
 
         Args:
-            memory_bytes: that a rank may have.
+            memory_bytes: that a rank has.
         """
         budget, activations = self.gather_budget_bytes, self.activation_memory_budget
+        if self.memory_limit is not None:
+            memory_bytes = min(memory_bytes, int(self.memory_limit))
         if activations is None:
             activations = torch_config.activation_memory_budget
         saved = self.save_for_backward_bytes

@@ -47,6 +47,19 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
         assert (graph["reduced_bytes"] > 0) == (graph["kind"] == "backward")
 
 
+def test_a_limit_of_memory_is_kept_on_each_number_of_ranks(tmp_path):
+    """More memory is never slower."""
+    arguments = ["--model", "tiny", "--ranks", "2,4", "--transport", "nccl", "--hardware", "h100"]
+    free = explained(tmp_path, *arguments)["ranks"]
+    limits = [round(share * free[0]["peak_bytes"]) for share in (1.05, 0.97, 0.93)]
+    plans = [explained(tmp_path, *arguments, "--memory-limit", str(limit))["ranks"] for limit in limits]
+    assert [plan["activation_memory_budget"] for plan in plans[0]] == [1.0, 1.0]
+    for limit, (two, four) in zip(limits, plans):
+        assert two["peak_bytes"] <= limit and four["peak_bytes"] <= limit
+        assert four["activation_memory_budget"] >= two["activation_memory_budget"]
+    assert plans[0][0]["step_ms"] < plans[1][0]["step_ms"] < plans[2][0]["step_ms"]
+
+
 def test_one_rank_casts_parameters_instead_of_gathering_them(tmp_path):
     """Casts take time, and gathers among one rank would take none. Nothing moves peer to peer."""
     several, one, others = explained(tmp_path, "--model", "tiny", "--tokens", "16", "--ranks", "2,1,64")["ranks"]
@@ -141,6 +154,8 @@ def pair():
         (["--activation-budgets", "1,2"], "--activation-budgets takes numbers from 0 to 1"),
         (["--activation-budgets", "half"], "--activation-budgets takes numbers from 0 to 1"),
         (["--save-for-backward", "-1"], "--save-for-backward takes"),
+        (["--memory-limit", "much"], "--memory-limit: takes a size such as 70GiB, not 'much'"),
+        (["--model", "tiny", "--memory-limit", "60MiB"], "keeps to memory_limit, 60.0 MiB. The least is"),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
         (["--module", f"{__file__}:pair"], "must return a module, batch"),

@@ -28,7 +28,7 @@ from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, encode
 from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
 from zcompile.artifact.groups import Groups, groups_of, meshes_of
-from zcompile.compiler.backend import compile_planned, link_of
+from zcompile.compiler.backend import compile_planned, limited, link_of
 from zcompile.options import Settings
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -55,7 +55,7 @@ def make(
     plan = settings.plan(link_of(state, settings), state.machine.memory_bytes)
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_planned(gm, example_inputs, settings, plan, mode)
+        return compile_planned(gm, example_inputs, settings, limited(settings, plan, example_inputs), mode)
 
     try:
         made = aot.compile_ahead(model, args, kwargs, compile_graph, groups_of(model))

@@ -1,6 +1,7 @@
 """`backend="zcompile"`: options, AOTAutograd and the passes; compiler/inductor.py compiles the planned graphs."""
 
 import functools
+import math
 import os
 import sys
 import warnings
@@ -21,16 +22,18 @@ from torch.fx import Graph, GraphModule, Node
 
 from zcompile.compiler.graph_checks import check_graph
 from zcompile.compiler.inductor import check_config, compile_inductor, wants_cuda_graphs
+from zcompile.compiler.memory_limit import within_limit
 from zcompile.costs.hardware import CPU, Link
+from zcompile.costs.memory import GRADIENT_BYTES, state_bytes
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
-from zcompile.options import Plan, Settings
+from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.passes import pipeline
 from zcompile.passes.verify import verify_partition
 from zcompile.ranks.program_check import Line
 from zcompile.source_hash import source_hash
 from zcompile.state.attributes import PARAMETER, PLANS, UNIT
 from zcompile.state.forward_scope import checking_requires_grad
-from zcompile.state.sharded_model import ShardedModel
+from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import as_parameter, model_of
 from zcompile.state.user_hooks import saves_by_hooks
 
@@ -125,19 +128,25 @@ def compile_planned(
 
 
 def compile_aot_eager(
-    gm: GraphModule, example_inputs: Sequence[Any], plan: Plan, look: Callable[[Graph], None] = lambda graph: None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+    look: Callable[[Graph, Plan], None] = lambda graph, plan: None,
 ) -> Callable[..., Any]:
     """Plan one Dynamo graph and run it op by op; `look` is called with each graph before it is scheduled."""
     joint_passes, schedule_passes = pipeline.joint_passes(plan), pipeline.schedule_passes(plan)
+    chosen = plan
 
     def split(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        nonlocal chosen
         pipeline.run_passes(joint.graph, joint_passes)
-        return partition(plan, joint, joint_inputs, **kwargs)
+        chosen = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs))
+        return _split(chosen, joint, joint_inputs, **kwargs)
 
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool) -> Callable[..., Any]:
         if joint:
             pipeline.run_passes(graph_module.graph, joint_passes)
-        look(graph_module.graph)
+        look(graph_module.graph, chosen)
         pipeline.run_passes(graph_module.graph, schedule_passes)
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
@@ -153,9 +162,17 @@ def compile_aot_eager(
 
 
 def partition(
+    plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph into forward and backward, within the plan's limit of memory; see `within_limit`."""
+    plan = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs))
+    return _split(plan, joint, joint_inputs, **kwargs)
+
+
+def _split(
     plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into forward and backward by AOTAutograd's min-cut, and verify what crosses between them."""
+    """Split a joint graph by AOTAutograd's min-cut, and verify what crosses between forward and backward."""
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
     budget = plan.activation_memory_budget
     with config.patch(ban_recompute_materialized_backward=save_more, activation_memory_budget=budget):
@@ -220,7 +237,29 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
         link, memory_bytes = CPU.over("gloo", 2), CPU.memory_bytes
     else:
         link, memory_bytes = link_of(model, settings), model.machine.memory_bytes
-    return settings.plan(link, memory_bytes)
+    return limited(settings, settings.plan(link, memory_bytes), example_inputs)
+
+
+def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Plan:
+    """`plan` with the option `memory_limit`, for a Dynamo graph with these inputs."""
+    # Eager code has gathered the parameters of small layers that are compiled alone.
+    units = {i: unit for i, each in enumerate(example_inputs) if (unit := getattr(each, UNIT, lambda: None)())}
+    first = next(iter(_models(example_inputs)), None) or next((unit.state for unit in units.values()), None)
+    if settings.memory_limit is None or first is None:
+        return plan
+    shards = {i for i, value in enumerate(example_inputs) if model_of(value) is not None}
+    known = [(each, model.runtime.world) for model in models_of(first) for each in model.in_modules()]
+    elements = {id(each.leaf): -(-math.prod(each.shape) // world) for each, world in known}
+    frozen = sum(elements[id(each.leaf)] for each, _ in known if not each.parameter.requires_grad)
+    total = sum(elements.values())
+    nbytes = state_bytes(total, plan.link, frozen)
+    if first.microbatches.accumulates:
+        nbytes += GRADIENT_BYTES * (total - frozen)
+    read = sum(elements.get(id(example_inputs[i]), 0) for i in shards)
+    read += sum(-(-example_inputs[i].numel() // first.runtime.world) for i in units)
+    share = min(1.0, max(read, 1) / max(total, 1))
+    inputs = tuple(sorted(shards | units.keys()))
+    return replace(plan, memory_limit=MemoryLimit(int(settings.memory_limit), nbytes, share, inputs))
 
 
 def link_of(model: ShardedModel, settings: Settings) -> Link:

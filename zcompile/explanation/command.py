@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.calibration.results import Calibration, tables_of
 from zcompile.compiler.backend import parse_options
+from zcompile.compiler.memory_limit import OutOfLimit
 from zcompile.costs.hardware import CPU, TABLES, Hardware, Link
+from zcompile.costs.memory import state_bytes
 from zcompile.explanation.explanation import Explanation, comparison
 from zcompile.explanation.predict import predict_step
 from zcompile.explanation.trace import Traced, trace
 from zcompile.explanation.without_gpu import attention_of_gpus, triton_without_gpu
 from zcompile.explanation.workloads import DTYPES, BadInput, Workload, load
-from zcompile.options import Plan, Settings
+from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.sharding.class_swap import install_tracing_readers
 from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
 from zcompile.units.find import repeated_modules
@@ -103,6 +105,9 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
     """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs.
 
     On one rank it casts parameters where several ranks gather them.
+
+    Raises:
+        BadInput: the model cannot be traced, or nothing keeps to the limit of memory.
     """
     hardware = plan.link.hardware
     on_device = contextlib.nullcontext() if hardware.name == CPU.name else attention_of_gpus(hardware)
@@ -113,9 +118,21 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         names = install_trace_readers(workload, DTYPES[arguments.precision], single_rank=plan.link.world == 1)
         batch = workload.batch(0, 0)
+
+        def limited(plan: Plan, inputs: Sequence[Any]) -> Plan:
+            if not arguments.memory_limit:
+                return plan
+            shards = tuple(i for i, value in enumerate(inputs) if id(value) in names)
+            share = sum(inputs[i].numel() for i in shards) / max(parameters, 1)
+            kept_bytes = state_bytes(-(-parameters // plan.link.world), plan.link)
+            return replace(plan, memory_limit=MemoryLimit(arguments.memory_limit, kept_bytes, share, shards))
+
         try:
-            return trace(lambda: workload.model(batch), plan, lambda leaf: names.get(id(leaf))), parameters
+            return trace(lambda: workload.model(batch), plan, lambda leaf: names.get(id(leaf)), limited), parameters
         except RuntimeError as error:
+            inner = getattr(error, "inner_exception", error)  # of torch.compile's
+            if isinstance(inner, OutOfLimit):
+                raise BadInput(str(inner)) from None
             raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
 
 
@@ -127,14 +144,18 @@ def _predicted(arguments: argparse.Namespace) -> dict[str, list[Explanation]]:
     hardware, measured = _tables(arguments.hardware)
     save_mib = _numbers("--save-for-backward", arguments.save_for_backward)
     options: dict[str, Any] = {"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {}
+    if arguments.memory_limit:
+        options["memory_limit"] = arguments.memory_limit
     links = [_link(hardware, arguments.transport, world) for world in ranks]
     plans = [parse_options(options).plan(link, hardware.memory_bytes) for link in links]
     shares = _settings_of_shares(arguments.activation_budgets, options)
-    traced: dict[bool, tuple[list[Traced], int]] = {}  # one rank has graphs of its own
+    # One rank has graphs of its own. Under a limit of memory, what is saved depends on the number of ranks.
+    kind_of: Callable[[int], int] = (lambda world: world) if arguments.memory_limit else (lambda world: world == 1)
+    traced: dict[int, tuple[list[Traced], int]] = {}
     for plan in plans:
-        if (plan.link.world == 1) not in traced:
-            traced[plan.link.world == 1] = _traced(arguments, plan)
-    graphs, parameters = traced[ranks[0] == 1]
+        if kind_of(plan.link.world) not in traced:
+            traced[kind_of(plan.link.world)] = _traced(arguments, plan)
+    graphs, parameters = traced[kind_of(ranks[0])]
 
     def predict(graphs: list[Traced], plan: Plan, cache_bytes: int = 0) -> Explanation:
         link = measured.over(plan.link.wire.transport, plan.link.world)
@@ -147,7 +168,7 @@ def _predicted(arguments: argparse.Namespace) -> dict[str, list[Explanation]]:
 
     of_shares = [settings.plan(links[0], hardware.memory_bytes) for settings in shares]
     return {
-        "ranks": [predict(traced[world == 1][0], plan, cache_bytes(world)) for world, plan in zip(ranks, plans)],
+        "ranks": [predict(traced[kind_of(world)][0], plan, cache_bytes(world)) for world, plan in zip(ranks, plans)],
         "budgets": [predict(graphs, replace(plans[0], gather_budget_bytes=mib << 20)) for mib in budgets_mib],
         "activation_budgets": [predict(_traced(arguments, plan)[0], plan) for plan in of_shares],
     }

@@ -7,6 +7,7 @@ from typing import cast
 from torch.fx import Graph, Node
 
 from zcompile.costs.hardware import ADAM_BYTES, Link
+from zcompile.costs.memory import GRADIENT_BYTES, gradient_fraction, state_bytes
 from zcompile.costs.model import Costs, Timeline, simulate, wire_bytes
 from zcompile.explanation.bound import least_exposed_s
 from zcompile.explanation.explanation import Explanation
@@ -29,9 +30,6 @@ from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan
 from zcompile.passes import pipeline
 
-STATE_BYTES = 12  # of a parameter: weight and two moments
-GRADIENT_BYTES = 4  # of an element of a shard
-STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
 LITTLE = 0.005  # of a graph's time that is exposed is not worth a reason
 UNLIMITED_BYTES = 1 << 60
 
@@ -60,9 +58,8 @@ def predict_step(
     cached_graphs = tuple(_planned(graph, plan, link, traced_world, cached) for graph in traced) if cached else ()
     share = -(-parameters // link.world)
     optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.adam_rate()
-    static_bytes, own_fraction = share * STATE_BYTES, 1.0
+    static_bytes, own_fraction = state_bytes(share, link), 1.0
     if link.wire.transport == "p2p":
-        static_bytes += 2 * share + STAGING_BYTES  # the cache of shards in compute dtype
         # A rank's own piece of an unsharded parameter is that of its cached shard (csrc/p2p/aliased_params.h).
         own_fraction = (link.world - 1) / link.world
     return Explanation(
@@ -77,12 +74,12 @@ def predict_step(
         exposed_ms=sum(graph.exposed_ms for graph in graphs),
         peak_bytes=static_bytes + max((saved + graph.live_bytes for graph, saved in in_order(graphs)), default=0),
         static_bytes=static_bytes,
-        gradient_bytes=round(GRADIENT_BYTES * share * _gradient_fraction(link)),
+        gradient_bytes=round(GRADIENT_BYTES * share * gradient_fraction(link)),
         adding_ms=1e3 * 3 * GRADIENT_BYTES * share / link.hardware.bytes_s,
         rests_on=link.hardware.source,
         cached_graphs=cached_graphs,
         cached_bytes=round(sum(cached.values()) * own_fraction),
-        activation_memory_budget=plan.activation_memory_budget,
+        activation_memory_budget=min(graph.activation_memory_budget for graph in traced),
     )
 
 
@@ -110,7 +107,7 @@ def _planned(
     lifetimes = ParamLifetimes(graph)
     shards = _shards(graph, names)
     # Inside of `zcompile.accumulate`, later microbatches need the shards, so gradients have memory of their own.
-    fraction = _gradient_fraction(link) if cached is None else 1.0
+    fraction = gradient_fraction(link) if cached is None else 1.0
     scale = fraction * traced_world / link.world
     live = costs.liveness.live_bytes(exclude=shards | hits, scaled=set(calls(graph, *REDUCES)), scale=scale)
     gathers = [start for start in calls(graph, *GATHERS) if start not in hits]
@@ -179,14 +176,6 @@ def _gathers(
         )
         gathers.append(gather)
     return tuple(gathers)
-
-
-def _gradient_fraction(link: Link) -> float:
-    """How much of a gradient has memory of its own.
-
-    Peer to peer, half of it takes the place of cached shards that backward has done with (csrc/p2p/shard_cache.h).
-    """
-    return 0.5 if link.wire.transport == "p2p" else 1.0
 
 
 def _key(start: Node, names: Mapping[Node, str]) -> Key:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.compiler.backend import compile_aot_eager
+from zcompile.graph.ops import dynamo_inputs, is_tangent
 from zcompile.options import Plan
 from zcompile.state.attributes import PLANS
 
@@ -23,14 +23,21 @@ class Traced:
     kind: str
     graph: Graph
     names: Mapping[Node, str]
+    activation_memory_budget: float = 1.0  # under which its forward was split from its backward
 
 
-def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | None]) -> list[Traced]:
+def trace(
+    run: Callable[[], Any],
+    plan: Plan,
+    name_of: Callable[[Any], str | None],
+    limited: Callable[[Plan, Sequence[Any]], Plan] = lambda plan, inputs: plan,
+) -> list[Traced]:
     """Trace a forward and its backward.
 
     Args:
         run: runs the forward. It is called once.
         name_of: what an input of a Dynamo graph is -> the name of the parameter whose shard it is, or None.
+        limited: `plan` for a Dynamo graph with these inputs, with the limit of memory.
 
     Returns:
         A forward and, if it has one, a backward for each of Dynamo's graphs. The passes on joint graphs have run, the
@@ -40,7 +47,11 @@ def trace(run: Callable[[], Any], plan: Plan, name_of: Callable[[Any], str | Non
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         names = [name_of(example) for example in example_inputs]
-        return compile_aot_eager(gm, example_inputs, plan, lambda graph: traced.append(_traced(graph, names)))
+
+        def look(graph: Graph, chosen: Plan) -> None:
+            traced.append(_traced(graph, names, chosen.activation_memory_budget))
+
+        return compile_aot_eager(gm, example_inputs, limited(plan, example_inputs), look)
 
     setattr(backend, PLANS, True)
     # Dynamo counts compilations by code object, and stops at some number. Each trace has a code object of its own.
@@ -86,14 +97,9 @@ def _call(run: Callable[[], Any]) -> Any:
     return run()
 
 
-def _traced(graph: Graph, names: Sequence[str | None]) -> Traced:
+def _traced(graph: Graph, names: Sequence[str | None], budget: float) -> Traced:
     """`names`: of each input of the Dynamo graph that `graph` is of."""
     copy, copies = copied(graph)
-    origins = {node: node.meta.get("desc") for node in graph.find_nodes(op="placeholder")}
-    kind = "backward" if any(isinstance(origin, TangentAOTInput) for origin in origins.values()) else "forward"
-    names_of_inputs = {
-        copies[node]: name
-        for node, origin in origins.items()
-        if isinstance(origin, PlainAOTInput) and (name := names[origin.idx]) is not None
-    }
-    return Traced(kind, copy, names_of_inputs)
+    kind = "backward" if any(map(is_tangent, graph.find_nodes(op="placeholder"))) else "forward"
+    names_of_inputs = {copies[node]: name for node, i in dynamo_inputs(graph).items() if (name := names[i]) is not None}
+    return Traced(kind, copy, names_of_inputs, budget)

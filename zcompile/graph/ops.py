@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_aggregate
 
@@ -256,6 +257,12 @@ def only_reads(node: Node) -> bool:
 def is_tangent(node: Node) -> bool:
     """Whether `node` is a gradient that enters the graph. AOTAutograd marks it by its name alone."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def dynamo_inputs(graph: Graph) -> dict[Node, int]:
+    """Inputs of a graph of AOTAutograd that are inputs of the Dynamo graph, with their positions there."""
+    origins = {node: node.meta.get("desc") for node in graph.find_nodes(op="placeholder")}
+    return {node: origin.idx for node, origin in origins.items() if isinstance(origin, PlainAOTInput)}
 
 
 def backward_nodes(graph: Graph) -> set[Node]:

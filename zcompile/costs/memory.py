@@ -1,0 +1,29 @@
+"""The memory that a sharded model takes beside activations and unsharded parameters."""
+
+from zcompile.costs.hardware import Link
+
+PARAMETER_BYTES = 4  # of an element of a shard
+MOMENTS_BYTES = 8  # Adam's two, of an element
+GRADIENT_BYTES = 4
+STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
+
+
+def state_bytes(elements: int, link: Link, frozen: int = 0) -> int:
+    """Bytes that a rank has all the time: shards, both moments of those that train, and what the transport keeps.
+
+    Args:
+        elements: of this rank's shards.
+        frozen: those of them that do not train.
+    """
+    nbytes = elements * (PARAMETER_BYTES + MOMENTS_BYTES) - frozen * MOMENTS_BYTES
+    if link.wire.transport == "p2p":
+        nbytes += 2 * elements + STAGING_BYTES  # the cache of shards in compute dtype
+    return nbytes
+
+
+def gradient_fraction(link: Link) -> float:
+    """How much of a gradient has memory of its own.
+
+    Peer to peer, half of it takes the place of cached shards that backward has done with (csrc/p2p/shard_cache.h).
+    """
+    return 0.5 if link.wire.transport == "p2p" else 1.0
