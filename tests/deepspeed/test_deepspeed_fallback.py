@@ -71,24 +71,6 @@ def test_an_engine_without_optimizer_stays_eager(rank, world):
     assert losses[0] == losses[1] and "DeepSpeedZeRoOffload" in engine.zcompile.given_back
 
 
-@on_ranks(2)
-def test_an_engine_given_back_between_microbatches_equals_eager(rank, world):
-    curves = []
-    for flag in (None, {}):
-        engine = make_engine(flag)
-        curve = train(engine, rank, end=2)
-        engine.backward(engine(batch(50, rank)))
-        engine.step()
-        if flag is not None:
-            assert is_taken_over(engine)
-            engine.zcompile.give_back("asked for")
-        engine.backward(engine(batch(51, rank)))
-        engine.step()
-        curves.append(curve + train(engine, rank, begin=2, end=4))
-        engine.destroy()
-    assert curves[0] == curves[1]
-
-
 @pytest.mark.parametrize("late", [False, True])
 @on_ranks(2)
 def test_a_hook_on_a_parameter_gives_the_engine_back(rank, world, late):
