@@ -10,7 +10,6 @@ from torch import nn
 
 import zcompile
 from tests.support.architectures import hugging_face, hugging_face_loss
-from tests.support.packed import Quantized, quantized_loss
 from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, compiled, losses_of, pair, same_values, train_beside
 
@@ -142,21 +141,3 @@ def test_adapters_that_are_added_after_shard_are_warned_of(rank, world):
     model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=TARGETS))
     with pytest.warns(UserWarning, match="lora_A.*not reduced|not reduced.*lora_A"):
         loss(model, 0, rank).backward()
-
-
-@slow
-@pytest.mark.parametrize("prepare", PREPARE[:2])
-@on_ranks(2)
-def test_lora_trains_beside_a_packed_base(rank, world, prepare):
-    def make():
-        model = Quantized()
-        for name in ("first", "second"):
-            getattr(model, name).bias.requires_grad_(False)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["adapter"]))
-        with torch.no_grad():
-            model.base_model.model.adapter.lora_B["default"].weight.normal_()
-        return model
-
-    model = train_beside(rank, world, prepare, make=make, loss=quantized_loss)
-    assert zcompile.stats(model)["gathered_bytes"]["uint8"] > 0
-    assert set(zcompile.stats(model)["reduced_bytes"]) == {"float32"}

@@ -10,15 +10,11 @@ from tests.support.huggingface import (
     Sentences,
     forget_accelerate,
     history,
-    losses_after,
-    of_four_sequences,
     of_transformers,
     sharded_by_fsdp2,
     tiny_llama,
-    whole_state,
 )
 from tests.support.ranks import on_ranks
-from tests.support.reference import same_values
 
 
 def arguments(folder, **others):
@@ -60,39 +56,6 @@ def test_trainer_trains_as_fsdp2(rank, world, tmp_path, others):
     assert len(reference["loss"]) == 6 and len(reference["eval_loss"]) == 2, reference
     for name, values in history(ours).items():
         assert values == pytest.approx(reference[name], abs=LOSSES, rel=LOSSES), (name, values, reference[name])
-
-
-def rank_saves(rank, world, folder):
-    """Six steps with a checkpoint behind the third, and what was trained."""
-    trainer = begin(folder, save_strategy="steps", save_steps=3, **of_four_sequences(world))
-    trainer.train()
-    trainer.save_model(f"{folder}/whole")
-    return losses_after(trainer, 3), whole_state(trainer)
-
-
-def rank_resumes(rank, world, folder):
-    trainer = begin(folder, **of_four_sequences(world))
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
-    return losses_after(trainer, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 4])
-def test_a_checkpoint_goes_on_at_another_number_of_ranks(ranks, tmp_path, world):
-    (losses, _), _ = ranks(2).run(rank_saves, str(tmp_path))
-    assert len(losses) == 3
-    assert ranks(world).run(rank_resumes, str(tmp_path))[0] == pytest.approx(losses, abs=LOSSES)
-
-
-@pytest.mark.slow
-def test_saved_models_load_without_zcompile(ranks, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    (_, trained), _ = ranks(2).run(rank_saves, str(tmp_path))
-    for folder in ("whole", "checkpoint-6"):
-        saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
-        assert saved.keys() == trained.keys()
-        same_values(saved, {name: trained[name] for name in saved})
 
 
 @pytest.mark.slow

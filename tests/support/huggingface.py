@@ -77,11 +77,6 @@ def whole_state(trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
 
 
-def of_four_sequences(world: int) -> dict[str, Any]:
-    """A step has the same sequences, whatever the number of ranks."""
-    return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 1, "eval_strategy": "no"}
-
-
 def of_transformers(model):
     """`model`, which FSDP2 has sharded, as one that `from_pretrained` has: transformers' Trainer takes it."""
     from transformers.distributed import DistributedConfig
