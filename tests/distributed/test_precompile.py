@@ -129,20 +129,28 @@ def test_graph_breaks_are_an_error(program, tmp_path, capsys):
     assert not (tmp_path / "model.zc").exists()
 
 
-class Reducing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.group = nn.Linear(4, 4), torch.distributed.new_group()
-
+class Reducing(nn.Linear):
     def forward(self, x):
-        return all_reduce(self.a(x), "sum", self.group)
+        return all_reduce(super().forward(x), "sum", self.group)
 
 
-def test_a_model_with_collectives_over_other_groups_is_refused(inductor_cache):
-    with cache_in(inductor_cache), as_rank(0, 2):
-        model = zcompile.shard(Reducing())
-        with pytest.raises(ArtifactError, match="it has a collective over process group"):
-            make(model, parse_options(None), None, (torch.ones(2, 4),), {})
+class Numbered(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        (Reducing, "it has a collective over process group"),
+        (Numbered, r"line \d+ of module .*`return super\(\).forward\(x . dist.get_rank\(\)\)`"),
+    ],
+)
+def test_code_with_other_groups_or_the_rank_is_in_no_file(inductor_cache, kind, told):
+    with cache_in(inductor_cache), as_rank(1, 4), pytest.raises(ArtifactError, match=told):
+        model = kind(4, 4)
+        model.group = dist.new_group()
+        make(zcompile.shard(model), parse_options(None), None, (torch.ones(2, 4),), {})
 
 
 @pytest.mark.slow
