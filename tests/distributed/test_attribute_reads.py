@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support import raising
@@ -15,7 +14,7 @@ from tests.support.compiling import OPTIONS, by_blocks, wrapped
 from tests.support.models import Transformer, normal
 from tests.support.raising import MayRaise
 from tests.support.ranks import on_ranks
-from tests.support.reference import compiled, lm_loss, pair, same_backward, same_values, train_beside
+from tests.support.reference import compiled, lm_loss, pair, same_backward, same_values
 
 slow = pytest.mark.slow
 
@@ -38,43 +37,6 @@ def test_a_read_outside_of_forward_is_local(rank, world, prepare):
         assert dict(inspect.getmembers(head))["weight"] is head.weight
     assert isinstance(head.weight, DTensor) and head.weight is head._parameters["weight"]
     assert zcompile.stats(head)["gathers"] == 0
-
-
-class Reader(Transformer):
-    """Reads parameters of modules below it, in ways that users have: some where the compiler breaks the graph."""
-
-    reentrant = False
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(18, 2, batch_first=True)  # reads out_proj.weight itself
-        self.gate = nn.Linear(18, 18)
-
-    @torch.compiler.disable
-    def scaled(self, x):
-        return x * self.norm.weight + self.mix.sum()
-
-    def gated(self, x):
-        return x * nn.functional.linear(x, self.gate.weight, self.gate.bias).sigmoid()
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        x = checkpoint(self.gated, self.scaled(x), use_reentrant=self.reentrant)
-        return nn.functional.linear(x, self.embed.weight) * self.scale
-
-
-class ReentrantReader(Reader):
-    reentrant = True
-
-
-@ways
-@pytest.mark.parametrize("make", [Reader, pytest.param(ReentrantReader, marks=slow)])
-@on_ranks(2)
-def test_reads_of_other_modules_parameters_in_forward_train_as_unsharded(rank, world, prepare, make):
-    train_beside(rank, world, prepare, make=make, steps=2)
 
 
 @pytest.mark.parametrize("compile_it", [False, True])

@@ -70,6 +70,11 @@ def inner_loop(module, x):
     return (x @ (module.w - 0.1 * step)).square().mean()
 
 
+def grad_of_grad(module, x):
+    inner = grad(lambda y: (y @ module.w).tanh().square().mean())
+    return grad(lambda y: inner(y).square().mean())(x).square().mean()
+
+
 def by_autograd(module, x):
     if not (module.w.requires_grad and torch.is_grad_enabled()):
         return module.w.mean()
@@ -119,6 +124,7 @@ WAYS = {
     "a clone that is edited": edited_clone,
     "all linear layers": lambda m, x: squares(p.weight for p in m.modules() if type(p).__name__.endswith("Linear")),
     "state_dict()": lambda m, x: (x @ m.state_dict()["w"]).mean(),
+    "where the compiler is off": lambda m, x: torch.compiler.disable(lambda: (x * m.a.weight.sum()).mean())(),
     "functional_call of a submodule": doubled,
     "functional_call with one parameter": lambda m, x: doubled(m, x, ["weight"]),
     "functional_call inside of another": inside_of_another,
@@ -140,6 +146,9 @@ WAYS = {
     "func.jvp": lambda m, x: jvp(lambda y: (y @ m.w).square(), (x,), (torch.ones_like(x),))[1].mean(),
     "func.vjp": lambda m, x: vjp(lambda y: (y @ m.w).square().sum(), x)[1](torch.ones(()))[0].mean(),
     "func.jacrev": lambda m, x: jacrev(lambda y: (y @ m.w).sum(0))(x).square().mean(),
+    "func.jvp of a product": lambda m, x: jvp(lambda y: y * (x.detach() @ m.w), (x,), (x.cos(),))[1].mean(),
+    "func.grad of func.grad": grad_of_grad,
+    "func.vmap of func.grad": lambda m, x: vmap(grad(lambda y: m.a(y).square().mean()))(x).square().mean(),
     "torch's attention": lambda m, x: m.attention(x[None], x[None], x[None], need_weights=False)[0].mean(),
     RECURRENT: lambda m, x: m.recurrent(x[None])[0].square().mean(),
     "a parametrization": lambda m, x: m.normed(x).square().mean() + m.normed.weight.sum(),
@@ -147,7 +156,10 @@ WAYS = {
 }
 
 
-BREAK_GRAPHS = ("a list, copied", "a list, wrapped again", "its metadata", "state_dict()", "autograd.grad", RECURRENT)
+BREAK_GRAPHS = (
+    "a list, copied", "a list, wrapped again", "its metadata", "state_dict()", "where the compiler is off",
+    "autograd.grad", RECURRENT,
+)  # fmt: skip
 NOT_COMPILED = ("a list, wrapped again", "autograd.grad")  # where the parameter trains: torch's errors
 
 
