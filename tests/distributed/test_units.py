@@ -216,6 +216,8 @@ def test_units_that_cannot_be_are_refused(rank, world):
         zcompile.shard(MixtureModel(), units=[nn.Linear(2, 2)])
     with pytest.raises(TypeError, match="modules of the model or classes"):
         zcompile.shard(MixtureModel(), units=["experts"])
+    with pytest.raises((ValueError, TypeError)):  # it has no forward
+        zcompile.shard(MixtureModel(), units=[nn.ModuleList])
 
 
 def test_the_mixture_has_an_expert_that_no_rank_hits():

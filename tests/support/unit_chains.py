@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 
 import zcompile
 from tests.support.models import normal
@@ -102,17 +101,8 @@ KINDS = {
     "complex": lambda: By(as_complex),
     "calls of itself": lambda: By(lambda part, x, depth=2: x if depth == 0 else part(Part.forward(part, x), depth - 1)),
     "sparse": lambda: By(lambda part, x: torch.sparse.mm(torch.eye(len(x)).to_sparse(), (x @ part.a).tanh()) @ part.b),
-    "vmap": lambda: By(
-        lambda part, x: torch.vmap(lambda matrix: (x @ matrix).tanh())(torch.stack([part.a, part.b])).sum(0)
-    ),
-    "a sum of parameters": lambda: By(lambda part, x: x + (part.a + part.b).sum()),
-    "one gradient of both": lambda: By(lambda part, x: x @ (part.a + part.b).T),
     "padding": lambda: By(
         lambda part, x: Part.forward(part, x) + part.inner(x.argmax(-1)), lambda: nn.Embedding(9, WIDTH, padding_idx=2)
     ),
-    "an LSTM": lambda: By(lambda part, x: Part.forward(part, part.inner(x)[0]), lambda: nn.LSTM(WIDTH, WIDTH, 2)),
     "a norm": lambda: By(lambda part, x: Part.forward(part, part.inner(x)), lambda: nn.BatchNorm1d(WIDTH).eval()),
-    "a parametrization": lambda: By(
-        lambda part, x: part.inner(Part.forward(part, x)), lambda: weight_norm(nn.Linear(WIDTH, WIDTH))
-    ),
 }
