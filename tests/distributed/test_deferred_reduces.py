@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import zcompile
 from tests.support.microbatches import assert_same_run, separately, train_microbatches
-from tests.support.models import Sometimes, Transformer, batch, loss_of, normal, sometimes_loss
+from tests.support.models import Transformer, batch, loss_of, normal
 from tests.support.ranks import on_ranks
 from tests.support.reduce_checks import rank_native_sums
-from tests.support.reference import BF16, autocast_loss, close, compiled, lm_loss, pair, train_beside
+from tests.support.reference import close, compiled, lm_loss, pair, train_beside
 
 MICROBATCHES = 4
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -313,18 +313,3 @@ def test_replicas_stay_bitwise_equal(rank, world, native):
         both = [torch.empty_like(local) for _ in range(2)]
         dist.all_gather(both, local, group=mesh.get_group("replicate"))
         assert torch.equal(*both), name
-
-
-@pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=slow), compiled])
-@on_ranks(4)
-def test_a_parameter_may_be_unused_on_some_ranks(rank, world, prepare):
-    prepare = functools.partial(prepare, native_reduce=True)
-    train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, pytest.param(torch.float32, marks=slow)])
-@on_ranks(4)
-def test_autocast_reduces_bf16_gradients_in_reduce_dtype(rank, world, reduce_dtype):
-    prepare = functools.partial(compiled, native_reduce=True, reduce_dtype=reduce_dtype)
-    model = train_beside(rank, world, prepare, loss=autocast_loss, tolerance=BF16)
-    assert ("bfloat16" in zcompile.stats(model)["reduced_bytes"]) == (reduce_dtype is None)

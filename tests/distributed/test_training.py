@@ -95,10 +95,13 @@ def test_evaluation_between_steps_changes_nothing(rank, world, prepare):
     train_beside(rank, world, prepare, after_step=evaluate_between)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize(
+    "world, native", [(2, False), (2, True), *(pytest.param(4, native, marks=slow) for native in (False, True))]
+)
 @eager_and_compiled
 @on_ranks()
-def test_a_parameter_may_be_unused(rank, world, prepare):
+def test_a_parameter_may_be_unused(rank, world, prepare, native):
+    prepare = functools.partial(prepare, native_reduce=native)
     train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
