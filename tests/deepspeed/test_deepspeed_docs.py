@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import torch
 
 import zcompile
 from tests.support.deepspeed import LanguageModel, assert_taken_over, is_taken_over, make_engine, train
@@ -50,22 +49,6 @@ def test_a_threshold_of_granularity_makes_units(rank, world):
     engine = make_engine({}, zero_optimization={"stage": 3, "stage3_module_granularity_threshold": 10**6})
     train(engine, rank, end=1)
     assert is_taken_over(engine) and engine.zcompile.state.units is not None
-    engine.destroy()
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_model_is_saved_in_16_bits(rank, world, tmp_path):
-    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
-    engine = make_engine({}, zero_optimization=zero, **BF16)
-    train(engine, rank, end=2)
-    assert engine.save_16bit_model(tmp_path)
-    torch.distributed.barrier()
-    saved = torch.load(f"{tmp_path}/pytorch_model.bin")
-    assert is_taken_over(engine)
-    for name, parameter in engine.module.named_parameters():
-        ours = saved[name].flatten()[rank * parameter.ds_tensor.ds_numel :][: parameter.ds_tensor.ds_numel]
-        assert ours.dtype == torch.bfloat16 and torch.equal(ours, parameter.ds_tensor[: ours.numel()])
     engine.destroy()
 
 

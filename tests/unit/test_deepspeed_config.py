@@ -26,7 +26,12 @@ def test_configs_that_cannot_work_are_refused(config, reason):
 
 @pytest.mark.parametrize(
     "block, reason",
-    [({"enabled": True, "iner": "x"}, "unknown option 'iner'; known options are inner"), (True, "write")],
+    [
+        ({"enabled": True, "iner": "x"}, "unknown option 'iner'; known options are inner"),
+        ({"enabled": True, "artifact": 3}, "must be the path of a file"),
+        ({"enabled": True, "artifact": "a.zc", "inner": "aot_eager"}, "inner='inductor'"),
+        (True, "write"),
+    ],
 )
 def test_blocks_that_are_wrong_are_refused(block, reason):
     with pytest.raises(ValueError, match=reason):
