@@ -81,15 +81,19 @@ def test_a_loss_that_strays_is_marked():
     assert strays == {"one": False, "two": False, "other": True, "limit": None, "none": True}
 
 
-def test_an_interruption_keeps_what_there_is(tmp_path, monkeypatch):
+def test_a_failure_and_an_interruption_keep_what_there_is(tmp_path, monkeypatch):
     def run(job):
+        if job.engine == "simplefsdp":
+            raise compare.Failed("ValueError: no")
         if job.engine == "ddp":
             raise KeyboardInterrupt
         counts = {"peak_bytes": 1}
         return {"step_ms": [1.0, 3.0, 2.0], "losses": [2.0, 1.0], "tokens": 8, "about": "2 x CPU", **counts}
 
     monkeypatch.setattr(compare, "run", run)
-    job, engines = job_of(Parser("profile", COMMANDS["profile"]).parse_args(["--engines", "eager,ddp,fsdp2"]))
+    arguments = ["--engines", "simplefsdp,eager,ddp,fsdp2"]
+    job, engines = job_of(Parser("profile", COMMANDS["profile"]).parse_args(arguments))
     results = compare.compare(job, {"parameters": None, "flops": None}, engines, 2, tmp_path)["engines"]
     assert results["eager"]["step_ms"]["median"] == 2.0 and results["eager"]["step_ms"]["repeats"] == [2.0]
+    assert results["simplefsdp"] == {"failed": "ValueError: no"}
     assert results["ddp"] == results["fsdp2"] == {"failed": "interrupted"}

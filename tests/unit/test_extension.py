@@ -1,4 +1,4 @@
-"""The compiled module: zcompile/_C.pyi names what it has, and its kernel adds up gradients on the CPU."""
+"""The compiled module: what zcompile/_C.pyi names, the C++ runtime that it uses, and its sums of gradients on a CPU."""
 
 import ast
 from pathlib import Path
@@ -31,6 +31,11 @@ def test_stub_has_the_methods_of_each_class():
     for node in STUB.body:
         if isinstance(node, ast.ClassDef) and node.name not in ONLY_A_TYPE:
             assert public(names_in(node.body)) == public(vars(getattr(_C, node.name))), node.name
+
+
+def test_the_extension_needs_the_shared_runtime():
+    """A second C++ runtime in the process crashes at the first number in an error."""
+    assert b"\0libstdc++.so.6\0" in Path(_C.__file__).read_bytes()
 
 
 def test_means_are_those_of_the_same_arithmetic_op_by_op():
