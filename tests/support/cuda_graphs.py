@@ -129,15 +129,16 @@ def wide():
     return Noisy((2049, 2051, 515, 16))
 
 
-def sharded(device, captured=True, make=Noisy, transport=None):
-    """`transport`: one of the runtime's names, if it is not to be chosen."""
+def sharded(device, captured=True, make=Noisy, transport=None, **inductor):
+    """`transport`: one of the runtime's names, if it is not to be chosen. `inductor`: further options of Inductor."""
     torch.manual_seed(0)
     model = zcompile.shard(make().to(device))
     for state in models_of(state_of(model)) if transport else ():
         state.runtime.use_transport(transport)
         state.agreement = None  # of another transport, which was taken before
     # Reductions over dynamic sizes would be tuned, and then add up in another order than those of the model beside it.
-    model.compile(backend="zcompile", options={"cuda_graphs": captured, "inductor": {"deterministic": True}})
+    options = {"cuda_graphs": captured, "inductor": {"deterministic": True, **inductor}}
+    model.compile(backend="zcompile", options=options)
     return model
 
 
@@ -158,10 +159,9 @@ def trained(device, rank, captured, train, make=Noisy, transport=None, steps=STE
     """What `train(model, optimizer, batch, step)` returned in each step, the parameters, and what the runtime noted."""
     torch._dynamo.reset()  # it remembers which sizes changed
     captures = graphs_on_cpu() if device == "cpu" else contextlib.nullcontext()
-    keeps = train is kept_graph  # Inductor's cache has code that writes to donated buffers
-    caches = torch._inductor.config.patch(force_disable_caches=keeps)
-    with captures, caches, torch._functorch.config.patch(donated_buffer=not keeps):
-        model = sharded(device, captured, make, transport)
+    keeps = train is kept_graph  # Inductor's cache has code of these models that writes to donated buffers
+    with captures, torch._functorch.config.patch(donated_buffer=not keeps):
+        model = sharded(device, captured, make, transport, size_asserts=not keeps)  # a part of the cache's key
         runtime = state_of(model).runtime
         before = runtime.order_digests()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
