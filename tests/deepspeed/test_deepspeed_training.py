@@ -30,7 +30,7 @@ from tests.support.ranks import on_ranks
 )
 def test_fp32_equals_eager(ranks, flag, tolerance):
     """On two ranks. Of four, gloo's reduce-scatter sums in an order of its own."""
-    ranks(2).run(rank_trains_beside_eager, flag, (tolerance, tolerance), {})
+    ranks(2).run(rank_trains_beside_eager, flag, (tolerance, tolerance), {}, 12, 8)
 
 
 def reduce_scatter_in_rank_order(tensors, group=None):

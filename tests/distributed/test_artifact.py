@@ -164,12 +164,7 @@ def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world, how",
-    [
-        (1, {}),
-        (4, {}),
-        (2, {"autocast": True}),
-        (2, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}),
-    ],
+    [(1, {}), (4, {}), (2, {"autocast": True}), (2, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})],
 )
 def test_a_file_for_other_ranks_and_dtypes(ranks, inductor_cache, tmp_path, world, how):
     make_file(tmp_path / "model.zc", world, **how)

@@ -14,15 +14,7 @@ from torch.distributed.tensor import Shard
 import zcompile
 from tests.support.compiling import OPTIONS
 from tests.support.models import mean_square
-from tests.support.parallel import (
-    WIDTH,
-    Dense,
-    Mixture,
-    expert_parallel,
-    mesh_of,
-    spread_dense,
-    token_loss,
-)
+from tests.support.parallel import WIDTH, Dense, Mixture, expert_parallel, mesh_of, spread_dense, token_loss
 from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
 from tests.support.time_limits import scaled

@@ -118,7 +118,7 @@ def context_parallel(model, mesh, shards, way, inner="eager"):
 
 
 CASES = [(way, inner) for way in WAYS for inner in ("eager", "aot_eager")]
-SLOW = [("ring of messages", "aot_eager")]
+SLOW = [("ring of messages", "aot_eager"), ("ring", "aot_eager"), ("gathered", "aot_eager")]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from zcompile import options, shard, stats
 from zcompile.state.sharded_model import state_of
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replays_compute_and_note_as_calls_do(world, ranks):
     ranks(world).run(rank_replays)
 

@@ -57,7 +57,7 @@ def check_results(folder, program, arguments, written):
     [
         ("train.py", [*ZCOMPILE, *CORPUS], "zcompile"),
         ("moe.py", MOE, "moe-zcompile-grouped"),
-        ("train.py", [*ZCOMPILE, *CORPUS, "--pp", "2", "--layers", "2"], "zcompile"),
+        slow("train.py", [*ZCOMPILE, *CORPUS, "--pp", "2", "--layers", "2"], "zcompile"),
         slow("train.py", ["--engine", "fsdp2", "--batch", "4", *CORPUS], "fsdp2"),
         slow("train.py", [*ZCOMPILE, *CORPUS, "--tp", "2"], "zcompile"),
         slow("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2"),
@@ -93,6 +93,7 @@ def test_an_example_runs_under_torchrun(tmp_path, program, arguments, written):
     check_results(tmp_path, program, arguments, written)
 
 
+@pytest.mark.slow  # tests/distributed/test_docs.py runs the same program, the quick start of README.md
 def test_the_minimal_example_trains(inductor_cache):
     losses = [float(line.split()[-1]) for line in run_example("minimal.py").splitlines()]
     assert len(losses) == 10 and losses[0] == pytest.approx(math.log(256), abs=0.1) and losses[-1] < 2.0

@@ -34,8 +34,15 @@ def rank_main(rank, store, place, compiled, pipe):
         loss.backward()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "place, compiled",
+    [
+        ("forward", False),
+        ("backward", True),
+        pytest.param("forward", True, marks=pytest.mark.slow),
+        pytest.param("backward", False, marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_ends_ranks_that_wait_for_each_other(tmp_path, place, compiled):
     ours, theirs = zip(*(context().Pipe() for _ in range(2)), strict=True)
     args = [(rank, tmp_path / "store", place, compiled, theirs[rank]) for rank in range(2)]

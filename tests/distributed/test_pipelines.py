@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -51,7 +52,9 @@ def loss_of(output, target):
 
 FORMS = blocks.FORMS | {"compiled": functools.partial(compiled, fullgraph=False)}
 CASES = [  # torch itself compiles no stage whose backward is split
-    pytest.param(name, form, reduce, marks=[] if reduce == "last" or form == "blocks" else pytest.mark.slow)
+    pytest.param(
+        name, form, reduce, marks=[] if (form, reduce) == ("blocks", "last") or "ZBV" in name else pytest.mark.slow
+    )
     for name in STAGES
     for form in FORMS
     for reduce in ("each", "last")
@@ -104,9 +107,16 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@pytest.mark.parametrize("kind", SPREAD)
-@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
+SHORT = [("tp", "aot_eager", 4), ("ep", "eager", 4)]
+
+
+@pytest.mark.parametrize(
+    "kind, inner, world",
+    [
+        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow)
+        for case in itertools.product(SPREAD, ("eager", "aot_eager"), (4, 8))
+    ],
+)
 @on_ranks()
 def test_stages_may_be_spread_by_tensor_or_expert_parallelism(rank, world, kind, inner):
     spread, names, make = SPREAD[kind]

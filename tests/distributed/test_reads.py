@@ -100,8 +100,3 @@ CASES = [*itertools.product((*EAGER, *COMPILED), (1, 2, 3), STATES), *itertools.
 @on_ranks(timeout=900)
 def test_a_forward_may_read_its_parameters_in_any_way_in_each_state(rank, world, engine, state):
     all_right(rank, world, engine, list(WAYS), state)
-
-
-@on_ranks(2)
-def test_one_does_so_under_inductor(rank, world):
-    all_right(rank, world, "inductor", ["functional_call of a submodule"], "train")

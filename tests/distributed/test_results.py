@@ -71,7 +71,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("shards", ["blocks", "units", pytest.param("compiled", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_layers_return_tensors_in_any_container(rank, world, shards, container):
     make = CONTAINERS[container]

@@ -50,8 +50,14 @@ def backwards_of_inputs(model, rank, of_inputs):
     return grad
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("reduce", ["each", "shards", "last"])
+@pytest.mark.parametrize(
+    "reduce, compiled",
+    [
+        *((reduce, False) for reduce in ("each", "shards", "last")),
+        ("last", True),
+        *(pytest.param(reduce, True, marks=pytest.mark.slow) for reduce in ("each", "shards")),
+    ],
+)
 @on_ranks(2)
 def test_a_backward_of_inputs_adds_no_gradient_of_parameters(rank, world, reduce, compiled):
     for (form, shard), of_inputs in itertools.product(FORMS.items(), (by_grad, by_inputs, keeping_the_graph)):

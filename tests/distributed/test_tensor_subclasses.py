@@ -131,6 +131,7 @@ def test_compiled_layers_and_models_train_as_fsdp2(rank, world, kind, way):
         assert torch.equal(batch_loss(model, 0, rank), batch_loss(model, 0, rank))
 
 
+@slow
 @on_ranks(2)
 def test_a_model_compiled_by_inductor_trains(rank, world):
     model, reference = by_zcompile(seeded()), by_zcompile(seeded())

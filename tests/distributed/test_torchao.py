@@ -52,8 +52,10 @@ def float8_losses(model, rank, precomputes, steps=10):
     return losses_of(model, loss_of, rank, steps, optimizer)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("precomputes", [False, True])
+@pytest.mark.parametrize(
+    "precomputes, policy",
+    [(False, "bf16"), (True, "fp32"), *(pytest.param(*case, marks=slow) for case in ((False, "fp32"), (True, "bf16")))],
+)
 @on_ranks(2, needs="torchao")
 def test_float8_training_equals_that_of_fsdp2_and_travels_in_one_byte_an_element(rank, world, policy, precomputes):
     model, reference = by_zcompile(in_float8(), POLICIES[policy]), by_fsdp2(in_float8(), POLICIES[policy])

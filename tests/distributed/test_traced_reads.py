@@ -41,7 +41,7 @@ def broken(model, **how):
 
 
 @pytest.mark.parametrize("way", REFUSED)
-@pytest.mark.parametrize("mode", ["train", "no_grad"])
+@pytest.mark.parametrize("mode", ["train", pytest.param("no_grad", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_what_would_be_lost_is_refused_by_name(rank, world, way, mode):
     model = compiled(reading(way, REFUSED[way])())

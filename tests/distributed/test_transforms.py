@@ -8,18 +8,13 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import zcompile
 from tests.support.compiling import OPTIONS
-from tests.support.models import mean_square, normal
+from tests.support.models import Chain, mean_square, normal
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, pair, same_backward, train_beside
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 6, bias=False)
-
-    def forward(self, x):
-        return self.b(self.a(x).tanh())
+def net():
+    return Chain(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6, bias=False))
 
 
 TRANSFORMS = (
@@ -38,7 +33,7 @@ loss_of = mean_square(3, 6)
 @pytest.mark.parametrize("compile_it", [False, True])
 @on_ranks(2)
 def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, compile_it):
-    reference, model = pair(Net, zcompile.shard)
+    reference, model = pair(net, zcompile.shard)
     for transform in TRANSFORMS:
         torch._dynamo.reset()
         ours = torch.compile(transform, **OPTIONS) if compile_it else transform
@@ -51,9 +46,9 @@ def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, com
 
 @on_ranks(2)
 def test_compiled_autograd_takes_compiled_models_and_refuses_eager_ones_by_name(rank, world):
-    model = zcompile.shard(Net())
+    model = zcompile.shard(net())
     with compiled_autograd._enable(torch.compile(backend="eager")):
         told = r"compiled autograd cannot trace the backward of parameter '.\..*model.compile"
         with pytest.raises(Exception, match=told):
             loss_of(model, 0, rank).backward()
-        train_beside(rank, world, compiled, make=Net, loss=loss_of, steps=2)
+        train_beside(rank, world, compiled, make=net, loss=loss_of, steps=2)

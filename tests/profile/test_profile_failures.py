@@ -69,24 +69,16 @@ def test_no_rank_outlives_the_profiler(tmp_path, by):
     wait_for(lambda: not ranks())
 
 
-def test_engines_that_fail_leave_the_others(tmp_path, capsys):
-    """Their four processes take most of 10 s to start."""
-    arguments = ["--engines", "fsdp2,eager", "--output", str(tmp_path)]
+@pytest.mark.slow
+def test_engines_that_raise_or_are_killed_or_take_too_long_leave_the_others(tmp_path, capsys):
+    arguments = ["--engines", "fsdp2,ddp,limit,eager", "--timeout", "40", "--output", str(tmp_path)]
     assert main(["profile", *SHORT, *write_model(tmp_path), *arguments]) == 0
     engines = results_in(tmp_path)["engines"]
     assert engines["fsdp2"]["failed"] == "ValueError: the second rank does not like this batch"
+    assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 40 s" in engines["limit"]["failed"]
     assert len(engines["eager"]["losses"]) == 5
     printed = capsys.readouterr().out
     assert "the second rank does not like this batch" in printed and "eager" in printed
-
-
-@pytest.mark.slow
-def test_engines_that_are_killed_or_take_too_long_leave_the_others(tmp_path):
-    arguments = ["--engines", "ddp,limit,eager", "--timeout", "40", "--output", str(tmp_path)]
-    assert main(["profile", *SHORT, *write_model(tmp_path), *arguments]) == 0
-    engines = results_in(tmp_path)["engines"]
-    assert "SIGKILL" in engines["ddp"]["failed"] and "no result within 40 s" in engines["limit"]["failed"]
-    assert len(engines["eager"]["losses"]) == 5
 
 
 NO_PLAN = """

@@ -24,6 +24,7 @@ def cells_in(file):
     return json.loads(file.read_text()) if file.exists() else {}
 
 
+@pytest.mark.slow
 def test_a_grid_goes_on_where_it_was_interrupted(tmp_path, capsys):
     file = tmp_path / "results.json"
     arguments = [*TWO, "--engines", "eager", "--results", str(file)]
