@@ -106,7 +106,7 @@ clean:
 .PHONY: asan
 ASAN := build/asan
 ASAN_TESTS := $(addprefix tests/distributed/test_,training.py accumulate.py lifetimes.py freeing.py lost_writes.py \
-	reduce_order.py sharing.py failures.py) $(wildcard tests/distributed/test_chaos.py)
+	gather_counts.py sharing.py failures.py) $(wildcard tests/distributed/test_chaos.py)
 ASAN_LIBRARIES = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libstdc++.so)
 ASAN_OPTIONS := detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0:protect_shadow_gap=0
 ASAN_OPTIONS := $(ASAN_OPTIONS):quarantine_size_mb=1

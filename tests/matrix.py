@@ -28,7 +28,7 @@ FOLDER = ROOT / "build" / "matrix"
 TORCHES = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 UNIT = "entry_points pipeline planned_graphs device_attention explain_command same_code"
 DISTRIBUTED = (
-    "artifact compose explain freeing inductor_lifetimes lifetimes mixtures numerics ops rematerialize subgraphs "
+    "activation_budget artifact compose explain freeing inductor_lifetimes lifetimes mixtures numerics ops subgraphs "
     "training unit_order units"
 )
 TESTS = (

@@ -1,11 +1,17 @@
-"""Losses and gradient norms of engines with the flag, against eager ZeRO-3, also after edits and from checkpoints."""
+"""Losses and gradient norms of engines with the flag, against eager ZeRO-3, also after edits and from checkpoints; what
+they gather; and compiled code that they load from a file.
+"""
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
+import zcompile
+from tests.support.artifacts import cache_in
 from tests.support.deepspeed import (
     LanguageModel,
+    assert_taken_over,
     beside_eager,
     deepspeed,
     is_taken_over,
@@ -17,8 +23,9 @@ from tests.support.deepspeed import (
     train,
 )
 from tests.support.deepspeed_config import BF16, MICROBATCHES, config_of
-from tests.support.models import VOCABULARY, batch
+from tests.support.models import VOCABULARY, batch, normal
 from tests.support.ranks import on_ranks
+from zcompile.artifact.aot import lacking
 
 
 @pytest.mark.parametrize(
@@ -252,3 +259,76 @@ def test_zero_to_fp32_reads_checkpoints(rank, world, tmp_path):
         engine.destroy()
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_microbatches_share_gathers(rank, world):
+    expected, gathered = train(make_engine(None), rank, end=8), {}
+    for microbatch_cache_bytes in (0, 1 << 20):
+        engine = make_engine({"microbatch_cache_bytes": microbatch_cache_bytes, "bucket_bytes": 500})
+        assert train(engine, rank, end=8) == expected
+        assert_taken_over(engine)
+        gathered[microbatch_cache_bytes] = zcompile.stats(engine.module)["gathered_bytes"]["float32"]
+        with torch.no_grad():
+            # The module sees the step, although no forward of the engine came between.
+            alone = engine.module(batch(0, rank))
+            assert torch.equal(engine(batch(0, rank)), alone)
+        engine.destroy()
+    assert gathered[1 << 20] < 0.6 * gathered[0], gathered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+@on_ranks(2, needs="deepspeed.runtime.torch_autocast")  # since 0.17.1
+def test_autocast_gathers_exactly_two_bytes_a_use(rank, world, first):
+    """From the first step, or from the one behind it where `engine.compile()` is not called.
+    A linear layer's weight is used in forward and in backward, its bias in forward.
+    """
+    engine = make_engine({}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    engine.compile() if first == 0 else train(engine, rank, end=first)
+    uses = {"weight": 2, "bias": 1}
+    linears = [name for name, module in engine.module.named_modules() if isinstance(module, nn.Linear)]
+    sizes = {name: parameter.ds_numel for name, parameter in engine.module.named_parameters()}
+    used = sum(
+        sizes[f"{name}.{kind}"] * count for name in linears for kind, count in uses.items() if f"{name}.{kind}" in sizes
+    )
+    before = None
+    for step in range(first, 8):
+        zcompile.reset_stats(engine.module)
+        train(engine, rank, begin=step, end=step + 1)
+        gathered = zcompile.stats(engine.module)["gathered_bytes"]
+        assert gathered["bfloat16"] == 2 * used * MICROBATCHES, step
+        assert step <= 1 or gathered == before
+        before = gathered
+    assert_taken_over(engine)
+    engine.destroy()
+
+
+def rank_trains_from_file(rank, world, folder, path):
+    counters.clear()
+    flag = {"inner": "inductor"} | ({} if path is None else {"artifact": str(path)})
+    with cache_in(folder):
+        engine, losses = make_engine(flag, nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))), []
+        for step in range(4):
+            loss = engine(normal(step, rank, 2, 5)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert_taken_over(engine)
+        compiled = engine.zcompile.state.provenance.compiled
+        engine.destroy()
+    return losses, compiled, bool(counters["stats"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(lacking()), reason=lacking())
+def test_an_engine_loads_what_an_earlier_one_compiled(ranks, inductor_cache, tmp_path):
+    path, cache = tmp_path / "model.zc", inductor_cache
+    expected = ranks(2).run(rank_trains_from_file, cache, None)
+    first = ranks(2).run(rank_trains_from_file, cache, path)
+    second = ranks(2).run(rank_trains_from_file, tmp_path / "empty", path)
+    for (losses, by, _), (one, by_one, _), (two, by_two, traced) in zip(expected, first, second, strict=True):
+        assert losses == one == two
+        assert (by, by_two, traced) == ("compiled by this process", f"loaded from {path}", False)
+        assert by_one == f"loaded: rank 0 compiled it, because {path} was not there"

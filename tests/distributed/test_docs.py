@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import zcompile
 from tests.support.artifacts import cache_in
+from tests.support.huggingface import Sentences, forget_accelerate, tiny_llama
 from tests.support.pages import Block, blocks_of, check_commands, check_config, python_blocks
+from tests.support.ranks import on_ranks
 from tests.support.reference import same_parameters
 from zcompile.artifact.aot import lacking
 from zcompile.costs.formulas import registry
@@ -235,3 +238,50 @@ def test_a_model_generates_and_is_exported(ranks, tmp_path):
     assert [each["texts"].shape[1] for each in (first, second)] == [4 + 5, 5 + 15]
     assert first["text"].shape[1] == 4 + 8 and second["text"] is None
     assert all(tensor.dtype == torch.bfloat16 for tensor in first["engine"].values()) and not second["engine"]
+
+
+MESHES = python_blocks("docs/meshes.md")
+
+
+def rank_runs_on_meshes(rank, world, folder, number):
+    names = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(MESHES[number], names)
+    assert all(torch.isfinite(parameter.to_local()).all() for parameter in names["model"].parameters())
+    return names["norm"].item()
+
+
+@pytest.mark.parametrize("number", range(len(MESHES)))
+def test_a_block_of_docs_meshes_runs(ranks, tmp_path, number):
+    if "transformers" in MESHES[number]:
+        pytest.importorskip("transformers", "5.20")
+    norms = ranks(4).run(rank_runs_on_meshes, str(tmp_path), number)
+    assert len(set(norms)) == 1 and norms[0] > 0
+    assert (tmp_path / "saved/model.safetensors").exists() == ("save_pretrained" in MESHES[number])
+
+
+ACCELERATE = python_blocks("docs/accelerate.md")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ACCELERATE)))
+@on_ranks(2)
+def test_a_block_of_docs_accelerate_runs(rank, world, tmp_path, number):
+    from transformers import TrainingArguments
+
+    from zcompile.integrations.huggingface import Trainer
+
+    forget_accelerate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.chdir(tmp_path)
+        arguments = {"use_cpu": True, "max_steps": 2, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+        args = TrainingArguments("out", **arguments)
+        args.device  # noqa: B018  # the process group
+        model = tiny_llama()
+        names = {"model": model, "args": args, "dataset": Sentences(8), "Trainer": Trainer}
+        names["optimizer"] = torch.optim.AdamW(model.parameters()) if "optimizer" in ACCELERATE[number] else None
+        exec(ACCELERATE[number], names | {"loader": DataLoader(Sentences(8), batch_size=2)})
+    torch.distributed.barrier()
+    assert (tmp_path / "trained/model.safetensors").exists() == ("trained" in ACCELERATE[number])
