@@ -1,5 +1,6 @@
 import atexit
 import fcntl
+import inspect
 import os
 import shutil
 import tempfile
@@ -45,10 +46,10 @@ EXTENSIONS = Path(
 # order: a long file that came last would run alone.
 LONG = (
     "distributed/test_architectures deepspeed/test_deepspeed_leaf_modules deepspeed/test_deepspeed_step "
-    "distributed/test_examples profile/test_profile_report distributed/test_compose distributed/test_training "
-    "profile/test_profile_failures distributed/test_lifetimes distributed/test_numerics distributed/test_accumulate "
-    "distributed/test_order_check unit/test_explain_command distributed/test_explain distributed/test_artifact "
-    "distributed/test_torch_modules distributed/test_docs distributed/test_reads"
+    "distributed/test_reads distributed/test_training profile/test_profile_report deepspeed/test_deepspeed_training "
+    "distributed/test_cuda_graphs distributed/test_chaos distributed/test_order_check distributed/test_lifetimes "
+    "distributed/test_module_edits distributed/test_docs distributed/test_compose_matrix distributed/test_accumulate "
+    "profile/test_profile_failures distributed/test_artifact distributed/test_compose distributed/test_examples"
 )
 TESTS = Path(__file__).resolve().parent
 
@@ -85,6 +86,29 @@ def ranks():
     yield get
     for pool in _pools.values():
         pool.stop()
+
+
+@pytest.fixture
+def rank(ranks):
+    """Asked for by tests that ranks call: see `pytest_pyfunc_call`. Here, in no rank, it gives the ranks."""
+    return ranks
+
+
+@pytest.fixture
+def world():
+    """How many ranks call a test of `rank` and `world`, unless it is parametrized by `world`."""
+    return 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test whose first parameters are `rank` and `world` is called by all ranks, with the values of the others."""
+    names = list(inspect.signature(pyfuncitem.obj).parameters)
+    if names[:2] != ["rank", "world"]:
+        return None
+    values = pyfuncitem.funcargs
+    values["rank"](values["world"]).run(pyfuncitem.obj, *(values[name] for name in names[2:]))
+    return True
 
 
 @pytest.fixture(scope="session")

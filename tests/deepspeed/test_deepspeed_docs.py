@@ -9,7 +9,6 @@ import zcompile
 from tests.support.deepspeed import LanguageModel, assert_taken_over, is_taken_over, make_engine, train
 from tests.support.deepspeed_config import BF16, config_of
 from tests.support.pages import ROOT, blocks_of, check_config
-from tests.support.ranks import on_ranks
 
 WITHOUT_EFFECT = {
     "stage3_prefetch_bucket_size": 1, "stage3_max_reuse_distance": 1, "stage3_max_live_parameters": 1,
@@ -30,7 +29,6 @@ def trained(rank, **config):
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_options_that_have_no_effect_change_nothing(rank, world):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     expected = trained(rank, zero_optimization=zero, **BF16)
@@ -44,7 +42,6 @@ def test_the_guide_names_the_options_that_have_no_effect():
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_a_threshold_of_granularity_makes_units(rank, world):
     engine = make_engine({}, zero_optimization={"stage": 3, "stage3_module_granularity_threshold": 10**6})
     train(engine, rank, end=1)
@@ -53,7 +50,6 @@ def test_a_threshold_of_granularity_makes_units(rank, world):
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_the_page_runs(rank, world, tmp_path):
     found = blocks_of("docs/deepspeed.md")
     assert {block.language for block in found} == {"python", "json"}

@@ -8,7 +8,6 @@ from tests.support.blocks import OneOfTwo
 from tests.support.deepspeed import LanguageModel, assert_taken_over, deepspeed, is_taken_over, make_engine, train
 from tests.support.deepspeed_config import MICROBATCHES, config_of
 from tests.support.models import batch
-from tests.support.ranks import on_ranks
 from tests.support.reference import same_values
 from zcompile.ranks import order_watch
 
@@ -19,7 +18,6 @@ STAGES = ("take over", "hooks", "compile", "forward", "norm", "step")
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
 def test_a_failure_gives_the_engine_back(rank, world, stage):
     expected_engine = make_engine(None)
     expected = train(expected_engine, rank, end=4)
@@ -50,7 +48,6 @@ def test_a_failure_gives_the_engine_back(rank, world, stage):
 
 
 @pytest.mark.skipif(not hasattr(deepspeed.DeepSpeedEngine, "coalesce_grad_reduction"), reason="this DeepSpeed has none")
-@on_ranks(2)
 def test_coalesced_reduction_is_refused(rank, world):
     engine = make_engine({})
     with pytest.raises(RuntimeError, match="coalesce_grad_reduction"), engine.coalesce_grad_reduction():
@@ -58,7 +55,6 @@ def test_coalesced_reduction_is_refused(rank, world):
     engine.destroy()
 
 
-@on_ranks(2)
 def test_an_engine_without_optimizer_stays_eager(rank, world):
     losses = []
     for flag in (None, {}):
@@ -72,7 +68,6 @@ def test_an_engine_without_optimizer_stays_eager(rank, world):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@on_ranks(2)
 def test_a_hook_on_a_parameter_gives_the_engine_back(rank, world, late):
     """What a hook sees, and what training comes to, is as in eager ZeRO-3."""
     seen = []

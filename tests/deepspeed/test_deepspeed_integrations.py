@@ -11,13 +11,11 @@ import zcompile
 from tests.support.deepspeed import assert_taken_over
 from tests.support.deepspeed_config import config_of
 from tests.support.huggingface import Sentences, tiny_llama
-from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 
 pytestmark = pytest.mark.slow
 
 
-@on_ranks(2)
 def test_hugging_face_trainer_equals_eager(rank, world, tmp_path):
     from transformers import Trainer, TrainingArguments
 
@@ -43,7 +41,6 @@ def test_hugging_face_trainer_equals_eager(rank, world, tmp_path):
 
 
 @pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
-@on_ranks(2)
 def test_accelerate_is_close_to_eager(rank, world, regions):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -115,7 +112,6 @@ def test_an_import_after_that_of_deepspeed_is_early_enough():
     assert done.returncode == 0 and "taken over True" in done.stdout, done.stderr[-3000:]
 
 
-@on_ranks(2)
 def test_zero_init_takes_a_config_with_the_block_in_zero_optimization(rank, world):
     import deepspeed
 

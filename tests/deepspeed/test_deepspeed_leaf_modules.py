@@ -121,7 +121,6 @@ def same(engine, curve, expected):
         pytest.param(2, Mixture, {}, SUB_GROUPS, id="layers"),
     ],
 )
-@on_ranks()
 def test_leaf_modules_train_as_in_eager(rank, world, leaf, flag, config):
     expected = eager(rank, leaf, config)
     engine = make(flag, leaf, **config)
@@ -131,7 +130,6 @@ def test_leaf_modules_train_as_in_eager(rank, world, leaf, flag, config):
     same(engine, curve, expected)
 
 
-@on_ranks(2)
 def test_an_unused_expert_has_zeros_in_deepspeeds_buffer(rank, world):
     """In fp16 and with an offloaded optimizer, that is where gradients go: the last step's must not stay there."""
     expected = eager(rank)
@@ -143,7 +141,6 @@ def test_an_unused_expert_has_zeros_in_deepspeeds_buffer(rank, world):
     same(engine, curve, expected)
 
 
-@on_ranks(2)
 def test_a_leaf_module_is_gathered_twice_and_reduced_once(rank, world):
     with unittest.TestCase().assertLogs("zcompile", "INFO") as logged:
         engine = make({}, **NO_ACCUMULATION)
@@ -176,7 +173,6 @@ def move_partitions(engine):
         flat.data = main.data = moved
 
 
-@on_ranks(2)
 def test_leaf_modules_follow_partitions_that_move(rank, world):
     expected = eager(rank)
     engine = make({}, **CLIPPED)
@@ -185,7 +181,6 @@ def test_leaf_modules_follow_partitions_that_move(rank, world):
     same(engine, curve, expected)
 
 
-@on_ranks(2)
 def test_an_engine_with_leaf_modules_is_given_back(rank, world):
     expected = eager(rank)
     engine = make({}, **CLIPPED)
@@ -208,7 +203,6 @@ class Tied(LossOfMixture):
         self.layers[0].experts.also.weight = self.enter.weight
 
 
-@on_ranks(2)
 def test_leaf_modules_that_cannot_be_units_stay_eager(rank, world):
     refused = {
         r"'layers.0.experts.also.weight' is tied to 'enter.weight', .* inside of leaf module 'layers.0.experts'": (
@@ -244,7 +238,6 @@ def test_one_rank_has_no_units(rank, world):
         pytest.param("loss.backward", NO_ACCUMULATION, marks=needs_loss_backward),
     ],
 )
-@on_ranks(2)
 def test_a_rank_may_skip_a_leaf_module(rank, world, how, config):
     """With the flag, a rank may skip a leaf module, for which eager waits for ever. What it gives is zero."""
     trained = []

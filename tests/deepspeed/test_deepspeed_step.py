@@ -16,7 +16,6 @@ from tests.support.deepspeed import (
 )
 from tests.support.deepspeed_config import BF16, MICROBATCHES, SUB_GROUPS
 from tests.support.models import batch
-from tests.support.ranks import on_ranks
 from tests.support.reference import same_values
 
 pytestmark = pytest.mark.slow
@@ -52,7 +51,6 @@ def test_fused_adam_divides_by_the_scale(ranks, config):
         pytest.param(FUSED | SUB_GROUPS, id="fused sub-groups"),
     ],
 )
-@on_ranks(2)
 def test_a_step_that_overflows_changes_nothing(rank, world, config):
     """A step whose gradients are not finite changes no main parameter, and the steps after it are as ever."""
     eager, engine = make_engine(None, **config), make_engine({}, **config)
@@ -110,7 +108,6 @@ def set_states(optimizers):
         pytest.param(MOMENTUM | BF16 | SUB_GROUPS, False, 1 << 20, id="SGD bf16 sub-groups"),
     ],
 )
-@on_ranks(2)
 def test_steps_equal_eager_bitwise(rank, world, config, by_parameter, cast_bytes):
     """Both engines get the same gradients, because each casts to bf16 in its own way."""
     eager, engine = make_engine(None, **config), make_engine({}, **config)
@@ -164,7 +161,6 @@ def record_squares(reduced_squares):
 
 
 @pytest.mark.parametrize("config", [pytest.param({}, id="one group"), pytest.param(SUB_GROUPS, id="sub-groups")])
-@on_ranks(2)
 def test_norms_come_from_reduces(rank, world, config):
     """Squares come from reduces where nobody edited the gradient after its reduce.
     Norms are those of eager ZeRO-3, which sums in another order, in fp64.
@@ -199,7 +195,6 @@ OFFLOAD = {
 }
 
 
-@on_ranks(2)
 def test_an_offloaded_optimizer_equals_eager(rank, world):
     def drive(engine):
         curve = train(engine, rank, end=4)
@@ -234,7 +229,6 @@ class Idle(LanguageModel):
 
 
 @pytest.mark.usefixtures("compile_adam")
-@on_ranks(2)
 def test_gradients_and_states_edited_by_hand_equal_eager(rank, world):
     utils = deepspeed.utils
 

@@ -88,7 +88,6 @@ def make_sharded():
 @pytest.mark.parametrize(
     "how", ["zero.Init", pytest.param("loss.backward", marks=needs_loss_backward), "checkpointed", "fp16"]
 )
-@on_ranks(2)
 def test_engines_made_and_used_otherwise_equal_eager(rank, world, how):
     # DeepSpeed wants AMX for fp16, torch does not.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
@@ -142,14 +141,12 @@ class WithCodes(LanguageModel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Lora, WithCodes])
-@on_ranks(2)
 def test_frozen_parameters_equal_eager(rank, world, make):
     expected, curve = beside_eager(lambda engine: train(engine, rank, end=6), make)
     assert curve == expected
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_several_engines_that_evaluate_and_edit_equal_eager(rank, world):
     """Two engines with the flag and one without take turns. Between steps they evaluate, and parameters are edited."""
     flags = [None, {}, {}]
@@ -192,7 +189,6 @@ def sgd(lr):
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_edits_of_parameters_outlive_steps(rank, world):
     """Eager ZeRO-3 goes back to its main parameters instead."""
     engine = make_engine({}, **sgd(lr=0.0))
@@ -208,7 +204,6 @@ def test_edits_of_parameters_outlive_steps(rank, world):
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_unused_parameters_do_not_step(rank, world):
     """Eager ZeRO-3 steps with a stale gradient instead."""
     engine = make_engine({}, model=SecondLayerSometimes(), gradient_accumulation_steps=1, **sgd(lr=0.1))
@@ -225,7 +220,6 @@ def test_unused_parameters_do_not_step(rank, world):
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_either_engine_resumes_from_checkpoints_of_either(rank, world, tmp_path):
     whole = train(make_engine(None), rank)
     for writer, reader in ((None, {}), ({}, None), ({}, {})):
@@ -243,7 +237,6 @@ def test_either_engine_resumes_from_checkpoints_of_either(rank, world, tmp_path)
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_zero_to_fp32_reads_checkpoints(rank, world, tmp_path):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -262,7 +255,6 @@ def test_zero_to_fp32_reads_checkpoints(rank, world, tmp_path):
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_microbatches_share_gathers(rank, world):
     expected, gathered = train(make_engine(None), rank, end=8), {}
     for microbatch_cache_bytes in (0, 1 << 20):

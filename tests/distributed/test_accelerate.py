@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
-from tests.support.ranks import on_ranks
 from tests.support.reference import same_values
 from zcompile.integrations.huggingface import Accelerator, CompilePlugin
 from zcompile.state.sharded_model import state_of
@@ -62,7 +61,6 @@ def prepared(sharded_by_zcompile, compiled=False):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@on_ranks(2)
 def test_a_program_of_accelerate_trains_as_fsdp2(rank, world, compiled):
     theirs = train(*prepared(False))
     ours = train(*prepared(True, compiled))
@@ -141,7 +139,6 @@ def test_saved_models_load_without_zcompile(ranks, tmp_path):
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_micro_steps_of_accumulate_gather_once(rank, world):
     counts = {}
     for micro_steps in (1, 3):
@@ -172,7 +169,6 @@ def refused(text, **how):
     raised(ValueError, text, Accelerator, **how)
 
 
-@on_ranks(2)
 def test_what_cannot_train_is_refused_by_name(rank, world):
     refused("fsdp_plugin", cpu=True, fsdp_plugin=object())
     refused("parallelism_config", cpu=True, parallelism_config=accelerate.ParallelismConfig())

@@ -20,7 +20,6 @@ from tests.support.microbatches import (
     train_microbatches,
 )
 from tests.support.models import Transformer, batch, loss_of, mean_square, normal
-from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, backward_beside, close, compiled, pair, same_grads, same_values, train_beside
 from tests.support.sharded_ops import ops
 from zcompile.state.sharded_model import state_of
@@ -30,7 +29,6 @@ inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor",
 
 
 @inners
-@on_ranks(2)
 def test_microbatches_gather_once(rank, world, inner):
     expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
     run = train_microbatches(rank, accumulate_checked, inner=inner, options=UNBUCKETED)
@@ -41,7 +39,6 @@ def test_microbatches_gather_once(rank, world, inner):
 
 
 @inners
-@on_ranks(2)
 def test_a_cache_of_a_parameters_bytes_holds_that_parameter_and_one_of_none_nothing(rank, world, inner):
     expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
     embedding = expected.model.embed.weight  # forward's first read, which backward reads too
@@ -57,7 +54,6 @@ def test_a_cache_of_a_parameters_bytes_holds_that_parameter_and_one_of_none_noth
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("how", [{}, {"edit": True}, {"param_dtype": torch.bfloat16}], ids=["plain", "edit", "bf16"])
-@on_ranks()
 def test_buckets_travel_as_ever_and_the_rest_is_shared(rank, world, how):
     """What is saved for backward, too. An edit between microbatches is seen."""
     how = {**how, "options": {"bucket_bytes": 2000}}
@@ -106,7 +102,6 @@ def microbatches_with_edits(rank, around, edit):
 
 
 @pytest.mark.parametrize("edit", [scale_in_place, replace, drop, collect])
-@on_ranks(2)
 def test_gradients_edited_between_microbatches_stay_edited(rank, world, edit):
     """Although a reduce adds to what it finds."""
     expected, places = microbatches_with_edits(rank, separately, edit)
@@ -146,7 +141,6 @@ class Gated(torch.nn.Module):
 @pytest.mark.parametrize(
     "make, saved_bytes, around", [(Overwriting, 0, zcompile.accumulate), (Gated, 1 << 20, accumulate_checked)]
 )
-@on_ranks(2)
 def test_what_is_kept_is_not_written_over(rank, world, make, saved_bytes, around):
     """Inductor may reuse memory that was saved for backward, but not what the cache holds for the next microbatch."""
     options = {"bucket_bytes": 0, "save_for_backward_bytes": saved_bytes}
@@ -171,7 +165,6 @@ def test_ranks_cache_alike(ranks):
     assert len(set(limits)) == 1 and limits[0] > 0 and len(set(own_bytes)) > 1
 
 
-@on_ranks(2)
 def test_weights_loaded_between_microbatches_are_seen(rank, world):
     losses = []
     for around in (separately, zcompile.accumulate):
@@ -187,7 +180,6 @@ def test_weights_loaded_between_microbatches_are_seen(rank, world):
     assert losses[:3] == losses[3:], losses
 
 
-@on_ranks(2)
 def test_a_step_inside_of_accumulate_is_refused(rank, world):
     model = compiled(Transformer(), options=UNBUCKETED)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -217,7 +209,6 @@ class InsideAndOutside(torch.nn.Module):
         return (x @ self.weight).square().sum()
 
 
-@on_ranks(2)
 def test_a_backward_inside_of_a_backward_adds_to_gradients_once(rank, world):
     loss = lambda model, step, rank: model(normal(step, rank, 4, 6).requires_grad_())
     reference, model = pair(InsideAndOutside, zcompile.shard)
@@ -227,7 +218,6 @@ def test_a_backward_inside_of_a_backward_adds_to_gradients_once(rank, world):
             same_grads(model, reference)
 
 
-@on_ranks(2)
 def test_what_is_gathered_stays_until_accumulate_ends(rank, world):
     model = compiled(Transformer(), options=UNBUCKETED)
     runtime = state_of(model).runtime
@@ -248,7 +238,6 @@ def test_what_is_gathered_stays_until_accumulate_ends(rank, world):
     runtime.end_caching()  # nothing to stop
 
 
-@on_ranks(2)
 def test_accumulate_may_end_before_the_backward(rank, world):
     def loss(model, step, of_rank):
         sharded = model._compiled_call_impl is not None
@@ -274,7 +263,6 @@ class TwoMethods(nn.Module):
 
 
 @pytest.mark.parametrize("reduce", ["each", "shards", "last"])
-@on_ranks(2)
 def test_a_block_that_several_forwards_of_a_microbatch_read_keeps_all_gradients(rank, world, reduce):
     """Each forward leaves out parameters, for which its backward reduces zeros that nothing takes."""
     reference, model = pair(TwoMethods, zcompile.shard)
@@ -302,7 +290,6 @@ class LeavesOut(TwoMethods):
 
 
 @pytest.mark.parametrize("reduce", ["each", "shards", "last"])
-@on_ranks(2)
 def test_a_parameter_that_no_rank_used_has_no_gradient(rank, world, reduce):
     """And one that is frozen after its microbatch keeps what it got."""
     reference, model = pair(LeavesOut, zcompile.shard)

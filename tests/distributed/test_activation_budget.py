@@ -13,7 +13,6 @@ from torch._dynamo.backends.common import aot_autograd
 
 from tests.support.decoder import SIZE
 from tests.support.models import normal
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, train_beside
 from zcompile.explanation.llama import Llama
 
@@ -91,7 +90,6 @@ def under_zcompile(budget, blocks, by_option, inner):
         pytest.param(3, True, "inductor", marks=pytest.mark.slow),
     ],
 )
-@on_ranks(2)
 def test_a_budget_saves_what_torch_alone_saves_under_it(rank, world, blocks, by_option, inner):
     ours, theirs = [], []
     for budget in BUDGETS:
@@ -137,7 +135,6 @@ def offloaded_bytes(rank, world, budget):
     return sum(value.nbytes for value in activations)
 
 
-@on_ranks(2)
 def test_save_on_cpu_around_compiled_code_moves_activations_and_no_unsharded_parameter(rank, world):
     assert offloaded_bytes(rank, world, 0.1) < 0.5 * offloaded_bytes(rank, world, 1.0)
 

@@ -18,7 +18,6 @@ from tests.support.artifacts import Broken, cache_in, compiler_counts, make_file
 from tests.support.meshes import as_rank
 from tests.support.models import batch
 from tests.support.parallel import WIDTH, Mixture, expert_parallel, token_loss
-from tests.support.ranks import on_ranks
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
@@ -98,7 +97,6 @@ def test_where_there_is_no_file_one_rank_compiles_and_writes_it(ranks, inductor_
 
 
 @pytest.mark.parametrize("owner", [0, 1])
-@on_ranks(2)
 def test_a_rank_without_the_file_gets_it_from_another(rank, world, inductor_cache, file, owner):
     model = zcompile.compile(sharded(), artifact=file if rank == owner else "/nowhere/model.zc", require=True)
     seen = train(model, rank)
@@ -140,7 +138,6 @@ def test_a_file_that_is_damaged_on_one_rank_lets_all_compile_with_one_warning(ra
     assert [len(texts) for texts in told] == [1, 0]
 
 
-@on_ranks(2)
 def test_another_sha256_than_the_pinned_one_is_an_error(rank, world, file):
     train(zcompile.compile(sharded(), artifact=file, sha256=hashlib.sha256(file.read_bytes()).hexdigest()), rank)
     model = zcompile.compile(sharded(), artifact=file, sha256="0" * 64)
@@ -148,7 +145,6 @@ def test_another_sha256_than_the_pinned_one_is_an_error(rank, world, file):
         train(model, rank)
 
 
-@on_ranks(2)
 def test_a_model_with_graph_breaks_is_compiled_by_every_rank(rank, world, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

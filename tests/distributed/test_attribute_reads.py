@@ -13,7 +13,6 @@ from tests.support import raising
 from tests.support.compiling import OPTIONS, by_blocks, wrapped
 from tests.support.models import Transformer, normal
 from tests.support.raising import MayRaise
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss, pair, same_backward, same_values
 
 slow = pytest.mark.slow
@@ -26,7 +25,6 @@ ways = pytest.mark.parametrize(
 
 
 @ways
-@on_ranks(2)
 def test_a_read_outside_of_forward_is_local(rank, world, prepare):
     model = prepare(Transformer())
     lm_loss(model, 0, rank)
@@ -40,7 +38,6 @@ def test_a_read_outside_of_forward_is_local(rank, world, prepare):
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
-@on_ranks(2)
 def test_a_module_called_alone_gathers(rank, world, compile_it):
     reference, model = pair(Transformer, zcompile.shard)
     if compile_it:
@@ -50,7 +47,6 @@ def test_a_module_called_alone_gathers(rank, world, compile_it):
     torch.testing.assert_close(torch.compile(model.blocks[0], **OPTIONS)(x[None]), reference.blocks[0](x[None]))
 
 
-@on_ranks(2)
 def test_a_forward_that_raises_is_over(rank, world):
     model = zcompile.shard(nn.Sequential(nn.Linear(4, 4), MayRaise()))
     for _ in range(2):
@@ -60,7 +56,6 @@ def test_a_forward_that_raises_is_over(rank, world):
         assert isinstance(model[0].weight, DTensor)
 
 
-@on_ranks(2)
 def test_hooks_read_unsharded_parameters(rank, world):
     """As under FSDP2: behind the forward of the block, and in its backward."""
     model = zcompile.shard(nn.Sequential(nn.Linear(4, 4)))
@@ -94,7 +89,6 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
-@on_ranks(2)
 def test_a_registered_method_reads_as_a_forward_does(rank, world, compile_it):
     reference, model = pair(Encoder, zcompile.shard)
     x = normal(0, rank, 2, 4)
@@ -120,7 +114,6 @@ def test_a_registered_method_reads_as_a_forward_does(rank, world, compile_it):
 
 
 @ways
-@on_ranks(2)
 def test_writes_outside_of_forward_reach_the_parameter(rank, world, prepare):
     reference, model = pair(Transformer, prepare)
     lm_loss(model, 0, rank)

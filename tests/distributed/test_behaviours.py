@@ -12,7 +12,6 @@ from torch.func import functional_call
 import zcompile
 from tests.support.compiling import OPTIONS, by_blocks, wrapped
 from tests.support.models import Block, Transformer
-from tests.support.ranks import on_ranks
 from tests.support.reference import close, compiled, lm_loss, pair, train_beside
 
 slow = pytest.mark.slow
@@ -26,7 +25,6 @@ ways = pytest.mark.parametrize(
 
 @ways
 @pytest.mark.parametrize("by_attribute", [False, True])
-@on_ranks(2)
 def test_requires_grad_is_followed(rank, world, prepare, by_attribute):
     def freeze(model, frozen=True):
         for name, parameter in model.named_parameters():
@@ -43,7 +41,6 @@ def test_requires_grad_is_followed(rank, world, prepare, by_attribute):
     train_beside(rank, world, prepare, make=lambda: freeze(Transformer()), steps=4, after_step=alternate)
 
 
-@on_ranks(2)
 def test_a_parameter_thawed_before_the_first_compile_trains(rank, world):
     frozen = Transformer().requires_grad_(False)
     model = compiled(frozen)
@@ -52,7 +49,6 @@ def test_a_parameter_thawed_before_the_first_compile_trains(rank, world):
     assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["embed.weight"]
 
 
-@on_ranks(2)
 def test_a_compiled_function_that_misses_an_attribute_says_so(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     function = torch.compile(lambda x: model(x).sum(), **OPTIONS)
@@ -88,7 +84,6 @@ def messages_of_backward(model):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@on_ranks(2)
 def test_parameters_that_are_not_reduced_are_warned_of_once(rank, world, late):
     """And where there is none, nothing is."""
     assert messages_of_backward(zcompile.shard(Extended())) == []
@@ -108,7 +103,6 @@ def test_parameters_that_are_not_reduced_are_warned_of_once(rank, world, late):
 
 
 @ways
-@on_ranks(2)
 def test_functional_call_takes_dtensors_and_gives_them_gradients(rank, world, prepare):
     (reference, model), (other, theirs) = pair(Transformer, prepare), pair(Transformer, prepare)
     with torch.no_grad():
@@ -138,7 +132,6 @@ def test_functional_call_takes_dtensors_and_gives_them_gradients(rank, world, pr
     torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
 
 
-@on_ranks(2)
 def test_functional_call_refuses_other_tensors_by_name(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     x = torch.ones(1, 3)
@@ -152,7 +145,6 @@ def test_functional_call_refuses_other_tensors_by_name(rank, world):
     model(x).sum().backward()
 
 
-@on_ranks(2)
 def test_a_derivative_by_the_dtensors_is_an_error(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
@@ -171,7 +163,6 @@ class AddsBiasItself(nn.Linear):
         return product + self.bias
 
 
-@on_ranks(2)
 def test_a_parameter_that_is_none_for_a_while_reads_as_none(rank, world):
     reference, model = pair(lambda: AddsBiasItself(3, 5), zcompile.shard)
     x = torch.ones(2, 3)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.calibration import machine, measure_compute, measure_machine
 from zcompile.calibration.results import Calibration, calibration_file, device_name, read_calibration
@@ -59,7 +58,6 @@ def test_ranks_measure_together_the_first_keeps_it_and_all_plan_with_it(ranks, t
     assert table != CPU and "measured by zcompile calibrate" in table.source  # matmuls this small reach less
 
 
-@on_ranks(2)
 def test_a_rank_that_slows_down_while_the_machine_is_measured_is_known_to_all(rank, world, tmp_path):
     """The second rank's third look at its pace takes five times as long."""
     paces = mock.Mock(side_effect=[1.0, 1.0, 5.0 if rank == 1 else 1.0])
@@ -67,7 +65,6 @@ def test_a_rank_that_slows_down_while_the_machine_is_measured_is_known_to_all(ra
         assert calibrate_quickly(tmp_path / f"{rank}").pace_ratio == 5.0
 
 
-@on_ranks(2)
 def test_gathers_are_timed_where_none_caches_shards_anew(rank, world, tmp_path):
     """In a backward, behind two forwards, from whose second on shards are cached peer to peer."""
     in_backward = []
@@ -83,7 +80,6 @@ def test_gathers_are_timed_where_none_caches_shards_anew(rank, world, tmp_path):
     assert in_backward[:6] == 2 * 3 * [False] and len(in_backward) > 12 and all(in_backward[6:])
 
 
-@on_ranks(2)
 def test_a_broken_file_is_one_line_on_one_rank_and_plans_take_the_shipped_table(rank, world, tmp_path):
     messages = []
     handler = logging.Handler()
@@ -101,7 +97,6 @@ def test_a_broken_file_is_one_line_on_one_rank_and_plans_take_the_shipped_table(
     assert len(told) == (1 if rank == 0 else 0) and not any("\n" in message for message in told)
 
 
-@on_ranks(2)
 def test_what_cannot_be_kept_is_returned(rank, world, tmp_path):
     (tmp_path / "file").write_text("")
     assert calibrate_quickly(tmp_path / "file").world == 2

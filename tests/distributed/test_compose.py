@@ -176,7 +176,6 @@ def test_what_cannot_be_sharded_is_refused_by_name(rank, world):
         pass
 
 
-@on_ranks(2)
 def test_ranks_that_place_parameters_otherwise_are_told(rank, world):
     placement = lambda parameter: Shard(rank) if parameter.ndim == 2 else None
     refuses("rank 0 has .*, rank 1 has number 0", nn.Linear(4, 4), shard_placement_fn=placement)

@@ -42,7 +42,6 @@ def rank_replays(rank, world):
 
 
 @pytest.mark.parametrize("train", TRAINERS, ids=lambda train: train.__name__)
-@on_ranks(2)
 def test_training_equals_uncaptured(rank, world, train):
     model = same_as_uncaptured("cpu", rank, train)
     graphs, replays = counts(model)
@@ -51,13 +50,11 @@ def test_training_equals_uncaptured(rank, world, train):
         assert graphs == 2
 
 
-@on_ranks(2)
 def test_graphs_read_results_of_others(rank, world):
     model = same_as_uncaptured("cpu", rank, plain, Branch)
     assert counts(model) == (4, 40)
 
 
-@on_ranks(2)
 def test_what_a_forward_reads_may_be_read_again(rank, world):
     model = same_as_uncaptured("cpu", rank, without_gradients, Pieces)
     assert counts(model)[1] == 20  # the third piece has no parameters, and counts for no model
@@ -79,7 +76,6 @@ def test_results_outlast_their_model(rank, world):
     assert torch.equal(hidden, expected), noise
 
 
-@on_ranks(2)
 def test_models_of_one_class_have_graphs_of_their_own(rank, world):
     batch = batches("cpu", rank)
 
@@ -150,7 +146,6 @@ class Summed(Noisy):
         return super().forward(funcol.all_reduce(x, "sum", dist.group.WORLD))
 
 
-@on_ranks(2)
 def test_collectives_of_the_program_are_in_no_graph(rank, world):
     model = shard(Summed())
     model.compile(backend="zcompile", options={"cuda_graphs": True})

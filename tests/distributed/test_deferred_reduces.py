@@ -94,7 +94,6 @@ def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
         pytest.param("aot_eager", (2, 2), 4, {}, marks=pytest.mark.slow),
     ],
 )
-@on_ranks()
 def test_gradients_may_be_reduced_once_behind_the_last_microbatch(rank, world, inner, shape, how):
     prepare = prepared(inner, dist.init_device_mesh("cpu", shape), **how)
     losses, grads, stats = run(rank, prepare, "each")
@@ -110,7 +109,6 @@ def test_gradients_may_be_reduced_once_behind_the_last_microbatch(rank, world, i
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@on_ranks(2)
 def test_a_mesh_of_one_rank_adds_up_its_gradients(rank, world, inner):
     """As of a stage that one rank has. Its compiled code reduces nothing that could wait, and warns of nothing."""
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
@@ -144,7 +142,6 @@ last_or_shards = pytest.mark.parametrize("reduce, shape, world", [("last", (2,),
 
 
 @last_or_shards
-@on_ranks()
 def test_what_a_microbatch_does_not_use_and_earlier_gradients_count_as_ever(rank, world, reduce, shape):
     mesh = dist.init_device_mesh("cpu", shape)
     for earlier in (0, 1):
@@ -154,7 +151,6 @@ def test_what_a_microbatch_does_not_use_and_earlier_gradients_count_as_ever(rank
 
 
 @last_or_shards
-@on_ranks()
 def test_a_block_that_raises_leaves_the_gradients_before_it(rank, world, reduce, shape):
     model = zcompile.shard(Branching(), mesh=dist.init_device_mesh("cpu", shape))
     model(torch.ones(2, 4), False).sum().backward()
@@ -170,7 +166,6 @@ def test_a_block_that_raises_leaves_the_gradients_before_it(rank, world, reduce,
         assert one is None or torch.equal(each.grad.to_local(), 2 * one)
 
 
-@on_ranks(2)
 def test_hooks_see_the_gradient_that_was_reduced_last_once(rank, world):
     model = zcompile.shard(Branching())
     calls, seen = [], []
@@ -183,7 +178,6 @@ def test_hooks_see_the_gradient_that_was_reduced_last_once(rank, world):
     assert len(calls) == len(seen) == 1 and torch.equal(seen[0], torch.full((3, 4), 6.0))
 
 
-@on_ranks(2)
 def test_other_values_and_other_inner_blocks_are_refused(rank, world):
     model = zcompile.shard(Branching())
     with pytest.raises(ValueError, match="it is one of 'each', 'shards', 'last'"), zcompile.accumulate(model, "never"):
@@ -198,7 +192,6 @@ def test_other_values_and_other_inner_blocks_are_refused(rank, world):
 @pytest.mark.parametrize(
     "reduce, shape, world", [("last", (2,), 2), pytest.param("shards", (2, 2), 4, marks=pytest.mark.slow)]
 )
-@on_ranks()
 def test_models_with_units_may_defer(rank, world, reduce, shape):
     prepare = prepared("eager", dist.init_device_mesh("cpu", shape), units=[torch.nn.LayerNorm])
     (losses, grads, _), deferred = (run(rank, prepare, each) for each in ("each", reduce))
@@ -207,7 +200,6 @@ def test_models_with_units_may_defer(rank, world, reduce, shape):
 
 
 @last_or_shards
-@on_ranks()
 def test_gradients_that_are_not_reduced_yet_are_not_clipped(rank, world, reduce, shape):
     mesh = dist.init_device_mesh("cpu", shape)
     model = zcompile.shard(Transformer(), mesh)
@@ -221,7 +213,6 @@ def test_gradients_that_are_not_reduced_yet_are_not_clipped(rank, world, reduce,
         assert zcompile.clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
-@on_ranks(2)
 def test_what_a_program_does_to_grad_inside_of_the_block_is_done_at_its_end(rank, world):
     """To what was there before, too; a schedule of pipelines divides gradients by the number of microbatches."""
     x = normal(0, rank, 3, 6)
@@ -256,7 +247,6 @@ def test_a_hook_is_refused_where_sums_over_replicas_wait(rank, world):
 
 @pytest.mark.parametrize("prepared", [zcompile.shard, compiled])
 @pytest.mark.parametrize("when", [(0,), (2,), (0, 1)])
-@on_ranks(2)
 def test_zero_grad_inside_of_the_block_drops_what_has_added_up(rank, world, when, prepared):
     """Also the gradients from before the block; what comes later counts."""
     grads = []
@@ -276,7 +266,6 @@ def test_zero_grad_inside_of_the_block_drops_what_has_added_up(rank, world, when
         all_close(grads[1], grads[0], 1e-6)
 
 
-@on_ranks(2)
 def test_a_change_of_grad_between_two_backwards_of_a_deferred_reduce_is_refused(rank, world):
     model = zcompile.shard(torch.nn.Linear(6, 1))  # of whose bias one rank has nothing
     refused = pytest.raises(RuntimeError, match=r"changed in place.*zero_grad\(set_to_none=True\)")
@@ -296,7 +285,6 @@ def test_native_sums_are_within_rounding(ranks, world):
 
 @pytest.mark.parametrize("around", [pytest.param(separately, marks=slow), zcompile.accumulate])
 @pytest.mark.parametrize("transport", [pytest.param("c10d", marks=slow), "late c10d"])
-@on_ranks(2)
 def test_two_ranks_train_as_with_the_exact_sum(rank, world, transport, around):
     """Two numbers have one sum, so with an fp32 wire nothing may differ, added to what had accumulated or not."""
     exact = train_microbatches(rank, separately)

@@ -20,7 +20,6 @@ import zcompile
 from tests.support.artifacts import cache_in
 from tests.support.huggingface import Sentences, forget_accelerate, tiny_llama
 from tests.support.pages import Block, blocks_of, check_commands, check_config, python_blocks
-from tests.support.ranks import on_ranks
 from tests.support.reference import same_parameters
 from zcompile.artifact.aot import lacking
 from zcompile.costs.formulas import registry
@@ -266,7 +265,6 @@ ACCELERATE = python_blocks("docs/accelerate.md")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ACCELERATE)))
-@on_ranks(2)
 def test_a_block_of_docs_accelerate_runs(rank, world, tmp_path, number):
     from transformers import TrainingArguments
 

@@ -10,7 +10,6 @@ from torch import nn
 import zcompile
 from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
 from tests.support.models import batch, loss_of
-from tests.support.ranks import on_ranks
 from tests.support.reference import backward_beside, compiled, lm_loss, pair, same_grads, train_beside
 from tests.support.sharded_ops import ops, shards
 from zcompile.compiler.backend import compile_aot_eager
@@ -27,7 +26,6 @@ def test_rows_are_those_of_the_whole_matrix(ranks, world, transport):
     ranks(world).run(rank_rows_like_whole, transport)
 
 
-@on_ranks(2)
 def test_rows_that_a_matrix_does_not_have_are_refused(rank, world):
     _, leaves = shards(world, (5, 3), (8,))
     table, vector = (leaf.detach() for leaf in leaves)
@@ -45,7 +43,6 @@ def logged():
 
 @slow
 @pytest.mark.parametrize("dtype, microbatches", [(torch.float32, 2), (torch.bfloat16, 1)])
-@on_ranks(2)
 def test_leaving_them_out_changes_nothing(rank, world, dtype, microbatches):
     how = {"param_dtype": dtype, "microbatches": microbatches}
     with torch._inductor.config.patch(force_disable_caches=True):  # passes do not run where a cache has what they made
@@ -65,7 +62,6 @@ class ReadTwice(Tables):
 
 
 @pytest.mark.parametrize("make, rows, gathers", [pytest.param(Tables, 2, 4, marks=slow), (ReadTwice, 1, 5)])
-@on_ranks(2)
 def test_over_p2p_a_table_read_once_is_gathered_as_rows(rank, world, make, rows, gathers):
     """With the plan of GPUs that read each other's memory, over gloo; however little may be saved for backward."""
     reference, model = pair(make, zcompile.shard)
@@ -110,7 +106,6 @@ def lengths_loss(model, step, rank):
 
 @slow
 @pytest.mark.parametrize("make, loss", [(FromTheEnd, table_loss), (Tables, lengths_loss)])
-@on_ranks(2)
 def test_indices_count_from_the_end_and_lengths_differ_between_ranks(rank, world, make, loss):
     """Ranks with batches of other lengths compile other graphs or dynamic ones."""
     train_beside(rank, world, functools.partial(compiled, inner="inductor"), make=make, loss=loss)

@@ -47,7 +47,6 @@ def test_the_command_says_of_one_rank_what_a_run_of_it_says(rank, world, tmp_pat
 
 
 @pytest.mark.parametrize("microbatch_cache_bytes", [pytest.param(None, marks=slow), 3000, pytest.param(0, marks=slow)])
-@on_ranks(2)
 def test_explain_says_what_microbatches_share(rank, world, microbatch_cache_bytes):
     """Of three microbatches, each gathers in forward and in backward."""
     options = {"inner": "aot_eager", "bucket_bytes": 0, "save_for_backward_bytes": 0}
@@ -115,7 +114,6 @@ class Broken(nn.Linear):
         return (x * self.weight.sum()).sum()
 
 
-@on_ranks(2)
 def test_explain_says_the_same_again_and_again(rank, world):
     torch._dynamo.reset()
     model = zcompile.shard(Broken(4, 4))
@@ -148,7 +146,6 @@ def test_explain_plans_a_compiled_model_whose_call_dynamo_does_not_trace(rank, w
     assert [graph.kind for graph in plain.graphs[-2:]] == ["forward", "backward"]  # after the casts of the input
 
 
-@on_ranks(2)
 def test_explain_says_when_no_graph_was_captured(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     model.forward = torch._dynamo.disable(model.forward)
@@ -156,7 +153,6 @@ def test_explain_says_when_no_graph_was_captured(rank, world):
         zcompile.explain(model, torch.ones(2, 4))
 
 
-@on_ranks(2)
 def test_explain_refuses_a_transport_that_is_not_possible(rank, world):
     model = zcompile.shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="'p2p' is not possible here"):
@@ -195,7 +191,6 @@ class Doubling(nn.Module):
         return doubled(self.layer(x)).sum()
 
 
-@on_ranks(2)
 def test_ranks_that_register_different_costs_later_are_told_before_a_graph_runs(rank, world):
     model = zcompile.shard(Doubling())
     if rank == 1:
@@ -209,7 +204,6 @@ def test_ranks_that_register_different_costs_later_are_told_before_a_graph_runs(
         registry._registered.pop(OP, None)
 
 
-@on_ranks(2)
 def test_explain_says_which_op_counts_as_bytes_and_what_share_of_compute_that_is(rank, world):
     model = zcompile.shard(Doubling())
     without = zcompile.explain(model, torch.ones(2, 8))

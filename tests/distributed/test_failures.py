@@ -18,7 +18,6 @@ import zcompile.state.transport_choice
 from tests.support.models import Transformer
 from tests.support.process import full_disk
 from tests.support.raising import RAISES, MayRaise
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss
 from tests.support.time_limits import scaled
 from zcompile.ranks.program_check import Agreement, Line
@@ -29,13 +28,11 @@ def raises(error, pattern, call):
         call()
 
 
-@on_ranks(2)
 def test_a_sharded_model_is_not_sharded_again(rank, world):
     model = zcompile.shard(Transformer())
     raises(RuntimeError, f"sharded already .rank {rank}", lambda: zcompile.shard(model))
 
 
-@on_ranks(2)
 def test_an_optimizer_built_before_sharding_is_refused(rank, world):
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -50,7 +47,6 @@ class WithoutReset(nn.Module):
         self.w = nn.Parameter(torch.empty(3, device="meta"))
 
 
-@on_ranks(2)
 def test_parameters_that_cannot_be_sharded_are_named(rank, world):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     raises(ValueError, "'0.*' on cpu and '1.*' on meta", lambda: zcompile.shard(model))
@@ -61,7 +57,6 @@ def test_parameters_that_cannot_be_sharded_are_named(rank, world):
     raises(RuntimeError, message, lambda: zcompile.shard(nn.Sequential(WithoutReset())))
 
 
-@on_ranks(2)
 def test_bad_arguments_of_shard_are_refused(rank, world):
     mesh = dist.init_device_mesh("cpu", (world, 1, 1), mesh_dim_names=("a", "b", "c"))
     raises(ValueError, "3 dimensions", lambda: zcompile.shard(nn.Linear(2, 2), mesh))
@@ -69,7 +64,6 @@ def test_bad_arguments_of_shard_are_refused(rank, world):
     raises(TypeError, "must be floating-point", lambda: zcompile.shard(nn.Linear(2, 2), param_dtype=torch.int8))
 
 
-@on_ranks(2)
 def test_ranks_with_different_models_or_arguments_are_told(rank, world):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + rank))
     raises(RuntimeError, "rank 0 has '1.weight' .5, 4. .*, rank 1 has '1.weight' .6, 4.", lambda: zcompile.shard(model))
@@ -93,7 +87,6 @@ class TwoOrders(nn.Module):
         return x.sum()
 
 
-@on_ranks(2)
 def test_ranks_that_run_different_programs_are_told(rank, world):
     model = compiled(TwoOrders(False))
     for length in (2, 3 + rank, 5):  # lengths may differ, and one rank may compile where another does not
@@ -106,7 +99,6 @@ def test_ranks_that_run_different_programs_are_told(rank, world):
     assert time.monotonic() - begin < scaled(30)
 
 
-@on_ranks(2)
 def test_a_rank_whose_graph_no_other_runs_is_told(rank, world):
     agreement = Agreement("alone", rank, world, timeout_s=0.5)
     if rank == 0:
@@ -122,7 +114,6 @@ def cache_below_a_file():
 
 
 @pytest.mark.parametrize("fault", [full_disk, cache_below_a_file])
-@on_ranks(2)
 def test_others_are_told_of_a_rank_that_cannot_compile(rank, world, fault):
     """Its own error says why, and the others do not wait for it. Later they go on together."""
     model = compiled(nn.Linear(4, 4), inner="inductor")
@@ -136,7 +127,6 @@ def test_others_are_told_of_a_rank_that_cannot_compile(rank, world, fault):
         model(torch.ones(2, 4)).sum().backward()
 
 
-@on_ranks(2)
 def test_a_damaged_cache_of_inductor_is_compiled_again(rank, world):
     model = compiled(nn.Linear(4, 4), inner="inductor")
     with fresh_cache():
@@ -151,7 +141,6 @@ def test_a_damaged_cache_of_inductor_is_compiled_again(rank, world):
     assert torch.equal(found, expected)
 
 
-@on_ranks(2)
 def test_a_replaced_parameter_is_refused(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
 
@@ -165,7 +154,6 @@ def test_a_replaced_parameter_is_refused(rank, world):
     raises(RuntimeError, "'weight' was replaced", lambda: model(torch.ones(1, 3)).sum().backward())
 
 
-@on_ranks(2)
 def test_an_unsharded_model_is_warned_about_and_has_no_stats(rank, world):
     raises(RuntimeError, "no sharded parameter", lambda: zcompile.stats(nn.Linear(2, 2)))
     model = torch.compile(nn.Linear(3, 4), backend="zcompile")
@@ -174,7 +162,6 @@ def test_an_unsharded_model_is_warned_about_and_has_no_stats(rank, world):
     torch.testing.assert_close(out, model._orig_mod(torch.ones(1, 3)))
 
 
-@on_ranks(2)
 def test_a_model_on_meta_gets_the_values_of_one_that_was_not(rank, world):
     torch.manual_seed(3)
     with torch.device("meta"):
@@ -224,7 +211,6 @@ def test_a_rank_that_dies_is_named_as_the_cause(ranks):
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@on_ranks(2)
 def test_a_backward_that_raised_leaves_nothing_behind(rank, world, inner):
     """Steps after a backward that raised in the middle, with gathers in flight, beside the same steps without it."""
     curves, peaks = [], []

@@ -12,7 +12,7 @@ from torch import nn
 import zcompile
 from tests.support.models import Chain, mean_square
 from tests.support.process import rss_bytes, threads
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks
 from tests.support.reference import close, compiled, losses_of, pair
 from tests.support.time_limits import scaled
 from zcompile.state.sharded_model import state_of
@@ -51,7 +51,6 @@ def alive(weak):
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-@on_ranks(2)
 def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
     """In eager without the garbage collector."""
     gc.collect()
@@ -70,7 +69,6 @@ def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
         gc.enable()
 
 
-@on_ranks(2)
 def test_a_model_with_circles_is_freed_by_the_garbage_collector(rank, world):
     """What users hang on modules and parameters makes circles, which only the garbage collector frees."""
     model = zcompile.shard(make_model())
@@ -86,7 +84,6 @@ def test_a_model_with_circles_is_freed_by_the_garbage_collector(rank, world):
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-@on_ranks(2)
 def test_a_loss_that_outlives_its_model_gives_gradients(rank, world, prepare):
     reference, model = pair(make_model, prepare)
     train_step(model, rank)  # gathers of later steps begin from the optimizer's parameters
@@ -106,7 +103,6 @@ def test_a_loss_that_outlives_its_model_gives_gradients(rank, world, prepare):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@on_ranks(2)
 def test_an_optimizer_outlives_its_model_and_does_not_hold_it(rank, world, fused):
     model = zcompile.shard(make_model())
     optimizer = (torch.optim.AdamW if fused else torch.optim.Adam)(model.parameters(), lr=0.1, fused=fused)
@@ -126,7 +122,6 @@ def test_an_optimizer_outlives_its_model_and_does_not_hold_it(rank, world, fused
     assert all(not torch.equal(a, b.to_local()) for a, b in zip(before, parameters, strict=True) if a.numel())
 
 
-@on_ranks(2)
 def test_a_shard_of_a_freed_model_is_refused(rank, world):
     model = zcompile.shard(nn.Linear(8, 8))
     leaf = model.__dict__["_zcompile_leaf_weight"].detach()
@@ -141,7 +136,6 @@ def test_a_shard_of_a_freed_model_is_refused(rank, world):
         ops.gather(leaf, [8, 8], torch.float32)
 
 
-@on_ranks(2)
 def test_a_model_is_freed_in_another_thread(rank, world):
     """The last reference goes in a thread while this one runs another model's step."""
     other = zcompile.shard(make_model())

@@ -21,7 +21,6 @@ slow = pytest.mark.slow
     "prepare", [zcompile.shard, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=slow)]
 )
 @pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=slow)])
-@on_ranks()
 def test_training_beside_frozen_parameters_of_any_dtype(rank, world, prepare, param_dtype):
     tolerance = BF16 if param_dtype else FP32
     prepare = functools.partial(prepare, param_dtype=param_dtype)
@@ -39,7 +38,6 @@ def bytes_of(model, chosen=lambda parameter: True):
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-@on_ranks(2)
 def test_each_dtype_travels_at_its_own_width_and_nothing_frozen_is_reduced(rank, world, prepare):
     reference, model = pair(Quantized, functools.partial(prepare, param_dtype=torch.bfloat16))
     zcompile.reset_stats(model)
@@ -75,7 +73,6 @@ class Stack(nn.Module):
         return nn.functional.linear(x, self.table[self.looked_up.int()])
 
 
-@on_ranks(2)
 def test_compiled_code_saves_no_dequantized_weight(rank, world):
     reference, model = pair(Stack)
     x = torch.randn(5, 32)
@@ -89,7 +86,6 @@ def test_compiled_code_saves_no_dequantized_weight(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-@on_ranks()
 def test_any_dtype_is_saved_and_loaded(rank, world, tmp_path):
     reference, model = pair(Quantized, zcompile.shard)
     same_values(model.state_dict(), reference.state_dict())
@@ -124,7 +120,6 @@ class Params4bit(nn.Parameter):
     """A parameter with state of its own, as bitsandbytes has it."""
 
 
-@on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_by_name(rank, world):
     model = nn.Sequential(nn.Linear(6, 4), PackedLinear(6, 4))
     model[1].eighths = nn.Parameter(torch.zeros(3, dtype=FP8))

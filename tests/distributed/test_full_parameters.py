@@ -49,7 +49,6 @@ def iterate(dtype, bucket_bytes, rank, shard=shard):
 @pytest.mark.parametrize(
     ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)]
 )
-@on_ranks()
 def test_tensors_are_those_of_the_unsharded_state(rank, world, dtype, bucket_bytes):
     iterate(dtype, bucket_bytes, rank)
 
@@ -65,7 +64,6 @@ def layers_and_a_large_one():
     return zcompile.shard(nn.Sequential(*(nn.Linear(64, 63, bias=False) for _ in range(20)), nn.Linear(64, 640)))
 
 
-@on_ranks(2)
 def test_memory_is_that_of_one_bucket(rank, world):
     model = layers_and_a_large_one()
     layer, largest, whole = 64 * 63 * 2, 64 * 640 * 2, sum(each.numel() for each in model.parameters()) * 2
@@ -87,7 +85,6 @@ def test_memory_is_that_of_one_bucket(rank, world):
     assert zcompile.stats(model)["peak_unsharded_bytes"] <= 2 * bucket + layer
 
 
-@on_ranks(2)
 def test_a_rank_that_leaves_early_is_an_error_of_the_others(rank, world):
     torch.manual_seed(0)
     model = shard(Transformer())
@@ -118,7 +115,6 @@ def test_a_rank_that_leaves_early_is_an_error_of_the_others(rank, world):
     lm_loss(model, 0, rank).backward()
 
 
-@on_ranks(2)
 def test_misuse_is_refused(rank, world):
     model = zcompile.shard(Transformer())
     with pytest.raises(ValueError, match=r"dtype must be floating-point, not torch.int8"):

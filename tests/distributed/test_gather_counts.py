@@ -66,7 +66,6 @@ def wrap_layers(model, backend):
         (wrap_layers, "zcompile"),
     ],
 )
-@on_ranks(2)
 def test_compiled_layers_keep_no_weight_until_backward(rank, world, compile_each, backend, is_first):
     """By any backend, compiled before `shard`, as FSDP2's users do, or after it."""
     torch._dynamo.reset()
@@ -96,7 +95,6 @@ def test_compiled_layers_keep_no_weight_until_backward(rank, world, compile_each
         torch.testing.assert_close(ours.grad.full_tensor(), expected.grad / world)
 
 
-@on_ranks(2)
 def test_a_model_that_another_backend_compiles_whole_is_warned_of(rank, world):
     model = shard_in_blocks(make_layers())
     model.compile(backend="aot_eager")
@@ -116,7 +114,6 @@ def reduces_by_layer(model, x):
 
 
 @pytest.mark.parametrize("runs_backward", [True, False])
-@on_ranks(2)
 def test_reduces_start_early_while_an_earlier_loss_is_held(rank, world, runs_backward):
     """Of a step, or one whose backward never runs, such as that of a validation batch."""
     model = shard_in_blocks(nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))))
@@ -134,7 +131,6 @@ def test_reduces_start_early_while_an_earlier_loss_is_held(rank, world, runs_bac
     assert first == last == [0, 2, 4, 6], (first, last)  # those of the layers behind the last one
 
 
-@on_ranks(2)
 def test_a_parameter_that_is_read_twice_is_reduced_once(rank, world):
     first, *others = (nn.Linear(6, 6, bias=False) for _ in range(3))
     model = zcompile.shard(nn.Sequential(first, *others, first))

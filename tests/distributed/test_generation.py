@@ -71,7 +71,6 @@ STATIC = {"cache_implementation": "static"}
         pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=slow),
     ],
 )
-@on_ranks(2)
 def test_tokens_are_those_of_the_unsharded_model(rank, world, prepare, how):
     generate_beside(rank, "llama", prepare, how)
 
@@ -80,7 +79,6 @@ def test_tokens_are_those_of_the_unsharded_model(rank, world, prepare, how):
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("prepare", [eager, compiled_loosely])
 @pytest.mark.parametrize("world", [2, 4])
-@on_ranks()
 def test_tokens_of_other_models_and_worlds(rank, world, name, prepare):
     generate_beside(rank, name, prepare, {})
 
@@ -93,7 +91,6 @@ def test_replicas_stop_when_they_like(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_transformers_may_compile_with_zcompile(rank, world):
     from transformers import CompileConfig
 
@@ -124,7 +121,6 @@ def test_ranks_stop_early_at_random(rank, world, prepare, seeds):
 
 
 @pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=slow)])
-@on_ranks(2)
 def test_training_goes_on_after_a_generation(rank, world, prepare):
     def generate(model, reference, step):
         how = greedy(3 + 5 * ((rank + step) % 2))
@@ -147,7 +143,6 @@ class Raises:
         pass
 
 
-@on_ranks(2)
 def test_an_error_of_one_rank_ends_generation_on_all(rank, world):
     reference, model = pair(make, eager)
     prompt = prompt_of(rank)[:1]
@@ -162,7 +157,6 @@ def test_an_error_of_one_rank_ends_generation_on_all(rank, world):
     assert torch.equal(*(each.generate(prompt, **how) for each in (model, reference)))
 
 
-@on_ranks(2)
 def test_a_rank_that_trains_instead_is_told(rank, world):
     model = zcompile.shard(make().train(), short_mesh(scaled(3)))
     told = r"rank 0 waited for the other ranks in generate|rank 1 did not get 'model.*' from other"
@@ -174,7 +168,6 @@ def test_a_rank_that_trains_instead_is_told(rank, world):
 
 
 @pytest.mark.parametrize("prepare", [pytest.param(compiled_loosely, marks=slow), eager])
-@on_ranks(2)
 def test_a_rank_generates_alone_inside_of_unshard(rank, world, prepare):
     reference, model = pair(make, prepare)
     with zcompile.unshard(model):
@@ -195,14 +188,12 @@ class Generates(Transformer):
         return tokens
 
 
-@on_ranks(2)
 def test_a_generate_of_the_users_own(rank, world):
     reference, model = pair(Generates, eager)
     for length in (1 + 4 * rank, 5 - 4 * rank, 3):
         assert torch.equal(*(each.generate(batch(0, rank), length) for each in (model, reference)))
 
 
-@on_ranks(2)
 def test_units_need_forwards_on_all_ranks(rank, world):
     reference, model = pair(functools.partial(make, "mixtral", experts="eager"), eager)
     with pytest.raises(RuntimeError, match=r"rank 0 of the mesh is through.*synced_gpus=True.*zcompile.unshard"):

@@ -6,7 +6,6 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Chain
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled
 
 
@@ -21,7 +20,6 @@ class Writes(nn.Linear):
 
 
 @pytest.mark.parametrize("inner, units", [("eager", []), ("eager", [Writes]), ("aot_eager", [])])
-@on_ranks(2)
 def test_a_lost_write_raises_once_and_changes_nothing(rank, world, inner, units):
     model = zcompile.shard(Chain(Writes(3, 4), nn.Linear(4, 2)), units=units)
     call = model if inner == "eager" else torch.compile(model, backend="zcompile", options={"inner": inner})
@@ -53,7 +51,6 @@ class WritesToTheFirst(nn.Linear):
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@on_ranks(2)
 def test_a_write_to_a_copy_that_was_gathered_again_raises(rank, world, inner):
     model = zcompile.shard(Chain(WritesToTheFirst(3, 4), nn.Linear(4, 2)))
     call = model if inner == "eager" else torch.compile(model, backend="zcompile", options={"inner": inner})
@@ -63,7 +60,6 @@ def test_a_write_to_a_copy_that_was_gathered_again_raises(rank, world, inner):
 
 
 @pytest.mark.parametrize("write", ["in place", "by an optimizer"])
-@on_ranks(2)
 def test_a_parameter_that_changes_before_backward_is_an_error(rank, world, write):
     """Compiled code gathers it again in backward; torch refuses this for a saved tensor, too."""
     model = compiled(Chain(nn.Linear(3, 4), nn.Linear(4, 2)), options={"save_for_backward_bytes": 0})
@@ -96,7 +92,6 @@ class OnAnotherStream(nn.Linear):
             return torch.relu(x) @ weight
 
 
-@on_ranks(2)
 def test_a_read_on_a_stream_that_forward_enters_is_refused(rank, world):
     """Only the current stream waits until a parameter is gathered. The remedy is run, too."""
     model = Chain(OnAnotherStream(3, 4), nn.Linear(4, 2))

@@ -32,7 +32,6 @@ SHORT = [("deepseek_v3", "eager", None)]
     ("name", "experts", "inner"),
     [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES],
 )
-@on_ranks(2)
 def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
     torch.manual_seed(0)
     model = train_beside(
@@ -52,7 +51,6 @@ def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama4_text", "deepseek_v3"])
-@on_ranks(2)
 def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name):
     """Hooks, checkpoints, and experts that Dynamo does not trace."""
     torch.manual_seed(0)
@@ -72,13 +70,11 @@ def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name
     assert compilations[0] > 0 and not any(compilations[2:]), compilations
 
 
-@on_ranks(2)
 def test_a_loop_that_is_no_unit_trains_as_unsharded(rank, world):
     """In eager: its experts are in a block, of which each rank uses other parameters."""
     train_beside(rank, world, functools.partial(zcompile.shard, units=[]), make=MixtureModel, loss=routed_loss)
 
 
-@on_ranks(2)
 def test_experts_that_loop_only_after_sharding_are_refused(rank, world):
     model = hugging_face("mixtral", "grouped_mm")
     zcompile.shard(model)

@@ -12,7 +12,6 @@ import zcompile
 from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.compiling import OPTIONS
 from tests.support.models import mean_square, normal
-from tests.support.ranks import on_ranks
 from tests.support.reference import close, same_backward, train_beside
 
 
@@ -58,7 +57,6 @@ def edited(model, edit, shard, is_compiled, runs_before):
         *(pytest.param(edit, True, marks=pytest.mark.slow) for edit in EDITS if edit != "drop a layer"),
     ],
 )
-@on_ranks(2)
 def test_what_is_left_trains(rank, world, edit, is_compiled):
     def make():
         model = Net()
@@ -77,7 +75,6 @@ def test_what_is_left_trains(rank, world, edit, is_compiled):
 
 
 @pytest.mark.parametrize("swaps", [False, True])
-@on_ranks(2)
 def test_values_are_followed_however_they_are_exchanged(rank, world, swaps):
     """By copies, by assignments, and by `torch.utils.swap_tensors`."""
     torch.__future__.set_swap_module_params_on_conversion(swaps)
@@ -138,7 +135,6 @@ def pruning_loss(model, step, rank):
 
 
 @pytest.mark.parametrize("shard", [shard_in_blocks, functools.partial(zcompile.shard, units=[Part])])
-@on_ranks(2)
 def test_a_gather_on_its_way_lacks_what_is_dropped(rank, world, shard):
     """Parameters that are left would have the memory of those before them, which may be too small."""
     model = train_beside(rank, world, shard, make=Prunes, loss=pruning_loss, steps=3)

@@ -8,7 +8,6 @@ import torch
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
-from tests.support.ranks import on_ranks
 from tests.support.reference import autocast_loss, compiled, lm_loss, losses_of, pair, same_bits, train_beside
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.state.sharded_model import state_of
@@ -18,7 +17,6 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=slow), autocast_loss])
-@on_ranks()
 def test_aot_eager_equals_eager_bitwise(rank, world, loss):
     same_bits([pair(Transformer, prepare)[1] for prepare in (zcompile.shard, compiled, compiled)], loss, rank)
 
@@ -32,7 +30,6 @@ def many_tokens_loss(model, step, rank, narrow):
 @slow
 @pytest.mark.parametrize("narrow, tolerance", [(False, 1e-5), (True, 2e-3)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("late", [False, True], ids=["prompt", "late"])
-@on_ranks(2)
 def test_inductor_stays_close_to_the_unsharded_model(rank, world, narrow, tolerance, late):
     """Losses. `late` poisons what is in flight: whatever reads or reuses it too soon yields NaN.
 
@@ -64,7 +61,6 @@ def counts_of_a_step(rank, **options):
 
 
 @pytest.mark.parametrize("gather_budget_bytes", [0, 20_000])
-@on_ranks(2)
 def test_backward_gathers_what_it_reads_within_the_budget(rank, world, gather_budget_bytes):
     """No unsharded parameter crosses from forward to backward."""
     forward, backward, largest_bytes, parameters = counts_of_a_step(rank, gather_budget_bytes=gather_budget_bytes)
@@ -80,7 +76,6 @@ def test_backward_gathers_what_it_reads_within_the_budget(rank, world, gather_bu
         assert peak_bytes <= gather_budget_bytes + beside
 
 
-@on_ranks(2)
 def test_no_unsharded_parameter_is_alive_between_forward_and_backward(rank, world):
     model = compiled(Transformer())
     loss = lm_loss(model, 0, rank)
@@ -110,7 +105,6 @@ def losses_without(rank, inner, skipped):
     ],
     ids=["all", "each", "inductor"],
 )
-@on_ranks(2)
 def test_passes_change_no_number(rank, world, inner, each):
     expected, _ = losses_without(rank, inner, ())
     for name in each:

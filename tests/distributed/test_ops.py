@@ -44,7 +44,6 @@ def arriving(start, values):
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
-@on_ranks()
 def test_schemas_of_gathers_are_true(rank, world, dtype):
     _, (leaf,) = shards(world, (5, 3))
     shard = leaf.detach()  # the same storage; starts and waits only ever run after autograd
@@ -55,7 +54,6 @@ def test_schemas_of_gathers_are_true(rank, world, dtype):
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
-@on_ranks()
 def test_schemas_of_reduces_are_true(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     grad, shard = torch.randn(5, 3), leaf.detach()
@@ -75,7 +73,6 @@ INDICES = {
 
 @pytest.mark.parametrize("name", ["matrix", *(pytest.param(name, marks=slow) for name in list(INDICES)[1:])])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
-@on_ranks()
 def test_schemas_of_rows_are_true(rank, world, name):
     _, (leaf,) = shards(world, (5, 3))
     indices = INDICES[name]
@@ -86,7 +83,6 @@ def test_schemas_of_rows_are_true(rank, world, name):
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
-@on_ranks()
 def test_schemas_of_groups_are_true(rank, world):
     _, leaves = shards(world, (5, 3), (), (7,))
     some = [leaf.detach() for leaf in leaves]
@@ -110,7 +106,6 @@ def test_the_checks_find_a_schema_that_lies(rank, world):
 @pytest.mark.parametrize(
     "shapes", [[(13, 7), (), (1, 5), (0, 4), (8,)], [(1, 16), (1,)]], ids=["all", "a rank has none"]
 )
-@on_ranks()
 def test_groups_equal_singles(rank, world, shapes):
     """Each of a group is what it is when it travels alone. Waits come in any order."""
     _, leaves = shards(world, *shapes)
@@ -124,7 +119,6 @@ def test_groups_equal_singles(rank, world, shapes):
         assert torch.equal(ops.reduce_wait(start, grad), ops.reduce(grad, shard))
 
 
-@on_ranks(2)
 def test_a_gather_on_its_way_when_its_model_ends_does_not_mix_with_the_next(rank, world):
     mesh, values = short_mesh(scaled(30)), []
     for waits in (False, True):
@@ -136,7 +130,6 @@ def test_a_gather_on_its_way_when_its_model_ends_does_not_mix_with_the_next(rank
         del module, leaf, start
 
 
-@on_ranks(2)
 def test_a_wait_for_what_is_not_in_flight_is_an_error(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="not in flight"):
@@ -149,7 +142,6 @@ def test_a_wait_for_what_is_not_in_flight_is_an_error(rank, world):
         ops.gather_wait(start)
 
 
-@on_ranks(2)
 def test_what_is_no_shard_or_has_another_shape_is_refused(rank, world):
     with pytest.raises(RuntimeError, match="no shard of a model of this process"):
         ops.gather(torch.zeros(3, 3), [5, 3], torch.float32)
@@ -162,7 +154,6 @@ def test_what_is_no_shard_or_has_another_shape_is_refused(rank, world):
         ops.reduce(torch.zeros(4, 3), leaf)
 
 
-@on_ranks(2)
 def test_shards_of_two_models_do_not_travel_in_one_group(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     _, (foreign,) = shards(world, (5, 3))
@@ -170,7 +161,6 @@ def test_shards_of_two_models_do_not_travel_in_one_group(rank, world):
         ops.gather_group_start([leaf.detach(), foreign.detach()], [5, 3, 5, 3], [2, 2], torch.float32)
 
 
-@on_ranks(2)
 def test_a_second_derivative_is_refused(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     unsharded = ops.gather(leaf, [5, 3], torch.float32)
@@ -179,7 +169,6 @@ def test_a_second_derivative_is_refused(rank, world):
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 4])
-@on_ranks()
 def test_reduce_is_the_fp32_sum_in_rank_order(rank, world):
     shapes = [(13, 7), (8,), (1, 5), (2, 2, 2), (), (0, 4)]  # odd, even, fewer rows than ranks, scalar, empty
     for dtype in (torch.float32, torch.bfloat16):
@@ -205,7 +194,6 @@ def test_squares_are_those_of_what_was_reduced(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-@on_ranks()
 def test_gather_is_the_whole_parameter(rank, world):
     shapes = [(7, 3), (8,), (1, 5), (), (0, 4)]
     torch.manual_seed(0)

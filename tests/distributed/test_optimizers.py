@@ -18,7 +18,6 @@ import zcompile
 from tests.support.blocks import by_fsdp2
 from tests.support.models import normal
 from tests.support.pages import ROOT, python_blocks
-from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, pair, same_parameters
 
 
@@ -143,7 +142,6 @@ def train(model, make, case, ranks, world):
 
 
 @pytest.mark.parametrize("name", CASES)
-@on_ranks(2)
 def test_an_optimizer_steps_as_unsharded_or_raises_as_under_fsdp2(rank, world, name):
     case = CASES[name]
     make = functools.partial(case.make, **case.options)

@@ -58,7 +58,6 @@ def trained(*args, **how):
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@on_ranks(2)
 def test_no_step_on_what_ranks_mixed_up(rank, world):
     model = experts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -75,7 +74,6 @@ def test_no_step_on_what_ranks_mixed_up(rank, world):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@on_ranks(2)
 def test_a_step_costs_one_small_collective_for_each_mesh(rank, world, count):
     meshes = [short_mesh(LONG_S) for _ in range(count)]  # each has a group
     models = [experts(mesh=meshes[i % count]) for i in range(2)]
@@ -93,7 +91,6 @@ def test_a_step_costs_one_small_collective_for_each_mesh(rank, world, count):
     assert not checks.called
 
 
-@on_ranks(2)
 def test_neither_of_two_optimizers_steps(rank, world):
     model = experts()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.a, model.b)]
@@ -106,7 +103,6 @@ def test_neither_of_two_optimizers_steps(rank, world):
         assert DIFFERENT in difference_at_step(optimizer, model)
 
 
-@on_ranks(2)
 def test_all_ranks_may_skip_a_step(rank, world):
     """A GradScaler skips the second step, because gradients are not finite, without a call of the optimizer."""
     (model, optimizer), scaler = trained(), torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -122,7 +118,6 @@ def test_all_ranks_may_skip_a_step(rank, world):
     assert DIFFERENT in difference_at_step(optimizer, model)
 
 
-@on_ranks(2)
 def test_a_rank_that_does_not_step_is_an_error_of_the_others(rank, world):
     seconds = scaled(3)
     model, optimizer = trained(seconds)
@@ -135,7 +130,6 @@ def test_a_rank_that_does_not_step_is_an_error_of_the_others(rank, world):
     assert "The last gather or reduce that rank 0 started is number 2, reduce 'a.weight'" in message
 
 
-@on_ranks(2)
 def test_a_rank_at_its_step_is_told_what_the_thread_finds(rank, world):
     """Rank 1 waits for a parameter, rank 0 at its step. The thread finds that they differ."""
     seconds = scaled(6)
@@ -154,7 +148,6 @@ def test_a_rank_at_its_step_is_told_what_the_thread_finds(rank, world):
     assert DIFFERENT in message and "'a.weight'" in message and "'b.weight'" in message
 
 
-@on_ranks(2)
 def test_a_rank_that_starts_none_is_a_step_ahead_at_most(rank, world):
     """As peer to peer, where what is gathered and reduced is no collective.
 
@@ -185,14 +178,12 @@ def make_late_difference(rank):
     return model, optimizer
 
 
-@on_ranks(2)
 def test_what_another_rank_starts_is_told_one_step_later(rank, world):
     model, optimizer = make_late_difference(rank)
     message = difference_at_step(optimizer, model)
     assert "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in message
 
 
-@on_ranks(2)
 def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(rank, world):
     """Rank 0 is long on the way to the step at which it would say what it had started."""
     model, optimizer = make_late_difference(rank)
@@ -222,7 +213,6 @@ def test_a_rank_that_waits_is_told_of_a_check_it_did_not_wait_for(rank, world):
     assert "number 3 is nothing on rank 0 and gather 'a.weight' on rank 1" in message
 
 
-@on_ranks(2)
 def test_parameters_that_change_places_within_one_reduce_are_a_difference(rank, world):
     """Without a gather that tells them apart: both are in memory."""
     model, optimizer = trained()
@@ -257,7 +247,6 @@ def test_models_over_other_meshes_of_the_same_ranks_are_compared_apart(ranks):
         assert groups == 1 and all(DIFFERENT in message for message in messages)
 
 
-@on_ranks(2)
 def test_models_in_another_order_are_a_difference(rank, world):
     """Ranks start the same, and as many, in another order."""
     mesh = short_mesh(LONG_S)
@@ -268,7 +257,6 @@ def test_models_in_another_order_are_a_difference(rank, world):
     assert DIFFERENT in difference_at_step(optimizer, *models)
 
 
-@on_ranks(2)
 def test_gradients_of_a_closure_are_compared(rank, world):
     model, optimizer = trained()
 
@@ -281,7 +269,6 @@ def test_gradients_of_a_closure_are_compared(rank, world):
     assert DIFFERENT in difference_at_step(optimizer, model, closure=lambda: closure(rank == 1))
 
 
-@on_ranks(2)
 def test_steps_that_are_compiled_or_inside_of_a_backward_go_on_unchecked(rank, world):
     model, optimizer = trained()
     expected = values_of(model)
@@ -317,7 +304,6 @@ def test_replicas_are_compared(ranks, shape):
     assert f"gather 'a.weight' on rank 0 and gather 'b.weight' on rank {shape[1]}" in messages[0]
 
 
-@on_ranks(2)
 def test_a_difference_of_long_ago_is_bounded(rank, world):
     model, optimizer = trained()
     with torch.no_grad():

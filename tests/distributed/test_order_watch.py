@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from tests.support.blocks import OneOfTwo, shard_in_blocks
 from tests.support.meshes import short_mesh
-from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile.ranks import order_watch
 from zcompile.ranks.order_watch import difference
@@ -21,7 +20,6 @@ from zcompile.ranks.process_groups import Groups
 MESSAGE = r"number 2 is gather '[ab].weight' on rank [01] and gather '[ab].weight' on rank [01]"
 
 
-@on_ranks(2)
 def test_ranks_that_read_different_parameters_of_one_size_are_told(rank, world):
     model = shard_in_blocks(OneOfTwo(), short_mesh(scaled(5)))
     model(torch.ones(1, 6), False)
@@ -32,7 +30,6 @@ def test_ranks_that_read_different_parameters_of_one_size_are_told(rank, world):
 
 
 @pytest.mark.parametrize("trains", [False, True])
-@on_ranks(2)
 def test_ranks_that_wait_for_parameters_of_other_sizes_are_told_long_before_the_timeout(rank, world, trains):
     model = shard_in_blocks(OneOfTwo(7), short_mesh(1000))
     model(torch.ones(1, 6), False)
@@ -44,7 +41,6 @@ def test_ranks_that_wait_for_parameters_of_other_sizes_are_told_long_before_the_
         model(torch.ones(1, 6), False)
 
 
-@on_ranks(2)
 def test_a_rank_that_comes_late_is_told_why_its_wait_ends(rank, world):
     """Rank 1 is in a wait when the thread finds the difference."""
     model = shard_in_blocks(OneOfTwo(), short_mesh(scaled(5)))
@@ -56,7 +52,6 @@ def test_a_rank_that_comes_late_is_told_why_its_wait_ends(rank, world):
             model(torch.ones(1, 6), rank == 1)
 
 
-@on_ranks(2)
 def test_ranks_that_do_the_same_are_not_told(rank, world):
     model = shard_in_blocks(OneOfTwo(), short_mesh(scaled(5)))
     for _ in range(50):

@@ -64,7 +64,6 @@ def reads_another_model(rank, mesh):
 
 
 @pytest.mark.parametrize("go_on", [raises_on_one_rank, reads_more, reads_another_model])
-@on_ranks(2)
 def test_ranks_at_different_places_are_told_before_a_step(rank, world, go_on):
     mesh = short_mesh(scaled(60))
     model = zcompile.shard(nn.Linear(2, 2), mesh)  # the order of all models over these ranks is one
@@ -91,7 +90,6 @@ class Branch(nn.Module):
         return self.back(self.first(x) if branches else x)
 
 
-@on_ranks(2)
 def test_gradients_of_a_backward_that_raised_do_not_count_later(rank, world):
     reference, model = pair(Branch, zcompile.shard)
     raises_in_backward(loss_of(model, 0, rank, True))
@@ -99,7 +97,6 @@ def test_gradients_of_a_backward_that_raised_do_not_count_later(rank, world):
         same_backward(rank, world, model, reference, lambda model, step, rank: loss_of(model, step, rank, False), step)
 
 
-@on_ranks(2)
 def test_a_microbatch_that_one_rank_skips_is_an_error_on_all_after_the_timeout(rank, world):
     seconds = scaled(5)
     model = zcompile.shard(Chain(*linears(2)), short_mesh(seconds))
@@ -139,7 +136,6 @@ def test_two_threads_are_told_to_take_turns(rank, world):
     assert any(each in error for error in errors for each in told), errors
 
 
-@on_ranks(2)
 def test_groups_and_the_check_of_programs_have_the_timeout_of_the_mesh(rank, world):
     state = state_of(zcompile.shard(nn.Linear(3, 4), short_mesh(7)))
     for name in (state.groups.gather, state.groups.reduce, state.order_check.name):
@@ -148,7 +144,6 @@ def test_groups_and_the_check_of_programs_have_the_timeout_of_the_mesh(rank, wor
     assert state.agreement.timeout_s == 7
 
 
-@on_ranks(2)
 def test_models_over_the_same_ranks_share_groups(rank, world):
     states = [state_of(zcompile.shard(nn.Linear(3, 4))) for _ in range(3)]
     assert len({state.order_check.name for state in states}) == 1
@@ -169,14 +164,12 @@ class OnMeta(nn.Module):
         nn.init.ones_(self.values)
 
 
-@on_ranks(2)
 def test_a_rank_that_raises_in_shard_is_an_error_on_all(rank, world):
     message = "rank 1 could not shard the model, at OnMeta '1': ValueError: broken on purpose"
     with pytest.raises(RuntimeError, match=message):
         zcompile.shard(nn.Sequential(OnMeta(), OnMeta(4, raises=True), OnMeta()), short_mesh(scaled(20)))
 
 
-@on_ranks(2)
 def test_scalars_are_those_of_the_first_rank(rank, world):
     model = OnMeta()
     model.values = nn.Parameter(torch.tensor(float(rank + 1)))
@@ -184,7 +177,6 @@ def test_scalars_are_those_of_the_first_rank(rank, world):
     close(model.values, torch.tensor(1.0), FP32, "scalar")
 
 
-@on_ranks(2)
 def test_an_agreement_holds_after_differences(rank, world):
     agreement = state_of(zcompile.shard(nn.Linear(2, 2), short_mesh(scaled(10)))).agreement
     for lines in (["same"], [f"of rank {rank}"], ["one" if rank else "two"]):

@@ -13,7 +13,6 @@ from tests.support import mixtures as units
 from tests.support.compiling import by_blocks
 from tests.support.mixtures import MixtureModel, routed_loss
 from tests.support.models import Transformer
-from tests.support.ranks import on_ranks
 from tests.support.reference import (
     FP32,
     backward_beside,
@@ -41,7 +40,6 @@ CASES = [(Transformer, lm_loss, zcompile.shard), (Transformer, lm_loss, compiled
     [*CASES, (MixtureModel, two_routed_losses, units.sharded)],  # ranks use other parameters, and one none uses
 )
 @pytest.mark.parametrize("before", [False, True])
-@on_ranks(2)
 def test_hooks_fire_once_with_the_gradient(rank, world, make, loss, prepare, before):
     """Each hook fires once per backward, with what the unsharded model's sees; removed ones do not."""
     calls = {"ours": [], "theirs": []}
@@ -93,7 +91,6 @@ def step_now(optimizer, parameter):
         pytest.param(MixtureModel, routed_loss, units.sharded, marks=slow),
     ],
 )
-@on_ranks(2)
 def test_an_optimizer_in_backward_trains_as_unsharded(rank, world, make, loss, prepare):
     """torch's tutorial: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"""
     reference, model = pair(make, prepare)
@@ -113,7 +110,6 @@ def clip_each(model):
 
 @pytest.mark.parametrize(("accumulate", "late"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=slow), compiled])
-@on_ranks(2)
 def test_a_hook_replaces_the_gradient_of_each_microbatch(rank, world, prepare, accumulate, late):
     reference, model = pair(Transformer, prepare)
     with zcompile.accumulate(model) if accumulate else contextlib.nullcontext():
@@ -124,7 +120,6 @@ def test_a_hook_replaces_the_gradient_of_each_microbatch(rank, world, prepare, a
     same_grads(model, reference)
 
 
-@on_ranks(2)
 def test_a_hook_that_returns_something_else_is_refused(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     for hook, message in (
@@ -140,7 +135,6 @@ def test_a_hook_that_returns_something_else_is_refused(rank, world):
         model(torch.ones(1, 3)).sum().backward()
 
 
-@on_ranks(2)
 def test_hooks_of_a_frozen_parameter_do_not_fire(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     calls = []

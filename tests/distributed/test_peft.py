@@ -10,7 +10,6 @@ from torch import nn
 
 import zcompile
 from tests.support.architectures import hugging_face, hugging_face_loss
-from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, compiled, losses_of, pair, same_values, train_beside
 
 peft = pytest.importorskip("peft")
@@ -38,14 +37,12 @@ PREPARE = [
 
 
 @pytest.mark.parametrize("prepare", PREPARE)
-@on_ranks(2)
 def test_lora_trains_as_one_process_does(rank, world, prepare):
     model = train_beside(rank, world, prepare, make=with_lora, loss=loss, steps=3)
     assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
 
 
 @pytest.mark.parametrize("prepare", PREPARE[:2])
-@on_ranks(2)
 def test_the_base_is_gathered_and_never_reduced(rank, world, prepare):
     reference, model = pair(with_lora, prepare)
     trained = sum(each.nbytes for each in reference.parameters() if each.requires_grad)
@@ -67,7 +64,6 @@ def test_the_base_is_gathered_and_never_reduced(rank, world, prepare):
         (2, zcompile.shard, {"target_modules": ["embed_tokens", "v_proj"]}),
     ],
 )
-@on_ranks()
 def test_merged_and_unmerged_weights_are_those_of_one_process(rank, world, prepare, config):
     reference, model = pair(functools.partial(with_lora, **config), prepare)
     original = copy.deepcopy(reference)
@@ -90,7 +86,6 @@ def test_merged_and_unmerged_weights_are_those_of_one_process(rank, world, prepa
     torch.testing.assert_close(*(loss(each, 1, rank) for each in merged))
 
 
-@on_ranks(2)
 def test_an_unmerge_inside_of_a_forward_is_refused(rank, world):
     model = zcompile.shard(with_lora())
     model.merge_adapter()
@@ -98,7 +93,6 @@ def test_an_unmerge_inside_of_a_forward_is_refused(rank, world):
         loss(model, 0, rank)  # which would unmerge
 
 
-@on_ranks(2)
 def test_an_assignment_to_data_that_would_be_lost_raises(rank, world):
     torch.manual_seed(0)
     model = zcompile.shard(hugging_face("llama"))
@@ -117,7 +111,6 @@ def test_an_assignment_to_data_that_would_be_lost_raises(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_adapters_alone_are_saved_and_loaded_in_one_process(rank, world, tmp_path):
     model = zcompile.shard(with_lora())
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -134,7 +127,6 @@ def test_adapters_alone_are_saved_and_loaded_in_one_process(rank, world, tmp_pat
     torch.testing.assert_close(loss(model, 5, rank), loss(loaded, 5, rank))
 
 
-@on_ranks(2)
 def test_adapters_that_are_added_after_shard_are_warned_of(rank, world):
     torch.manual_seed(0)
     base = zcompile.shard(hugging_face("llama"))

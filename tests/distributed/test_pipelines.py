@@ -117,7 +117,6 @@ SHORT = [("tp", "aot_eager", 4), ("ep", "eager", 4)]
         for case in itertools.product(SPREAD, ("eager", "aot_eager"), (4, 8))
     ],
 )
-@on_ranks()
 def test_stages_may_be_spread_by_tensor_or_expert_parallelism(rank, world, kind, inner):
     spread, names, make = SPREAD[kind]
     mesh = init_device_mesh("cpu", (2, world // 4, 2), mesh_dim_names=names)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.support.models import Chain, normal
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled
 
 WIDTH = 8
@@ -88,7 +87,6 @@ def run(model, rank):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@on_ranks(2)
 def test_policies_are_those_of_fsdp2(rank, world, name):
     torch.manual_seed(0)
     ours, theirs = (shard(copy.deepcopy(Model()), *POLICIES[name]) for shard in (by_zcompile, by_fsdp2))
@@ -111,7 +109,6 @@ def test_policies_are_those_of_fsdp2(rank, world, name):
             torch.testing.assert_close(grad.to_local(), right_grad.to_local(), rtol=2e-2, atol=1e-3, msg=key)
 
 
-@on_ranks(2)
 def test_policies_that_cannot_be_followed_are_refused_by_name(rank, world):
     def refused(error, message, make=Model, **how):
         with pytest.raises(error, match=message):
@@ -131,7 +128,6 @@ def test_policies_that_cannot_be_followed_are_refused_by_name(rank, world):
     )
 
 
-@on_ranks(2)
 def test_registered_methods_cast_as_forwards_do(rank, world):
     """As FSDP2's `register_fsdp_forward_method`."""
     model = zcompile.shard(Model(), param_dtype=BF16, output_dtype=torch.float64)
@@ -169,7 +165,6 @@ def unsharded(world):
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-@on_ranks(2)
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(rank, world, prepare):
     model = prepare(make(), param_dtype=torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

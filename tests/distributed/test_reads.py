@@ -85,7 +85,6 @@ def all_right(rank, world, engine, ways, state):
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("engine", [*EAGER, "aot_eager"])
-@on_ranks(2)
 def test_a_forward_may_read_its_parameters_in_any_way(rank, world, engine, state):
     """By each engine each way in one of the states. Compiled takes long, since each way is another model to compile."""
     first = [*EAGER, "aot_eager"].index(engine) + STATES.index(state)

@@ -43,7 +43,6 @@ def penalized_loss(model, step, rank):
     [("", None, penalized_loss), ("each", None, penalized_loss), ("last", None, penalized_loss), ("", 3.0, head_loss)],
 )
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-@on_ranks(2)
 def test_a_loss_may_read_whole_parameters(rank, world, prepare, reduce, factor, loss):
     reference, model = pair(Headless, functools.partial(prepare, gradient_divide_factor=factor))
     with zcompile.accumulate(model, reduce=reduce) if reduce else contextlib.nullcontext():
@@ -52,7 +51,6 @@ def test_a_loss_may_read_whole_parameters(rank, world, prepare, reduce, factor, 
     same_grads(model, reference)
 
 
-@on_ranks(2)
 def test_a_sharded_weight_beside_plain_tensors_is_an_error_and_a_whole_one_is_not(rank, world):
     model, x = zcompile.shard(Headless()), torch.ones(1, 5)
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):  # of torch
@@ -80,7 +78,6 @@ def forward_loss(model, step, rank):
     return model.head(model(normal(step, rank, 4, 5))).square().mean()
 
 
-@on_ranks(2)
 def test_an_average_model_is_copied_before_both_are_sharded(rank, world):
     reference, model = pair(Headless, lambda model: model)
     expected, early = averaged(reference), averaged(model)

@@ -13,7 +13,6 @@ import zcompile
 from tests.support.blocks import shard_in_blocks
 from tests.support.compiling import OPTIONS
 from tests.support.models import Chain, mean_square, normal
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, train_beside
 
 
@@ -72,7 +71,6 @@ SHARDS = {
 
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("shards", ["blocks", "units", pytest.param("compiled", marks=pytest.mark.slow)])
-@on_ranks(2)
 def test_layers_return_tensors_in_any_container(rank, world, shards, container):
     make = CONTAINERS[container]
     train_beside(rank, world, SHARDS[shards], make=lambda: Layers(make), loss=mean_square(3, 6))
@@ -96,7 +94,6 @@ TIED = {
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("shards", TIED)
-@on_ranks(2)
 def test_blocks_and_units_may_share_a_parameter(rank, world, shards, is_compiled):
     def prepare(model):
         TIED[shards](model)
@@ -107,7 +104,6 @@ def test_blocks_and_units_may_share_a_parameter(rank, world, shards, is_compiled
     train_beside(rank, world, prepare, make=Tied, loss=mean_square(3, 6))
 
 
-@on_ranks(2)
 def test_a_rank_may_skip_a_unit_that_shares_a_parameter(rank, world):
     """The shared one is gathered with the rest, by all ranks; the unit has its other layer."""
 
@@ -151,12 +147,10 @@ def loss_of(model, step, rank):
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-@on_ranks(2)
 def test_gradients_of_any_strides_train_as_unsharded(rank, world, prepare):
     train_beside(rank, world, prepare, make=Layouts, loss=loss_of, steps=2)
 
 
-@on_ranks(2)
 def test_they_do_so_together_in_a_unit(rank, world):
     prepare = functools.partial(zcompile.shard, units=[Layouts])
     train_beside(rank, world, prepare, make=lambda: nn.Sequential(Layouts()), loss=loss_of, steps=2)

@@ -6,7 +6,6 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Chain
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled
 from zcompile.compiler import backend
 from zcompile.state.sharded_model import state_of
@@ -16,7 +15,6 @@ def layers():
     return Chain(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
-@on_ranks(2)
 def test_a_second_model_of_a_class_gets_its_options(rank, world):
     """Options of a model whose class was compiled before with the same options."""
     for _ in range(2):
@@ -26,7 +24,6 @@ def test_a_second_model_of_a_class_gets_its_options(rank, world):
         assert state_of(model).wanted_transport == "gloo"
 
 
-@on_ranks(2)
 def test_other_options_of_a_second_model_of_a_class_act(rank, world):
     buckets = []
     for bucket_bytes in (0, 1 << 20):
@@ -38,7 +35,6 @@ def test_other_options_of_a_second_model_of_a_class_act(rank, world):
     assert buckets[0] != buckets[1]
 
 
-@on_ranks(2)
 def test_the_program_of_a_second_model_of_a_class_is_compared(rank, world):
     first, second = (zcompile.shard(layers()) for _ in range(2))
     checked = []
@@ -77,7 +73,6 @@ class Teaches(nn.Module):
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("student_is_sharded", [False, True])
-@on_ranks(2)
 def test_a_model_that_another_one_calls_follows_its_parameters(rank, world, compiles, student_is_sharded):
     """After copies into them, and after they are frozen and trained in turns."""
     losses, grads = [], []

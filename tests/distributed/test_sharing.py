@@ -9,7 +9,6 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.support.ranks import on_ranks
 from tests.support.time_limits import scaled
 from zcompile import _C
 
@@ -33,7 +32,6 @@ def sends_to_all(sockets, rank, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@on_ranks()
 def test_descriptors_reach_all_ranks_and_none_is_left_open(rank, world):
     before = len(os.listdir("/proc/self/fd"))
     sockets = connect(rank, world)
@@ -71,7 +69,6 @@ def connect_first(name):
     return 0
 
 
-@on_ranks(2)
 def test_another_process_that_connects_gets_nothing(rank, world):
     """A process that knows the name connects before the other rank does."""
     sockets = _C.DescriptorSockets(rank, world, TIMEOUT_MS)
@@ -103,7 +100,6 @@ def test_strangers_who_connect_do_not_extend_the_wait_for_ranks():
     os.waitpid(child, 0)
 
 
-@on_ranks(2)
 def test_a_socket_of_another_process_is_refused(rank, world):
     """A process that is not of the group listens where a rank should."""
     sockets = _C.DescriptorSockets(rank, world, TIMEOUT_MS)
@@ -142,7 +138,6 @@ def test_a_process_of_another_user_gets_nothing(user):
     os.close(tell)
 
 
-@on_ranks(2)
 def test_a_rank_that_cannot_share_raises_on_all_ranks(rank, world):
     if rank == 1:
         open_now = max(map(int, os.listdir("/proc/self/fd")))
@@ -161,7 +156,6 @@ def test_a_rank_that_cannot_share_raises_on_all_ranks(rank, world):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@on_ranks(2)
 def test_ranks_do_not_wait_for_one_that_failed(rank, world, late):
     """One rank fails, when others wait for what it sends or (rank 0 is `late`) before they send."""
     sockets = connect(rank, world)
@@ -184,7 +178,6 @@ def test_ranks_do_not_wait_for_one_that_failed(rank, world, late):
     assert time.monotonic() - begin < 0.75e-3 * TIMEOUT_MS  # for which a rank would wait
 
 
-@on_ranks(2)
 def test_what_fails_on_one_rank_raises_on_all(rank, world):
     def attempt():
         if rank == 1:

@@ -14,7 +14,6 @@ import zcompile
 from tests.support.blocks import FORMS
 from tests.support.compiling import OPTIONS
 from tests.support.models import normal
-from tests.support.ranks import on_ranks
 from tests.support.reference import FP32, close, pair, same_grads
 from zcompile.state.sharded_model import state_of
 
@@ -58,7 +57,6 @@ def backwards_of_inputs(model, rank, of_inputs):
         *(pytest.param(reduce, True, marks=pytest.mark.slow) for reduce in ("each", "shards")),
     ],
 )
-@on_ranks(2)
 def test_a_backward_of_inputs_adds_no_gradient_of_parameters(rank, world, reduce, compiled):
     for (form, shard), of_inputs in itertools.product(FORMS.items(), (by_grad, by_inputs, keeping_the_graph)):
         if compiled and (form == "blocks" or of_inputs is keeping_the_graph):  # as the root block; donates its buffers
@@ -91,7 +89,6 @@ def zero_bubble(model, rank):
 
 
 @pytest.mark.parametrize("reduce", ["each", "shards", "last"])
-@on_ranks(2)
 def test_zero_bubble_accumulates_the_gradients_of_whole_backwards(rank, world, reduce):
     for shard in FORMS.values():
         reference, model = pair(make, shard)
@@ -107,7 +104,6 @@ def test_zero_bubble_accumulates_the_gradients_of_whole_backwards(rank, world, r
             close(mine, right, 1e-6, "gradient of an input")
 
 
-@on_ranks(2)
 def test_blocks_are_gathered_once_inside_of_accumulate(rank, world):
     """As FSDP2's, with `set_reshard_after_backward(False)`; and parameters are DTensors again behind it."""
     for shard in FORMS.values():
@@ -125,7 +121,6 @@ def test_blocks_are_gathered_once_inside_of_accumulate(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@on_ranks()
 def test_a_split_backward_that_cannot_be_right_is_refused(rank, world):
     """Of compiled code, and of blocks that have no memory to stay; the message names a parameter."""
     for is_compiled in (False, True):
@@ -141,7 +136,6 @@ def test_a_split_backward_that_cannot_be_right_is_refused(rank, world):
         model(inputs(0, rank)).sum().backward()
 
 
-@on_ranks(2)
 def test_zero_bubble_outside_of_accumulate_is_warned_of(rank, world):
     """There modules have DTensors after their forward, which are in no graph. Other backwards are not warned of."""
     for shard in FORMS.values():

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.support.models import mean_square
-from tests.support.ranks import on_ranks
 from tests.support.reference import close, compiled, pair, train_beside
 
 WIDTH, HEADS, TOKENS, WINDOW = 32, 2, 128, 16
@@ -72,7 +71,6 @@ loss_of = mean_square(2, TOKENS, WIDTH)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@on_ranks(2)
 def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, world, inner):
     """torch trains it on GPUs alone: tests/gpu/test_context_parallel.py."""
     reference, model = pair(lambda: nn.Sequential(Attention(), Attention()), functools.partial(compiled, inner=inner))
@@ -84,7 +82,6 @@ def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, w
     "make, inner",
     [(Branches, "aot_eager"), pytest.param(Branches, "inductor", marks=pytest.mark.slow), (repeated, "aot_eager")],
 )
-@on_ranks(2)
 def test_models_with_subgraphs_train_as_unsharded(rank, world, make, inner):
     """Not `repeated` under Inductor: torch 2.13 and 2.14 get its gradients wrong, unsharded too."""
     train_beside(rank, world, lambda model: compiled(model, inner=inner), make=make, loss=loss_of, tolerance=1e-5)
@@ -98,7 +95,6 @@ class ReadingScores(Attention):
 
 
 @pytest.mark.parametrize("make, op", [(ReadingBranches, "cond"), (ReadingScores, "flex_attention")])
-@on_ranks(2)
 def test_a_parameter_that_is_read_inside_of_a_branch_is_refused(rank, world, make, op):
     model = compiled(make())
     with torch.no_grad(), pytest.raises(RuntimeError, match=f"that torch's {op} calls reads a parameter") as raised:

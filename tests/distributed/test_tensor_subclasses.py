@@ -42,7 +42,6 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 @pytest.mark.parametrize("policy", [None, BF16])
 @pytest.mark.parametrize("kind, hidden", [(Rows8, 20), (Kept8, 20), (Half16, 17), (Half16, 1)])
-@on_ranks(2)
 def test_training_equals_that_of_fsdp2_bit_by_bit(rank, world, kind, hidden, policy):
     same_as_fsdp2(rank, by_zcompile(seeded(kind, hidden=hidden), policy), by_fsdp2(seeded(kind, hidden=hidden), policy))
 
@@ -77,7 +76,6 @@ def seeded_anew(kind):
 
 
 @pytest.mark.parametrize("how", ["root block", "units", "units, compiled"])
-@on_ranks(2)
 def test_units_gather_components(rank, world, how):
     model = zcompile.shard(seeded(Kept8), units=None if how == "root block" else [Block])
     if how == "units, compiled":
@@ -85,14 +83,12 @@ def test_units_gather_components(rank, world, how):
     same_as_fsdp2(rank, model, by_fsdp2(seeded(Kept8)))
 
 
-@on_ranks(2)
 def test_components_are_read_after_they_have_arrived(rank, world):
     model = by_zcompile(seeded(Kept8))
     state_of(model).runtime.use_transport("late c10d")
     same_as_fsdp2(rank, model, by_fsdp2(seeded(Kept8)))
 
 
-@on_ranks(2)
 def test_components_travel_at_their_own_widths_in_one_transfer(rank, world):
     model = by_zcompile(seeded())
     batch_loss(model, 0, rank).backward()
@@ -122,7 +118,6 @@ COMPILED = {
 
 @pytest.mark.parametrize("kind", [Rows8, pytest.param(Kept8, marks=slow)])
 @pytest.mark.parametrize("way", COMPILED)
-@on_ranks(2)
 def test_compiled_layers_and_models_train_as_fsdp2(rank, world, kind, way):
     model = by_zcompile(seeded(kind))
     COMPILED[way](model)
@@ -132,14 +127,12 @@ def test_compiled_layers_and_models_train_as_fsdp2(rank, world, kind, way):
 
 
 @slow
-@on_ranks(2)
 def test_a_model_compiled_by_inductor_trains(rank, world):
     model, reference = by_zcompile(seeded()), by_zcompile(seeded())
     model.compile(backend="zcompile")
     torch.testing.assert_close(adam_losses(model, rank), adam_losses(reference, rank))
 
 
-@on_ranks(2)
 def test_a_compiled_function_around_a_model_names_parameter_class_and_remedy(rank, world):
     model = zcompile.shard(seeded_root())
 
@@ -186,14 +179,12 @@ class Checkpointed(Stack):
 
 
 @pytest.mark.parametrize("selects", [False, True])
-@on_ranks(2)
 def test_checkpointed_blocks_train_as_others(rank, world, selects):
     torch.manual_seed(0)
     same_as_fsdp2(rank, by_zcompile(Checkpointed(selects)), by_fsdp2(seeded(Kept8)))
 
 
 @pytest.mark.parametrize("reduce", ["each", "last"])
-@on_ranks(2)
 def test_microbatches_add_up(rank, world, reduce):
     model, reference = by_zcompile(seeded(Kept8)), by_zcompile(seeded(Kept8))
     zcompile.reset_stats(model)
@@ -207,7 +198,6 @@ def test_microbatches_add_up(rank, world, reduce):
         torch.testing.assert_close(mine.grad.to_local(), other.grad.to_local())
 
 
-@on_ranks(2)
 def test_checkpoints_of_both_engines_load_in_both(rank, world, tmp_path):
     engines = {"zcompile": by_zcompile, "fsdp2": by_fsdp2}
     for name, prepare in engines.items():
@@ -228,7 +218,6 @@ def test_checkpoints_of_both_engines_load_in_both(rank, world, tmp_path):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@on_ranks(2)
 def test_what_is_loaded_and_cast_is_what_forward_reads(rank, world, assign):
     trained, model = by_zcompile(seeded()), by_zcompile(seeded())
     adam_losses(trained, rank)
@@ -253,7 +242,6 @@ def double_loss(model, step, rank):
     return model(torch.ones(2, 12, dtype=torch.float64)).float().mean()
 
 
-@on_ranks(2)
 def test_unshard_gives_what_forward_reads_and_full_parameters_the_values(rank, world):
     model = by_zcompile(seeded(Kept8))
     expected, values = batch_loss(model, 0, rank), dict(zcompile.full_parameters(model))
@@ -271,7 +259,6 @@ def test_unshard_gives_what_forward_reads_and_full_parameters_the_values(rank, w
     assert not batch_loss(model, 0, rank).equal(expected)
 
 
-@on_ranks(2)
 def test_a_write_between_forward_and_backward_is_refused(rank, world):
     model = by_zcompile(seeded())
     loss = batch_loss(model, 0, rank)
@@ -302,7 +289,6 @@ class WithClassOfGrad(nn.Module):
         return x @ SameGrad.apply(self.weight).t()
 
 
-@on_ranks(2)
 def test_a_gradient_that_is_a_subclass_is_refused(rank, world):
     model = zcompile.shard(WithClassOfGrad())
     with pytest.raises(RuntimeError, match=r"the gradient of parameter 'weight' is a \S*Rows8 \(rank \d\)"):
@@ -318,7 +304,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@on_ranks(2)
 def test_what_fsdp2_cannot_gather_is_refused_by_name_on_all_ranks(rank, world, case):
     kind, hidden, message, error = REFUSED[case]
     with pytest.raises(error, match=f"(?s){message}"):
@@ -329,7 +314,6 @@ def test_what_fsdp2_cannot_gather_is_refused_by_name_on_all_ranks(rank, world, c
     batch_loss(model, 0, rank).backward()
 
 
-@on_ranks(2)
 def test_other_dimensions_and_other_arguments_are_refused_by_name(rank, world):
     with pytest.raises(ValueError, match=r"'0.up.weight' is a \S*Rows8 .* along dimension 1.*Shard\(0\)"):
         zcompile.shard(seeded(), shard_placement_fn=lambda parameter: Shard(1) if parameter.ndim == 2 else None)
@@ -342,7 +326,6 @@ def test_other_dimensions_and_other_arguments_are_refused_by_name(rank, world):
         zcompile.shard(seeded(Three))
 
 
-@on_ranks(2)
 def test_hooks_that_come_after_shard_are_refused_by_name(rank, world):
     model = by_zcompile(seeded(nn.Parameter))
     local = model[1].up.weight._local_tensor
@@ -351,7 +334,6 @@ def test_hooks_that_come_after_shard_are_refused_by_name(rank, world):
         batch_loss(model, 0, rank)
 
 
-@on_ranks(2)
 def test_models_are_freed_and_memory_of_blocks_too(rank, world):
     gc.collect()
     gc.disable()
@@ -370,14 +352,12 @@ def test_models_are_freed_and_memory_of_blocks_too(rank, world):
 
 
 @pytest.mark.parametrize("offload", [None, "moments"])
-@on_ranks(2)
 def test_fused_steps_leave_subclasses_to_torch(rank, world, offload):
     fuse = functools.partial(zcompile.fuse_optimizer, offload=offload)
     fused = adam_losses(by_zcompile(seeded()), rank, fuse=fuse, fused=True)
     assert torch.equal(fused, adam_losses(by_fsdp2(seeded()), rank, fused=True))
 
 
-@on_ranks(2)
 def test_a_hook_that_gathers_nothing_is_refused(rank, world):
     class Nothing(Rows8):
         def fsdp_pre_all_gather(self, mesh):

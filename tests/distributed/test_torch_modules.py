@@ -9,7 +9,6 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import zcompile
 from tests.support.models import Chain, normal
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, pair, same_values, train_beside
 
 slow = pytest.mark.slow
@@ -116,7 +115,6 @@ SOME = ["conv2d", "embedding-bag", "lstm", "weight-norm"]
     [(list(MODULES), "eager"), (SOME, "aot_eager"), pytest.param(list(MODULES), "aot_eager", marks=slow)],
     ids=["eager", "some compiled", "compiled"],
 )
-@on_ranks(2)
 def test_modules_of_torch_train_as_unsharded(rank, world, kinds, inner):
     """One after the other: a test of its own for each would cost more than what it tests."""
     failures = {}
@@ -135,7 +133,6 @@ def test_modules_of_torch_train_under_inductor(ranks, kind):
     ranks(2).run(rank_trains, kind, "inductor")
 
 
-@on_ranks(2)
 def test_a_recurrent_layer_gathers_each_weight_once_a_forward(rank, world):
     model = zcompile.shard(nn.LSTM(6, 5, num_layers=2, bidirectional=True))
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -147,7 +144,6 @@ def test_a_recurrent_layer_gathers_each_weight_once_a_forward(rank, world):
         assert stats["peak_unsharded_bytes"] <= whole
 
 
-@on_ranks(2)
 def test_a_recurrent_layer_may_be_moved_and_saved(rank, world):
     """`.to()`, `flatten_parameters()` and a state dict leave a sharded recurrent layer right."""
     reference, model = pair(lambda: nn.GRU(4, 3), zcompile.shard)
@@ -160,7 +156,6 @@ def test_a_recurrent_layer_may_be_moved_and_saved(rank, world):
     same_values(model.state_dict(), reference.state_dict())
 
 
-@on_ranks(2)
 def test_weights_of_a_recurrent_layer_may_be_frozen_and_thawed(rank, world):
     model = Last(nn.LSTM(6, 5, batch_first=True))
     model.layer.weight_ih_l0.requires_grad_(False)

@@ -13,7 +13,6 @@ from torch.func import functional_call
 import zcompile
 from tests.support.compiling import wrapped
 from tests.support.models import mean_square
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, full, pair, train_beside
 
 ways = pytest.mark.parametrize("prepare", [compiled, wrapped])
@@ -36,7 +35,6 @@ def sharded(model):
 
 @ways
 @pytest.mark.parametrize("make", [small, linear])
-@on_ranks(2)
 def test_one_graph_trains_as_unsharded(rank, world, prepare, make):
     counters.clear()
     train_beside(rank, world, prepare, make=make, loss=loss_of)
@@ -45,7 +43,6 @@ def test_one_graph_trains_as_unsharded(rank, world, prepare, make):
 
 @ways
 @pytest.mark.parametrize("make", [small, linear])
-@on_ranks(2)
 def test_functional_call_takes_dtensors(rank, world, prepare, make):
     model = prepare(make())
     assert loss_of(model, 0, rank) > 0
@@ -55,7 +52,6 @@ def test_functional_call_takes_dtensors(rank, world, prepare, make):
 
 
 @ways
-@on_ranks(2)
 def test_requires_grad_and_lost_writes_are_seen(rank, world, prepare):
     model = prepare(small())
     loss_of(model, 0, rank).backward()
@@ -69,7 +65,6 @@ def test_requires_grad_and_lost_writes_are_seen(rank, world, prepare):
 
 
 @ways
-@on_ranks(2)
 def test_unshard_shows_whole_parameters(rank, world, prepare):
     reference, model = pair(small, prepare)
     loss_of(model, 0, rank)
@@ -83,7 +78,6 @@ def test_unshard_shows_whole_parameters(rank, world, prepare):
 
 
 @pytest.mark.parametrize("make", [small, linear])
-@on_ranks(2)
 def test_a_compiled_part_is_as_a_compiled_root(rank, world, make):
     """A module of torch.nn inside of a sharded model, compiled and called by itself, by whichever backend."""
     for backend in ("zcompile", "aot_eager"):

@@ -12,7 +12,6 @@ from torch.func import functional_call
 
 import zcompile
 from tests.support.models import Chain, mean_square
-from tests.support.ranks import on_ranks
 from tests.support.reads import WIDTH, reading
 from tests.support.reference import compiled, train_beside
 
@@ -42,7 +41,6 @@ def broken(model, **how):
 
 @pytest.mark.parametrize("way", REFUSED)
 @pytest.mark.parametrize("mode", ["train", pytest.param("no_grad", marks=pytest.mark.slow)])
-@on_ranks(2)
 def test_what_would_be_lost_is_refused_by_name(rank, world, way, mode):
     model = compiled(reading(way, REFUSED[way])())
     traces = torch._dynamo.config.patch(graph_break_on_nn_param_ctor=False)  # else torch refuses nn.Parameter itself
@@ -71,7 +69,6 @@ class Unit(nn.Module):
         return self.a(x) + functional_call(self.a, {"weight": self.a.weight * 2}, (x,))
 
 
-@on_ranks(2)
 def test_a_unit_takes_what_functional_call_gives(rank, world):
     prepare = functools.partial(broken, units=[Unit])
     train_beside(rank, world, prepare, make=lambda: Chain(Unit()), loss=loss_of, steps=2)
@@ -87,7 +84,6 @@ class Inner(nn.Module):
         return self.a(x)
 
 
-@on_ranks(2)
 def test_what_a_graph_break_leaves_to_eager_code_takes_what_functional_call_gives(rank, world):
     train_beside(rank, world, broken, make=Breaks, loss=loss_of, steps=3)
 
@@ -107,12 +103,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, broken])
 @pytest.mark.parametrize("way", BROKEN)
-@on_ranks(2)
 def test_eager_code_and_graph_breaks_read_parameters(rank, world, prepare, way):
     train_beside(rank, world, prepare, make=reading(way, BROKEN[way]), loss=loss_of, steps=2)
 
 
-@on_ranks(2)
 def test_a_parameter_list_of_reads_behind_a_graph_break_is_an_error(rank, world):
     """Not a new parameter, whose gradient would be lost."""
     model = broken(reading("a list, wrapped again")())

@@ -19,7 +19,6 @@ from tests.support.huggingface import (
     sharded_by_fsdp2,
     tiny_llama,
 )
-from tests.support.ranks import on_ranks
 
 
 def arguments(folder, **others):
@@ -51,7 +50,6 @@ def under_fsdp2(folder, **others):
 
 
 @pytest.mark.parametrize("others", [{}, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow)])
-@on_ranks(2)
 def test_trainer_trains_as_fsdp2(rank, world, tmp_path, others):
     theirs = under_fsdp2(f"{tmp_path}/theirs", **others)
     theirs.train()
@@ -65,7 +63,6 @@ def test_trainer_trains_as_fsdp2(rank, world, tmp_path, others):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
-@on_ranks(2)
 def test_trainer_compiles_with_the_backend_of_its_arguments(rank, world, tmp_path, steps):
     from transformers import AutoModelForCausalLM
 
@@ -119,7 +116,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@on_ranks(2)
 def test_what_a_sharded_model_cannot_do_is_refused_by_name(rank, world, tmp_path):
     for text, others in REFUSED.items():
         with pytest.raises(ValueError, match=rf"{text}.*rank {rank}"):

@@ -27,12 +27,10 @@ eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(zcompile.s
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-@on_ranks()
 def test_fp32_trains_as_unsharded(rank, world, prepare):
     train_beside(rank, world, prepare)
 
 
-@on_ranks(2)
 def test_autocast_gathers_two_bytes_per_element_and_use(rank, world):
     model = train_beside(rank, world, loss=autocast_loss, tolerance=BF16)
     gathered_bytes = zcompile.stats(model)["gathered_bytes"]
@@ -45,7 +43,6 @@ def test_autocast_gathers_two_bytes_per_element_and_use(rank, world):
     assert gathered_bytes["bfloat16"] == 4 * narrow, (gathered_bytes, narrow)
 
 
-@on_ranks(2)
 def test_a_param_dtype_travels_and_gradients_are_fp32(rank, world):
     prepare = functools.partial(compiled, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = train_beside(rank, world, prepare, steps=3, tolerance=0.05)
@@ -69,13 +66,11 @@ class Checkpointed(Transformer):
 
 @pytest.mark.parametrize("how", [pytest.param({}, marks=slow), SELECTIVE])
 @eager_and_compiled
-@on_ranks(2)
 def test_activation_checkpointing_trains_as_unsharded(rank, world, how, prepare):
     train_beside(rank, world, prepare, make=lambda: Checkpointed(how))
 
 
 @eager_and_compiled
-@on_ranks(2)
 def test_gradient_accumulation_trains_as_unsharded(rank, world, prepare):
     train_beside(rank, world, prepare, microbatches=3, steps=3)
 
@@ -90,7 +85,6 @@ def evaluate_between(model, reference, step):
 
 
 @eager_and_compiled
-@on_ranks(2)
 def test_evaluation_between_steps_changes_nothing(rank, world, prepare):
     train_beside(rank, world, prepare, after_step=evaluate_between)
 
@@ -99,14 +93,12 @@ def test_evaluation_between_steps_changes_nothing(rank, world, prepare):
     "world, native", [(2, False), (2, True), *(pytest.param(4, native, marks=slow) for native in (False, True))]
 )
 @eager_and_compiled
-@on_ranks()
 def test_a_parameter_may_be_unused(rank, world, prepare, native):
     prepare = functools.partial(prepare, native_reduce=native)
     train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
 @pytest.mark.parametrize("dynamic", [pytest.param(True, marks=slow), None])
-@on_ranks(2)
 def test_ranks_may_see_different_lengths(rank, world, dynamic):
     loss = lambda model, step, rank: loss_of(model, batch(step, rank, length=6 + (5 * step + 3 * rank) % 11))
     train_beside(rank, world, functools.partial(compiled, dynamic=dynamic), loss=loss, steps=5)
@@ -123,7 +115,6 @@ class Broken(Transformer):
         return self.head(self.norm(x)) * self.scale * self.mix.sum()
 
 
-@on_ranks(2)
 def test_graphs_may_break_and_frames_be_skipped(rank, world):
     train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Broken)
 
@@ -146,13 +137,11 @@ def rambling_loss(model, step, rank, times):
     return model(normal(step, rank, 2, 3, 6), torch.tensor(times)).square().mean()
 
 
-@on_ranks(2)
 def test_a_fragment_may_run_a_different_number_of_times(rank, world):
     loss = lambda model, step, rank: rambling_loss(model, step, rank, 1 + step % 3)
     train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Rambling, loss=loss, steps=3)
 
 
-@on_ranks(2)
 def test_a_fragment_that_runs_more_often_on_one_rank_is_an_error_on_all(rank, world):
     model = compiled(Rambling(), fullgraph=False, mesh=short_mesh(scaled(60)))
     rambling_loss(model, 0, rank, 1).backward()
@@ -162,14 +151,12 @@ def test_a_fragment_that_runs_more_often_on_one_rank_is_an_error_on_all(rank, wo
     assert time.monotonic() - begin < scaled(30)
 
 
-@on_ranks(2)
 def test_blocks_compiled_one_by_one_share_a_compilation(rank, world):
     torch._dynamo.utils.counters.clear()
     train_beside(rank, world, by_blocks, make=functools.partial(Transformer, blocks=4))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "equal blocks must share one compilation"
 
 
-@on_ranks(2)
 def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
     references, models = zip(*(pair(Transformer) for _ in range(2)))
     for step in range(3):
@@ -187,7 +174,6 @@ def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
-@on_ranks()
 def test_clipping_and_fused_adamw_step_as_unsharded(rank, world):
     def clip(model, reference):
         close(*(nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, reference)), 1e-5, "norm")

@@ -9,7 +9,6 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 import zcompile
 from tests.support.compiling import OPTIONS
 from tests.support.models import Chain, mean_square, normal
-from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, pair, same_backward, train_beside
 
 
@@ -31,7 +30,6 @@ loss_of = mean_square(3, 6)
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
-@on_ranks(2)
 def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, compile_it):
     reference, model = pair(net, zcompile.shard)
     for transform in TRANSFORMS:
@@ -44,7 +42,6 @@ def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, com
         same_backward(rank, world, model, reference, loss)
 
 
-@on_ranks(2)
 def test_compiled_autograd_takes_compiled_models_and_refuses_eager_ones_by_name(rank, world):
     model = zcompile.shard(net())
     with compiled_autograd._enable(torch.compile(backend="eager")):

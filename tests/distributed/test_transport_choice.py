@@ -22,7 +22,6 @@ from zcompile.state.sharded_model import state_of
 from zcompile.state.transport_choice import Choice
 
 
-@on_ranks(2)
 def test_stats_say_which_transport_was_taken_and_why(rank, world):
     model = compiled(Transformer(), options={"transport": "gloo"})
     assert "the model is on cpu" in zcompile.stats(model)["transport_reason"]
@@ -32,7 +31,6 @@ def test_stats_say_which_transport_was_taken_and_why(rank, world):
 
 
 @pytest.mark.parametrize("transport", ["p2p", "nccl"])
-@on_ranks(2)
 def test_a_transport_of_gpus_is_refused_on_the_cpu(rank, world, transport):
     model = compiled(Transformer(), options={"transport": transport})
     message = f"'{transport}' is not possible here: the model is on cpu. Use 'auto' or 'gloo'"
@@ -81,7 +79,6 @@ def measuring_on_gpus():
         yield
 
 
-@on_ranks(2)
 def test_auto_takes_nccl_where_ranks_cannot_share_memory_and_does_not_remember_it(rank, world, tmp_path):
     state = state_of(zcompile.shard(nn.Linear(4, 4)))
     with measuring_on_gpus(), mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{tmp_path}"):
@@ -149,7 +146,6 @@ class OnGpu:
         return getattr(self.mesh, name)
 
 
-@on_ranks(2)
 def test_obstacles_to_peer_to_peer_are_named(rank, world):
     mesh = OnGpu(state_of(zcompile.shard(nn.Linear(4, 4))).mesh)
 

@@ -16,7 +16,6 @@ from tests.support.huggingface import (
     tokenizer,
     whole_state,
 )
-from tests.support.ranks import on_ranks
 
 pytest.importorskip("trl")
 EAGER = {"inner": "aot_eager"}
@@ -59,7 +58,6 @@ def begin(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
-@on_ranks(2)
 def test_sft_trainer_trains_as_fsdp2(rank, world, tmp_path, kind):
     """It also resumes, and what it saves loads without zcompile."""
     from transformers import AutoModelForCausalLM

@@ -15,7 +15,6 @@ from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.compiling import SELECTIVE, checkpoint_each
 from tests.support.mixtures import MixtureModel, checkpointed, routed_loss, sharded
 from tests.support.raising import Fault, MayRaise, fail
-from tests.support.ranks import on_ranks
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
 from tests.support.unit_chains import (
     WIDTH,
@@ -38,7 +37,6 @@ def mixtures():
 
 
 @slow
-@on_ranks(2)
 def test_a_gradient_hook_may_have_a_collective(rank, world):
     """The norm of a DTensor is a collective. Ranks use different experts."""
     reference, model = mixtures()
@@ -62,7 +60,6 @@ def test_a_gradient_hook_may_have_a_collective(rank, world):
         pytest.param(("inside", "around"), {}, marks=slow),
     ],
 )
-@on_ranks(2)
 def test_checkpoints_may_be_around_units_units_and_inside_of_them(rank, world, places, how):
     prepare = functools.partial(checkpointed, places=places, **how)
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=4)
@@ -73,7 +70,6 @@ class Pair(nn.Sequential):
         super().__init__(Part(), Part())
 
 
-@on_ranks(2)
 def test_a_selective_checkpoint_may_be_around_two_units(rank, world):
     """Its backward computes both again, in the order of forward, which is another one than that of its backward."""
 
@@ -88,7 +84,6 @@ def test_a_selective_checkpoint_may_be_around_two_units(rank, world):
 
 @slow
 @pytest.mark.parametrize("places", [("around",), ("inside",), ("inside", "around")], ids=" and ".join)
-@on_ranks(2)
 def test_frozen_units_may_have_checkpoints(rank, world, places):
     def freeze(model):
         for name, parameter in model.named_parameters():
@@ -101,7 +96,6 @@ def test_frozen_units_may_have_checkpoints(rank, world, places):
 
 @slow
 @pytest.mark.parametrize("prepare", [sharded, functools.partial(checkpointed, places=("inside",))])
-@on_ranks(2)
 def test_hooks_around_a_model_may_save_on_cpu(rank, world, prepare):
     def loss(model, step, rank):
         with save_on_cpu():
@@ -111,7 +105,6 @@ def test_hooks_around_a_model_may_save_on_cpu(rank, world, prepare):
 
 
 @slow
-@on_ranks(2)
 def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(rank, world):
     def make():
         model = make_chain(2, lambda: By(lambda part, x: nn.functional.dropout(Part.forward(part, x), 0.5)))
@@ -127,7 +120,6 @@ def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(rank, world):
 
 
 @pytest.mark.parametrize("units", [None, [nn.Linear]])
-@on_ranks(2)
 def test_parameters_are_those_of_the_model_after_a_backward_that_raised(rank, world, units):
     """Gradients that are dropped then, and values that are written, are of the DTensors."""
     model = zcompile.shard(nn.Sequential(nn.Linear(4, 4), MayRaise(), nn.Linear(4, 4)), units=units)
@@ -145,7 +137,6 @@ def test_parameters_are_those_of_the_model_after_a_backward_that_raised(rank, wo
     assert torch.equal(model[2].bias.full_tensor(), torch.full((4,), 7.0))
 
 
-@on_ranks(2)
 def test_a_backward_after_one_that_raised_gives_all_gradients(rank, world):
     reference, model = chains()
     loss = chain_loss(model, 1, rank)
@@ -160,7 +151,6 @@ def test_a_backward_after_one_that_raised_gives_all_gradients(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_steps_after_forwards_that_raised_give_all_gradients(rank, world):
     """Also behind units, where the one that is gathered ahead is another each time; then a rank skips a unit."""
     reference, model = chains()
@@ -173,7 +163,6 @@ def test_steps_after_forwards_that_raised_give_all_gradients(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_a_loss_may_have_a_gradient_of_the_input(rank, world):
     reference, model = chains()
 
@@ -196,7 +185,6 @@ class Forces(Chain):
 
 
 @slow
-@on_ranks(2)
 def test_a_forward_may_contain_a_backward(rank, world):
     reference, model = chains(lambda: Forces(Part(), Part(), Part()))
     for step in range(2):
@@ -204,7 +192,6 @@ def test_a_forward_may_contain_a_backward(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_a_rank_may_skip_a_unit_where_a_graph_has_two_backwards(rank, world):
     reference, model = chains()
 
@@ -220,7 +207,6 @@ def test_a_rank_may_skip_a_unit_where_a_graph_has_two_backwards(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_backward_may_run_in_another_thread(rank, world):
     reference, model = chains()
 
@@ -233,7 +219,6 @@ def test_backward_may_run_in_another_thread(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_the_first_of_two_forwards_may_alone_have_a_backward(rank, world):
     reference, model = chains()
     first, second = (skipping(step)(model, step, rank) for step in range(2))
@@ -245,7 +230,6 @@ def test_the_first_of_two_forwards_may_alone_have_a_backward(rank, world):
 
 
 @pytest.mark.parametrize("skipped", [(), pytest.param((1,), marks=slow)], ids=["nobody skips", "one skips"])
-@on_ranks(2)
 def test_backwards_of_two_forwards_accumulate_inside_of_accumulate(rank, world, skipped):
     reference, model = mixtures()
 
@@ -270,7 +254,6 @@ class InThread(nn.Linear):
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, shard_in_blocks])
-@on_ranks(2)
 def test_a_block_may_compute_in_another_thread(rank, world, prepare):
     reference, model = pair(lambda: nn.Sequential(InThread(WIDTH, WIDTH), InThread(WIDTH, WIDTH)), prepare)
     for step in range(2):
@@ -278,7 +261,6 @@ def test_a_block_may_compute_in_another_thread(rank, world, prepare):
         same_grads(model, reference)
 
 
-@on_ranks(2)
 def test_a_unit_that_computes_in_another_thread_is_an_error(rank, world):
     """Kernels of the backward do not look whether there is memory: the process would end."""
     model = zcompile.shard(nn.Sequential(InThread(WIDTH, WIDTH), InThread(WIDTH, WIDTH)), units=[InThread])
@@ -302,7 +284,6 @@ def closure_loss(model, step, rank):
     return model(inputs(step, rank))().square().mean()
 
 
-@on_ranks(2)
 def test_a_forward_may_return_a_function_that_calls_units(rank, world):
     reference, model = pair(ReturnsClosure, FORMS["units"])
     for step in range(2):
@@ -310,7 +291,6 @@ def test_a_forward_may_return_a_function_that_calls_units(rank, world):
         same_grads(model, reference)
 
 
-@on_ranks(2)
 def test_a_backward_that_reads_a_block_without_memory_is_an_error(rank, world):
     """Nothing tells when backward comes to the results of the function that forward returned."""
     model = zcompile.shard(ReturnsClosure())

@@ -13,7 +13,6 @@ from torch import nn
 
 import zcompile
 from tests.support.mixtures import MixtureModel, StackedExperts, routed_loss, sharded
-from tests.support.ranks import on_ranks
 from tests.support.reference import close, same_backward, train_beside
 from tests.support.unit_chains import (
     KINDS,
@@ -52,7 +51,6 @@ class CountsLoad(PartsOnly):
         return out
 
 
-@on_ranks(2)
 def test_a_result_that_needs_no_gradient_stays_so(rank, world):
     model = with_units(CountsLoad())
     for step in range(3):
@@ -118,13 +116,11 @@ CHAINS = {name: functools.partial(make_chain, 2, kind) for name, kind in KINDS.i
 @pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=() if name.startswith("its input") else slow) for name in CHAINS]
 )
-@on_ranks(2)
 def test_a_unit_may_contain_return_or_have(rank, world, kind):
     chain_beside(rank, world, make=CHAINS[kind])
 
 
 @slow
-@on_ranks(2)
 def test_an_edit_of_what_a_unit_saved_for_backward_is_an_error(rank, world):
     model = with_units(Chain(By(lambda part, x: torch.exp(x @ part.a))))
     out = model.parts[0](inputs(0, rank))
@@ -133,7 +129,6 @@ def test_an_edit_of_what_a_unit_saved_for_backward_is_an_error(rank, world):
         out.sum().backward()
 
 
-@on_ranks(2)
 def test_a_gather_ahead_is_not_used_after_parameters_changed(rank, world):
     reference, model = chains()
     x = inputs(0, 0)
@@ -146,7 +141,6 @@ def test_a_gather_ahead_is_not_used_after_parameters_changed(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(rank, world):
     model = sharded(MixtureModel())
     wholes = [[each.up.weight.full_tensor() for each in layer.experts.experts] for layer in model.layers]
@@ -161,7 +155,6 @@ def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(rank, world
 
 
 @slow
-@on_ranks(2)
 def test_a_model_may_be_applied_to_its_own_result(rank, world):
     reference, model = chains()
 
@@ -175,7 +168,6 @@ def test_a_model_may_be_applied_to_its_own_result(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_units_may_be_trained_in_turn_without_the_model(rank, world):
     reference, model = chains()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
@@ -188,7 +180,6 @@ def test_units_may_be_trained_in_turn_without_the_model(rank, world):
 
 @slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@on_ranks(2)
 def test_a_rank_may_skip_a_unit_in_an_evaluation_before_the_first_step(rank, world, mode):
     reference, model = chains()
     skip = (1,) if rank == 1 else ()
@@ -199,7 +190,6 @@ def test_a_rank_may_skip_a_unit_in_an_evaluation_before_the_first_step(rank, wor
 
 @slow
 @pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
-@on_ranks(2)
 def test_a_compiled_function_may_call_a_model_with_units(rank, world, skipped):
     reference, model = chains()
     compiled_loss = torch.compile(chain_loss, backend="zcompile", options={"inner": "aot_eager"})
@@ -213,7 +203,6 @@ def test_a_compiled_function_may_call_a_model_with_units(rank, world, skipped):
 
 @slow
 @pytest.mark.parametrize("before", [True, False])
-@on_ranks(2)
 def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(rank, world, before):
     def prepare(model):
         if before:
@@ -229,7 +218,6 @@ def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(rank, world
 
 
 @slow
-@on_ranks(2)
 def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(rank, world):
     reference, model = chains()
     with zcompile.unshard(model.parts[1]), torch.no_grad():
@@ -247,7 +235,6 @@ def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(rank, world):
         ("method", [3], [True, True, True, False]),  # the order of units is taken from steps in which one is frozen
     ],
 )
-@on_ranks(2)
 def test_a_unit_may_be_frozen_and_trained_in_turns(rank, world, how, skips, is_frozen):
     """Also where a rank skips it."""
     reference, model = chains()

@@ -52,7 +52,6 @@ def nothing_is_left(model):
 
 @pytest.mark.parametrize("saves", [pytest.param("its input", marks=slow), "its result"])
 @pytest.mark.parametrize("raises", [False, True])
-@on_ranks(2)
 def test_a_forward_that_is_dropped_or_raises_leaves_no_memory(rank, world, saves, raises):
     model = [with_units(Chain(Watched(SAVES[saves], raises)))]
     for _ in range(2):
@@ -64,7 +63,6 @@ def test_a_forward_that_is_dropped_or_raises_leaves_no_memory(rank, world, saves
 @pytest.mark.parametrize(
     "after", [pytest.param("nothing", marks=slow), "a forward", pytest.param("a backward", marks=slow)]
 )
-@on_ranks(2)
 def test_a_model_with_units_is_freed_with_its_last_reference(rank, world, after):
     """Without the garbage collector."""
     model = with_units(make_chain(2))
@@ -83,7 +81,6 @@ def test_a_model_with_units_is_freed_with_its_last_reference(rank, world, after)
         gc.enable()
 
 
-@on_ranks(2)
 def test_frozen_units_are_freed_during_backward(rank, world):
     model = with_units(make_chain(8))
     for part in model.parts:
@@ -99,7 +96,6 @@ def test_frozen_units_are_freed_during_backward(rank, world):
 
 
 @slow
-@on_ranks(2)
 def test_no_gather_is_ahead_after_a_part_was_called_alone(rank, world):
     model = with_units(make_chain())
     with torch.no_grad():
@@ -113,7 +109,6 @@ class ReturnsItsInput(Chain):
 
 
 @slow
-@on_ranks(2)
 def test_forwards_without_backward_leave_no_hooks_on_a_leaf_that_the_model_returns(rank, world):
     model = with_units(ReturnsItsInput(Part(), Part()))
     x = inputs(0, rank).requires_grad_()

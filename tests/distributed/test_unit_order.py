@@ -7,7 +7,6 @@ import torch
 
 import zcompile
 from tests.support.mixtures import Experts, MixtureModel, bytes_of, compiled, routed_loss, sharded
-from tests.support.ranks import on_ranks
 from tests.support.reference import train_beside
 from zcompile.state.sharded_model import state_of
 
@@ -24,7 +23,6 @@ def not_ahead(model):
 @pytest.mark.parametrize(
     "skipped", [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=slow) for each in [(1,), (1, 2), (0, 1)])]
 )
-@on_ranks(2)
 def test_a_rank_may_skip_a_unit(rank, world, prepare, skipped):
     def loss(model, step, rank):
         return routed_loss(model, step, rank, skip_experts=skipped if rank == 1 and step > 0 else ())
@@ -33,13 +31,11 @@ def test_a_rank_may_skip_a_unit(rank, world, prepare, skipped):
 
 
 @slow
-@on_ranks(2)
 def test_each_rank_may_skip_another_unit(rank, world):
     loss = lambda model, step, rank: routed_loss(model, step, rank, skip_experts=(rank + 1,) if step % 2 == 0 else ())
     train_beside(rank, world, sharded, make=lambda: MixtureModel(Experts, 4), loss=loss, steps=4)
 
 
-@on_ranks(2)
 def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(rank, world):
     torch.manual_seed(0)
     model = sharded(MixtureModel(Experts, 3), units=[Experts])
@@ -56,7 +52,6 @@ def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(rank, world):
     assert moved["peak_unsharded_bytes"] <= 2 * one + dense  # one unit, and the next on its way
 
 
-@on_ranks(2)
 def test_units_start_the_same_collectives_on_all_ranks(rank, world):
     torch.manual_seed(0)
     model = sharded(MixtureModel(Experts, 3))
@@ -81,7 +76,6 @@ class Backwards(MixtureModel):
         return self.leave(x)
 
 
-@on_ranks(2)
 def test_the_order_of_calls_is_learned(rank, world):
     counts = [0]
 
@@ -96,7 +90,6 @@ def test_the_order_of_calls_is_learned(rank, world):
     assert moved[0] > 9 and moved[1:] == [9] * 4, moved  # after the first step, in the order of calls
 
 
-@on_ranks(2)
 def test_a_budget_limits_what_is_gathered_ahead(rank, world):
     model = train_beside(rank, world, not_ahead, make=MixtureModel, loss=routed_loss, steps=2)
     zcompile.reset_stats(model)

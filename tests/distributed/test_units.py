@@ -22,7 +22,6 @@ from tests.support.mixtures import (
     sharded,
 )
 from tests.support.raising import Fault, fail
-from tests.support.ranks import on_ranks
 from tests.support.reference import BF16, close, train_beside
 from tests.support.time_limits import scaled
 from zcompile.state.sharded_model import state_of
@@ -50,19 +49,16 @@ SHORT = [("eager", Experts, 2), ("compiled", StackedExperts, 2), ("checkpointed"
 @pytest.mark.parametrize(
     "prepared, experts, world", [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES]
 )
-@on_ranks()
 def test_ranks_may_hit_different_experts(rank, world, prepared, experts):
     train_beside(rank, world, PREPARED[prepared], make=lambda: MixtureModel(experts), loss=routed_loss, steps=5)
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_gradients_of_units_accumulate(rank, world):
     train_beside(rank, world, sharded, make=MixtureModel, loss=routed_loss, steps=3, microbatches=3)
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_a_param_dtype_travels(rank, world):
     prepare = functools.partial(sharded, param_dtype=torch.bfloat16)
 
@@ -73,7 +69,6 @@ def test_a_param_dtype_travels(rank, world):
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2, tolerance=2 * BF16)
 
 
-@on_ranks(2)
 def test_a_rank_that_goes_on_alone_where_its_expert_failed_is_an_error_on_all(rank, world):
     """An expert raises on one rank, which goes on with the next batch."""
     model = sharded(MixtureModel(), mesh=short_mesh(scaled(60)))
@@ -89,7 +84,6 @@ def test_a_rank_that_goes_on_alone_where_its_expert_failed_is_an_error_on_all(ra
     assert time.monotonic() - begin < scaled(30)
 
 
-@on_ranks(2)
 def test_a_unit_is_not_unsharded_between_forward_and_backward(rank, world):
     model = sharded(MixtureModel(StackedExperts, 4), units=[StackedExperts])
     for step in range(2):
@@ -122,13 +116,11 @@ class Escaping(nn.Module):
         return out + sum(logits.softmax(-1).square().mean() for logits in self.taken)
 
 
-@on_ranks(2)
 def test_what_a_hook_takes_out_of_a_unit_has_a_gradient(rank, world):
     train_beside(rank, world, PREPARED["whole layers"], make=Escaping, loss=routed_loss, steps=3)
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_evaluation_between_steps_changes_nothing(rank, world):
     def evaluate(model, reference, step):
         model.eval(), reference.eval()
@@ -140,7 +132,6 @@ def test_evaluation_between_steps_changes_nothing(rank, world):
     train_beside(rank, world, sharded, make=MixtureModel, loss=routed_loss, steps=3, after_step=evaluate)
 
 
-@on_ranks(2)
 def test_a_part_of_a_unit_may_be_frozen(rank, world):
     def freeze(model):
         for name, parameter in model.named_parameters():
@@ -151,7 +142,6 @@ def test_a_part_of_a_unit_may_be_frozen(rank, world):
     train_beside(rank, world, prepare, make=lambda: freeze(MixtureModel()), loss=routed_loss, steps=3)
 
 
-@on_ranks(2)
 def test_a_forward_that_raised_in_a_unit_leaves_nothing_behind(rank, world):
     """All ranks raise in an expert, drop the batch and go on."""
 
@@ -179,7 +169,6 @@ def _forward_through_method(layer, x, routes, skips_experts):
     return x + layer.experts.compute(normed, torch.tensor(routes)[chosen], weights)
 
 
-@on_ranks(2)
 def test_another_entry_of_a_unit_gathers_it(rank, world):
     def make():
         model = MixtureModel(WithMethod)
@@ -198,7 +187,6 @@ def test_another_entry_of_a_unit_gathers_it(rank, world):
 
 
 @pytest.mark.slow
-@on_ranks(2)
 def test_a_state_dict_of_units_is_that_of_any_sharded_model(rank, world):
     model = sharded(MixtureModel())
     routed_loss(model, 0, rank).backward()
@@ -208,7 +196,6 @@ def test_a_state_dict_of_units_is_that_of_any_sharded_model(rank, world):
         close(routed_loss(model, 1, 0), routed_loss(other, 1, 0), 1e-6, "loss")
 
 
-@on_ranks(2)
 def test_units_that_cannot_be_are_refused(rank, world):
     with pytest.raises(ValueError, match="no such module of class LSTM"):
         zcompile.shard(MixtureModel(), units=[nn.LSTM])

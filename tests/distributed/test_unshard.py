@@ -26,7 +26,6 @@ def raises_inside(message, model, change, **how):
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("param_dtype", [pytest.param(None, marks=slow), torch.bfloat16])
-@on_ranks()
 def test_parameters_and_state_are_whole_inside(rank, world, param_dtype):
     reference, model = pair(Transformer, functools.partial(zcompile.shard, param_dtype=param_dtype))
     sharded = list(model.parameters())
@@ -43,7 +42,6 @@ in_units = functools.partial(zcompile.shard, units=[Block])
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled, in_units])
-@on_ranks(2)
 def test_a_forward_inside_gathers_nothing(rank, world, prepare):
     reference, model = pair(Transformer, prepare)
     torch.testing.assert_close(lm_loss(model, 0, rank), lm_loss(reference, 0, rank))
@@ -69,7 +67,6 @@ def double_between(model, reference, step):
 @pytest.mark.parametrize(
     "prepare", [*(pytest.param(each, marks=slow) for each in (zcompile.shard, in_units)), compiled]
 )
-@on_ranks()
 def test_training_goes_on_with_what_was_written_back(rank, world, prepare):
     train_beside(rank, world, prepare, steps=2, after_step=double_between)
 
@@ -86,7 +83,6 @@ def resize(module, rank):
         module.bias.data = torch.zeros(9)
 
 
-@on_ranks(2)
 def test_a_change_that_would_be_lost_raises_on_all_ranks(rank, world):
     model = zcompile.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
     before = [full(parameter).clone() for parameter in model.parameters()]
@@ -103,7 +99,6 @@ def test_a_change_that_would_be_lost_raises_on_all_ranks(rank, world):
     same_values(model.parameters(), before)
 
 
-@on_ranks(2)
 def test_a_block_that_raises_on_one_rank_raises_on_all(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
 
@@ -117,7 +112,6 @@ def test_a_block_that_raises_on_one_rank_raises_on_all(rank, world):
         assert weight.shape == (4, 3)
 
 
-@on_ranks(2)
 def test_misuse_is_refused_by_name(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     x = torch.ones(1, 3)
