@@ -75,12 +75,16 @@ def test_a_loop_that_is_no_unit_trains_as_unsharded(rank, world):
     train_beside(rank, world, functools.partial(zcompile.shard, units=[]), make=MixtureModel, loss=routed_loss)
 
 
-def test_experts_that_loop_only_after_sharding_are_refused(rank, world):
-    model = hugging_face("mixtral", "grouped_mm")
+@pytest.mark.parametrize("before, after", [("grouped_mm", "eager"), ("eager", "batched_mm")])
+def test_experts_that_loop_before_or_after_sharding_alone_are_refused(rank, world, before, after):
+    model = hugging_face("mixtral", before)
     zcompile.shard(model)
-    model.config._experts_implementation = "eager"
-    with pytest.raises(RuntimeError, match=r"computes its experts by 'eager' .* set it before zcompile.shard"):
+    model.config._experts_implementation = after
+    told = rf"'model.layers.0.mlp.experts' computes its experts by '{after}'.*rank {rank}.*before zcompile.shard"
+    with pytest.raises(RuntimeError, match=told):
         hugging_face_loss("mixtral", model, 0, rank)
+    model.config._experts_implementation = before.replace("grouped_mm", "batched_mm")  # these two are one product
+    hugging_face_loss("mixtral", model, 0, rank)
 
 
 LENGTHS = [(2, 12), (2, 9), (2, 15)]

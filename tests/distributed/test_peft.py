@@ -125,11 +125,3 @@ def test_adapters_alone_are_saved_and_loaded_in_one_process(rank, world, tmp_pat
     loaded = peft.PeftModel.from_pretrained(hugging_face("llama"), tmp_path)
     same_values(model, loaded)
     torch.testing.assert_close(loss(model, 5, rank), loss(loaded, 5, rank))
-
-
-def test_adapters_that_are_added_after_shard_are_warned_of(rank, world):
-    torch.manual_seed(0)
-    base = zcompile.shard(hugging_face("llama"))
-    model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=TARGETS))
-    with pytest.warns(UserWarning, match="lora_A.*not reduced|not reduced.*lora_A"):
-        loss(model, 0, rank).backward()

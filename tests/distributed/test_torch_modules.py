@@ -1,15 +1,22 @@
-"""Modules of torch.nn, sharded over two ranks, train as they do unsharded."""
+"""Modules of torch.nn, sharded over two ranks, train as they do unsharded, as does a compiled model whose root is one.
+
+torch.compile wraps the call of such a root in a function of its own, so that Dynamo traces all of the call, and
+model.compile() of one compiles nothing (pytorch/pytorch#150915).
+"""
 
 import functools
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, weight_norm
 
 import zcompile
-from tests.support.models import Chain, normal
-from tests.support.reference import compiled, pair, same_values, train_beside
+from tests.support.compiling import wrapped
+from tests.support.models import Chain, mean_square, normal
+from tests.support.reference import compiled, full, pair, same_values, train_beside
 
 slow = pytest.mark.slow
 
@@ -166,3 +173,82 @@ def test_weights_of_a_recurrent_layer_may_be_frozen_and_thawed(rank, world):
     frozen.requires_grad_(True)
     model(torch.ones(2, 3, 6)).sum().backward()
     assert frozen.grad is not None
+
+
+ways = pytest.mark.parametrize("prepare", [compiled, wrapped])
+
+
+def small():
+    return nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 6))
+
+
+def linear():
+    return nn.Linear(6, 6)
+
+
+root_loss = mean_square(3, 6)
+
+
+def sharded(model):
+    return getattr(model, "_orig_mod", model)
+
+
+@ways
+@pytest.mark.parametrize("make", [small, linear])
+def test_a_compiled_root_is_one_graph_and_trains_as_unsharded(rank, world, prepare, make):
+    counters.clear()
+    train_beside(rank, world, prepare, make=make, loss=root_loss)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@ways
+@pytest.mark.parametrize("make", [small, linear])
+def test_functional_call_of_a_compiled_root_takes_dtensors(rank, world, prepare, make):
+    model = prepare(make())
+    assert root_loss(model, 0, rank) > 0
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    assert torch.equal(functional_call(model, zeros, (torch.ones(2, 6),)), torch.zeros(2, 6))
+    assert root_loss(model, 0, rank) > 0
+
+
+@ways
+def test_requires_grad_and_lost_writes_of_a_compiled_root_are_seen(rank, world, prepare):
+    model = prepare(small())
+    root_loss(model, 0, rank).backward()
+    first, last = sharded(model)[0], sharded(model)[2]
+    first.weight.grad, first.weight.requires_grad = None, False
+    root_loss(model, 0, rank).backward()
+    assert first.weight.grad is None and last.weight.grad is not None
+    last.weight.data = torch.zeros_like(last.weight)
+    with pytest.raises(RuntimeError, match=r"'.data' of parameter '2.weight'"):
+        root_loss(model, 0, rank)
+
+
+@ways
+def test_unshard_shows_whole_parameters_of_a_compiled_root(rank, world, prepare):
+    reference, model = pair(small, prepare)
+    root_loss(model, 0, rank)
+    with zcompile.unshard(sharded(model), writeback=True):
+        with torch.no_grad():
+            sharded(model)[0].weight.zero_()
+            reference[0].weight.zero_()
+        torch.testing.assert_close(root_loss(model, 0, rank), root_loss(reference, 0, rank))
+    assert torch.equal(full(sharded(model)[0].weight), torch.zeros(5, 6))
+    torch.testing.assert_close(root_loss(model, 0, rank), root_loss(reference, 0, rank))
+
+
+@pytest.mark.parametrize("make", [small, linear])
+def test_a_compiled_part_is_as_a_compiled_root(rank, world, make):
+    """A module of torch.nn inside of a sharded model, compiled and called by itself, by whichever backend."""
+    for backend in ("zcompile", "aot_eager"):
+        torch._dynamo.reset()
+        part = zcompile.shard(nn.ModuleDict({"part": make()}))["part"]
+        compiled_part = torch.compile(part, backend=backend)
+        assert root_loss(compiled_part, 0, rank) > 0
+        zeros = {name: torch.zeros_like(parameter) for name, parameter in compiled_part.named_parameters()}
+        assert torch.equal(functional_call(compiled_part, zeros, (torch.ones(2, 6),)), torch.zeros(2, 6))
+        assert root_loss(compiled_part, 0, rank) > 0
+        first = next(part.parameters())
+        first.data = torch.zeros_like(first)
+        with pytest.raises(RuntimeError, match=r"'.data' of parameter 'part\."):
+            root_loss(compiled_part, 0, rank)

@@ -22,7 +22,7 @@ from tests.support.mixtures import (
     sharded,
 )
 from tests.support.raising import Fault, fail
-from tests.support.reference import BF16, close, train_beside
+from tests.support.reference import close, train_beside
 from tests.support.time_limits import scaled
 from zcompile.state.sharded_model import state_of
 
@@ -51,22 +51,6 @@ SHORT = [("eager", Experts, 2), ("compiled", StackedExperts, 2), ("checkpointed"
 )
 def test_ranks_may_hit_different_experts(rank, world, prepared, experts):
     train_beside(rank, world, PREPARED[prepared], make=lambda: MixtureModel(experts), loss=routed_loss, steps=5)
-
-
-@pytest.mark.slow
-def test_gradients_of_units_accumulate(rank, world):
-    train_beside(rank, world, sharded, make=MixtureModel, loss=routed_loss, steps=3, microbatches=3)
-
-
-@pytest.mark.slow
-def test_a_param_dtype_travels(rank, world):
-    prepare = functools.partial(sharded, param_dtype=torch.bfloat16)
-
-    def loss(model, step, rank):
-        with torch.autocast("cpu", torch.bfloat16):
-            return routed_loss(model, step, rank).float()
-
-    train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2, tolerance=2 * BF16)
 
 
 def test_a_rank_that_goes_on_alone_where_its_expert_failed_is_an_error_on_all(rank, world):
@@ -184,16 +168,6 @@ def test_another_entry_of_a_unit_gathers_it(rank, world):
 
     model = train_beside(rank, world, prepare, make=make, loss=routed_loss, steps=3)
     assert state_of(model).units.runtime.order()[-1][0] == 3 * 9
-
-
-@pytest.mark.slow
-def test_a_state_dict_of_units_is_that_of_any_sharded_model(rank, world):
-    model = sharded(MixtureModel())
-    routed_loss(model, 0, rank).backward()
-    other = sharded(MixtureModel(), units=[])
-    other.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        close(routed_loss(model, 1, 0), routed_loss(other, 1, 0), 1e-6, "loss")
 
 
 def test_units_that_cannot_be_are_refused(rank, world):

@@ -7,7 +7,7 @@ from torch import nn
 from tests.support.architectures import HUGGING_FACE, hugging_face
 from tests.support.mixtures import WIDTH, Expert, Experts, Mixture, StackedExperts
 from tests.support.models import Transformer
-from zcompile.units.find import default_units, find_units, implementations
+from zcompile.units.find import default_units, find_units
 
 
 class GroupedExperts(nn.Module):
@@ -80,18 +80,3 @@ def test_a_unit_inside_of_another_is_a_part_of_it():
     assert list(find_units(model, [Mixture, Experts])) == ["0"]
     assert list(find_units(model, [model[0].experts, Expert])) == ["0.experts"]
     assert list(find_units(model, [nn.SiLU])) == []
-
-
-def test_another_implementation_of_experts_is_refused(monkeypatch):
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
-    model = hugging_face("mixtral", "eager")
-    found = implementations(model)
-    assert len(found) == len(model.model.layers)
-    model.config._experts_implementation = "grouped_mm"
-    told = r"'model.layers.0.mlp.experts' computes its experts by 'grouped_mm'.*rank 3"
-    with pytest.raises(RuntimeError, match=told):
-        found[0].check()
-    planned = implementations(model)
-    model.config._experts_implementation = "batched_mm"
-    planned[0].check()  # both are one product
