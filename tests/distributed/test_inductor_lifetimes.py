@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from tests.support.rounding import RIGHT, WRONG, relative_error
+from tests.support.reference import RIGHT, WRONG, relative_error
 
 t = torch.ops.zcompile_test
 library = torch.library.Library("zcompile_test", "DEF")

@@ -12,8 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 import zcompile
 from tests.support.models import Chain
-from tests.support.reference import compiled
-from tests.support.rounding import RIGHT, WRONG, relative_error
+from tests.support.reference import RIGHT, WRONG, compiled, relative_error
 from zcompile.costs.hardware import CPU
 from zcompile.graph.ops import GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
 from zcompile.options import Settings

@@ -10,28 +10,18 @@ from torch.distributed.tensor.parallel import parallelize_module
 import zcompile
 from tests.support.ranks import on_ranks
 from tests.support.reference import losses_of
-from tests.support.subclasses import by_fsdp2, by_zcompile
+from tests.support.subclasses import Block, by_fsdp2, by_zcompile
 
 slow = pytest.mark.slow
 POLICIES = {"fp32": None, "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 WIDTH, HIDDEN, LAYERS = 64, 128, 3
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 def in_float8():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    model = nn.Sequential(*(Block(nn.Parameter, WIDTH, HIDDEN) for _ in range(LAYERS)))
     return convert_to_float8_training(
         model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     )
@@ -97,8 +87,9 @@ def test_float8_training_under_tensor_parallelism_equals_that_of_fsdp2(rank, wor
     def spread():
         model = in_float8()
         for layer in model:
-            del layer.up.bias  # torchao adds it to a part
-            layer.up.bias = None
+            for linear in (layer.up, layer.down):  # torchao adds biases to a part
+                del linear.bias
+                linear.bias = None
             parallelize_module(layer, mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
         return model
 
@@ -127,7 +118,7 @@ def test_quantized_training_equals_that_of_fsdp2(rank, world, kind, policy):
     losses = []
     for prepare in (by_zcompile, by_fsdp2):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Layer() for _ in range(2)))
+        model = nn.Sequential(*(Block(nn.Parameter, WIDTH, HIDDEN) for _ in range(2)))
         quantize_(model, getattr(quantized_training, f"{kind}_training")())
         model = prepare(model, POLICIES[policy])
         assert type(model[0].up.weight.to_local()).__module__.startswith("torchao.prototype.quantized_training")

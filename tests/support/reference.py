@@ -14,6 +14,9 @@ BF16 = 3e-2  # the same of two bf16 runs that sum in another order
 
 ROUNDING = 2e-7  # of a gradient that is zero but for rounding, as of a bias before a normalization
 
+# Rounding is below RIGHT, another result's values are above WRONG: tests must not take one for the other.
+RIGHT, WRONG = 1e-5, 1e-2
+
 Loss = Callable[[nn.Module, int, int], torch.Tensor]  # (model, step, rank) -> loss of that rank at that step
 
 
@@ -52,6 +55,11 @@ def full(tensor):
         whole = DTensor.from_local(as_bytes, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
         return whole.full_tensor().view(tensor.dtype)
     return tensor.full_tensor()
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the error relative to the norm of `expected`; infinite for NaN."""
+    return float(((result - expected).norm() / expected.norm()).nan_to_num(float("inf")))
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, name: str) -> None:

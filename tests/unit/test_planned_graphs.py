@@ -1,4 +1,4 @@
-"""What planned graphs promise to the compiler behind them."""
+"""What planned graphs promise to the compiler behind them; live bytes, against a run that counts what it holds."""
 
 import functools
 
@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph
+from torch.fx import Graph, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.support.decoder import FREE_BYTES, LINK, planned
 from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.trace import trace
 from zcompile.explanation.workloads import Workload
+from zcompile.graph.liveness import Liveness
 from zcompile.graph.ops import (
     GATHER,
     GATHER_CACHED_START,
@@ -108,3 +110,50 @@ def test_a_parameter_that_a_custom_op_reads_is_in_memory_of_torch(read, in_torch
         for target in (GATHER_START, GATHER_CACHED_START)
     )
     assert (len(in_torch), len(elsewhere)) == ((1, 1) if in_torch_memory else (0, 2))
+
+
+class Watcher(Interpreter):
+    """Runs a graph and adds up the storages that are held when each node is done, and what it drops directly after."""
+
+    def __init__(self, module):
+        super().__init__(module, garbage_collect_values=True)
+        self.held = []
+
+    def run_node(self, node):
+        result = super().run_node(node)
+        leaves = torch.utils._pytree.tree_leaves([result, *self.env.values()])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        self.held.append(sum(storages.values()))
+        return result
+
+
+def test_live_bytes_are_what_a_run_holds():
+    """Views, views of views, several results, in-place updates, arguments that are returned."""
+
+    def function(x, y):
+        a, b = (x @ y).chunk(2, dim=1)
+        low, high = torch.aminmax(a * 2, dim=0)
+        c = torch.cat((a, b.relu()), dim=1)
+        c.add_(1)
+        d = c.t().reshape(-1, 4)[1:]
+        values, indices = torch.topk(d.sum(0), 2)
+        return d @ torch.ones(4, 3) + low.sum() + high.sum() + values.sum(), indices, x
+
+    module = make_fx(function, tracing_mode="fake")(torch.randn(6, 8), torch.randn(8, 10))
+    watcher = Watcher(module)
+    watcher.run(torch.randn(6, 8), torch.randn(8, 10))
+    nodes = list(module.graph.nodes)
+    predicted = Liveness(module.graph, fused=False).live_bytes()
+    computed = [i for i, node in enumerate(nodes) if node.op == "call_function"]
+    assert [predicted[i] for i in computed] == [watcher.held[i] for i in computed]
+
+
+def test_what_is_computed_inside_its_readers_takes_no_memory():
+    def function(x, w):
+        return torch.tanh(x * 2 + 1) @ w  # one buffer for the three, and the product
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 4)).graph
+    liveness = Liveness(graph)
+    made = [storage for storage in liveness if storage.maker.op == "call_function"]
+    assert [storage.nbytes for storage in made] == [8 * 8 * 4, 8 * 4 * 4]
