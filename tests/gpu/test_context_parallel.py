@@ -61,4 +61,4 @@ def make_flex():
 def test_flex_attention_trains_as_unsharded(rank, world, transport):
     """Under Inductor: torch's own aot_eager has no gradient of what a score function reads, unless it is an input."""
     prepare = functools.partial(sharded_over, transport, inner="inductor")
-    train_beside(rank, world, prepare, make_flex=make_flex, loss=loss_of, tolerance=1e-3)  # products in TF32
+    train_beside(rank, world, prepare, make=make_flex, loss=loss_of, tolerance=1e-3)  # products in TF32
