@@ -18,10 +18,6 @@ from zcompile.cli import WIDTH
 ROOT = Path(__file__).parents[2]
 
 
-def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=scaled(120))
-
-
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_shows_an_example_of_each_command(arguments, capsys):
     assert cli.main(arguments) == 0
@@ -81,26 +77,21 @@ def test_unknown_command_is_one_line(capsys):
 
 def test_a_command_is_imported_only_when_it_is_asked_for():
     code = "import sys; from zcompile.cli import main; main(['--help']); print(sorted(sys.modules))"
-    modules = python("-c", code).stdout
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(120)).stdout
     assert "zcompile.cli" in modules
     for name in ("zcompile.profile", "zcompile.compiler.backend", "torch._inductor.compile_fx"):
         assert f"'{name}'" not in modules
-
-
-def module(monkeypatch, capsys, *arguments):
-    """The output of `python -m` with these arguments, in this process."""
-    monkeypatch.setattr(sys, "argv", list(arguments))
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    assert not stopped.value.code
-    return capsys.readouterr().out
 
 
 def test_version(monkeypatch, capsys):
     (written,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE) or [
         zcompile.__version__  # setuptools reads it from the package
     ]
-    assert module(monkeypatch, capsys, "zcompile", "--version").strip() == zcompile.__version__ == written
+    monkeypatch.setattr(sys, "argv", ["zcompile", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("zcompile", run_name="__main__", alter_sys=True)
+    assert not stopped.value.code
+    assert capsys.readouterr().out.strip() == zcompile.__version__ == written
 
 
 WITHOUT = """
@@ -110,24 +101,19 @@ sys.argv = {arguments!r}
 {run}
 """
 RUN_MODULE = "runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
-RUN_FILE = "sys.path.insert(0, 'examples'); runpy.run_path({!r}, run_name='__main__')"
+RUN_FILE = "sys.path.insert(0, 'examples'); runpy.run_path('examples/{}.py', run_name='__main__')"
 CASES = [
     pytest.param("psutil", RUN_MODULE.format("zcompile"), "zcompile profile", "profile", id="command"),
-    pytest.param(
-        "tqdm", RUN_FILE.format("examples/train.py"), "examples/train.py", "train", id="train", marks=pytest.mark.slow
+    *(
+        pytest.param(missing, RUN_FILE.format(example), program, extra, id=example, marks=pytest.mark.slow)
+        for missing, example, program, extra in [
+            ("tqdm", "train", "examples/train.py", "train"),
+            ("matplotlib", "moe", "examples/moe.py", "train"),
+            ("deepspeed", "deepspeed_train", "examples/deepspeed_train.py", "deepspeed,train"),
+            ("jinja2", "profile_own_model", "zcompile profile", "profile"),
+        ]
     ),
-    pytest.param(
-        "matplotlib", RUN_FILE.format("examples/moe.py"), "examples/moe.py", "train", id="moe", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "deepspeed", RUN_FILE.format("examples/deepspeed_train.py"), "examples/deepspeed_train.py", "deepspeed,train",
-        id="deepspeed", marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        "jinja2", RUN_FILE.format("examples/profile_own_model.py"), "zcompile profile", "profile", id="profile",
-        marks=pytest.mark.slow,
-    ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("missing, run, program, extra", CASES)

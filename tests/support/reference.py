@@ -11,7 +11,6 @@ from tests.support.models import Transformer, batch, loss_of
 
 FP32 = 2e-5  # relative error of a gradient's norm: fp32 sums in another order, over a few steps
 BF16 = 3e-2  # the same of two bf16 runs that sum in another order
-
 ROUNDING = 2e-7  # of a gradient that is zero but for rounding, as of a bias before a normalization
 
 # Rounding is below RIGHT, another result's values are above WRONG: tests must not take one for the other.

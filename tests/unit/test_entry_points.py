@@ -1,12 +1,18 @@
-"""What a user meets first: the backend's name, a model before any process group, and options that cannot be."""
+"""What a user meets first: the backend's name, a model before any process group, options that cannot be; the compiled
+module: what zcompile/_C.pyi names, the C++ runtime that it uses, its sums of gradients on a CPU.
+"""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch import nn
 
 import zcompile
+from tests.support.reduce_checks import check_means
+from zcompile import _C
 from zcompile.compiler.backend import parse_options
 
 
@@ -58,3 +64,38 @@ def test_a_limit_of_memory_may_have_a_unit(given, nbytes):
 
 def test_inductor_may_pad_shapes_alike_on_all_ranks():
     parse_options({"inductor": {"shape_padding": True, "force_shape_pad": True}})
+
+
+STUB = ast.parse((Path(zcompile.__file__).parent / "_C.pyi").read_text())
+ONLY_A_TYPE = {"Stats"}  # names a dict of the compiled module
+
+
+def names_in(body):
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign):
+            yield node.target.id
+
+
+def public(names):
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_stub_has_the_names_of_the_module():
+    assert public(names_in(STUB.body)) - ONLY_A_TYPE == public(dir(_C))
+
+
+def test_stub_has_the_methods_of_each_class():
+    for node in STUB.body:
+        if isinstance(node, ast.ClassDef) and node.name not in ONLY_A_TYPE:
+            assert public(names_in(node.body)) == public(vars(getattr(_C, node.name))), node.name
+
+
+def test_the_extension_needs_the_shared_runtime():
+    """A second C++ runtime in the process crashes at the first number in an error."""
+    assert b"\0libstdc++.so.6\0" in Path(_C.__file__).read_bytes()
+
+
+def test_means_are_those_of_the_same_arithmetic_op_by_op():
+    check_means("cpu")
