@@ -1,6 +1,5 @@
 """zcompile.fuse_optimizer(offload="moments") on CPU ranks, where a late link stands for a GPU's; tests/gpu has that."""
 
-import contextlib
 import copy
 import gc
 import io
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
 import zcompile
-from tests.support.late_link import LateLink
+from tests.support.late_link import Full, LateLink, small_groups
 from tests.support.models import Chain, Transformer, mean_square, normal
 from tests.support.ranks import on_ranks
 from tests.support.reference import compiled, lm_loss, same_values
@@ -35,17 +34,6 @@ WAITS = [
     ((Queue.TO_DEVICE, Queue.TO_HOST), (Queue.TO_DEVICE,)),
     ((None, Queue.TO_HOST), ()),
 ]
-
-
-@contextlib.contextmanager
-def small_groups(link=None, elements=512):
-    """Groups of so many elements, which cut parameters, over `link`."""
-    with contextlib.ExitStack() as stack:
-        sizes = {"GRAIN": 128, "GROUP_BYTES": 8 * elements}
-        stack.enter_context(mock.patch.multiple("zcompile.training.offload", **sizes))
-        if link is not None:
-            stack.enter_context(mock.patch("zcompile.training.offload.host_link_of", lambda device: link))
-        yield
 
 
 def fused(model, optimizer, link=None):
@@ -353,17 +341,6 @@ def test_a_step_has_no_collective_of_its_own(rank, world):
             optimizer.state_dict()
         counts.append((communication.get_comm_counts(), len(state_of(model).runtime.order()) - started))
     assert counts[0] == counts[1]
-
-
-class Full(LateLink):
-    """Host memory has room for three moments, until there is more."""
-
-    room = 3
-
-    def allocate(self, like):
-        if len(self.hosts) >= self.room:
-            raise RuntimeError("CUDA error: out of memory")
-        return super().allocate(like)
 
 
 @on_ranks(2)

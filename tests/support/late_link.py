@@ -1,6 +1,8 @@
 """A link to host memory on which all is late that nothing waits for; on a CPU, where copies are else done at once."""
 
+import contextlib
 from collections import deque
+from unittest import mock
 
 import torch
 
@@ -67,3 +69,25 @@ class LateLink(HostLink):
     def finish_compute(self):
         """What the program's stream has done when the next forward runs on it."""
         self.reach(self.mark(Queue.COMPUTE))
+
+
+class Full(LateLink):
+    """Host memory has room for three moments, until there is more."""
+
+    room = 3
+
+    def allocate(self, like):
+        if len(self.hosts) >= self.room:
+            raise RuntimeError("CUDA error: out of memory")
+        return super().allocate(like)
+
+
+@contextlib.contextmanager
+def small_groups(link=None, elements=512):
+    """Groups of so many elements, which cut parameters, over `link`."""
+    with contextlib.ExitStack() as stack:
+        sizes = {"GRAIN": 128, "GROUP_BYTES": 8 * elements}
+        stack.enter_context(mock.patch.multiple("zcompile.training.offload", **sizes))
+        if link is not None:
+            stack.enter_context(mock.patch("zcompile.training.offload.host_link_of", lambda device: link))
+        yield

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
-from zcompile.training.offload import COUNTS, Offload, Tensors, are_alike, local_of
+from zcompile.training.local_parts import are_alike, local_of
+from zcompile.training.offload import COUNTS, Offload, Tensors
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
 MAXIMA = 4  # which of their arguments has the maxima of squares, for amsgrad

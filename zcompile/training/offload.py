@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from zcompile.calibration.memory import host_memory_bytes
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.training.host_link import Queue, host_link_of
+from zcompile.training.local_parts import fits, is_sharded_as, local_of, with_local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIRST_MOMENT = 2  # which of the arguments of torch's fused kernel has them; the next one has the second moments
@@ -186,7 +187,7 @@ class Offload:
         """Whether the moments of `parameter`, the `i`-th in `args` of torch's fused kernel, lie in host memory."""
         moments = [args[FIRST_MOMENT + j][i] for j in range(len(MOMENTS))]
         are_on_host = all(self.link.is_host(local_of(moment)) for moment in moments)
-        return id(parameter) in self.parameters and _fits(parameter) and are_on_host
+        return id(parameter) in self.parameters and fits(parameter) and are_on_host
 
     def wait(self, parameter: Any = None) -> None:
         """Let the host go on only when the moments of the last step, or of `parameter` alone, are in host memory."""
@@ -207,7 +208,7 @@ class Offload:
         stepped = [
             (parameter, group)
             for parameter, group in grouped
-            if parameter.grad is not None and id(parameter) in self.parameters and _fits(parameter)
+            if parameter.grad is not None and id(parameter) in self.parameters and fits(parameter)
         ]
         self._move_to_host(optimizer, stepped)
         self.total = sum(_aligned(local_of(parameter).numel(), ALIGNMENT) for parameter, _ in stepped)
@@ -272,7 +273,7 @@ class Offload:
         moved = list(args)
         for i in range(FIRST_MOMENT, FIRST_MOMENT + len(MOMENTS)):
             moved[i] = [
-                _with_local(moment, torch.empty_like(local_of(moment), device=parameter.device).copy_(local_of(moment)))
+                with_local(moment, torch.empty_like(local_of(moment), device=parameter.device).copy_(local_of(moment)))
                 for parameter, moment in zip(args[0], args[i], strict=True)
             ]
         yield moved
@@ -309,7 +310,7 @@ class Offload:
 
     def _is_movable(self, parameter: DTensor, moment: torch.Tensor) -> bool:
         """Whether `moment` is on the device, and sharded as `parameter` is."""
-        return _is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
+        return is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
 
     def _allocate(self, parameters: list[DTensor]) -> list[DTensor]:
         """Uninitialised host memory for a moment of each of `parameters`.
@@ -326,7 +327,7 @@ class Offload:
             memory = [self.link.allocate(local) for local in locals_]
         except (RuntimeError, MemoryError) as error:
             raise RuntimeError(self._no_memory(total, str(error).partition("\n")[0])) from error
-        return [_with_local(parameter, local) for parameter, local in zip(parameters, memory, strict=True)]
+        return [with_local(parameter, local) for parameter, local in zip(parameters, memory, strict=True)]
 
     def _no_memory(self, total: int, reason: str) -> str:
         """The text of an error."""
@@ -345,7 +346,7 @@ class Offload:
             for name in MOMENTS:
                 moment = state.get(name)
                 if moment is not None and moment.device != parameter.device:
-                    state[name] = _with_local(moment, local_of(moment).to(parameter.device))
+                    state[name] = with_local(moment, local_of(moment).to(parameter.device))
 
     def _keep_on_host(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Before `load_state_dict`, which would have all moments on the device at once.
@@ -361,9 +362,9 @@ class Offload:
             return None  # torch raises
         found = []
         for key, parameter in zip(saved, parameters, strict=True):
-            if id(parameter) in self.parameters and _fits(parameter):
+            if id(parameter) in self.parameters and fits(parameter):
                 state = state_dict["state"].get(key, {})
-                found += [(key, name, parameter) for name in MOMENTS if _is_sharded_as(state.get(name), parameter)]
+                found += [(key, name, parameter) for name in MOMENTS if is_sharded_as(state.get(name), parameter)]
         has = {(key, name): optimizer.state.get(parameter, {}).get(name) for key, name, parameter in found}
         missing = [each for each in found if (old := has[each[:2]]) is None or self._is_movable(each[2], old)]
         for each, memory in zip(missing, self._allocate([parameter for *_, parameter in missing]), strict=True):
@@ -382,46 +383,6 @@ class Offload:
                     state[name] = value.target
         if not isinstance(optimizer.state, HostStates):
             optimizer.state = HostStates(self.offloads, optimizer.state)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
-def are_alike(specs: list[Any]) -> bool:
-    """Whether DTensors of these specs are sharded as the first one is. None stands for a plain tensor.
-
-    It runs for each parameter in each step, so it first asks whether specs, and their meshes, are the same objects.
-    """
-    first, *others = specs
-    for other in others:
-        if other is first:
-            continue
-        if other is None or first is None or other.placements != first.placements:
-            return False
-        if other.mesh is not first.mesh and other.mesh != first.mesh:
-            return False
-    return first is not None
-
-
-def _is_sharded_as(tensor: Any, parameter: DTensor) -> bool:
-    return (
-        isinstance(tensor, DTensor) and tensor.shape == parameter.shape and are_alike([tensor._spec, parameter._spec])
-    )
-
-
-def _fits(parameter: Any) -> bool:
-    """Whether moments of `parameter` are streamed: not those of a tensor subclass, whose ops are its own."""
-    local = local_of(parameter)
-    is_plain = isinstance(parameter, DTensor) and type(local) is torch.Tensor
-    return is_plain and local.dtype == torch.float32 and local.is_contiguous()
-
-
-def _with_local(like: torch.Tensor, local: torch.Tensor) -> Any:
-    """`local` as this rank's part of a DTensor like `like`, as FSDP2 has it of offloaded parameters."""
-    return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
