@@ -316,6 +316,9 @@ void bind_model(py::module& module) {
           "assigned_data",
           [](const Model& model, const std::vector<at::Tensor>& parameters) { return model.assigned_data(parameters); },
           py::arg("parameters"))
+      .def("move_to_host", &Model::move_to_host, py::arg("index"), py::arg("host"), py::arg("narrow"))
+      .def("finish_host_step", &Model::finish_host_step, py::arg("indices"))
+      .def("gathered_in", &Model::gathered_in, py::arg("index"))
       .def(
           "count_gather", [](Model& model, const at::Tensor& unsharded) { model.count_gather(unsharded); },
           py::arg("unsharded"))

@@ -112,7 +112,7 @@ def _add_profile(options: Parser) -> None:
 def _add_profile_measurement(add: Callable[..., object]) -> None:
     about = (
         "engines of the list below, or all; with options of the backend as in "
-        "zcompile:transport=nccl:save_for_backward_bytes=0, or zcompile:offload=moments beside fsdp2:offload=all "
+        "zcompile:transport=nccl:save_for_backward_bytes=0, or zcompile:offload=states beside fsdp2:offload=all "
         "(default: zcompile,limit,fsdp2)"
     )
     add("--engines", default="zcompile,limit,fsdp2", metavar="NAME[,NAME...]", help=about)

@@ -145,7 +145,7 @@ std::unique_ptr<Transfer> ShardCache::gather_rows(const GatherRowsRequest& reque
 }
 
 CachedShard* ShardCache::find(const ShardedParam& param, at::ScalarType dtype) {
-  if (param.replicated || param.numel == 0 || param.is_component) return nullptr;
+  if (param.replicated || param.numel == 0 || param.is_component || !param.is_cached_in(dtype)) return nullptr;
   auto& shard = memory_.find_or_add(param, dtype, staleness_);
   HostEffects::prepare([this, &shard] {
     if (is_stale(shard)) refresh();
@@ -166,7 +166,7 @@ at::Tensor ShardCache::alias(const ShardedParam& param, at::ScalarType dtype) {
   const bool is_captured = HostEffects::is_recording();
   if (has_graphs_ && !is_captured) return {};
   const auto* shard = memory_.find(param, dtype);
-  if (!shard) return {};
+  if (!shard || !param.is_cached_in(dtype)) return {};
   if (!is_captured && is_stale(*shard)) refresh();
   if (!shard->block || grads_.is_dead(*shard)) return {};
   const auto numel = param.chunk * context_.world();
@@ -220,6 +220,7 @@ void ShardCache::refresh() {
   if (!has_begun_) begin_refresh();
   grads_.refresh();
   pulls_.start_refresh();
+  for (const auto* shard : memory_.shards()) shard->param->renew_narrow();
   // Main parameters are final, and so are copies that a step wrote.
   pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());
   for (uint32_t group = 0; group < refresh_groups; ++group) refresh_group(group);
@@ -253,13 +254,12 @@ void ShardCache::refresh_group(uint32_t group) {
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
   std::vector<at::Tensor> from, to;
   for (auto* shard : memory_.shards()) {
-    if (!shard->buffer || shard->group != group) continue;
-    const auto& main_param = shard->param->shard;
-    if (is_written_by_step(*shard) || main_param.numel() == 0) continue;
-    from.push_back(main_param.reshape({-1}));
+    if (!shard->buffer || shard->group != group || !shard->param->is_cached_in(shard->dtype)) continue;
+    const auto source = shard->param->source(shard->dtype);
+    if (is_written_by_step(*shard) || source.numel() == 0) continue;
+    from.push_back(source);
     to.push_back(tensor_over(
-        shard->on(context_.rank()), {main_param.numel()},
-        main_param.options().dtype(shard->dtype).requires_grad(false)));
+        shard->on(context_.rank()), {source.numel()}, source.options().dtype(shard->dtype).requires_grad(false)));
   }
   cast(from, to);
   signals_.barrier(
@@ -288,7 +288,7 @@ bool ShardCache::fused_adam_step(c10::ArrayRef<AdamRequest> requests, const Adam
   std::vector<CachedShard*> shards;
   std::vector<CopyTarget> copies;
   for (const auto& request : requests) {
-    const auto& whole = request.param->shard;  // offloaded moments step large ones in pieces, which have no copy
+    const auto& whole = request.param->shard;  // offloaded states are stepped elsewhere, or in pieces, without copies
     const bool is_shard =
         request.main_param.const_data_ptr() == whole.const_data_ptr() && request.main_param.numel() == whole.numel();
     auto* shard = shards.emplace_back(is_shard ? memory_.find_placed(*request.param) : nullptr);

@@ -171,6 +171,7 @@ std::vector<at::Tensor> start_gather(
     if (params.size() > 1) range_of_param.emplace("gather", params[i], dtypes[i]);
     auto [unsharded, padded] = make_unsharded(*params[i], dtypes[i], only_read);
     results.push_back(std::move(unsharded));
+    params[i]->gathered_in.insert(dtypes[i]);
     requests.push_back({params[i], std::move(padded)});
   }
   model.count_gather(results);
@@ -324,6 +325,7 @@ at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor
   const auto flat = flat_indices(indices);
   auto rows = at::empty({flat.numel(), columns}, param->shard.options().dtype(dtype).requires_grad(false));
   const ProfilerRange range("gather_rows", param, dtype, static_cast<int64_t>(rows.nbytes()));
+  param->gathered_in.insert(dtype);
   model.transport()->gather_rows({param, flat, rows})->wait();
   auto sizes = indices.sizes().vec();
   sizes.push_back(columns);

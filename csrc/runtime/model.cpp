@@ -1,6 +1,7 @@
 #include "runtime/model.h"
 
 #include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -45,6 +46,7 @@ void Model::replace(int64_t index, const at::Tensor& leaf) {
   Registry::instance().remove(&param);
   param.leaf = weak_of(leaf);
   param.shard = leaf.detach();
+  param.narrow.reset();
   param.unsharded_versions.clear();
   cache_.drop(param);
   param.accumulation.clear();
@@ -57,6 +59,25 @@ void Model::watch(int64_t index, const std::vector<at::Tensor>& main_params) {
   versions.clear();
   for (const auto& main_param : main_params) {
     if (!main_param.is_inference()) versions.push_back(main_param.unsafeGetTensorImpl()->version_counter());
+  }
+}
+
+void Model::move_to_host(int64_t index, const at::Tensor& host, const at::Tensor& narrow) {
+  auto& param = state(index);
+  const auto mapped = at::for_blob(host.data_ptr(), host.sizes())
+                          .options(param.shard.options())
+                          .target_device(param.shard.device())
+                          .deleter([memory = host.storage()](void*) {})
+                          .make_tensor();
+  if (host.numel() > 0) take_memory(param.shard, mapped);
+  param.narrow = NarrowShard{narrow, param.main_param_version()};
+}
+
+void Model::finish_host_step(const std::vector<int64_t>& indices) {
+  for (const auto index : indices) {
+    auto& param = state(index);
+    for (auto& main_param : param.main_param_versions) main_param.bump();
+    if (param.narrow) param.narrow->version = param.main_param_version();
   }
 }
 

@@ -37,6 +37,14 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void guard_data(int64_t index, const at::Tensor& parameter) { state(index).guarded = parameter.storage(); }
   // The first of `parameters`, by index, to whose `.data` somebody has assigned since; -1: none.
   int64_t assigned_data(at::TensorList parameters) const;
+  // From now on, the main parameter lies in `host`, pinned if the shard is on a GPU, with the values that `host` has.
+  // Every tensor over the shard's storage follows: kernels and copies of the device reach it over the link, at the
+  // host's address. Gathers in the dtype of `narrow`, which has the same values on the device, read that.
+  void move_to_host(int64_t index, const at::Tensor& host, const at::Tensor& narrow);
+  // A step has written such main parameters and their narrow shards: other copies of them are stale.
+  void finish_host_step(const std::vector<int64_t>& indices);
+  // The dtypes in which a parameter was gathered so far.
+  const std::set<at::ScalarType>& gathered_in(int64_t index) { return state(index).gathered_in; }
   // Whether the shard is not to be gathered, because modules have the whole parameter.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
   // `name`: "c10d", "p2p" (made by all ranks together), "p2p in step" or "loopback"; "late ..." and "delayed ..." wrap

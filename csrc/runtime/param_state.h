@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "compat.h"
@@ -45,6 +46,7 @@ struct ParamState : ShardedParam {
 
   bool is_whole = false;  // inside of zcompile.unshard: the modules have it whole, and its values may be others
 
+  std::set<at::ScalarType> gathered_in;  // dtypes
   std::map<at::ScalarType, CachedParam> cached;  // by the dtype in which it was gathered
   GradAccumulation accumulation;
   at::Tensor unreduced;  // the sum of gradients whose reduce the program defers; of the parameter's shape

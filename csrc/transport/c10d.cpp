@@ -35,8 +35,9 @@ class C10dTransport : public Transport {
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
     std::vector<GatherRequest> sharded;
     for (const auto& request : requests) {
+      if (request.param->narrow) HostEffects::prepare([param = request.param] { param->renew_narrow(); });
       if (request.param->replicated) {
-        cast({request.param->shard.reshape({-1})}, {request.padded});
+        cast({request.param->source(request.padded.scalar_type())}, {request.padded});
       } else {
         sharded.push_back(request);
       }
@@ -65,7 +66,7 @@ class C10dTransport : public Transport {
     const auto rank = context_.rank();
     std::vector<at::Tensor> shards, places, slots;
     for (const auto& [param, padded] : requests) {
-      shards.push_back(param->shard.reshape({-1}));
+      shards.push_back(param->source(padded.scalar_type()));
       slots.push_back(padded.narrow(0, rank * param->chunk, param->chunk));
       places.push_back(slots.back().narrow(0, 0, param->length_of(rank)));
     }
@@ -92,7 +93,7 @@ class C10dTransport : public Transport {
     std::vector<at::Tensor> shards, pieces, places;
     int64_t offset = 0;
     for (const auto& [param, padded] : requests) {
-      shards.push_back(param->shard.reshape({-1}));
+      shards.push_back(param->source(padded.scalar_type()));
       pieces.push_back(unpacked(row, offset, param->length_of(rank), padded));
       places.push_back(padded);
       offset += packed_bytes(param->chunk, padded);

@@ -400,12 +400,12 @@ def test_more_than_the_machines_memory_is_not_asked_for(rank, world):
 @on_ranks(2)
 def test_what_cannot_be_offloaded_is_refused(rank, world):
     model, optimizer = linear()
-    with pytest.raises(ValueError, match="offload is None or 'moments', not 'states'"):
-        zcompile.fuse_optimizer(model, optimizer, offload="states")
+    with pytest.raises(ValueError, match="offload is None, 'moments' or 'states', not 'all'"):
+        zcompile.fuse_optimizer(model, optimizer, offload="all")
     narrow = zcompile.shard(nn.Linear(4, 4).bfloat16())
     with pytest.raises(ValueError, match=r"takes float32 parameters, but .weight. is torch\.bfloat16"):
         zcompile.fuse_optimizer(narrow, torch.optim.AdamW(narrow.parameters(), fused=True), offload="moments")
-    for first, second in ((None, "moments"), ("moments", None)):
+    for first, second in ((None, "moments"), ("moments", None), ("moments", "states"), ("states", "moments")):
         model, optimizer = linear()
         zcompile.fuse_optimizer(model, optimizer, offload=first)
         with pytest.raises(ValueError, match="with another offload before"):

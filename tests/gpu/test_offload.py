@@ -1,4 +1,4 @@
-"""Adam's moments in host memory: their place, the time of a step, and the same numbers as on the GPU."""
+"""Adam's states in host memory: their place, the time of a step, and the same numbers as on the GPU."""
 
 import contextlib
 import copy
@@ -15,9 +15,12 @@ from tests.support.gpu import Wide, compiled_over
 from tests.support.models import Chain
 from tests.support.ranks import on_gpus
 from tests.support.reference import same_values
+from zcompile.state.attributes import SHARDED
 from zcompile.training import offload as offloading
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OFFLOADS = ["moments", "states"]
+IN_BF16 = {"param_dtype": torch.bfloat16}
 
 
 def loss_of(model, step, rank):
@@ -26,9 +29,28 @@ def loss_of(model, step, rank):
         return model(x).float().square().mean()
 
 
-def make(transport, layers=4):
+def make(transport, layers=4, **how):
     torch.manual_seed(0)
-    return compiled_over(transport, Chain(*(Wide() for _ in range(layers)), nn.Linear(2048, 77)).cuda())
+    return compiled_over(transport, Chain(*(Wide() for _ in range(layers)), nn.Linear(2048, 77)).cuda(), **how)
+
+
+def state_bytes(model, offload):
+    """Of this rank, in host memory."""
+    each = 4 * (3 if offload == "states" else 2)
+    return sum(each * parameter.to_local().numel() for parameter in model.parameters())
+
+
+def freed_bytes(model, offload):
+    """Of this rank: with "states", the GPU has bfloat16 shards instead."""
+    narrow = sum(2 * parameter.to_local().numel() for parameter in model.parameters())
+    return state_bytes(model, offload) - (narrow if offload == "states" else 0)
+
+
+def is_on_host(parameter):
+    """Whether the main parameter, a tensor of the GPU, lies in pinned memory."""
+    on_host, local = getattr(parameter, SHARDED)().on_host, parameter.to_local()
+    assert local.is_cuda and parameter.dtype == torch.float32
+    return on_host is not None and on_host.main.is_pinned() and on_host.main.data_ptr() == local.data_ptr()
 
 
 def results_of(model, optimizer):
@@ -36,12 +58,12 @@ def results_of(model, optimizer):
     states = optimizer.state_dict()["state"]
     values = {f"{i}.{name}": states[i][name] for i in sorted(states) for name in ("step", *MOMENTS)}
     local = {name: getattr(value, "_local_tensor", value).cuda() for name, value in values.items()}
-    return {name: parameter.to_local().detach() for name, parameter in model.named_parameters()} | local
+    return {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()} | local
 
 
-def trained(rank, transport, offload, make_optimizer, group_bytes):
-    """Eight steps, over a checkpoint that changes between offloaded and not in between."""
-    model = make(transport)
+def trained(rank, transport, offload, make_optimizer, group_bytes, how):
+    """Eight steps, with a copy of the states loaded in between, and the losses."""
+    model, losses = make(transport, **how), []
     model[1].down.requires_grad_(False)
     parameters = [*model.parameters()]
     other = nn.Parameter(torch.ones(3, device="cuda"))
@@ -51,37 +73,42 @@ def trained(rank, transport, offload, make_optimizer, group_bytes):
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
     with mock.patch.object(offloading, "GROUP_BYTES", group_bytes):
         for step in range(8):
-            (loss_of(model, step, rank) + other.square().sum()).backward()
+            losses.append(loss_of(model, step, rank) + other.square().sum())
+            losses[-1].backward()
             zcompile.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             if step == 3:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return results_of(model, optimizer), optimizer, other
+    assert all(is_on_host(each) == (offload == "states") for each in model.parameters() if each.requires_grad)
+    losses = {str(i): loss.detach() for i, loss in enumerate(losses)}
+    return results_of(model, optimizer) | losses, optimizer, other
 
 
 # 1 MiB: matrices in pieces, and slots taken again and again. 128 MiB: whole matrices, whose copies p2p writes.
 @pytest.mark.parametrize("group_bytes", [1 << 20, 128 << 20])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("transport", ["p2p", "delayed p2p", "c10d"])
+@pytest.mark.parametrize("offload, how", [("moments", {}), ("states", {}), ("states", IN_BF16)])
 @on_gpus(2)
-def test_steps_are_those_without_offload(rank, world, transport, make_optimizer, group_bytes):
-    offloaded, optimizer, other = trained(rank, transport, "moments", make_optimizer, group_bytes)
+def test_steps_are_those_without_offload(rank, world, transport, make_optimizer, group_bytes, offload, how):
+    offloaded, optimizer, other = trained(rank, transport, offload, make_optimizer, group_bytes, how)
     for parameter, state in optimizer.state.items():
         for name in MOMENTS:
             local = getattr(state[name], "_local_tensor", state[name])
             assert local.is_cuda if parameter is other else local.is_pinned()
-    same_values(offloaded, trained(rank, transport, None, make_optimizer, group_bytes)[0])
+    same_values(offloaded, trained(rank, transport, None, make_optimizer, group_bytes, how)[0])
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
 @on_gpus(2)
-def test_scaled_steps_are_those_without_offload(rank, world):
+def test_scaled_steps_are_those_without_offload(rank, world, offload):
     results = []
-    for offload in ("moments", None):
+    for each in (offload, None):
         model = make("p2p")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        zcompile.fuse_optimizer(model, optimizer, offload=offload)
+        zcompile.fuse_optimizer(model, optimizer, offload=each)
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=2)
         for step in range(5):
             scaler.scale(loss_of(model, step, rank) * (float("inf") if step == 2 else 1)).backward()
@@ -92,31 +119,35 @@ def test_scaled_steps_are_those_without_offload(rank, world):
     same_values(*results)
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
 @on_gpus(1)
-def test_states_move_to_the_host_and_back_when_the_model_is_gone(rank, world):
+def test_states_move_to_the_host_and_back_when_the_model_is_gone(rank, world, offload):
     """fuse_optimizer comes after a step. Later only the optimizer, and the DTensors that it has, live on."""
     model = make("c10d")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loss_of(model, 0, rank).backward()
     optimizer.step()
     optimizer.zero_grad()
-    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    zcompile.fuse_optimizer(model, optimizer, offload=offload)
     before = torch.cuda.memory_allocated()
-    moments = sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
+    freed = freed_bytes(model, offload)
     loss_of(model, 1, rank).backward()
     optimizer.step()
     torch.cuda.synchronize()
-    assert before - torch.cuda.memory_allocated() > 0.99 * moments
+    assert before - torch.cuda.memory_allocated() > 0.99 * freed
+    values = [parameter.to_local().clone() for parameter in model.parameters()]
     del model
     gc.collect()
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    for parameter, value in zip(optimizer.param_groups[0]["params"], values, strict=True):
+        assert (parameter.to_local() < value).all()
     assert all(state[name].to_local().is_cuda for state in optimizer.state.values() for name in MOMENTS)
 
 
 def peak_of_step(rank, offload):
-    """Bytes at the peak of forward and backward that the model adds, and of moments, in the third step."""
+    """Bytes at the peak of forward and backward that the model adds in the third step, and that offload frees."""
     gc.collect()
     before = torch.cuda.memory_allocated()  # of a model before, which Dynamo may keep
     model = make("c10d", layers=16)
@@ -129,32 +160,37 @@ def peak_of_step(rank, offload):
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
-    return peak, sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
+    return peak, freed_bytes(model, offload)
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
 @on_gpus(1)
-def test_the_peak_falls_by_the_moments(rank, world):
-    (peak, moments), (offloaded, _) = peak_of_step(rank, None), peak_of_step(rank, "moments")
-    assert abs(peak - offloaded - moments) < 0.02 * moments, (peak, offloaded, moments)
+def test_the_peak_falls_by_the_states(rank, world, offload):
+    (peak, _), (offloaded, freed) = peak_of_step(rank, None), peak_of_step(rank, offload)
+    assert abs(peak - offloaded - freed) < 0.02 * freed, (peak, offloaded, freed)
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
 @on_gpus(1)
-def test_a_checkpoint_loads_without_gpu_memory_for_moments(rank, world):
+def test_a_checkpoint_loads_without_gpu_memory_for_states(rank, world, offload):
     """Into an optimizer that has no state yet, and into one that has."""
     model = make("c10d", layers=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    zcompile.fuse_optimizer(model, optimizer, offload=offload)
     loss_of(model, 0, rank).backward()
     optimizer.step()
     expected = results_of(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
+    parameters = {name: parameter.to("cpu") for name, parameter in model.state_dict().items()}
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, fresh, offload="moments")
-    moments = sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
+    zcompile.fuse_optimizer(model, fresh, offload=offload)
+    moments = state_bytes(model, "moments")
     for loads in (fresh, optimizer):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         loads.load_state_dict(state)
+        if offload == "states":
+            model.load_state_dict(parameters)
         assert torch.cuda.max_memory_allocated() - before < 0.1 * moments
         assert all(state[name].to_local().is_pinned() for state in loads.state.values() for name in MOMENTS)
         same_values(results_of(model, loads), expected)
@@ -188,28 +224,30 @@ def link_rate():
     return size / seconds(both_ways, 5)
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
 @on_gpus(1)
-def test_a_step_takes_as_long_as_its_copies(rank, world):
+def test_a_step_takes_as_long_as_its_copies(rank, world, offload):
     """Copies go both ways at once, and beside the kernels: one after the other, it would be twice as long."""
     rate = link_rate()
     model = make("c10d", layers=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    zcompile.fuse_optimizer(model, optimizer, offload=offload)
     times = []
     for step in range(5):
         loss_of(model, step, rank).backward()
         times.append(seconds(optimizer.step, 1))
         optimizer.zero_grad()
-    moments = sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
-    assert min(times) < 1.5 * moments / rate, (times, moments, rate)
+    copied = state_bytes(model, offload)
+    assert min(times) < 1.5 * copied / rate, (times, copied, rate)
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
 @on_gpus(1)
-def test_the_host_does_not_wait_in_a_step(rank, world):
+def test_the_host_does_not_wait_in_a_step(rank, world, offload):
     """The next forward is started while the last groups are copied."""
     model = make("c10d")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    zcompile.fuse_optimizer(model, optimizer, offload=offload)
     for step in range(4):
         loss_of(model, step, rank).backward()
         torch.cuda.synchronize()

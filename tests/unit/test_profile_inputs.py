@@ -78,7 +78,7 @@ def build():
         (["--engines", "limit:transport=nccl"], "engine 'limit' takes no options"),
         (["--engines", "fsdp2:transport=nccl"], "engine 'fsdp2' takes no option but offload"),
         (["--engines", "eager:bucket_bytes=0"], "engine 'eager' takes no option but transport, offload"),
-        (["--engines", "zcompile:offload=all"], "offload is moments, not 'all'"),
+        (["--engines", "zcompile:offload=all"], "offload is moments or states, not 'all'"),
         (["--model", "no/such model"], "no model 'no/such model': built in are tiny"),
         (["--model", "3B"], "no model of size '3B': built in are tiny"),
         (["--module", "missing.py:build"], "there is no file 'missing.py'"),

@@ -265,6 +265,7 @@ class ShardedModel:
         leaf = sharded.make_leaf(local)
         setattr(leaf, MODEL, self)
         sharded.leaf_reference = weakref.ref(leaf)
+        sharded.on_host = None
         self.runtime.replace(sharded.index, leaf)
         self.install_leaf(sharded)
         return True

@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from zcompile.state.sharded_model import ShardedModel
 
 
+class OnHost(NamedTuple):
+    """A main parameter in host memory; see [Note: main parameters in host memory] in training/main_parameters.py."""
+
+    main: torch.Tensor  # on the CPU
+    narrow: torch.Tensor  # on the device: what gathers read
+
+
 @dataclass(eq=False)
 class ShardedParameter:
     """One parameter of a sharded model and what its modules need to read it."""
@@ -39,6 +46,7 @@ class ShardedParameter:
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
     unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
     extension: GatherExtension | None = None  # of a tensor subclass with FSDP2's all-gather hooks
+    on_host: OnHost | None = None  # if the main parameter lies in host memory
     has_deferred: bool = False  # `.grad` is a factor; see `defer_grad`
     factor_version: int = 0  # of that, which the program may not change between two backwards; -1: it changes now
     unreduced: torch.Tensor | None = None  # the gradients that have added up

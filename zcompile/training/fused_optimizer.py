@@ -19,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.training.local_parts import are_alike, local_of
+from zcompile.training.main_parameters import note_writes
 from zcompile.training.offload import COUNTS, Offload, Tensors
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
 MAXIMA = 4  # which of their arguments has the maxima of squares, for amsgrad
-OFFLOADS = ("moments",)
+OFFLOADS = "moments", "states"
 
 
 def fuse_optimizer(
@@ -47,7 +48,9 @@ def fuse_optimizer(
         offload: "moments" keeps both Adam moments of the model's parameters, which must be float32, in pinned host
             memory; a step copies them to the GPU and back, group by group. Main parameters and gradients stay on the
             GPU. A moment taken from `optimizer.state` before a step may be read after it only once `optimizer.state`,
-            or `optimizer.state_dict()`, has been read again.
+            or `optimizer.state_dict()`, has been read again. "states" also keeps main parameters there that are always
+            gathered in one narrower dtype: the GPU has a copy in that dtype, and reads and writes of the parameters
+            go over the link. Those in `param_dtype` move in this call, others in the first step after a forward.
 
     Returns:
         `optimizer`, whose `step` is another.
@@ -61,13 +64,13 @@ def fuse_optimizer(
     _check_optimizer(optimizer)
     if offload is not None and offload not in OFFLOADS:
         raise ValueError(
-            f"zcompile.fuse_optimizer: offload is None or {', '.join(map(repr, OFFLOADS))}, not {offload!r}."
+            f"zcompile.fuse_optimizer: offload is None, {' or '.join(map(repr, OFFLOADS))}, not {offload!r}."
         )
     inner: Any = optimizer.step
     models = getattr(inner, "fused_by_zcompile", ())
     if any(each() is state for each in models):
-        offloaded = [each.model() for each in getattr(optimizer.state, "offloads", ())]
-        if (offload is not None) != any(each is state for each in offloaded):
+        before = [each.kind for each in getattr(optimizer.state, "offloads", ()) if each.model() is state]
+        if before != [offload] * (offload is not None):
             raise ValueError(
                 "zcompile.fuse_optimizer was called with another offload before: leave out one of the calls."
             )
@@ -75,7 +78,7 @@ def fuse_optimizer(
     unbound = getattr(inner, "__func__", None)
     if unbound is None:  # a scheduler was there before
         unbound = functools.wraps(inner)(lambda self: inner())
-    fused: Any = _fused_step(unbound, state, None if offload is None else Offload(state, optimizer))
+    fused: Any = _fused_step(unbound, state, None if offload is None else Offload(offload, state, optimizer))
     fused.fused_by_zcompile = (*models, weakref.ref(state))
     # Weak: if the optimizer's own `step` held the optimizer, nothing would free it, nor its states, before the next gc.
     reference = weakref.ref(optimizer)
@@ -116,10 +119,11 @@ def _fused_step(unbound: Callable[..., Any], state: ShardedModel, offload: Offlo
         model = mode.state
         models = [] if model is None else models_of(model)
         ours = {id(sharded.parameter) for each in models for sharded in each.parameters.values()}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in ours:
-                    parameter.grad = None
+        stepped = [parameter for group in self.param_groups for parameter in group["params"] if id(parameter) in ours]
+        for parameter in stepped:
+            parameter.grad = None
+        if offload is None:  # an earlier optimizer may have moved them to the host
+            note_writes(stepped)
         return loss
 
     return fused

@@ -1,16 +1,17 @@
-"""Adam's moments in host memory: a step takes them through the GPU, group by group, beside its compute.
+"""Adam's states in host memory: a step takes them through the GPU, group by group, beside its compute.
 
 [Note: streamed steps]
-The moments of a model's parameters lie in pinned host memory; main parameters and gradients lie on the GPU. A step
-takes parameters in groups of at most `GROUP_BYTES` of moments, and large parameters in pieces. Each group has a slot,
-one of `SLOTS` pairs of GPU buffers: its moments are copied in, stepped by the kernel that would have stepped them on
-the GPU, and copied out. So one group is copied in while another is stepped and a third is copied out. Four waits order
-them:
+The moments of a model's parameters lie in pinned host memory, and with `offload="states"` main parameters, too
+(main_parameters.py); gradients lie on the GPU. A step takes parameters in groups of at most `GROUP_BYTES` of states,
+and large parameters in pieces. Each group has a slot, one of `SLOTS` sets of GPU buffers: its states are copied in,
+stepped by the kernel that would have stepped them on the GPU, and copied out. So one group is copied in while another
+is stepped and a third is copied out. Four waits order them:
   - The first copy to the device waits for the work before the step, which may still use the memory of the buffers.
   - A group is stepped after it has arrived.
   - A group is copied out after it has been stepped.
   - The next group is copied into a slot after the last one was copied out of it.
-The program's stream waits for the compute alone, so the next forward may run while the last groups are copied out.
+With "moments", the program's stream waits for the compute alone, so the next forward may run while the last groups are
+copied out. With "states", that stream also waits for the last copy, since any later kernel may read main parameters.
 Until they are, host memory has old moments, or half of the new ones. So `optimizer.state` is a mapping each read of
 which first waits on the host for these copies: `state_dict`, copies and the next step read through it.
 
@@ -23,7 +24,7 @@ import functools
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +32,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from zcompile import _C
 from zcompile.calibration.memory import host_memory_bytes
 from zcompile.state.sharded_model import ShardedModel, models_of
+from zcompile.state.sharded_parameter import OnHost
 from zcompile.training.host_link import Queue, host_link_of
 from zcompile.training.local_parts import fits, is_sharded_as, local_of, with_local
+from zcompile.training.main_parameters import finish_step, move_to_host, narrow_dtype, on_host
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-FIRST_MOMENT = 2  # which of the arguments of torch's fused kernel has them; the next one has the second moments
+MAIN, FIRST_MOMENT = 0, 2  # which of the arguments of torch's fused kernel has them; behind, the second moments
 COUNTS = 5  # which of them counts steps
-GROUP_BYTES = 64 << 20  # of both moments: 1.3 ms of a link at 50 GB/s, far more than the start of a copy takes
+GROUP_BYTES = 64 << 20  # of all states: 1.3 ms of a link at 50 GB/s, far more than the start of a copy takes
 SLOTS = 3  # one is copied in, one is stepped, one is copied out
 GRAIN = 4096  # elements: parameters are cut at multiples
 ALIGNMENT = 128  # elements: moments begin at multiples in a buffer
@@ -107,10 +111,10 @@ def _aligned(numel: int, alignment: int) -> int:
 
 
 class Slot:
-    """GPU memory of both moments of one group at a time, and a mark that is passed when it may be written."""
+    """GPU memory of the states of one group at a time, and a mark that is passed when it may be written."""
 
-    def __init__(self, capacity: int, device: torch.device, free: Any):
-        self.buffer = torch.empty(len(MOMENTS), capacity, dtype=torch.float32, device=device)
+    def __init__(self, rows: int, capacity: int, device: torch.device, free: Any):
+        self.buffer = torch.empty(rows, capacity, dtype=torch.float32, device=device)
         self.free = free
 
 
@@ -157,14 +161,22 @@ class Loaded:
 
 
 class Offload:
-    """The moments of one model's parameters, in one optimizer. It has no reference to either."""
+    """The states of one model's parameters, in one optimizer. It has no reference to either.
 
-    def __init__(self, state: ShardedModel, optimizer: torch.optim.Optimizer):
-        self.model = weakref.ref(state)
-        _check_dtypes(self.find_parameters(), optimizer)
+    Args:
+        kind: "moments", or "states" for main parameters, too. Those whose gathers have a `param_dtype` move at once.
+    """
+
+    def __init__(self, kind: str, state: ShardedModel, optimizer: torch.optim.Optimizer):
+        self.kind, self.model = kind, weakref.ref(state)
+        _check_dtypes(kind, self.find_parameters(), optimizer)
         found = (sharded for each in models_of(state) for sharded in each.parameters.values())
         self.link = host_link_of(next(found).parameter.device)
+        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        movable = self._movable(parameter for parameter in trained if parameter.requires_grad)
+        move_to_host(movable, map(local_of, self._allocate([*movable])))
         self.slots: list[Slot] = []  # empty but during a step
+        self.streamed: list[Any] = []  # parameters of this step
         self.total = self.capacity = 0  # elements of this step's parameters, and of a slot
         self.turn = 0  # counts groups of this step
         self.copied_out: Any = None  # a mark, unless all moments are in host memory
@@ -212,16 +224,21 @@ class Offload:
         ]
         self._move_to_host(optimizer, stepped)
         self.total = sum(_aligned(local_of(parameter).numel(), ALIGNMENT) for parameter, _ in stepped)
-        self.capacity = _aligned(max(1, min(self.total, GROUP_BYTES // 4 // len(MOMENTS))), GRAIN)
+        rows = len(MOMENTS) + any(on_host(parameter) is not None for parameter, _ in stepped)
+        self.capacity = _aligned(max(1, min(self.total, GROUP_BYTES // 4 // rows)), GRAIN)
         self.turn = 0
         if stepped:  # now, since torch has counted the step when it calls its kernel
-            self._make_slots(local_of(stepped[0][0]).device)
+            self._make_slots(rows, local_of(stepped[0][0]).device)
         try:
             yield
         finally:
             for slot in self.slots:
                 self.link.release(slot.buffer)
             self.slots = []
+            if self.copied_out is not None and any(on_host(parameter) is not None for parameter in self.streamed):
+                self.link.wait(Queue.COMPUTE, self.copied_out)
+            finish_step(self.streamed)
+            self.streamed = []
 
     def stream(self, parameters: list[Any], tensors: Tensors, step: Step) -> None:
         """Call `step` for `parameters`, group by group.
@@ -230,31 +247,45 @@ class Offload:
             tensors: as torch's fused kernel takes them, this rank's parts. The moments lie in host memory.
         """
         self.in_flight |= {id(parameter) for parameter in parameters}
-        for pieces in plan_groups([shard.numel() for shard in tensors[0]], self.capacity):
-            self._stream_group(pieces, tensors, step)
+        self.streamed += parameters
+        mains = [on_host(parameter) for parameter in parameters]
+        for pieces in plan_groups([shard.numel() for shard in tensors[MAIN]], self.capacity):
+            self._stream_group(pieces, tensors, mains, step)
 
-    def _stream_group(self, pieces: list[Piece], tensors: Tensors, step: Step) -> None:
+    def _stream_group(self, pieces: list[Piece], tensors: Tensors, mains: list[OnHost | None], step: Step) -> None:
         """Copy a group in, step it, copy it out. See [Note: streamed steps] for the waits."""
         link, slot = self.link, self._take_slot()
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
         group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # in host memory, and on the device
-        for i, buffer in enumerate(slot.buffer, FIRST_MOMENT):
-            on_device = [piece.in_buffer(buffer, like) for piece, like in zip(pieces, group[0], strict=True)]
-            copies += zip(group[i], on_device, strict=True)
-            group[i] = on_device
+        casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # main parameters, and their narrow shards
+        buffers = slot.buffer.unbind()
+        for k, piece in enumerate(pieces):
+            hosts = {i: group[i][k] for i in (FIRST_MOMENT, FIRST_MOMENT + 1)}
+            if main := mains[piece.item]:
+                hosts[MAIN] = piece.of(main.main)
+            for buffer, (i, host) in zip(buffers, hosts.items(), strict=False):
+                copies.append((host, piece.in_buffer(buffer, host)))
+                group[i][k] = copies[-1][1]
+            if main:
+                casts.append((group[MAIN][k], piece.of(main.narrow)))
+        items, done = [piece.item for piece in pieces], [piece.item for piece in pieces if piece.is_last]
+
+        def compute() -> None:
+            step(items, done, group)
+            _C.cast([main for main, _ in casts], [narrow for _, narrow in casts])
+
         link.run(Queue.TO_DEVICE, lambda: _copy([(buffer, host) for host, buffer in copies]))
         link.wait(Queue.COMPUTE, link.mark(Queue.TO_DEVICE))
-        items, done = [piece.item for piece in pieces], [piece.item for piece in pieces if piece.is_last]
-        link.run(Queue.COMPUTE, lambda: step(items, done, group))
+        link.run(Queue.COMPUTE, compute)
         link.wait(Queue.TO_HOST, link.mark(Queue.COMPUTE))
         link.run(Queue.TO_HOST, lambda: _copy(copies))
         slot.free = self.copied_out = link.mark(Queue.TO_HOST)
 
-    def _make_slots(self, device: torch.device) -> None:
+    def _make_slots(self, rows: int, device: torch.device) -> None:
         free = self.link.mark(Queue.COMPUTE)
         count = min(SLOTS, -(-self.total // self.capacity))
-        self.slots = [Slot(self.capacity, device, free) for _ in range(max(1, count))]
+        self.slots = [Slot(rows, self.capacity, device, free) for _ in range(max(1, count))]
 
     def _take_slot(self) -> Slot:
         """The next slot. Later work in the queue to the device waits until the slot is free."""
@@ -284,7 +315,7 @@ class Offload:
     def _move_to_host(self, optimizer: torch.optim.Optimizer, stepped: list[tuple[Any, dict[str, Any]]]) -> None:
         """Make moments of those that have none, and move those that are on the device, as after a step without offload.
 
-        Memory for all of them is there before the first one is changed.
+        So it does with main parameters. Memory for all of them is there before the first one is changed.
         """
         states = {parameter: optimizer.state.get(parameter) or {} for parameter, _ in stepped}
         missing = [
@@ -293,7 +324,10 @@ class Offload:
             for name in MOMENTS
             if not state or (name in state and self._is_movable(parameter, state[name]))
         ]
-        memory = dict(zip(missing, self._allocate([parameter for parameter, _ in missing]), strict=True))
+        movable = self._movable(parameter for parameter, _ in stepped)
+        allocated = self._allocate([*movable, *(parameter for parameter, _ in missing)])
+        move_to_host(movable, map(local_of, allocated[: len(movable)]))
+        memory = dict(zip(missing, allocated[len(movable) :], strict=True))
         for parameter, group in stepped:
             state = states[parameter]
             if not state:  # as torch would, on the device
@@ -312,8 +346,16 @@ class Offload:
         """Whether `moment` is on the device, and sharded as `parameter` is."""
         return is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
 
+    def _movable(self, parameters: Iterable[Any]) -> dict[Any, torch.dtype]:
+        """Those whose main parameters are to move to the host now, with the dtype in which they are gathered."""
+        if self.kind != "states":
+            return {}
+        ours = (parameter for parameter in parameters if id(parameter) in self.parameters and fits(parameter))
+        dtypes = {parameter: narrow_dtype(parameter) for parameter in ours}
+        return {parameter: dtype for parameter, dtype in dtypes.items() if dtype is not None}
+
     def _allocate(self, parameters: list[DTensor]) -> list[DTensor]:
-        """Uninitialised host memory for a moment of each of `parameters`.
+        """Uninitialised host memory for a state of each of `parameters`.
 
         Raises:
             RuntimeError: there is not as much; says how much, and the remedy.
@@ -332,10 +374,10 @@ class Offload:
     def _no_memory(self, total: int, reason: str) -> str:
         """The text of an error."""
         return (
-            f"zcompile.fuse_optimizer(offload='moments') asked for {total} bytes ({_gib(total)}) of pinned host memory "
-            f"for Adam's moments on rank {dist.get_rank()}, and did not get them: {reason}. No state was changed. Give "
-            "the container or the machine more memory, raise its limit of locked memory (ulimit -l), train on more "
-            "ranks, or leave offload out."
+            f"zcompile.fuse_optimizer(offload={self.kind!r}) asked for {total} bytes ({_gib(total)}) of pinned host "
+            f"memory for states of Adam on rank {dist.get_rank()}, and did not get them: {reason}. No state was "
+            "changed. Give the container or the machine more memory, raise its limit of locked memory (ulimit -l), "
+            "train on more ranks, or leave offload out."
         )
 
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
@@ -391,12 +433,12 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         to.copy_(source, non_blocking=True)
 
 
-def _check_dtypes(names: dict[int, str], optimizer: torch.optim.Optimizer) -> None:
+def _check_dtypes(kind: str, names: dict[int, str], optimizer: torch.optim.Optimizer) -> None:
     """Refuse parameters that train in another dtype, whose moments torch's fused step refuses to take from the host."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) in names and parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(
-                f"zcompile.fuse_optimizer(offload='moments') takes float32 parameters, but '{names[id(parameter)]}' is "
+                f"zcompile.fuse_optimizer(offload={kind!r}) takes float32 parameters, but '{names[id(parameter)]}' is "
                 f"{parameter.dtype} (rank {dist.get_rank()}). Shard the model in float32, with zcompile.shard(model, "
                 "param_dtype=torch.bfloat16), or leave offload out."
             )

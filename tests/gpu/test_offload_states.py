@@ -1,0 +1,220 @@
+"""Main parameters in host memory: reads and writes of them, and gathers that see these, on GPUs."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+import zcompile
+from tests.support.gpu import Wide, compiled_over
+from tests.support.models import Chain
+from tests.support.ranks import on_gpus
+from tests.support.reference import same_values
+from zcompile.state.attributes import SHARDED
+from zcompile.state.sharded_model import state_of
+
+FULL = StateDictOptions(full_state_dict=True)
+FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def make(transport, offload, seed=0):
+    torch.manual_seed(seed)
+    model = compiled_over(transport, Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda(), param_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, zcompile.fuse_optimizer(model, optimizer, offload=offload)
+
+
+def loss_of(model, step, rank):
+    x = torch.randn(64, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank))
+    return model(x).float().square().mean()
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def results_of(model, optimizer):
+    """Copies of this rank's parts, on the CPU."""
+    states = optimizer.state_dict()["state"]
+    values = dict(model.named_parameters()) | {f"{i}.{name}": each for i in states for name, each in states[i].items()}
+    return {name: getattr(value, "_local_tensor", value).detach().cpu().clone() for name, value in values.items()}
+
+
+def whole(model):
+    with zcompile.unshard(model):
+        return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+READS = {
+    "full_tensor": lambda model: {name: each.full_tensor() for name, each in model.named_parameters()},
+    "clone": lambda model: {name: each.detach().to_local().clone() for name, each in model.named_parameters()},
+    "cpu": lambda model: {name: each.to_local().cpu() for name, each in model.named_parameters()},
+    "sum": lambda model: {name: each.detach().double().square().sum() for name, each in model.named_parameters()},
+    "deepcopy": lambda model: copy.deepcopy(model.state_dict()),
+    "full state dict": lambda model: get_model_state_dict(model, options=FULL),
+    "full state dict on the CPU": lambda model: get_model_state_dict(model, options=FULL_ON_CPU),
+    "full_parameters": lambda model: dict(zcompile.full_parameters(model)),
+    "unshard": whole,
+}
+
+
+@pytest.mark.parametrize("transport", ["p2p", "c10d"])
+@on_gpus(2)
+def test_reads_give_the_main_parameters_of_the_last_step(rank, world, transport):
+    values = []
+    for offload in ("states", None):
+        model, optimizer = make(transport, offload)
+        for step, (name, read) in enumerate(READS.items()):
+            train(model, optimizer, rank, [step])
+            values.append({f"{name}.{key}": value for key, value in read(model).items()})
+    for offloaded, expected in zip(values[: len(READS)], values[len(READS) :], strict=True):
+        same_values(offloaded, expected)
+
+
+def load(model, optimizer, how):
+    """Values of another model."""
+    torch.manual_seed(5)
+    other = zcompile.shard(Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda())
+    how(model, copy.deepcopy(other.state_dict()))
+
+
+@torch.no_grad()
+def halve(model, optimizer):
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def write_back(model, optimizer):
+    with zcompile.unshard(model, writeback=True), torch.no_grad():
+        model[0].up.weight[3:9] = 0.25
+
+
+def step_of_another(model, optimizer):
+    loss_of(model, 9, 0).backward()
+    other = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    other.step()
+    other.zero_grad()
+
+
+def step_of_another_fused(model, optimizer):
+    other = zcompile.fuse_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    train(model, other, 0, [9, 10])
+
+
+def step_without_backward(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+
+
+EDITS = {
+    "in place": halve,
+    "load_state_dict": lambda *each: load(*each, nn.Module.load_state_dict),
+    "from the CPU": lambda *each: load(
+        *each, lambda model, state: model.load_state_dict({name: value.to("cpu") for name, value in state.items()})
+    ),
+    "set_model_state_dict": lambda *each: load(*each, set_model_state_dict),
+    "unshard": write_back,
+    "another optimizer": step_of_another,
+    "another fused optimizer": step_of_another_fused,
+    "no backward": step_without_backward,
+}
+
+
+@pytest.mark.parametrize("transport", ["p2p", "delayed p2p", "c10d"])
+@on_gpus(2)
+def test_the_next_forward_reads_what_is_written(rank, world, transport):
+    for name, edit in EDITS.items():
+        results = []
+        for offload in ("states", None):
+            model, optimizer = make(transport, offload)
+            train(model, optimizer, rank, range(3))
+            with torch.no_grad():
+                before = loss_of(model, 0, rank)
+            edit(model, optimizer)
+            with torch.no_grad():
+                after, again = loss_of(model, 0, rank), loss_of(model, 0, rank)
+            assert torch.equal(after, again) and not torch.equal(before, after), name
+            train(model, optimizer, rank, range(3, 5))
+            results.append(results_of(model, optimizer) | {"loss": after.cpu()})
+        same_values(*results)
+
+
+def rank_resumes(rank, world, path):
+    """From and to each of offloaded and not, by DCP."""
+    results = []
+    for saves in ("states", None):
+        model, optimizer = make("p2p", saves)
+        train(model, optimizer, rank, range(3))
+        model_state, state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=f"{path}/{saves}")
+        for loads in ("states", None):
+            model, optimizer = make("p2p", loads, seed=7)
+            model_state, state = get_state_dict(model, optimizer)
+            dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=f"{path}/{saves}")
+            set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
+            train(model, optimizer, rank, range(3, 6))
+            results.append(results_of(model, optimizer))
+    for result in results[1:]:
+        same_values(result, results[0])
+
+
+def test_checkpoints_resume_with_and_without_offload(gpus, tmp_path):
+    gpus(2).run(rank_resumes, str(tmp_path))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_gpus()
+def test_captured_graphs_read_narrow_shards(rank, world):
+    results = []
+    for offload in ("states", None):
+        torch.manual_seed(0)
+        model = zcompile.shard(Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda(), param_dtype=torch.bfloat16)
+        model.compile(backend="zcompile", mode="reduce-overhead")
+        if world > 1:
+            state_of(model).runtime.use_transport("p2p")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        zcompile.fuse_optimizer(model, optimizer, offload=offload)
+        train(model, optimizer, rank, range(6))
+        halve(model, optimizer)
+        train(model, optimizer, rank, range(6, 9))
+        assert zcompile.stats(model)["cuda_graphs"]["replays"] >= 6, zcompile.stats(model)["cuda_graphs"]
+        results.append(results_of(model, optimizer))
+    same_values(*results)
+
+
+@on_gpus(2)
+def test_evaluation_in_float32_reads_main_parameters(rank, world):
+    """What training gathers in bfloat16: by autocast, so they move in the first step."""
+    losses = []
+    for offload in ("states", None):
+        torch.manual_seed(0)
+        model = compiled_over("p2p", Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        zcompile.fuse_optimizer(model, optimizer, offload=offload)
+        for step in range(4):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = loss_of(model, step, rank)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            cached_bytes = zcompile.stats(model)["transport_bytes"]
+            with torch.no_grad():
+                losses.append(loss_of(model, 0, rank))
+            if offload:  # peers keep no float32 copies, which each step would make from host memory
+                assert zcompile.stats(model)["transport_bytes"] == cached_bytes
+        on_host = [getattr(each, SHARDED)().on_host is not None for each in model.parameters()]
+        assert all(on_host) if offload else not any(on_host)
+    same_values(losses[:4], losses[4:])

@@ -1,0 +1,99 @@
+"""Main parameters in host memory: which ones, what gathers read in their place, and what may change them.
+
+[Note: main parameters in host memory]
+A main parameter that is always gathered in one narrow dtype is read in float32 by the optimizer alone. With
+`fuse_optimizer(offload="states")` its memory is pinned memory of the host. The DTensor, its storage and its device stay
+the same: kernels and copies of a GPU reach pinned memory at the host's address. So every reader finds float32 values,
+only more slowly: `state_dict`, checkpoints that are saved or loaded, `full_tensor`, gathers in another dtype.
+
+Gathers in that dtype read the *narrow shard*, a copy on the device. Three things change a main parameter:
+  - A streamed step (offload.py) writes both. At its end, the program's stream waits for the copies to the host, so
+    later reads find the new values.
+  - In-place operations move a version counter, and the next gather casts again (`ShardedParam::renew_narrow`).
+  - Kernels of other optimizers move no counter. A hook after all steps does.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zcompile import _C
+from zcompile.state.attributes import SHARDED
+from zcompile.state.sharded_parameter import OnHost, ShardedParameter
+from zcompile.training.local_parts import local_of
+
+
+def sharded_by(parameter: torch.Tensor) -> ShardedParameter | None:
+    """What `parameter`, a DTensor of a sharded model that is not freed, belongs to; else None."""
+    sharded: ShardedParameter | None = getattr(parameter, SHARDED, lambda: None)()
+    return sharded
+
+
+def on_host(parameter: torch.Tensor) -> OnHost | None:
+    """The main parameter of `parameter`, if it lies in host memory and the model is not freed."""
+    sharded = sharded_by(parameter)
+    return sharded.on_host if sharded is not None else None
+
+
+def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+    """The dtype of all gathers of `parameter` if its main parameter may move to the host; None if it may not.
+
+    Without `param_dtype`, gathers until now decide. A scalar is not worth it. Memory that other tensors share stays.
+    All ranks come to one answer, also those without a row of the parameter: peer to peer, no rank caches the parameter
+    in other dtypes then (`ShardedParam::is_cached_in`).
+    """
+    sharded = sharded_by(parameter)
+    if sharded is None or sharded.on_host is not None or sharded.leaf_reference() is None or not sharded.shape:
+        return None
+    layout, local = sharded.layout, local_of(parameter)
+    dtypes = {layout.dtype} if layout.dtype is not None else sharded.state.runtime.gathered_in(sharded.index)
+    is_alone = local.storage_offset() == 0 and local.untyped_storage().nbytes() == local.nbytes
+    if len(dtypes) != 1 or not is_alone:
+        return None
+    (dtype,) = dtypes
+    return dtype if dtype.is_floating_point and 1 < dtype.itemsize < local.itemsize else None
+
+
+@torch.no_grad()
+def move_to_host(dtypes: Mapping[Any, torch.dtype], memory: Iterable[torch.Tensor]) -> None:
+    """Let the main parameters of the keys lie in `memory` of the host, one tensor each; gathers are in `dtypes`."""
+    if any(parameter.is_cuda for parameter in dtypes):
+        torch.cuda.synchronize()  # streams of transports may still read the memory that is freed now
+    for (parameter, dtype), host in zip(dtypes.items(), memory, strict=True):
+        sharded, local = sharded_by(parameter), local_of(parameter)
+        assert sharded is not None  # `narrow_dtype` has found it
+        host.copy_(local)
+        narrow = torch.empty(local.shape, dtype=dtype, device=local.device)
+        _C.cast([local.detach()], [narrow])
+        sharded.state.runtime.move_to_host(sharded.index, host, narrow)
+        sharded.on_host = OnHost(host, narrow)
+    _watch_steps()
+
+
+def finish_step(parameters: Iterable[torch.Tensor]) -> None:
+    """A step has written the main parameters and the narrow shards of those of `parameters` that are on the host."""
+    for parameter in parameters:
+        sharded = sharded_by(parameter)
+        if sharded is not None and sharded.on_host is not None and sharded.leaf_reference() is not None:
+            sharded.state.runtime.finish_host_step([sharded.index])
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step of any optimizer."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    note_writes(parameter for parameter in parameters if parameter.grad is not None)
+
+
+def note_writes(parameters: Iterable[torch.Tensor]) -> None:
+    """Narrow shards of `parameters` are old, but for those that `finish_step` will hear of."""
+    for parameter in parameters:
+        if on_host(parameter) is not None:
+            torch.autograd.graph.increment_version(local_of(parameter))
