@@ -50,6 +50,7 @@ py::dict as_dict(Model& model) {
   result["gathers"] = stats.gathers;
   result["reduces"] = stats.reduces;
   result["replica_bytes"] = stats.replica_bytes;
+  result["host_shard_bytes"] = stats.host_shard_bytes;
   result["peak_unsharded_bytes"] = stats.peak_unsharded_bytes;
   result["own_bytes"] = model.own_bytes();
   result["transport"] = model.transport()->name();
@@ -433,10 +434,14 @@ void bind_model(py::module& module) {
           "defer",
           [](Model& model, const std::string& what) {
             const auto reduces = what == "reduces" ? Model::Deferral::kReduces : Model::Deferral::kNone;
-            model.defer(what == "replicas" ? Model::Deferral::kReplicas : reduces);
+            model.defer(what == "replicas" || what == "hosts" ? Model::Deferral::kReplicas : reduces);
           },
           py::arg("what"))
       .def("take_unreduced", &Model::take_unreduced, py::arg("index"))
+      .def("spread_over_hosts", &Model::spread_over_hosts)
+      .def("add_host_shard", &Model::add_host_shard, py::arg("index"), py::arg("dtype"))
+      .def("gather_host_shards", &Model::gather_host_shards, ReleaseGil(), py::arg("stepped"))
+      .def("reduce_over_hosts", &Model::reduce_deferred_over_hosts, ReleaseGil(), py::arg("indices"), py::arg("sums"))
       .def("count_replicas", &Model::count_replicas, py::arg("bytes"))
       .def("take_base", &Model::take_base, py::arg("index"))
       .def("has_base", &Model::has_base, py::arg("index"))

@@ -61,14 +61,16 @@ std::unique_ptr<Transfer> Reducer::reduce(c10::ArrayRef<ReduceRequest> requests)
   begin();
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
   std::vector<at::Tensor> sums;
-  for (const auto& request : requests) sums.push_back(make_sum(request.out, request.grad.scalar_type()));
+  for (const auto& request : requests) {
+    sums.push_back(make_sum(*request.param, request.out, request.grad.scalar_type()));
+  }
   for (const auto& piece : cut(requests, sums)) {
     count_piece();
     push(piece);
     add_up(piece);
   }
   for (size_t i = 0; replicas_ && i < requests.size(); ++i) {
-    mean_over_replicas(context_, sums[i], requests[i].out, requests[i].extras);
+    mean_over_replicas(context_, *requests[i].param, sums[i], requests[i].out, requests[i].extras);
   }
   return end();
 }
@@ -78,7 +80,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   const auto sums = sum_rows(request);
   begin();
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
-  const auto sum = make_sum(request.out, request.wire);
+  const auto sum = make_sum(*request.param, request.out, request.wire);
   const auto columns = request.grad.size(1), rows = request.param->chunk / columns;
   const auto most = rows_of_slot(columns * static_cast<int64_t>(c10::elementSize(request.wire)));
   for (int64_t begin = 0; begin < rows; begin += most) {
@@ -87,7 +89,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
     push_rows(piece);
     add_up_rows(piece, sum);
   }
-  if (replicas_) mean_over_replicas(context_, sum, request.out, request.extras);
+  if (replicas_) mean_over_replicas(context_, *request.param, sum, request.out, request.extras);
   return end();
 }
 
@@ -125,8 +127,9 @@ void Reducer::begin() {
 }
 
 // Where this rank's slice is added up, flat. With replicas it is not the result yet: their sums are added up too.
-at::Tensor Reducer::make_sum(const at::Tensor& out, at::ScalarType wire) const {
-  return replicas_ ? at::empty({out.numel()}, out.options().dtype(sum_dtype(wire))) : out.view({-1});
+at::Tensor Reducer::make_sum(const ShardedParam& param, const at::Tensor& out, at::ScalarType wire) const {
+  if (!replicas_) return out.view({-1});
+  return at::empty({param.length_of(context_.rank())}, out.options().dtype(sum_dtype(wire)));
 }
 
 std::unique_ptr<Transfer> Reducer::end() {

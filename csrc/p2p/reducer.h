@@ -96,7 +96,7 @@ class Reducer {
   Number piece_tag(size_t hash) const;
   void begin();
   SortedRows sum_rows(const ReduceRowsRequest& request);
-  at::Tensor make_sum(const at::Tensor& out, at::ScalarType wire) const;
+  at::Tensor make_sum(const ShardedParam& param, const at::Tensor& out, at::ScalarType wire) const;
   std::unique_ptr<Transfer> end();
   std::vector<Piece> cut(c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const;
   void push(const Piece& piece);

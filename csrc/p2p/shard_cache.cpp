@@ -217,6 +217,7 @@ void ShardCache::refresh() {
     staleness_.finish_refresh();
     return;
   }
+  context_.ready_host_shards();
   if (!has_begun_) begin_refresh();
   grads_.refresh();
   pulls_.start_refresh();

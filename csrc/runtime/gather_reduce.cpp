@@ -176,6 +176,7 @@ std::vector<at::Tensor> start_gather(
   }
   model.count_gather(results);
   model.note_gathers(params, dtypes.front());
+  if (auto* hosts = model.host_shards()) hosts->ready(params);
   const auto transport = model.transport();
   const auto transfer = std::make_shared<SharedTransfer>(transport, transport->gather(requests));
   for (size_t i = 0; i < results.size(); ++i) {
@@ -261,6 +262,13 @@ void refuse_split_backward(const Model& model, const ParamState& param) {
       "in eager.");
 }
 
+void note_reduces(Model& model, c10::ArrayRef<ParamState*> params) {
+  auto* hosts = model.host_shards();
+  for (size_t i = 0; hosts && i < params.size(); ++i) {
+    hosts->note_reduce(*params[i], model.keeps_in_flight() || takes_gradient(*params[i]));
+  }
+}
+
 // Adds to what is unreduced, at the width of the main parameter. Zeros stand in for what the reduce would give.
 at::Tensor defer_reduce(const Model& model, ParamState* param, const at::Tensor& grad) {
   if (!model.keeps_in_flight() && !takes_gradient(*param)) {
@@ -287,6 +295,7 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
     for (size_t i = 0; i < params.size(); ++i) results.push_back(defer_reduce(model, params[i], grads[i]));
     return results;
   }
+  note_reduces(model, params);
   for (size_t i = 0; i < params.size(); ++i) wires.push_back(as_wire(*transport, *params[i], grads[i]));
   const ProfilerRange range("reduce", params, wires.front().scalar_type());
   c10::SmallVector<ReduceRequest, 1> requests;
@@ -319,13 +328,14 @@ at::Tensor flat_indices(const at::Tensor& indices) { return as_flat(indices.to(a
 }  // namespace
 
 at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor& indices) {
-  const auto& model = model_of(param);
+  auto& model = model_of(param);
   const OneThread guard(param->name, model.rank());
   const auto columns = columns_of(*param);
   const auto flat = flat_indices(indices);
   auto rows = at::empty({flat.numel(), columns}, param->shard.options().dtype(dtype).requires_grad(false));
   const ProfilerRange range("gather_rows", param, dtype, static_cast<int64_t>(rows.nbytes()));
   param->gathered_in.insert(dtype);
+  if (auto* hosts = model.host_shards()) hosts->ready({param});
   model.transport()->gather_rows({param, flat, rows})->wait();
   auto sizes = indices.sizes().vec();
   sizes.push_back(columns);
@@ -344,6 +354,7 @@ at::Tensor reduce_rows_start(
     spread_rows(sum_rows(as_flat(grad).view({flat.numel(), columns_of(*param)}), flat, dtype), dense);
     return defer_reduce(model, param, dense);
   }
+  note_reduces(model, param);
   const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
   const auto rows = as_flat(grad).view({flat.numel(), columns_of(*param)});
   const auto wire = transport->wire_dtype(*param, dtype);

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -52,11 +53,13 @@ void Model::replace(int64_t index, const at::Tensor& leaf) {
   param.accumulation.clear();
   if (param.squares) param.squares.emplace(param.shard);
   Registry::instance().add(&param);
+  if (host_shards_) host_shards_->expire({&param});
 }
 
 void Model::watch(int64_t index, const std::vector<at::Tensor>& main_params) {
   auto& versions = state(index).main_param_versions;
   versions.clear();
+  if (host_shards_) host_shards_->expire({&state(index)});
   for (const auto& main_param : main_params) {
     if (!main_param.is_inference()) versions.push_back(main_param.unsafeGetTensorImpl()->version_counter());
   }
@@ -149,6 +152,10 @@ void Model::count_replicas(int64_t bytes) {
   HostEffects::note([this, bytes] { stats_->count_replicas(bytes); });
 }
 
+void Model::count_host_shards(int64_t bytes) {
+  HostEffects::note([this, bytes] { stats_->count_host_shards(bytes); });
+}
+
 void Model::fill(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gathered) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     take_memory(tensors[i], gathered.at(i));
@@ -173,6 +180,7 @@ void Model::end_caching() {
     param->accumulation.clear();
   }
   transport_->finish_caching();
+  if (host_shards_) host_shards_->expire_reduced();
 }
 
 void Model::accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner) {
@@ -182,6 +190,9 @@ void Model::accumulate_onto(int64_t index, const at::Tensor& gradient, const std
 
 std::optional<at::Tensor> Model::take_unreduced(int64_t index) {
   auto sum = std::exchange(state(index).unreduced, {});
+  if (sum.defined() && sum.is_cuda()) {  // peer to peer, the memory of sums over a host is of the transport's stream
+    sum.record_stream(c10::impl::VirtualGuardImpl(sum.device().type()).getStream(sum.device()));
+  }
   return sum.defined() ? std::make_optional(std::move(sum)) : std::nullopt;
 }
 
@@ -214,7 +225,18 @@ void Model::note_backward() {
   InFlightTable::instance().abandon(weak_from_this());
   if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this()] { self->transport_->finish_backward(); });
+      [self = shared_from_this()] { self->finish_backward(); });
+}
+
+std::vector<ParamState*> Model::states(const std::vector<int64_t>& indices) {
+  std::vector<ParamState*> states;
+  for (const auto index : indices) states.push_back(&state(index));
+  return states;
+}
+
+void Model::finish_backward() {
+  transport_->finish_backward();
+  if (host_shards_ && !is_caching()) host_shards_->expire_reduced();
 }
 
 }  // namespace zcompile

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/host_shards.h"
 #include "runtime/microbatch_cache.h"
 #include "runtime/param_state.h"
 #include "runtime/stats.h"
@@ -29,6 +30,16 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
 
   // `leaf` is the autograd leaf over the shard; see [Note: who owns a model] in param_state.h.
   int64_t add(ParamState param, const at::Tensor& leaf);  // its index
+  // Lets main parameters be spread over hosts; see host_shards.h.
+  void spread_over_hosts() { host_shards_ = std::make_unique<HostShards>(*this); }
+  HostShards* host_shards() { return host_shards_.get(); }  // none: they are not
+  // See HostShards; parameters by index.
+  void add_host_shard(int64_t index, std::optional<at::ScalarType> dtype) { host_shards_->add(state(index), dtype); }
+  void gather_host_shards(const std::vector<int64_t>& stepped) { host_shards_->gather_after_step(states(stepped)); }
+  std::vector<at::Tensor> reduce_deferred_over_hosts(
+      const std::vector<int64_t>& indices, const std::vector<std::optional<at::Tensor>>& sums) {
+    return host_shards_->reduce_deferred(states(indices), sums);
+  }
   void replace(int64_t index, const at::Tensor& leaf);
   // `main_params` are tensors other than the shard through which users may write to it.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
@@ -68,6 +79,14 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void count_gathered_rows(const at::Tensor& rows) override { count(rows, &StatsCounter::count_gather); }
   void count_reduce(const at::Tensor& wire) override { count(wire, &StatsCounter::count_reduce); }
   void count_replicas(int64_t bytes) override;
+  void count_host_shards(int64_t bytes) override;
+  void ready_host_shards() override {
+    if (host_shards_) host_shards_->ready_all();
+  }
+  void reduce_over_hosts(
+      const ShardedParam& param, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras) override {
+    host_shards_->reduce_or_defer(state(param.index), sum, std::move(out), extras);
+  }
 
   Stats stats() { return stats_->get(); }
   // Unsharded bytes that this model alone gathered and reduced.
@@ -90,7 +109,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
 
   // A step of AdamW with some parameters of this model, by the transport; see Transport::fused_adam_step.
   bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
-    return transport_->fused_adam_step(requests, settings);
+    return !host_shards_ && transport_->fused_adam_step(requests, settings);
   }
 
   // From begin_caching() to end_caching() main parameters stay as they are. What gather_cached_start gathers stays
@@ -140,7 +159,11 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
  private:
   void count(const at::Tensor& moved, void (StatsCounter::*in_stats)(at::ScalarType dtype, int64_t bytes));
 
+  void finish_backward();
+  std::vector<ParamState*> states(const std::vector<int64_t>& indices);
+
   std::vector<std::unique_ptr<ParamState>> params_;
+  std::unique_ptr<HostShards> host_shards_;
   std::vector<std::shared_ptr<OrderLog>> orders_;
   std::shared_ptr<std::vector<Part>> parts_;  // with this one
   std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on

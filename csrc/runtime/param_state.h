@@ -25,6 +25,7 @@
 namespace zcompile {
 
 class Model;
+struct HostShard;
 
 // An unsharded parameter that stays from one microbatch to the next; see MicrobatchCache.
 struct CachedParam {
@@ -49,7 +50,10 @@ struct ParamState : ShardedParam {
   std::set<at::ScalarType> gathered_in;  // dtypes
   std::map<at::ScalarType, CachedParam> cached;  // by the dtype in which it was gathered
   GradAccumulation accumulation;
-  at::Tensor unreduced;  // the sum of gradients whose reduce the program defers; of the parameter's shape
+  // The sum of gradients whose reduce, or whose sum over hosts, the program defers. Of the parameter's shape, or flat
+  // and like the host shard.
+  at::Tensor unreduced;
+  std::shared_ptr<HostShard> host;  // of a main parameter that is a piece of a host shard; see host_shards.h
   std::optional<GradSquares> squares;  // while squares are collected
 };
 

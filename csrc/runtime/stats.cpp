@@ -47,6 +47,11 @@ void StatsCounter::count_replicas(int64_t bytes) {
   stats_.replica_bytes += bytes;
 }
 
+void StatsCounter::count_host_shards(int64_t bytes) {
+  std::lock_guard lock(mutex_);
+  stats_.host_shard_bytes += bytes;
+}
+
 int64_t StatsCounter::live_unsharded_bytes() {
   int64_t live = 0;
   std::erase_if(unsharded_, [&](const auto& entry) {

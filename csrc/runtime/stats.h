@@ -18,6 +18,7 @@ struct Stats {
   BytesByDtype gathered_bytes{};  // bytes of unsharded tensors
   BytesByDtype reduced_bytes{};
   int64_t replica_bytes = 0;  // of shards of gradients, received from replicas
+  int64_t host_shard_bytes = 0;  // of pieces of host shards, received from other hosts
   int64_t gathers = 0;
   int64_t reduces = 0;
   int64_t peak_unsharded_bytes = 0;  // most bytes of gathered storages alive at once
@@ -32,6 +33,7 @@ class StatsCounter {
   void count_gather(at::ScalarType dtype, int64_t bytes);  // of a tensor, or of some rows of one
   void count_reduce(at::ScalarType dtype, int64_t bytes);
   void count_replicas(int64_t bytes);
+  void count_host_shards(int64_t bytes);
 
  private:
   int64_t live_unsharded_bytes();

@@ -123,7 +123,7 @@ class C10dTransport : public Transport {
     offset = 0;
     for (const auto& [param, grad, out, extras] : requests) {
       const auto length = param->length_of(rank);
-      sums.push_back({unpacked(received, offset, length, grad), out, extras});
+      sums.push_back({param, unpacked(received, offset, length, grad), out, extras});
       offset += packed_bytes(length, grad);
     }
     auto works = start_all_to_all(
@@ -138,14 +138,16 @@ class C10dTransport : public Transport {
     std::vector<C10dReduce::Sum> sums;
     if (context_.world() == 1) {  // a collective of one rank would copy each gradient
       for (const auto& [param, grad, out, extras] : requests) {
-        sums.push_back({grad.view({1, grad.numel()}), out, extras});
+        sums.push_back({param, grad.view({1, grad.numel()}), out, extras});
       }
       return std::make_unique<C10dReduce>(context_, std::vector<Work>(), std::move(sums));
     }
     for (const auto& [param, grad, out, extras] : requests) {
       const auto native = sums_natively(*param);
-      const auto rows = native ? 1 : context_.world(), length = native ? param->chunk : out.numel();
-      sums.push_back({at::empty({rows, length}, grad.options()), out, extras, native ? padded(*param, grad) : grad});
+      const auto rows = native ? 1 : context_.world();
+      const auto length = native ? param->chunk : param->length_of(context_.rank());
+      auto received = at::empty({rows, length}, grad.options());
+      sums.push_back({param, std::move(received), out, extras, native ? padded(*param, grad) : grad});
     }
     CoalescedCollectives works(
         resolve_group(context_.groups().reduce), requests.front().grad.device(), requests.size());

@@ -19,19 +19,26 @@ void PackedGather::wait() {
 
 void C10dReduce::wait() {
   C10dTransfer::wait();
-  for (const auto& [received, out, extras, sent] : sums_) {
-    const auto rows = received.narrow(1, 0, out.numel()).unbind(0);
+  for (const auto& [param, received, out, extras, sent] : sums_) {
+    const auto length = param->length_of(context_.rank());
+    const auto rows = received.narrow(1, 0, length).unbind(0);
     if (context_.groups().replicate.empty()) {
       mean(rows, context_.divisor(), out, extras);
       continue;
     }
-    auto sum = at::empty({out.numel()}, received.options().dtype(sum_dtype(received.scalar_type())));
+    auto sum = at::empty({length}, received.options().dtype(sum_dtype(received.scalar_type())));
     mean(rows, 1.0, sum);  // a sum: divided once, below
-    mean_over_replicas(context_, sum, out, extras);
+    mean_over_replicas(context_, *param, sum, out, extras);
   }
 }
 
-void mean_over_replicas(TransportContext& context, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras) {
+void mean_over_replicas(
+    TransportContext& context, const ShardedParam& param, const at::Tensor& sum, at::Tensor out,
+    const ReduceExtras& extras) {
+  if (param.host_shard.defined()) {
+    context.reduce_over_hosts(param, sum, out, extras);
+    return;
+  }
   auto replicas = resolve_group(context.groups().replicate);
   const auto count = replicas->getSize();
   const auto divisor = context.divisor(count);

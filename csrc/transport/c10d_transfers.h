@@ -54,6 +54,7 @@ class PackedGather : public C10dTransfer {
 class C10dReduce : public C10dTransfer {
  public:
   struct Sum {
+    const ShardedParam* param;
     at::Tensor received;  // one row per rank, or one that is their sum; each contiguous, the last ones maybe padding
     at::Tensor out;
     ReduceExtras extras;

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "kernels/numerics.h"
 #include "transport/param.h"
 
 namespace zcompile {
@@ -15,7 +16,7 @@ namespace zcompile {
 struct Groups {
   std::string gather;  // the ranks that share the shards
   std::string reduce;  // the same ranks, another communicator: gathers and reduces overlap only then
-  std::string replicate;  // ranks that hold the same shard; empty without replication
+  std::string replicate;  // ranks that hold the same shard, or pieces of it; empty on a mesh of one dimension
 };
 
 // Parameters that are sharded over one mesh. A model may have several: dense layers over one, experts over another.
@@ -58,10 +59,17 @@ class TransportContext {
   // Whether reduces leave out the sum over replicas, which the program makes up for.
   virtual bool defers_replicas() const = 0;
 
+  // See [Note: host shards] in runtime/host_shards.h. Lets the current stream wait until all of them may be read.
+  virtual void ready_host_shards() {}
+  // Fills `out` (shaped like the main parameter) from `sum`, flat, over the ranks of this host.
+  virtual void reduce_over_hosts(
+      const ShardedParam& /*param*/, const at::Tensor& /*sum*/, at::Tensor /*out*/, const ReduceExtras& /*extras*/) {}
+
   virtual void count_gather(at::TensorList unsharded) = 0;
   virtual void count_gathered_rows(const at::Tensor& rows) = 0;
   virtual void count_reduce(const at::Tensor& wire) = 0;
   virtual void count_replicas(int64_t bytes) = 0;  // of shards that this rank received from its replicas
+  virtual void count_host_shards(int64_t bytes) = 0;  // of main parameters that it received from other hosts
 
  private:
   Groups groups_;

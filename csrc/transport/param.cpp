@@ -7,6 +7,7 @@
 namespace zcompile {
 
 at::Tensor ShardedParam::source(at::ScalarType dtype) const {
+  if (host_shard.defined()) return host_shard;
   return (narrow && narrow->copy.scalar_type() == dtype ? narrow->copy : shard).reshape({-1});
 }
 

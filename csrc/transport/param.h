@@ -22,6 +22,9 @@ struct ShardedParam : ShardLayout {
   int64_t index = 0;  // in the model's table
   std::string name;
   at::Tensor shard;  // this rank's piece, in the dtype of the main parameter; not the autograd leaf over it
+  // The piece that this rank has inside of its host, flat, where `shard` is only a part of that; else undefined. See
+  // [Note: host shards] in runtime/host_shards.h.
+  at::Tensor host_shard;
   std::vector<int64_t> shape;  // of the unsharded parameter
   std::optional<at::ScalarType> reduce_dtype;
   // The class of the main parameter, if that is a tensor subclass with FSDP2's all-gather hooks; else empty. Its

@@ -171,6 +171,17 @@ def check_microbatches(names, rank, world):
     same_parameters(names["model"], trained_on_one_rank(world, microbatches=2))
 
 
+def check_hosts(names, rank, world):
+    """Two hosts with a rank each: a step's gather has brought half of the model."""
+    model = names["model"]
+    same_parameters(model, trained_on_one_rank(world, microbatches=2))
+    shards = [parameter.shape[0] // 2 * parameter[0].numel() for parameter in LanguageModel().parameters()]
+    zcompile.reset_stats(model)
+    model(**names["batches"][0]).loss.backward()
+    received = zcompile.stats(model)
+    assert received["host_shard_bytes"] == 0 and received["replica_bytes"] >= 4 * sum(shards)
+
+
 def check_zero3(names, rank, world):
     expected = trained_on_one_rank(world, microbatches=2)
     nn.init.zeros_(expected.head.bias)
@@ -186,6 +197,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("docs/guide.md", "Is it faster, and why"): check_explained,
     ("docs/guide.md", "Compile once"): check_artifact,
     ("docs/guide.md", "Microbatches"): check_microbatches,
+    ("docs/guide.md", "Several hosts"): check_hosts,
     ("docs/guide.md", "Coming from FSDP2"): check_microbatches,
     ("docs/guide.md", "Leave DeepSpeed"): check_zero3,
 }

@@ -1,6 +1,7 @@
 """The code blocks of Markdown pages, and checks of those that are no Python: commands and parts of configs."""
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch.distributed import run
 
 from tests.support.deepspeed_config import config_of
 from zcompile import cli
@@ -82,8 +84,11 @@ def check_commands(text: str) -> None:
     """
     commands = [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
     assert commands
+    checks = {"zcompile": check_zcompile, "make": check_make, "pip": check_pip, "torchrun": check_torchrun}
     for program, *arguments in commands:
-        check = {"zcompile": check_zcompile, "make": check_make, "pip": check_pip}.get(program)
+        if program == "srun":  # whose own options are before the command that it runs
+            program, *arguments = itertools.dropwhile(lambda word: word.startswith("--"), arguments)
+        check = checks.get(program)
         if check is None:
             raise ValueError(f"no check for the command {program!r}")
         check(arguments)
@@ -106,6 +111,11 @@ def check_zcompile(arguments: list[str]) -> None:
         engines = importlib.import_module("zcompile.profile.engines")
         for name in engines.names_of(parsed.engines):
             engines.find(name)
+
+
+def check_torchrun(arguments: list[str]) -> None:
+    """Names options that torchrun has."""
+    run.get_args_parser().parse_args(arguments)
 
 
 def check_make(arguments: list[str]) -> None:

@@ -17,7 +17,7 @@ from zcompile.sharding.plan import ShardPlan
 from zcompile.sharding.precision import MixedPrecision
 from zcompile.state.attributes import MODEL
 from zcompile.state.gather_extension import GatherExtension, leaf_of, name_of, part_held_by, subclass_of
-from zcompile.state.placement import Placement, as_dtensor, layout_for, local_shard, part_of
+from zcompile.state.placement import Placement, as_dtensor, layout_for, part_of
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
 from zcompile.state.user_hooks import carry_hooks
@@ -102,11 +102,13 @@ def _shard_parameter(
         reduce_dtype=policy.reduce_dtype,
         subclass="" if kind is None else name_of(kind),
     )
-    dtensor = as_dtensor(parameter.detach(), local, state.mesh, dim)
+    dtensor = as_dtensor(parameter.detach(), local, state.mesh_of_states, dim, state.over_hosts)
     trains = parameter.requires_grad
     sharded = ShardedParameter(
         name, index, nn.Parameter(dtensor, requires_grad=trains), weakref.ref(leaf), layout=layout
     )
+    if state.over_hosts:
+        state.runtime.add_host_shard(index, layout.dtype)
     sharded.add_owner(*owner, leaf)
     if kind is None:
         sharded.parameter.__dict__.update(parameter.__dict__)  # attributes of users, such as weight-decay flags
@@ -118,7 +120,7 @@ def _shard_parameter(
 
 def _copied_shard(part: torch.Tensor, dim: int, state: ShardedModel, device: torch.device) -> torch.Tensor:
     """This rank's shard of `part`, on `device`, in memory of its own."""
-    local = local_shard(part, dim, state.groups.world, state.groups.rank)
+    local = state.local_shard(part, dim)
     if subclass_of(part) is None:
         return local.to(device, copy=True).contiguous()
     return local if local.device == device else local.to(device)  # it is a copy, by ops that the class has

@@ -4,6 +4,7 @@ import functools
 
 from zcompile.calibration.machine import Machine
 from zcompile.sharding.plan import ShardPlan
+from zcompile.state.placement import mesh_over_hosts
 from zcompile.state.sharded_model import ShardedModel
 
 
@@ -14,7 +15,13 @@ def connect(plan: ShardPlan, machine: Machine) -> ShardedModel:
         A model without parameters, with a runtime for each domain and one for units.
     """
     options, scale = plan.options, plan.mesh.size() / plan.divisor
-    make = functools.partial(ShardedModel, machine=machine, native_reduce=options.native_reduce, scale_of_means=scale)
+    make = functools.partial(
+        ShardedModel,
+        machine=machine,
+        native_reduce=options.native_reduce,
+        scale_of_means=scale,
+        mesh_of_states=mesh_over_hosts(plan.mesh) if options.over_hosts else None,
+    )
     state = make(plan.mesh, divisor=options.gradient_divide_factor)
     state.provenance.shard_options = plan.options_text
     if plan.units:

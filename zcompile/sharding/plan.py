@@ -15,6 +15,8 @@ from zcompile.state.placement import Placement, PlacementFunction, Placements, s
 from zcompile.units import find
 from zcompile.units.find import ExpertsImplementation, UnitLike
 
+GLOBAL = "global"  # of `states`
+
 
 @dataclass(frozen=True)
 class ShardOptions:
@@ -27,6 +29,12 @@ class ShardOptions:
     native_reduce: bool = False
     shard_placement_fn: PlacementFunction | None = None
     gradient_divide_factor: float | None = None
+    states: str | None = None
+
+    @property
+    def over_hosts(self) -> bool:
+        """Whether main parameters are sharded over both dimensions of the mesh."""
+        return self.states == GLOBAL
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
     options_text = (
         f"units={list(units)} {options.policy} {own or ''} "
         f"gradient_divide_factor={options.gradient_divide_factor} native_reduce={options.native_reduce}"
+        f"{' states=global' if options.over_hosts else ''}"
     )
     others: list[DeviceMesh] = []
     for _, placement in placements:

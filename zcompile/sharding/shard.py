@@ -47,6 +47,7 @@ def shard(
     native_reduce: bool = False,
     shard_placement_fn: PlacementFunction | None = None,
     gradient_divide_factor: float | None = None,
+    states: str | None = None,
 ) -> nn.Module:
     """Shard every parameter of `model` over the ranks, in place (ZeRO-3, arXiv:1910.02054).
 
@@ -90,6 +91,11 @@ def shard(
         gradient_divide_factor: what the sum of gradients over ranks is divided by; 1.0 leaves the sum. Default: the
             number of ranks of `mesh`, for parameters over other meshes, too. So a loss that is a mean over the tokens
             of a rank has gradients that are means over all ranks.
+        states: "global" on a 2-D mesh (host x gpu) shards main parameters, their gradients and the optimizer's states
+            over all ranks, while forward and backward gather inside of a host alone, from a copy in `param_dtype`. Once
+            a step, each rank gets its part of the copy from the other hosts. DTensors have the placements
+            `(Shard(0), Shard(0))` over the transposed mesh (gpu x host). Default: they are where the parameters are
+            gathered from, so that each replica has all of them (HSDP).
 
     Returns:
         `model`, with parameters replaced. Build the optimizer afterwards.
@@ -97,7 +103,9 @@ def shard(
     Raises:
         RuntimeError: no process group, sharded already, an optimizer that holds its parameters exists, or ranks
             disagree on the model, or a DTensor over a mesh that overlaps `mesh`.
-        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, or `units` that the model does not have.
+        ValueError: a mesh that is neither 1-D nor 2-D, mixed devices, or `units` that the model does not have. With
+            `states="global"`: a mesh that is not 2-D, or a parameter that is a DTensor already, a tensor subclass, or
+            placed over another mesh or along another dimension than the first.
         TypeError: a tensor subclass without FSDP2's all-gather hooks, a parameter that trains in another dtype than
             float16, bfloat16, float32 or float64, an option's dtype that is not floating-point, `units` that are no
             modules.
@@ -116,6 +124,7 @@ def shard(
         native_reduce,
         shard_placement_fn,
         gradient_divide_factor,
+        states,
     )
     placements, error = validate(model, mesh, options)
     plan = plan_shards(model, mesh, options, placements) if error is None else None

@@ -32,7 +32,7 @@ def _share_values(state: ShardedModel) -> None:
                 values = local.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
                 if leaf.ndim == 0:
                     dist.broadcast(values, group=shard_group_of(each.mesh), group_src=0)
-                if each.mesh.ndim == 2:
+                if each.mesh.ndim == 2 and (leaf.ndim == 0 or not each.over_hosts):
                     dist.broadcast(values, group=each.mesh.get_group(0), group_src=0)
 
 
@@ -40,7 +40,7 @@ def _compare_programs(state: ShardedModel) -> None:
     """Let all ranks that wait for each other compare programs, if some of them share no shards."""
     models = models_of(state)
     meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
-    if is_fake(state.mesh) or all(mesh == state.mesh for mesh in meshes):
+    if is_fake(state.mesh) or all(mesh == state.mesh_of_states for mesh in meshes):
         return
     timeout_s = timeout_of(state.mesh).total_seconds()
     agreement = agreement_of(list(dict.fromkeys(meshes)), state.groups, state.runtime, timeout_s)

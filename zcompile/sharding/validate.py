@@ -9,11 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.options import TRAINABLE
-from zcompile.sharding.plan import ShardOptions
+from zcompile.ranks.process_groups import is_fake
+from zcompile.sharding.plan import GLOBAL, ShardOptions
 from zcompile.sharding.precision import check_policies
 from zcompile.state.attributes import STATE
 from zcompile.state.gather_extension import has_hooks, name_of, subclass_of
-from zcompile.state.placement import Placements, check_mesh, placements_of, spread_parameter
+from zcompile.state.placement import Placements, check_mesh, is_spread, placements_of, spread_parameter
 from zcompile.units.find import check_units, find_units
 
 
@@ -27,14 +28,49 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
     """
     error = check_model(model, options.ignored) or check_divide_factor(options.gradient_divide_factor)
     check_mesh(mesh)
+    error = error or _check_states(mesh, options.states)
     if error is not None:
         return [], error
     placements, error = placements_of(model, mesh, options.shard_placement_fn, options.ignored)
+    if error is None and options.over_hosts:
+        error = _check_plain(model, placements, mesh)
     error = error or check_policies(model, options.policy, options.own_policies, options.ignored)
     if error is None and options.units is not None:
         error = check_units(model, options.units)
         error = error or _check_rows(find_units(model, options.units), placements, mesh)
     return placements, error
+
+
+def _check_states(mesh: DeviceMesh, states: str | None) -> ValueError | None:
+    """Why `states` of `zcompile.shard` is not possible over `mesh`."""
+    if states is None:
+        return None
+    if states != GLOBAL:
+        return ValueError(f"zcompile.shard: states must be {GLOBAL!r} or None, not {states!r}.")
+    if mesh.ndim != 2:
+        return ValueError(
+            "zcompile.shard: states='global' needs a 2-D mesh (host x gpu), such as init_device_mesh('cuda', (hosts, "
+            "gpus_of_a_host), mesh_dim_names=('host', 'gpu')). On a 1-D mesh, states are sharded over all ranks "
+            "already: leave states out."
+        )
+    if is_fake(mesh):
+        return ValueError("zcompile.shard: states='global' needs the other ranks, which a 'fake' group does not have.")
+    return None
+
+
+def _check_plain(model: nn.Module, placements: Placements, mesh: DeviceMesh) -> ValueError | None:
+    """Why a parameter cannot be sharded over all hosts: such parameters are plain, and are cut as rows."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    spread = {id(parameter) for parameter, placement in placements if is_spread(parameter, placement, mesh)}
+    for parameter, _ in placements:
+        if id(parameter) in spread or subclass_of(parameter) is not None:
+            return ValueError(
+                f"zcompile.shard: parameter '{names[id(parameter)]}' (rank {dist.get_rank()}) is a DTensor or a tensor "
+                "subclass, or is placed over another mesh or along another dimension than the first. With "
+                "states='global', parameters are plain and cut as rows over `mesh`. Leave states out (HSDP), or keep "
+                "the parameter whole on each rank: ignored_params=[...]."
+            )
+    return None
 
 
 def _check_rows(units: dict[str, nn.Module], placements: Placements, mesh: DeviceMesh) -> Exception | None:

@@ -9,6 +9,7 @@ class Deferred(enum.Enum):
 
     NOTHING = ""
     REPLICAS = "replicas"  # sums over replicas, inside of accumulate(reduce="shards")
+    HOSTS = "hosts"  # sums over hosts where these share main parameters, inside of the same
     REDUCES = "reduces"  # all reduces, inside of accumulate(reduce="last")
 
 
@@ -26,3 +27,8 @@ class Microbatches:
     reduce: str = "each"
     deferred: Deferred = Deferred.NOTHING
     cache_bytes: int | None = None
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the runtime adds up gradients until the block's end, and `.grad` is ones meanwhile."""
+        return self.accumulates and self.deferred in (Deferred.REDUCES, Deferred.HOSTS)

@@ -226,12 +226,30 @@ def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Te
     return part.narrow(dim, begin, min(length, part.shape[dim] - begin))
 
 
-def as_dtensor(parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    """The DTensor over `local`, this rank's shard: replicated over the first of two dimensions of `mesh`, sharded over
-    the last. Dimensions of inner meshes come behind, as FSDP2 has them: where both cut one dimension, `mesh` cuts what
-    they have left, which `_StridedShard` says."""
+def mesh_over_hosts(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh (gpu, host) of `mesh` (host, gpu), over the same process groups.
+
+    A parameter that is `Shard(0)` in both dimensions is cut among the ranks of a host first, and each of these shards
+    among hosts. Over `mesh`, `_StridedShard` would say that, which torch cannot make whole where sizes do not divide.
+    """
+    names = mesh.mesh_dim_names
+    return DeviceMesh.from_group(
+        [mesh.get_group(1), mesh.get_group(0)],
+        mesh.device_type,
+        mesh=mesh.mesh.T.contiguous(),
+        mesh_dim_names=None if names is None else names[::-1],
+    )
+
+
+def as_dtensor(
+    parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, dim: int, over_hosts: bool = False
+) -> DTensor:
+    """The DTensor over `local`, this rank's shard: sharded over the last dimension of `mesh`, and replicated over the
+    first of two, or sharded over that, too (`over_hosts`). Dimensions of inner meshes come behind, as FSDP2 has them:
+    where both cut one dimension, `mesh` cuts what they have left, which `_StridedShard` says."""
     shape = parameter.shape
-    ours: list[Any] = [Replicate()] * (mesh.ndim - 1) + [Shard(dim) if shape else Replicate()]
+    cut = Shard(dim) if shape else Replicate()
+    ours: list[Any] = [cut if over_hosts else Replicate()] * (mesh.ndim - 1) + [cut]
     if not isinstance(parameter, DTensor):
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), parameter.dtype)
         return DTensor(local, DTensorSpec(mesh, tuple(ours), tensor_meta=meta), requires_grad=False)
@@ -293,11 +311,12 @@ def _check_dim(where: str, shape: torch.Size, dim: int, size: int) -> Exception 
     return None
 
 
+def is_spread(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> bool:
+    """Whether a rank's shard of `parameter` is something else than plain rows over `mesh`."""
+    return placement.mesh not in (None, mesh) or placement.shard.dim > 0 or isinstance(parameter, DTensor)
+
+
 def spread_parameter(unit: nn.Module, placements: Placements, mesh: DeviceMesh) -> str | None:
     """The name of a parameter for which `unit` can be none, since a unit's are plain rows over `mesh`; or None."""
-    spread = {
-        id(parameter)
-        for parameter, placement in placements
-        if placement.mesh not in (None, mesh) or placement.shard.dim > 0 or isinstance(parameter, DTensor)
-    }
+    spread = {id(parameter) for parameter, placement in placements if is_spread(parameter, placement, mesh)}
     return next((name for name, parameter in unit.named_parameters() if id(parameter) in spread), None)

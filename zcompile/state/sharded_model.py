@@ -18,6 +18,7 @@ holds nothing: torch's garbage collector does not see what a post-accumulate hoo
 import math
 import weakref
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -36,6 +37,7 @@ from zcompile.state.attributes import MODEL, STATE
 from zcompile.state.forward_checks import ForwardChecks
 from zcompile.state.gather_extension import PRE, has_hooks
 from zcompile.state.microbatches import Microbatches
+from zcompile.state.placement import local_shard
 from zcompile.state.sharded_parameter import ShardedParameter
 from zcompile.state.transport_choice import Choice, choose, log
 
@@ -69,6 +71,7 @@ class ShardedModel:
         domain: int = 0,
         divisor: float | None = None,
         scale_of_means: float = 1.0,
+        mesh_of_states: DeviceMesh | None = None,
     ):
         """
         Args:
@@ -77,14 +80,19 @@ class ShardedModel:
             domain: see [Note: domains] in placement.py.
             divisor: of summed gradients. Default: the ranks of the mesh, so that they are means.
             scale_of_means: gradients are means over ranks times this; see `gradient_divide_factor`.
+            mesh_of_states: of main parameters, if they are sharded over hosts, too. Default: `mesh`.
         """
         self.domain = domain
         self.scale_of_means = scale_of_means
         self.mesh = mesh
+        self.over_hosts = mesh_of_states is not None  # see [Note: host shards] in csrc/runtime/host_shards.h
+        self.mesh_of_states = mesh if mesh_of_states is None else mesh_of_states
         self.machine = machine
         self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
         self.groups = groups_of(mesh, has_units)
         self.runtime = self.groups.make_runtime(native_reduce=native_reduce, domain=domain, divisor=divisor)
+        if self.over_hosts:
+            self.runtime.spread_over_hosts()
         has_others = bool(self.runtime.order_digests()) and not is_fake(mesh)  # replicas too
         self.order_check: OrderCheck | None = None
         self.program_check: Agreement | None = None  # of the ranks that share shards, and of others that wait for them
@@ -109,6 +117,25 @@ class ShardedModel:
         self.units: ShardedModel | None = None  # of a model that has units: the one of those
         self.others: list[ShardedModel] = []  # of the first domain: those of the others, in their order
         self.agreement: Agreement | None = None  # `program_check`, over transports where a difference would hang
+
+    def local_shard(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's shard of `part`, as `local_shard` of placement.py has it; of that, its part if hosts share it."""
+        shard = local_shard(part, dim, self.groups.world, self.groups.rank)
+        return local_shard(shard, dim, self.mesh.size(0), self.mesh.get_local_rank(0)) if self.over_hosts else shard
+
+    def gather_host_shards(self, held: Container[int]) -> None:
+        """After an optimizer's step, start to gather from other hosts the shards that the next forward reads.
+
+        Args:
+            held: ids of the parameters that the optimizer holds.
+        """
+        if self.over_hosts:
+            stepped = [
+                each.index
+                for each in self.in_modules()
+                if id(each.parameter) in held and each.parameter.grad is not None
+            ]
+            self.runtime.gather_host_shards(stepped)
 
     def choose(self, wanted: str) -> Choice:
         """The transport for `wanted`, and why; see `zcompile.state.transport_choice.choose`."""

@@ -173,7 +173,7 @@ class ShardedParameter:
             return
         microbatches = getattr(leaf, MODEL).microbatches
         accumulates = microbatches.accumulates  # of each parameter in each step, so the usual path is short
-        if accumulates and microbatches.deferred is Deferred.REDUCES:
+        if accumulates and microbatches.adds_up:
             self.defer_grad(grad)
             return
         hooks = parameter._backward_hooks

@@ -12,7 +12,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         gathered_bytes, reduced_bytes: dtype name -> bytes of unsharded tensors moved on this rank.
-        replica_bytes: bytes of shards of gradients that this rank received from its replicas, on a 2-D mesh.
+        replica_bytes: bytes of shards of gradients that this rank received from its replicas, or from other hosts, on a
+            2-D mesh.
+        host_shard_bytes: with `states="global"`, bytes of parameters that this rank received from other hosts.
         gathers, reduces: calls.
         domain_bytes: of both, the bytes of each domain: parameters that are sharded over one mesh. The mesh of
             `zcompile.shard` is the first. Others come in the order of their first parameters.

@@ -28,7 +28,8 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 
             - "each": in each microbatch.
             - "shards": each microbatch sums them over the ranks that share the shards, and the block's end once over
-              replicas (FSDP2's `set_requires_all_reduce(False)`). Without a 2-D mesh, as "each".
+              replicas (FSDP2's `set_requires_all_reduce(False)`). With `states="global"` it is once over hosts, and
+              `.grad` is as with "last". Without a 2-D mesh, as "each".
             - "last": they add up unreduced, and the block's end reduces them once (FSDP2's
               `set_requires_gradient_sync(False)`). Each rank holds a whole gradient of every parameter meanwhile, in
               the parameter's dtype. Hooks of parameters run at the end. Parameters of units (`units` of

@@ -4,7 +4,8 @@ They are FSDP2's `set_requires_all_reduce(False)` and `set_requires_gradient_syn
 one another which parameters have a gradient: one that a rank did not use has zeros there.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class DeferredReduces(Deferral):
     def finish(self) -> None:
         self.defer(Deferred.NOTHING)
         for state in self.states:
-            _reduce(state)
+            _reduce(state, _over_all)
 
     def drop(self) -> None:
         self.defer(Deferred.NOTHING)
@@ -104,30 +105,63 @@ class DeferredReduces(Deferral):
                     sharded.forget_deferred()
 
 
+class DeferredHosts(DeferredReduces):
+    """Microbatches add up sums over the ranks of a host, one for each host shard; the block's end sums over hosts."""
+
+    def __init__(self, states: Sequence[ShardedModel]):
+        Deferral.__init__(self, states)
+
+    def begin(self) -> None:
+        self.defer(Deferred.HOSTS)
+
+    def finish(self) -> None:
+        self.defer(Deferred.NOTHING)
+        for state in self.states:
+            _reduce(state, _over_hosts)
+
+
 def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> Deferral:
     """What is deferred for `accumulate(reduce=)`."""
-    kinds = {"each": Deferral, "shards": DeferredReplicas, "last": DeferredReduces}
+    of_shards = DeferredHosts if states[0].over_hosts else DeferredReplicas
+    kinds = {"each": Deferral, "shards": of_shards, "last": DeferredReduces}
     if reduce not in kinds:
         raise ValueError(f"zcompile: accumulate(reduce={reduce!r}): it is one of {', '.join(map(repr, kinds))}")
     return kinds[reduce](states)
 
 
-def _reduce(state: ShardedModel) -> None:
+Reduces = Callable[[ShardedModel, list[ShardedParameter], list[torch.Tensor | None]], Iterable[torch.Tensor]]
+
+
+def _reduce(state: ShardedModel, reduce: Reduces) -> None:
     """Reduce what added up unreduced, in the order of the parameters."""
     unreduced = {each: each.take_unreduced() for each in state.parameters.values()}
     own = [each.index for each, grad in unreduced.items() if grad is not None]
     used = {index for of_rank in all_gather_over_mesh(state.mesh, own) for index in of_rank}
-    for sharded, grad in unreduced.items():
-        if sharded.index not in used:
-            continue
-        leaf, factor = sharded.leaf, sharded.take_deferred()
+    for bucket in _buckets([each for each in unreduced if each.index in used]):
+        factors = [sharded.take_deferred() for sharded in bucket]
         with torch.no_grad():
-            if grad is None:
-                grad = leaf.new_zeros(sharded.shape)
-            leaf.grad = torch.ops.zcompile.reduce(grad, leaf, state.domain)
-            if factor is not None:
-                leaf.grad.mul_(factor)
-        sharded.post_accumulate_grad(leaf, is_late=True)
+            grads = reduce(state, bucket, [unreduced.pop(sharded) for sharded in bucket])
+        for sharded, factor, grad in zip(bucket, factors, grads, strict=True):
+            leaf = sharded.leaf
+            leaf.grad = grad if factor is None else grad.mul_(factor)
+            sharded.post_accumulate_grad(leaf, is_late=True)
+
+
+def _over_all(
+    state: ShardedModel, bucket: list[ShardedParameter], sums: list[torch.Tensor | None]
+) -> Iterator[torch.Tensor]:
+    """Gradients of `bucket`, one after the other, from whole ones that have added up; None for zeros."""
+    for sharded, whole in zip(bucket, sums, strict=True):
+        with torch.no_grad():
+            own = sharded.leaf.new_zeros(sharded.shape) if whole is None else whole
+            yield torch.ops.zcompile.reduce(own, sharded.leaf, state.domain)
+
+
+def _over_hosts(
+    state: ShardedModel, bucket: list[ShardedParameter], sums: list[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Gradients of `bucket`, together, from sums over the ranks of this host; None for zeros."""
+    return state.runtime.reduce_over_hosts([sharded.index for sharded in bucket], sums)
 
 
 def _sum_over_replicas(state: ShardedModel) -> None:
@@ -168,15 +202,15 @@ def _local_grad(sharded: ShardedParameter) -> torch.Tensor:
 
 
 def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
-    """Parameters of one dtype, in order, up to BUCKET_BYTES."""
+    """Parameters of one dtype, in order, up to BUCKET_BYTES of shards; the same on all ranks."""
     bucket: list[ShardedParameter] = []
     nbytes = 0
     for sharded in parameters:
-        local = sharded.local()
-        if bucket and (nbytes + local.nbytes > BUCKET_BYTES or bucket[0].leaf.dtype != local.dtype):
+        dtype, own = sharded.leaf.dtype, math.prod(sharded.shape) // sharded.state.groups.world * sharded.leaf.itemsize
+        if bucket and (nbytes + own > BUCKET_BYTES or bucket[0].leaf.dtype != dtype):
             yield bucket
             bucket, nbytes = [], 0
         bucket.append(sharded)
-        nbytes += local.nbytes
+        nbytes += own
     if bucket:
         yield bucket

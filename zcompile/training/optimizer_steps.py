@@ -85,7 +85,9 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
     counted = set()  # models over the same ranks have one count
+    held = _parameters_of(optimizer)
     for state in _held_by(optimizer):
+        state.gather_host_shards(held)
         group = state.groups.gather, state.groups.replicate
         if group not in counted:
             counted.add(group)
@@ -94,7 +96,12 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
     """The models of which `optimizer` holds a parameter."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = _parameters_of(optimizer)
     return [
         state for state in list(_models) if any(id(sharded.parameter) in held for sharded in state.parameters.values())
     ]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of the parameters that `optimizer` holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

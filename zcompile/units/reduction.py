@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zcompile._C import wait_for_reduces
+from zcompile.state.microbatches import Deferred
 from zcompile.state.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def deliver_rest(reductions: Sequence[Reduction]) -> None:
     # Each domain counts the uses of its own parameters alone.
     counts = torch.cat([torch.stack(reduction.counts).sum(0) for reduction in reductions]).tolist()
     sums: dict[tuple[int, int], tuple[ShardedParameter, torch.Tensor]] = {}  # by unit and position, in one order
+    unused: list[ShardedParameter] = []
     begin = 0
     for reduction in reductions:
         unit = reduction.unit
@@ -78,9 +80,13 @@ def deliver_rest(reductions: Sequence[Reduction]) -> None:
             if counts[begin + i] > 0:
                 known = sums.get((unit.index, i))
                 sums[unit.index, i] = unit.sharded[i], grad if known is None else known[1] + grad
+            elif unit.state.microbatches.deferred is Deferred.HOSTS:
+                unused.append(unit.sharded[i])
         begin += len(unit.sharded)
     for sharded, grad in sums.values():
         _deliver(sharded, grad)
+    for sharded in unused:  # the runtime has added zeros, which are no gradient
+        sharded.state.runtime.take_unreduced(sharded.index)
 
 
 def _deliver(sharded: ShardedParameter, grad: torch.Tensor) -> None:

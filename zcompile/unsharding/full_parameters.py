@@ -99,14 +99,14 @@ def _dtype_on_wire(sharded: ShardedParameter, dtype: torch.dtype | None) -> torc
 
 
 def _is_whole_by_dtensor(sharded: ShardedParameter) -> bool:
-    """Whether DTensor gathers the parameter: it is spread over an inner mesh, too, or a tensor subclass."""
-    return sharded.layout.inner is not None or sharded.extension is not None
+    """Whether DTensor gathers the parameter: it is spread over an inner mesh or hosts, too, or a tensor subclass."""
+    return sharded.layout.inner is not None or sharded.extension is not None or sharded.state.over_hosts
 
 
 def _iterate(
     state: ShardedModel, buckets: list[_Bucket], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    several = state.runtime.world > 1 and not is_fake(state.mesh)
+    several = (state.runtime.world > 1 or state.over_hosts) and not is_fake(state.mesh)
     meeting = Meeting(state, EXPORT) if several else None
     _check_same(meeting, buckets, dtype)
     name = ""

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from zcompile.sharding.class_swap import Contributor, contribute, sharded_parame
 from zcompile.state.attributes import SHARDED
 from zcompile.state.forward_scope import is_in_forward
 from zcompile.state.gather_extension import name_of
-from zcompile.state.placement import local_shard
 from zcompile.state.sharded_parameter import ShardedParameter
 
 HASHED_ELEMENTS = 1 << 22  # at a time: what a hash needs beside the parameter is 64 MiB
@@ -153,6 +152,8 @@ def _gather(sharded: ShardedParameter) -> nn.Parameter:
     leaf = sharded.leaf
     if sharded.extension is not None:
         unsharded = sharded.extension.whole(sharded)
+    elif sharded.state.over_hosts:  # whose ranks gather copies in `param_dtype`
+        unsharded = cast(DTensor, sharded.parameter.detach()).full_tensor().clone()
     elif sharded.state.runtime.world == 1:
         unsharded = leaf.clone()
     else:
@@ -240,8 +241,7 @@ def hash_of(tensor: torch.Tensor) -> int:
 @torch.no_grad()
 def _store(sharded: ShardedParameter, whole: nn.Parameter) -> None:
     """Let this rank's shard be its slice of `whole`."""
-    groups = sharded.state.groups
-    sharded.local().copy_(local_shard(whole.detach(), sharded.layout.dim, groups.world, groups.rank))
+    sharded.local().copy_(sharded.state.local_shard(whole.detach(), sharded.layout.dim))
 
 
 def _reset_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,93 @@
+// Parameters that are gathered inside of a host, and whose main parameters are sharded over all hosts.
+//
+// [Note: host shards]
+// With `shard(states="global")`, ranks form a mesh (host, gpu). Main parameters and states of optimizers are sharded
+// over all of them, as in ZeRO-3; a step gathers parameters and reduces gradients inside of a host, as in HSDP. A
+// rank's *host shard* is its shard among the ranks of its host. The main parameters of the ranks at the same place on
+// all hosts are the pieces of it. It is a copy in the dtype in which the parameter is gathered, and transports read it
+// in place of the main parameter.
+//
+// Two transfers cross hosts. Main parameters that may have changed make their host shards stale. These are gathered
+// together: as soon as an optimizer has stepped, else at the first gather that reads one of them. A gather waits for
+// the host shards that it reads. And each reduce, whose sum over the ranks of a host has the shape of the host shard,
+// ends with a reduce-scatter of the sums of all hosts; `accumulate` may defer that to the end of its block.
+//
+// Fused optimizers and writes through .data move no version counter (see schedule/staleness.h of p2p). So a host shard
+// is stale, too, when a backward has reduced its gradient; inside of `accumulate`, when the block ends.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/in_flight.h"
+#include "runtime/param_state.h"
+#include "transport/context.h"
+#include "transport/transport.h"
+
+namespace zcompile {
+
+struct HostShard {
+  ShardedParam piece;  // the host shard as a parameter whose shard is the main parameter
+  std::optional<at::ScalarType> dtype;  // none: that of the main parameter
+  at::Tensor padded;  // the host shard, flat, padded to pieces of equal size
+  std::shared_ptr<SharedTransfer> arriving;  // none: it has arrived
+  uint64_t version = 0;  // of the main parameter when it was gathered
+  bool is_stale = true;  // whatever the version is
+  bool is_reduced = false;  // a gradient was, so that the main parameter changes soon
+  bool takes_sum = true;  // of a reduce that runs: see note_reduce
+};
+
+// The host shards of one model, and its transfers across hosts: between the ranks that have the same place on each.
+// These call all of it together, for the same parameters.
+class HostShards : public TransportContext {
+ public:
+  // `model` owns this. Its group `replicate` has a rank of each host.
+  explicit HostShards(TransportContext& model);
+
+  // The main parameter of `param` is a piece of a host shard from now on, which is kept in `dtype`.
+  void add(ParamState& param, std::optional<at::ScalarType> dtype);
+  // The main parameters of `params` are other tensors, or have changed.
+  void expire(c10::ArrayRef<ParamState*> params);
+  // An optimizer has changed the main parameters of `stepped`. Starts to gather all host shards that are stale.
+  void gather_after_step(c10::ArrayRef<ParamState*> stepped);
+  // Lets the current stream, or the host, wait for those of `params`. Gathers stale ones first.
+  void ready(c10::ArrayRef<ParamState*> params);
+  void ready_all() { ready(params_); }
+
+  // A gradient is about to be reduced. `takes_sum`: whether it counts, where sums over hosts are deferred.
+  void note_reduce(ParamState& param, bool takes_sum);
+  // A backward, or a block of microbatches, has ended. Parameters with reduced gradients will change.
+  void expire_reduced();
+  // Gradients from deferred sums over the ranks of this host; none stands for zeros.
+  std::vector<at::Tensor> reduce_deferred(
+      c10::ArrayRef<ParamState*> params, const std::vector<std::optional<at::Tensor>>& sums);
+  // The last part of a reduce: fills `out`, shaped like the main parameter, from a sum, or defers that.
+  void reduce_or_defer(ParamState& param, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
+
+  int64_t num_params() const override { return 0; }  // transports are given all they move
+  const ShardedParam& param(int64_t index) const override;
+  bool is_caching() const override { return false; }
+  bool defers_replicas() const override { return false; }
+  void count_gather(at::TensorList) override {}
+  void count_gathered_rows(const at::Tensor&) override {}
+  void count_reduce(const at::Tensor&) override {}
+  void count_replicas(int64_t) override {}
+  void count_host_shards(int64_t) override {}
+
+ private:
+  void gather();
+  void reduce(c10::ArrayRef<ParamState*> params, at::TensorList sums, at::TensorList outs, const ReduceExtras& extras);
+  void make_room(ParamState& param);
+  void start_gather(c10::ArrayRef<ParamState*> params);
+  void wait(ParamState& param);
+
+  TransportContext& model_;
+  std::vector<ParamState*> params_;
+  std::shared_ptr<Transport> transport_;
+};
+
+}  // namespace zcompile

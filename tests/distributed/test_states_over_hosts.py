@@ -1,0 +1,379 @@
+"""`shard(states="global")`: states over all ranks, parameters gathered inside of a host; csrc/runtime/host_shards.h."""
+
+import functools
+from math import ceil
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import zcompile
+from tests.support.mixtures import Experts, MixtureModel, routed_loss
+from tests.support.models import Chain, Sometimes, Transformer, batch, loss_of, mean_square, sometimes_loss
+from tests.support.ranks import on_ranks
+from tests.support.reference import (
+    close,
+    compiled,
+    lm_loss,
+    losses_of,
+    pair,
+    same_backward,
+    same_grads,
+    same_values,
+    train_beside,
+)
+from zcompile.state.sharded_model import state_of
+
+slow = pytest.mark.slow
+TIGHT = 2e-6
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+def over_hosts(hosts, world, states="global"):
+    """The arguments of `shard` for so many hosts."""
+    return {"mesh": dist.init_device_mesh("cpu", (hosts, world // hosts), mesh_dim_names=("host", "gpu"))} | (
+        {"states": states} if states else {}
+    )
+
+
+def prepared(inner, hosts, world, states="global", **how):
+    prepare = zcompile.shard if inner == "eager" else functools.partial(compiled, inner=inner)
+    return functools.partial(prepare, **over_hosts(hosts, world, states), **how)
+
+
+@pytest.mark.parametrize(
+    "inner, hosts, world",
+    [
+        ("eager", 2, 4),
+        ("aot_eager", 2, 4),
+        ("eager", 3, 6),
+        pytest.param("aot_eager", 3, 6, marks=slow),
+        pytest.param("inductor", 2, 4, marks=slow),
+        pytest.param("eager", 4, 4, marks=slow),
+        pytest.param("eager", 1, 2, marks=slow),
+    ],
+)
+@on_ranks()
+def test_training_equals_that_of_the_unsharded_model(rank, world, inner, hosts):
+    """Of sizes that do not divide, a scalar, tied embeddings, and a parameter of fewer rows than ranks."""
+    model = train_beside(rank, world, prepared(inner, hosts, world), tolerance=TIGHT)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 0:
+            assert len(parameter.to_local()) <= ceil(ceil(len(parameter) / (world // hosts)) / hosts), name
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", [{}, {"param_dtype": torch.bfloat16}])
+@on_ranks(4)
+def test_gradients_are_bitwise_those_of_replicas(rank, world, inner, how):
+    """Of HSDP, which adds up inside of a host and then over hosts, too."""
+    models = [pair(Transformer, prepared(inner, 2, world, states, **how))[1] for states in (None, "global")]
+    losses = [lm_loss(model, 0, rank) for model in models]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    same_values(*([each.grad for each in model.parameters()] for model in models))
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@on_ranks(4)
+def test_runs_are_bitwise_equal(rank, world, inner):
+    models = [pair(Transformer, prepared(inner, 2, world, param_dtype=torch.bfloat16))[1] for _ in range(2)]
+    runs = [losses_of(model, lm_loss, rank, 4, ADAMW(model.parameters(), fused=True)) for model in models]
+    assert torch.equal(*runs)
+    same_values(*models)
+
+
+def even():
+    """A model whose sizes divide by 6 and by 4, of which all takes part in each step."""
+    return Chain(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 12))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("hosts, world", [(2, 4), (3, 6)])
+@on_ranks()
+def test_a_step_crosses_hosts_with_one_gather_and_one_reduce_of_the_model(rank, world, hosts, microbatches):
+    torch.manual_seed(0)
+    model = compiled(even(), **over_hosts(hosts, world), param_dtype=torch.bfloat16)
+    optimizer = ADAMW(model.parameters())
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    received = numel // (world // hosts) // hosts * (hosts - 1)  # elements, by this rank from ranks on other hosts
+    loss = mean_square(6, 24)
+    for step in range(3):
+        zcompile.reset_stats(model)
+        with zcompile.accumulate(model, reduce="shards"):
+            for microbatch in range(microbatches):
+                loss(model, 4 * step + microbatch, rank).backward()
+        before = zcompile.stats(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        stats = zcompile.stats(model)
+        assert stats["replica_bytes"] == 4 * received
+        assert before["host_shard_bytes"] == (2 * received if step == 0 else 0)  # the first forward has no step before
+        assert stats["host_shard_bytes"] - before["host_shard_bytes"] == 2 * received
+        assert stats["reduces"] == 4 * microbatches
+
+
+def run(rank, prepare, reduce, microbatches=4, make=Transformer, loss=lm_loss):
+    """Gradients of the second step of a block of microbatches."""
+    _, model = pair(make, prepare)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        with zcompile.accumulate(model, reduce=reduce):
+            for microbatch in range(microbatches):
+                (loss(model, microbatches * step + microbatch, rank) / microbatches).backward()
+        grads = [None if each.grad is None else each.grad.full_tensor() for each in model.parameters()]
+        optimizer.step()
+    return grads
+
+
+def reference_run(world, microbatches=4, make=Transformer, loss=lm_loss):
+    model, _ = pair(make, lambda model: model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(microbatches * step, microbatches * (step + 1)):
+            for rank in range(world):
+                (loss(model, microbatch, rank) / microbatches / world).backward()
+        grads = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+        optimizer.step()
+    return grads
+
+
+def all_close(ours, theirs, tolerance=5e-6):
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            close(mine, other, tolerance, "gradient")
+
+
+@pytest.mark.parametrize("reduce", ["each", "shards", "last"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@on_ranks(4)
+def test_microbatches_accumulate(rank, world, inner, reduce):
+    grads = run(rank, prepared(inner, 2, world), reduce)
+    all_close(grads, reference_run(world))
+    again = run(rank, prepared(inner, 2, world), reduce)
+    assert all(torch.equal(one, other) for one, other in zip(grads, again))
+
+
+@pytest.mark.parametrize("how", [{}, {"units": [nn.Linear]}])
+@pytest.mark.parametrize("reduce", ["each", "shards"])
+@on_ranks(4)
+def test_a_parameter_that_one_host_does_not_use_has_the_gradient_of_the_others(rank, world, reduce, how):
+    """A parameter that no rank uses has none. Host 0 uses `extra` in even steps, host 1 in odd ones."""
+
+    def loss(model, step, rank):
+        return sometimes_loss(model, step + rank // 2, rank)
+
+    grads = run(rank, prepared("eager", 2, world, **how), reduce, 1, Sometimes, loss)
+    all_close(grads, reference_run(world, 1, Sometimes, loss))
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@on_ranks(4)
+def test_ranks_may_hit_different_experts(rank, world, inner):
+    train_beside(
+        rank,
+        world,
+        prepared(inner, 2, world, **({"fullgraph": False} if inner != "eager" else {})),
+        make=lambda: MixtureModel(Experts),
+        loss=routed_loss,
+        steps=3,
+    )
+
+
+@on_ranks(4)
+def test_a_block_that_raises_leaves_the_gradients_before_it(rank, world):
+    model = zcompile.shard(Transformer(), **over_hosts(2, world))
+    lm_loss(model, 0, rank).backward()
+    before = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match="the data ended"), zcompile.accumulate(model, reduce="shards"):
+        lm_loss(model, 1, rank).backward()
+        with pytest.raises(RuntimeError, match="is not reduced before the end"):
+            zcompile.clip_grad_norm_(model.parameters(), 1.0)
+        raise ValueError("the data ended")
+    assert all(torch.equal(one, each.grad.to_local()) for one, each in zip(before, model.parameters()))
+    lm_loss(model, 0, rank).backward()
+    for one, each in zip(before, model.parameters()):
+        torch.testing.assert_close(each.grad.to_local(), 2 * one)
+
+
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, zcompile.clip_grad_norm_])
+@on_ranks(4)
+def test_norms_of_gradients_are_those_of_the_unsharded_model(rank, world, clip):
+    norms = []
+
+    def before_step(model, reference):
+        ours = clip(model.parameters(), 0.1)
+        theirs = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        norms.append((getattr(ours, "full_tensor", lambda: ours)(), theirs))
+
+    train_beside(rank, world, prepared("eager", 2, world), tolerance=1e-5, before_step=before_step)
+    assert len(norms) == 4
+    for ours, theirs in norms:
+        torch.testing.assert_close(ours, theirs)
+
+
+def partly_frozen():
+    model = Transformer()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+@on_ranks(4)
+def test_frozen_parameters_cross_hosts_once(rank, world):
+    def after_step(model, reference, step):
+        trained = [each for each in state_of(model).parameters.values() if each.parameter.requires_grad]
+        rows = [ceil(ceil(each.shape[0] / 2) / 2) for each in trained]  # of two hosts with two ranks each
+        assert step == 0 or zcompile.stats(model)["host_shard_bytes"] == 4 * sum(rows)
+        zcompile.reset_stats(model)
+
+    train_beside(rank, world, prepared("eager", 2, world), make=partly_frozen, tolerance=TIGHT, after_step=after_step)
+
+
+def edit(model, how):
+    """Change main parameters; `how` says in which way."""
+    parameters = list(model.parameters())
+    if how == "in place":
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(1.5)
+    elif how == "foreach":
+        with torch.no_grad():
+            torch._foreach_mul_([each.to_local() if hasattr(each, "to_local") else each for each in parameters], 1.5)
+    elif how == "load":
+        model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+    elif how == "assign":
+        model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()}, assign=True)
+    else:
+        whole = zcompile.unshard(model, writeback=True) if hasattr(parameters[0], "to_local") else None
+        if whole is None:
+            return edit(model, "in place")
+        with whole, torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+
+
+@pytest.mark.parametrize("how", ["in place", "foreach", "load", "assign", "unshard"])
+@on_ranks(4)
+def test_forwards_read_the_values_that_were_written_to_parameters(rank, world, how):
+    reference, model = pair(Transformer, prepared("eager", 2, world))
+    for step in range(2):
+        same_backward(rank, world, model, reference, lm_loss, step, TIGHT)
+        edit(model, how), edit(reference, "load" if how == "assign" else how)  # which would untie its embeddings
+        with torch.no_grad():
+            close(lm_loss(model, step, rank), lm_loss(reference, step, rank), TIGHT, "loss")
+
+
+@pytest.mark.parametrize("around", [False, True])
+@on_ranks(4)
+def test_a_step_that_moves_no_version_counter_is_seen(rank, world, around):
+    """As those of fused optimizers, and of programs that write through `.data`."""
+    reference, model = pair(Transformer, prepared("eager", 2, world))
+    for step in range(3):
+        if around:
+            with zcompile.accumulate(model, reduce="shards"):
+                lm_loss(model, step, rank).backward()
+            sum(lm_loss(reference, step, other) / world for other in range(world)).backward()
+            same_grads(model, reference, TIGHT)
+        else:
+            same_backward(rank, world, model, reference, lm_loss, step, TIGHT)
+        for each in (model, reference):
+            for parameter in each.parameters():
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                grad = parameter.grad.to_local() if hasattr(parameter, "to_local") else parameter.grad
+                local.data.add_(grad, alpha=-0.1)
+                parameter.grad = None
+
+
+@on_ranks(4)
+def test_whole_parameters_have_the_width_of_main_parameters(rank, world):
+    reference, model = pair(Transformer, prepared("eager", 2, world, param_dtype=torch.bfloat16))
+    lm_loss(model, 0, rank)
+    with zcompile.unshard(model):
+        same_values(model, reference)
+    exported = dict(zcompile.full_parameters(model))
+    for name, value in reference.state_dict().items():
+        assert torch.equal(exported[name], value), name
+    with torch.no_grad(), zcompile.unshard(model, writeback=True):
+        for parameter in model.parameters():
+            parameter.add_(1e-5)  # which bf16 would lose
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(1e-5)
+    same_values(model, reference)
+
+
+@pytest.mark.parametrize("transport", ["late c10d"])
+@on_ranks(4)
+def test_nothing_is_read_before_it_has_arrived(rank, world, transport):
+    def prepare(model):
+        model = prepared("aot_eager", 2, world)(model)
+        state_of(model).runtime.use_transport(transport)
+        return model
+
+    train_beside(rank, world, prepare, tolerance=TIGHT)
+
+
+KINDS = {
+    "global": lambda world: over_hosts(2, world),
+    "replicas": lambda world: over_hosts(2, world, states=None),
+    "plain": lambda world: {},
+}
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [("global", "plain"), ("plain", "global"), ("global", "replicas"), ("replicas", "global"), ("global", "global")],
+)
+@on_ranks(4)
+def test_checkpoints_move_between_modes(rank, world, tmp_path, source, target):
+    """Training goes on from a checkpoint as without it, with Adam's moments."""
+    models, optimizers = [], []
+    for seed, kind in enumerate((source, target)):
+        torch.manual_seed(seed)
+        models.append(zcompile.shard(Transformer(), **KINDS[kind](world)))
+        optimizers.append(torch.optim.AdamW(models[-1].parameters(), lr=1e-3))
+        losses_of(models[-1], lm_loss, rank, 2, optimizers[-1])
+    of_model, of_optimizer = get_state_dict(models[0], optimizers[0])
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path)
+    of_model, of_optimizer = get_state_dict(models[1], optimizers[1])
+    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path)
+    set_state_dict(models[1], optimizers[1], model_state_dict=of_model, optim_state_dict=of_optimizer)
+    same_values(models[1], models[0])
+    for ours, theirs in zip(optimizers[1].state.values(), optimizers[0].state.values(), strict=True):
+        same_values(ours, theirs)
+    ours, theirs = (losses_of(each, lm_loss, rank, 2, optimizer) for each, optimizer in zip(models, optimizers))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+@on_ranks(4)
+def test_unsupported_arguments_are_refused_by_every_rank(rank, world):
+    def refused(pattern, model, error=ValueError, **how):
+        with pytest.raises(error, match=pattern):
+            zcompile.shard(model, **how)
+        zcompile.shard(
+            model, **{name: each for name, each in how.items() if name not in ("states", "shard_placement_fn")}
+        )
+
+    here = over_hosts(2, world)
+    refused("states must be 'global' or None, not 'local'", nn.Linear(4, 4), **here | {"states": "local"})
+    refused(r"needs a 2-D mesh .host x gpu.*leave states out", nn.Linear(4, 4), states="global")
+    cut = {"shard_placement_fn": lambda parameter: torch.distributed.tensor.Shard(parameter.ndim - 1)}
+    refused(r"'weight' .rank \d. is a DTensor.*another dimension.*Leave states out", nn.Linear(4, 4), **here, **cut)
+
+
+@on_ranks(4)
+def test_a_model_without_backward_crosses_hosts_once(rank, world):
+    model = zcompile.shard(Transformer(), **over_hosts(2, world)).eval()
+    with torch.no_grad():
+        first = loss_of(model, batch(0, rank))
+        crossed = zcompile.stats(model)["host_shard_bytes"]
+        assert torch.equal(loss_of(model, batch(0, rank)), first)
+    assert zcompile.stats(model)["host_shard_bytes"] == crossed > 0
