@@ -14,6 +14,7 @@ import time
 import traceback
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -82,12 +83,16 @@ class Ranks:
             process.join()
         self._processes, self._pipes, self._store = [], [], None
 
+    def host_of(self, rank: int) -> Any:
+        """The emulated host of a rank; None: all are on this machine. See hosts.py."""
+        return None
+
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port
         context = mp.get_context("spawn" if self.backend == "nccl" else "forkserver")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            arguments = rank, self.world, self.backend, self._store.port, theirs, dict(os.environ)
+            arguments = rank, self.world, self.backend, self._store.port, theirs, dict(os.environ), self.host_of(rank)
             process = context.Process(target=_serve, args=arguments, daemon=False)
             if self.backend == "nccl":
                 process.start()
@@ -147,10 +152,14 @@ def on_ranks(world: int | None = None, timeout: float = TIMEOUT_SECONDS, fixture
 on_gpus = functools.partial(on_ranks, fixture="gpus")
 
 
-def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: dict[str, str]) -> None:
+def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: dict[str, str], host: Any) -> None:
     os.environ.update(environment)
+    master = "127.0.0.1"
+    if host is not None:
+        host.enter()
+        master, port = host.master, host.port
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
+        MASTER_ADDR=master, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
     )
     mp.set_start_method("fork", force=True)  # the default of a program
     torch.set_num_threads(1)
@@ -158,7 +167,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
     if backend == "nccl":
         take_gpu(rank, world)
     timeout = datetime.timedelta(seconds=scaled(TIMEOUT_SECONDS / 2))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore(master, port, is_master=host is not None and rank == 0, wait_for_workers=False)
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout, store=store)
     _, store = distributed_c10d._world.pg_map[dist.group.WORLD]
     settings = inductor_config.get_config_copy()
