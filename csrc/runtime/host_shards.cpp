@@ -8,6 +8,7 @@
 #include <exception>
 #include <utility>
 
+#include "transport/host_effects.h"
 #include "transport/process_groups.h"
 
 namespace zcompile {
@@ -106,6 +107,7 @@ void HostShards::start_gather(c10::ArrayRef<ParamState*> params) {
 }
 
 void HostShards::ready(c10::ArrayRef<ParamState*> params) {
+  HostEffects::obstruct("gathers of parameters that come from other hosts between replays");
   bool is_stale = false;
   for (const auto* param : params) {
     if (!param->host) continue;
