@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -107,7 +108,6 @@ IN_BF16 = {"param_dtype": torch.bfloat16}
         pytest.param((Queue.COMPUTE,), compiled, {}, autocast_loss, torch.optim.AdamW, 50, marks=pytest.mark.slow),
     ],
 )
-@on_ranks(2)
 def test_steps_are_those_without_offload(rank, world, eager, shard, how, loss, make, steps):
     link = LateLink(eager)
     with small_groups(link):
@@ -141,7 +141,6 @@ def linear_steps(rank, link, steps=4):
 
 
 @pytest.mark.parametrize("wait, eager", WAITS)
-@on_ranks(2)
 def test_each_wait_is_needed(rank, world, wait, eager):
     """If a wait is left out, numbers are wrong; with it, they are right on the same link."""
     expected = linear_steps(rank, None)
@@ -251,7 +250,6 @@ def whole(model):
         return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
-@on_ranks(2)
 def test_reads_give_the_main_parameters_of_the_last_step(rank, world):
     """Right after a step, whose copies to the host are late."""
     values = []
@@ -272,7 +270,6 @@ def test_reads_give_the_main_parameters_of_the_last_step(rank, world):
         same_values(offloaded, expected)
 
 
-@on_ranks(2)
 def test_evaluation_in_float32_reads_main_parameters(rank, world):
     """What training gathers in bfloat16."""
     losses = []
@@ -330,7 +327,6 @@ EDITS = {
 }
 
 
-@on_ranks(2)
 def test_the_next_forward_reads_what_is_written(rank, world):
     for name, edit in EDITS.items():
         results = []
@@ -365,7 +361,6 @@ def units_of_two_models(rank, link):
     return results_of(nn.ModuleList(models), optimizer)
 
 
-@on_ranks(2)
 def test_units_and_two_models_are_offloaded(rank, world):
     link = LateLink()
     with small_groups(link):
@@ -374,7 +369,6 @@ def test_units_and_two_models_are_offloaded(rank, world):
     assert len(link.hosts) == 3 * 8
 
 
-@on_ranks(2)
 def test_scaled_steps_are_those_without_offload(rank, world):
     """Also a step that is left out, since a gradient is infinite."""
     results = []
@@ -393,7 +387,6 @@ def test_scaled_steps_are_those_without_offload(rank, world):
     same_values(*results)
 
 
-@on_ranks(2)
 def test_a_gradient_that_is_sharded_otherwise_is_left_to_dtensor(rank, world):
     results = []
     for link in (LateLink(), None):
@@ -413,7 +406,6 @@ def test_a_gradient_that_is_sharded_otherwise_is_left_to_dtensor(rank, world):
     same_values(*results)
 
 
-@on_ranks(2)
 def test_without_host_memory_nothing_changes(rank, world):
     """The error names the bytes and the remedy. Once there is memory, steps are those without offload."""
     results = []
@@ -437,7 +429,6 @@ def test_without_host_memory_nothing_changes(rank, world):
     same_values(*results)
 
 
-@on_ranks(2)
 def test_a_model_and_its_host_memory_are_freed_at_once(rank, world):
     model, optimizer = linear(None)
     del vars(optimizer)["step"]
@@ -453,3 +444,13 @@ def test_a_model_and_its_host_memory_are_freed_at_once(rank, world):
         assert all(each.expired() if isinstance(each, StorageWeakRef) else each() is None for each in gone)
     finally:
         gc.enable()
+
+
+def test_main_parameters_that_forwards_would_read_from_the_host_are_refused(rank, world):
+    """Of one rank in each host, with replicas, nothing is gathered."""
+    for shape, states, reason in (((2, 1), None, "of one rank"), ((1, 2), "global", "of states over hosts")):
+        model = zcompile.shard(nn.Linear(4, 4), init_device_mesh("cpu", shape), states=states)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with pytest.raises(ValueError, match=f"offload='states' is not possible: main parameters {reason}"):
+            zcompile.fuse_optimizer(model, optimizer, offload="states")
+        zcompile.fuse_optimizer(model, optimizer, offload="moments")

@@ -377,3 +377,18 @@ def test_a_model_without_backward_crosses_hosts_once(rank, world):
         crossed = zcompile.stats(model)["host_shard_bytes"]
         assert torch.equal(loss_of(model, batch(0, rank)), first)
     assert zcompile.stats(model)["host_shard_bytes"] == crossed > 0
+
+
+@on_ranks(4)
+def test_moments_in_host_memory_change_no_bit(rank, world):
+    results = []
+    for offload in (None, "moments"):
+        _, model = pair(Transformer, functools.partial(zcompile.shard, **over_hosts(2, world)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        zcompile.fuse_optimizer(model, optimizer, offload=offload)
+        for step in range(3):
+            lm_loss(model, step, rank).backward()
+            optimizer.step()
+        states = [value for each in optimizer.state.values() for value in each.values()]
+        results.append([*model.parameters(), *states])
+    same_values(*([getattr(each, "_local_tensor", each).detach() for each in result] for result in results))

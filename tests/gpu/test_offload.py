@@ -120,7 +120,7 @@ def test_scaled_steps_are_those_without_offload(rank, world, offload):
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-@on_gpus(1)
+@on_gpus(2)
 def test_states_move_to_the_host_and_back_when_the_model_is_gone(rank, world, offload):
     """fuse_optimizer comes after a step. Later only the optimizer, and the DTensors that it has, live on."""
     model = make("c10d")
@@ -148,8 +148,9 @@ def test_states_move_to_the_host_and_back_when_the_model_is_gone(rank, world, of
 
 def peak_of_step(rank, offload):
     """Bytes at the peak of forward and backward that the model adds in the third step, and that offload frees."""
+    torch._dynamo.reset()  # which may keep a model before
     gc.collect()
-    before = torch.cuda.memory_allocated()  # of a model before, which Dynamo may keep
+    before = torch.cuda.memory_allocated()
     model = make("c10d", layers=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     zcompile.fuse_optimizer(model, optimizer, offload=offload)
@@ -164,14 +165,14 @@ def peak_of_step(rank, offload):
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-@on_gpus(1)
+@on_gpus(2)
 def test_the_peak_falls_by_the_states(rank, world, offload):
     (peak, _), (offloaded, freed) = peak_of_step(rank, None), peak_of_step(rank, offload)
     assert abs(peak - offloaded - freed) < 0.02 * freed, (peak, offloaded, freed)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-@on_gpus(1)
+@on_gpus(2)
 def test_a_checkpoint_loads_without_gpu_memory_for_states(rank, world, offload):
     """Into an optimizer that has no state yet, and into one that has."""
     model = make("c10d", layers=8)
@@ -224,25 +225,24 @@ def link_rate():
     return size / seconds(both_ways, 5)
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
 @on_gpus(1)
-def test_a_step_takes_as_long_as_its_copies(rank, world, offload):
+def test_a_step_takes_as_long_as_its_copies(rank, world):
     """Copies go both ways at once, and beside the kernels: one after the other, it would be twice as long."""
     rate = link_rate()
     model = make("c10d", layers=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, optimizer, offload=offload)
+    zcompile.fuse_optimizer(model, optimizer, offload="moments")
     times = []
     for step in range(5):
         loss_of(model, step, rank).backward()
         times.append(seconds(optimizer.step, 1))
         optimizer.zero_grad()
-    copied = state_bytes(model, offload)
+    copied = state_bytes(model, "moments")
     assert min(times) < 1.5 * copied / rate, (times, copied, rate)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-@on_gpus(1)
+@on_gpus(2)
 def test_the_host_does_not_wait_in_a_step(rank, world, offload):
     """The next forward is started while the last groups are copied."""
     model = make("c10d")

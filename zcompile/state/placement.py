@@ -232,12 +232,12 @@ def mesh_over_hosts(mesh: DeviceMesh) -> DeviceMesh:
     A parameter that is `Shard(0)` in both dimensions is cut among the ranks of a host first, and each of these shards
     among hosts. Over `mesh`, `_StridedShard` would say that, which torch cannot make whole where sizes do not divide.
     """
-    names = mesh.mesh_dim_names
+    names = mesh.mesh_dim_names or ("host", "gpu")  # torch asks for names here
     return DeviceMesh.from_group(
         [mesh.get_group(1), mesh.get_group(0)],
         mesh.device_type,
         mesh=mesh.mesh.T.contiguous(),
-        mesh_dim_names=None if names is None else names[::-1],
+        mesh_dim_names=names[::-1],
     )
 
 

@@ -58,13 +58,24 @@ def fuse_optimizer(
     Raises:
         RuntimeError: `model` is not sharded.
         ValueError: another optimizer, or one that is not fused, or `amsgrad`, `maximize` or a tensor as learning rate;
-            an `offload` that there is not, or another one than in an earlier call; parameters that are not float32.
+            an `offload` that there is not, or another one than in an earlier call; parameters that are not float32;
+            "states" for parameters that are gathered among one rank alone, or sharded with `states="global"`.
     """
     state = state_of(model)
     _check_optimizer(optimizer)
     if offload is not None and offload not in OFFLOADS:
         raise ValueError(
             f"zcompile.fuse_optimizer: offload is None, {' or '.join(map(repr, OFFLOADS))}, not {offload!r}."
+        )
+    if offload == "states" and (state.runtime.world == 1 or state.over_hosts):
+        where = (
+            "of states over hosts are pieces of what is gathered"
+            if state.over_hosts
+            else "of one rank are not gathered"
+        )
+        raise ValueError(
+            f"zcompile.fuse_optimizer: offload='states' is not possible: main parameters {where}, so each forward "
+            "would read them from host memory. Take offload='moments'."
         )
     inner: Any = optimizer.step
     models = getattr(inner, "fused_by_zcompile", ())
