@@ -2,6 +2,7 @@
 computes again instead of reading from memory.
 """
 
+import contextlib
 import functools
 from dataclasses import replace
 
@@ -229,3 +230,15 @@ def test_layers_compiled_alone_share_the_limit(rank, world):
             block.compile(backend="zcompile", options=options)
         saved.append(saved_bytes(model, normal(0, rank, ROWS, WIDTH))[0])
     assert saved[1] <= (18 << 20) < saved[0], saved
+
+
+@pytest.mark.parametrize("offload, nbytes", [(None, 12), ("moments", 4), ("states", 2)])
+def test_states_in_host_memory_do_not_count(rank, world, offload, nbytes):
+    """`nbytes` of each parameter of this rank do."""
+    for spare, fits in ((2 << 20, False), (6 << 20, True)):  # gradients and unsharded parameters take 4 MiB
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        limit = nbytes * sum(parameter.numel() for parameter in model.parameters()) // world + spare
+        compiled(model, options={"memory_limit": limit}, param_dtype=torch.bfloat16)
+        zcompile.fuse_optimizer(model, torch.optim.AdamW(model.parameters(), fused=True), offload=offload)
+        with contextlib.nullcontext() if fits else pytest.raises(Exception, match="keeps to memory_limit"):
+            model(torch.ones(2, 512)).sum().backward()

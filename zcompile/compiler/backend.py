@@ -24,7 +24,7 @@ from zcompile.compiler.graph_checks import check_graph
 from zcompile.compiler.inductor import check_config, compile_inductor, wants_cuda_graphs
 from zcompile.compiler.memory_limit import within_limit
 from zcompile.costs.hardware import CPU, Link
-from zcompile.costs.memory import GRADIENT_BYTES, state_bytes
+from zcompile.costs.memory import GRADIENT_BYTES, MOMENTS_BYTES, PARAMETER_BYTES, state_bytes
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
 from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.passes import pipeline
@@ -253,6 +253,10 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
     frozen = sum(elements[id(each.leaf)] for each, _ in known if not each.parameter.requires_grad)
     total = sum(elements.values())
     nbytes = state_bytes(total, plan.link, frozen)
+    if first.has_offload:
+        nbytes -= MOMENTS_BYTES * (total - frozen)
+        on_host = [(each.on_host, elements[id(each.leaf)]) for each, _ in known if each.on_host is not None]
+        nbytes -= sum(count * (PARAMETER_BYTES - main.narrow.itemsize) for main, count in on_host)
     if first.microbatches.accumulates:
         nbytes += GRADIENT_BYTES * (total - frozen)
     read = sum(elements.get(id(example_inputs[i]), 0) for i in shards)
