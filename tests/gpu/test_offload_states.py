@@ -1,29 +1,19 @@
 """Main parameters in host memory: reads and writes of them, and gathers that see these, on GPUs."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zcompile
 from tests.support.gpu import Wide, compiled_over
+from tests.support.main_parameters import EDITS, READS, halve
 from tests.support.models import Chain
 from tests.support.ranks import on_gpus
 from tests.support.reference import same_values
 from zcompile.state.attributes import SHARDED
 from zcompile.state.sharded_model import state_of
-
-FULL = StateDictOptions(full_state_dict=True)
-FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def make(transport, offload, seed=0):
@@ -52,24 +42,6 @@ def results_of(model, optimizer):
     return {name: getattr(value, "_local_tensor", value).detach().cpu().clone() for name, value in values.items()}
 
 
-def whole(model):
-    with zcompile.unshard(model):
-        return {name: each.detach().clone() for name, each in model.named_parameters()}
-
-
-READS = {
-    "full_tensor": lambda model: {name: each.full_tensor() for name, each in model.named_parameters()},
-    "clone": lambda model: {name: each.detach().to_local().clone() for name, each in model.named_parameters()},
-    "cpu": lambda model: {name: each.to_local().cpu() for name, each in model.named_parameters()},
-    "sum": lambda model: {name: each.detach().double().square().sum() for name, each in model.named_parameters()},
-    "deepcopy": lambda model: copy.deepcopy(model.state_dict()),
-    "full state dict": lambda model: get_model_state_dict(model, options=FULL),
-    "full state dict on the CPU": lambda model: get_model_state_dict(model, options=FULL_ON_CPU),
-    "full_parameters": lambda model: dict(zcompile.full_parameters(model)),
-    "unshard": whole,
-}
-
-
 @pytest.mark.parametrize("transport", ["p2p", "c10d"])
 @on_gpus(2)
 def test_reads_give_the_main_parameters_of_the_last_step(rank, world, transport):
@@ -83,56 +55,6 @@ def test_reads_give_the_main_parameters_of_the_last_step(rank, world, transport)
         same_values(offloaded, expected)
 
 
-def load(model, optimizer, how):
-    """Values of another model."""
-    torch.manual_seed(5)
-    other = zcompile.shard(Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda())
-    how(model, copy.deepcopy(other.state_dict()))
-
-
-@torch.no_grad()
-def halve(model, optimizer):
-    for parameter in model.parameters():
-        parameter.mul_(0.5)
-
-
-def write_back(model, optimizer):
-    with zcompile.unshard(model, writeback=True), torch.no_grad():
-        model[0].up.weight[3:9] = 0.25
-
-
-def step_of_another(model, optimizer):
-    loss_of(model, 9, 0).backward()
-    other = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    other.step()
-    other.zero_grad()
-
-
-def step_of_another_fused(model, optimizer):
-    other = zcompile.fuse_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
-    train(model, other, 0, [9, 10])
-
-
-def step_without_backward(model, optimizer):
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.5)
-    optimizer.step()
-
-
-EDITS = {
-    "in place": halve,
-    "load_state_dict": lambda *each: load(*each, nn.Module.load_state_dict),
-    "from the CPU": lambda *each: load(
-        *each, lambda model, state: model.load_state_dict({name: value.to("cpu") for name, value in state.items()})
-    ),
-    "set_model_state_dict": lambda *each: load(*each, set_model_state_dict),
-    "unshard": write_back,
-    "another optimizer": step_of_another,
-    "another fused optimizer": step_of_another_fused,
-    "no backward": step_without_backward,
-}
-
-
 @pytest.mark.parametrize("transport", ["p2p", "delayed p2p", "c10d"])
 @on_gpus(2)
 def test_the_next_forward_reads_what_is_written(rank, world, transport):
@@ -143,7 +65,7 @@ def test_the_next_forward_reads_what_is_written(rank, world, transport):
             train(model, optimizer, rank, range(3))
             with torch.no_grad():
                 before = loss_of(model, 0, rank)
-            edit(model, optimizer)
+            edit(model, optimizer, loss_of)
             with torch.no_grad():
                 after, again = loss_of(model, 0, rank), loss_of(model, 0, rank)
             assert torch.equal(after, again) and not torch.equal(before, after), name
@@ -188,7 +110,7 @@ def test_captured_graphs_read_narrow_shards(rank, world):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         zcompile.fuse_optimizer(model, optimizer, offload=offload)
         train(model, optimizer, rank, range(6))
-        halve(model, optimizer)
+        halve(model)
         train(model, optimizer, rank, range(6, 9))
         assert zcompile.stats(model)["cuda_graphs"]["replays"] >= 6, zcompile.stats(model)["cuda_graphs"]
         results.append(results_of(model, optimizer))

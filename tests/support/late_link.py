@@ -5,7 +5,10 @@ from collections import deque
 from unittest import mock
 
 import torch
+from torch import nn
 
+import zcompile
+from tests.support.models import Chain, mean_square
 from zcompile.training.host_link import HostLink, Queue
 
 
@@ -13,10 +16,11 @@ class LateLink(HostLink):
     """Queues hold their work back until something waits for it, but for those in `eager`, which never rest.
 
     It leaves out waits of the kinds in `ignored`: (the queue that waits, the queue that it waits for), with None for
-    the host. Host memory is memory that it allocated itself.
+    the host. Host memory is memory that it allocated itself. `offload`: the argument of `fuse_optimizer`.
     """
 
-    def __init__(self, eager=(), ignored=()):
+    def __init__(self, offload, eager=(), ignored=()):
+        self.offload = offload
         self.eager, self.ignored = eager, ignored
         self.work = {queue: deque() for queue in Queue}
         self.given = dict.fromkeys(Queue, 0)
@@ -91,3 +95,56 @@ def small_groups(link=None, elements=512):
         if link is not None:
             stack.enter_context(mock.patch("zcompile.training.offload.host_link_of", lambda device: link))
         yield
+
+
+def fused(model, optimizer, link):
+    """`optimizer`, with states on `link`, or not offloaded."""
+    return zcompile.fuse_optimizer(model, optimizer, offload=None if link is None else link.offload)
+
+
+def step(optimizer, link):
+    """A step, and all that comes before it on the program's stream, where the next forward runs."""
+    optimizer.step()
+    if link is not None:
+        link.finish_compute()
+    optimizer.zero_grad()
+
+
+def results_of(model, optimizer):
+    """Copies of parameters, before anything reads the states, and of the states."""
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    states = sorted(optimizer.state_dict()["state"].items())
+    return values | {f"{key}.{name}": value.clone() for key, state in states for name, value in state.items()}
+
+
+def hosted(model, link):
+    """The names of parameters that lie in host memory."""
+    return {name for name, parameter in model.named_parameters() if link.is_host(parameter.to_local())}
+
+
+def unfused(seed=0):
+    """A model in eager, whose matrices are cut, and its optimizer."""
+    torch.manual_seed(seed)
+    model = zcompile.shard(Chain(nn.Linear(37, 41), nn.Linear(41, 37)), param_dtype=torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def linear(link, seed=0):
+    model, optimizer = unfused(seed)
+    return model, fused(model, optimizer, link)
+
+
+linear_loss = mean_square(3, 37)
+
+
+def train(model, optimizer, link, rank, steps):
+    for i in steps:
+        linear_loss(model, i, rank).backward()
+        step(optimizer, link)
+
+
+def linear_steps(rank, link, steps=4):
+    """Parameters and states of steps."""
+    model, optimizer = linear(link)
+    train(model, optimizer, link, rank, range(steps))
+    return results_of(model, optimizer)
