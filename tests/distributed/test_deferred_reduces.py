@@ -10,56 +10,12 @@ import torch
 import torch.distributed as dist
 
 import zcompile
+from tests.support.deferred import MICROBATCHES, all_close, prepared, reference_grads, run
 from tests.support.microbatches import assert_same_run, separately, train_microbatches
 from tests.support.models import Transformer, batch, loss_of, normal
 from tests.support.ranks import on_ranks
 from tests.support.reduce_checks import rank_native_sums
-from tests.support.reference import close, compiled, lm_loss, pair, train_beside
-
-MICROBATCHES = 4
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
-
-
-def run(rank, prepare, reduce, steps=2, device="cpu", optimizer=ADAMW):
-    """Losses, gradients of the last step, and what travelled in it."""
-    _, model = pair(lambda: Transformer().to(device), prepare)
-    optimizer = optimizer(model.parameters())
-    losses = []
-    for step in range(steps):
-        zcompile.reset_stats(model)
-        optimizer.zero_grad()
-        with zcompile.accumulate(model, reduce=reduce):
-            for microbatch in range(MICROBATCHES):
-                loss = lm_loss(model, MICROBATCHES * step + microbatch, rank) / MICROBATCHES
-                loss.backward()
-                losses.append(loss.item())
-        grads = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
-        optimizer.step()
-    return losses, grads, zcompile.stats(model)
-
-
-def prepared(inner, mesh=None, **how):
-    prepare = zcompile.shard if inner == "eager" else functools.partial(compiled, inner=inner)
-    return functools.partial(prepare, mesh=mesh, **how)
-
-
-def reference_grads(world, steps=2, device="cpu", optimizer=ADAMW):
-    """Of the last step of the unsharded model, which sees the microbatches of all ranks."""
-    model, _ = pair(lambda: Transformer().to(device), lambda model: model)
-    optimizer = optimizer(model.parameters())
-    for step in range(steps):
-        optimizer.zero_grad()
-        for microbatch in range(MICROBATCHES):
-            for rank in range(world):
-                lm_loss(model, MICROBATCHES * step + microbatch, rank).div(MICROBATCHES * world).backward()
-        grads = [parameter.grad.clone() for parameter in model.parameters()]
-        optimizer.step()
-    return grads
-
-
-def all_close(ours, theirs, tolerance=1e-5):
-    for mine, other in zip(ours, theirs, strict=True):
-        close(mine, other, tolerance, "gradient")
+from tests.support.reference import compiled, train_beside
 
 
 def rank_defers_replicas(rank, world, inner):
@@ -126,10 +82,10 @@ class Branching(torch.nn.Module):
         return (self.second if uses_second else self.first)(x)
 
 
-def branched(reduce, mesh, rank, earlier):
+def branched(reduce, mesh, states, rank, earlier):
     """Gradients of a model of which a block uses both layers, one after the other; on top of earlier ones."""
     torch.manual_seed(0)
-    model = zcompile.shard(Branching(), mesh=mesh)
+    model = zcompile.shard(Branching(), mesh, states=states)
     for i in range(earlier):
         model(torch.full((2, 4), 3.0 + i), False).sum().backward()
     with zcompile.accumulate(model, reduce=reduce):
@@ -138,21 +94,24 @@ def branched(reduce, mesh, rank, earlier):
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-last_or_shards = pytest.mark.parametrize("reduce, shape, world", [("last", (2,), 2), ("shards", (2, 2), 4)])
+last_or_shards = pytest.mark.parametrize(
+    "reduce, shape, world, states",
+    [("last", (2,), 2, None), ("shards", (2, 2), 4, None), ("shards", (2, 2), 4, "global")],
+)
 
 
 @last_or_shards
-def test_what_a_microbatch_does_not_use_and_earlier_gradients_count_as_ever(rank, world, reduce, shape):
+def test_what_a_microbatch_does_not_use_and_earlier_gradients_count_as_ever(rank, world, reduce, shape, states):
     mesh = dist.init_device_mesh("cpu", shape)
     for earlier in (0, 1):
-        expected, grads = (branched(each, mesh, rank, earlier) for each in ("each", reduce))
+        expected, grads = (branched(each, mesh, states, rank, earlier) for each in ("each", reduce))
         assert all(grad.abs().sum() > 0 for grad in expected)
         all_close(grads, expected, 1e-6)
 
 
 @last_or_shards
-def test_a_block_that_raises_leaves_the_gradients_before_it(rank, world, reduce, shape):
-    model = zcompile.shard(Branching(), mesh=dist.init_device_mesh("cpu", shape))
+def test_a_block_that_raises_leaves_the_gradients_before_it(rank, world, reduce, shape, states):
+    model = zcompile.shard(Branching(), dist.init_device_mesh("cpu", shape), states=states)
     model(torch.ones(2, 4), False).sum().backward()
     before = copy.deepcopy([None if each.grad is None else each.grad.to_local() for each in model.parameters()])
     with pytest.raises(ValueError, match="the data ended"), zcompile.accumulate(model, reduce=reduce):
@@ -200,9 +159,8 @@ def test_models_with_units_may_defer(rank, world, reduce, shape):
 
 
 @last_or_shards
-def test_gradients_that_are_not_reduced_yet_are_not_clipped(rank, world, reduce, shape):
-    mesh = dist.init_device_mesh("cpu", shape)
-    model = zcompile.shard(Transformer(), mesh)
+def test_gradients_that_are_not_reduced_yet_are_not_clipped(rank, world, reduce, shape, states):
+    model = zcompile.shard(Transformer(), dist.init_device_mesh("cpu", shape), states=states)
     with zcompile.accumulate(model, reduce=reduce):
         loss_of(model, batch(0, rank)).backward()
         with pytest.raises(RuntimeError, match=r"the gradient of '.*' is not reduced.* Clip behind the block"):

@@ -24,7 +24,7 @@ from tests.support.late_link import (
     train,
     unfused,
 )
-from tests.support.main_parameters import EDITS, READS, other_values, step_by
+from tests.support.main_parameters import EDITS_ON_CPUS, READS
 from tests.support.models import Transformer
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.attributes import SHARDED
@@ -70,14 +70,8 @@ def test_evaluation_in_float32_reads_main_parameters(rank, world):
     same_values(losses[:3], losses[3:])
 
 
-ON_CPUS = {
-    "assign": lambda model, *_: model.load_state_dict(other_values(model), assign=True),
-    "SGD": step_by(lambda model: torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)),
-}
-
-
 def test_the_next_forward_reads_what_is_written(rank, world):
-    for name, edit in (EDITS | ON_CPUS).items():
+    for name, edit in EDITS_ON_CPUS.items():
         results = []
         for link in (LATE(), None):
             with small_groups(link):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import zcompile
-from tests.distributed.test_deferred_reduces import MICROBATCHES, all_close, reference_grads, run
+from tests.support.deferred import MICROBATCHES, all_close, reference_grads, run
 from tests.support.embedding_rows import rank_rows_like_whole, tables_curve
 from tests.support.gpu import compiled_over, make_transformer, needs_two_gpus, rank_trains_as_over_nccl, sharded_over
 from tests.support.microbatches import (

@@ -42,7 +42,7 @@ def other_values(model, device=None):
 
 def write_back(model, *_):
     with zcompile.unshard(model, writeback=True), torch.no_grad():
-        next(model.parameters())[3:9] = 0.25
+        next(each for each in model.parameters() if each.ndim == 2)[3:9] = 0.25
 
 
 def step_by(make):
@@ -77,4 +77,8 @@ EDITS = {  # of (model, optimizer, loss_of)
     "another optimizer": step_by(adamw),
     "another fused optimizer": step_by(lambda model: zcompile.fuse_optimizer(model, adamw(model))),
     "no backward": step_without_backward,
+}
+EDITS_ON_CPUS = EDITS | {
+    "assign": lambda model, *_: model.load_state_dict(other_values(model), assign=True),
+    "SGD": step_by(lambda model: torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)),
 }
