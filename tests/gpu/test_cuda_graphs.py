@@ -22,7 +22,7 @@ from tests.support.cuda_graphs import (
     wide,
     without_gradients,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_gpus
 from zcompile.state.sharded_model import state_of
 
 TRANSPORTS = {1: None, 2: "p2p", 4: "p2p in step"}
@@ -47,27 +47,22 @@ def test_large_parameters_are_copied_in_graphs(gpus, world, transport):
         gpus(world).run(rank_trains, train, transport, "wide")
 
 
-def rank_branches(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_gpus()
+def test_graphs_read_results_of_others(rank, world):
     model = same_as_uncaptured("cuda", rank, plain, Branch, TRANSPORTS[world])
     graphs, replays = counts(model)
     assert graphs >= 3 and replays == 10 * graphs  # on one rank, the first backward has no shards, and counts for none
 
 
-def rank_reads_again(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_gpus()
+def test_what_a_forward_reads_may_be_read_again(rank, world):
     same_as_uncaptured("cuda", rank, without_gradients, Pieces, TRANSPORTS[world])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_a_forward_reads_may_be_read_again(gpus, world):
-    gpus(world).run(rank_reads_again)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_graphs_read_results_of_others(gpus, world):
-    gpus(world).run(rank_branches)
-
-
-def rank_trains_two_models(rank, world):
+@on_gpus(1)
+def test_graphs_on_two_streams_wait_for_each_other(rank, world):
     """Each on a stream of its own: their graphs have one memory."""
     results = []
     for captured in (False, True):
@@ -91,19 +86,12 @@ def rank_trains_two_models(rank, world):
     assert all(map(torch.equal, *results))
 
 
-def test_graphs_on_two_streams_wait_for_each_other(gpus):
-    gpus(1).run(rank_trains_two_models)
-
-
-def rank_asks_for_graphs(rank, world):
+@on_gpus(2)
+def test_collectives_of_nccl_are_refused(rank, world):
     model = zcompile.shard(Noisy().cuda())
     model.compile(backend="zcompile", options={"cuda_graphs": True, "transport": "nccl"})
     with pytest.raises(Exception, match="cannot hold the collectives of NCCL"):
         model(batches("cuda", rank)(0))
-
-
-def test_collectives_of_nccl_are_refused(gpus):
-    gpus(2).run(rank_asks_for_graphs)
 
 
 def rank_waits_for_a_stopped_rank(rank, world):
