@@ -20,11 +20,11 @@ from tests.support.microbatches import (
     train_microbatches,
 )
 from tests.support.models import Transformer, batch, loss_of, mean_square, normal
+from tests.support.ranks import slow
 from tests.support.reference import FP32, backward_beside, close, compiled, pair, same_grads, same_values, train_beside
 from tests.support.sharded_ops import ops
 from zcompile.state.sharded_model import state_of
 
-slow = pytest.mark.slow
 inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
 
 

@@ -13,10 +13,8 @@ from tests.support import raising
 from tests.support.compiling import OPTIONS, by_blocks, wrapped
 from tests.support.models import Transformer, normal
 from tests.support.raising import MayRaise
+from tests.support.ranks import slow
 from tests.support.reference import compiled, lm_loss, pair, same_backward, same_values
-
-slow = pytest.mark.slow
-
 
 SLOW_WAYS = functools.partial(compiled, fullgraph=False), by_blocks
 ways = pytest.mark.parametrize(

@@ -12,10 +12,8 @@ from torch.func import functional_call
 import zcompile
 from tests.support.compiling import OPTIONS, by_blocks, wrapped
 from tests.support.models import Block, Transformer
+from tests.support.ranks import slow
 from tests.support.reference import close, compiled, lm_loss, pair, train_beside
-
-slow = pytest.mark.slow
-
 
 in_units = functools.partial(zcompile.shard, units=[Block])
 ways = pytest.mark.parametrize(

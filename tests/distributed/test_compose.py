@@ -29,7 +29,7 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import (
     FP32,
     backward_beside,
@@ -41,8 +41,6 @@ from tests.support.reference import (
     train_beside,
 )
 from zcompile.state.sharded_model import models_of, state_of
-
-slow = pytest.mark.slow
 
 
 def tensor_parallel(mesh, inner, sequence, model):

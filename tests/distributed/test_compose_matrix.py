@@ -25,7 +25,7 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import close, train_beside
 
 MESHES = ["tensor", "sequence", "experts", "experts and tensor", "replicas and experts"]
@@ -97,7 +97,7 @@ def rank_trains(rank, world, kind, inner, shard, divisor):
 
 @pytest.mark.parametrize(
     "mesh, inner, shard, divisor",
-    [pytest.param(*case, marks=() if case[:2] in IN_CI or case[:3] in IN_CI else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=() if case[:2] in IN_CI or case[:3] in IN_CI else slow) for case in CASES],
     ids=lambda value: str(value).replace(" ", "-"),
 )
 def test_models_train_as_unsharded(ranks, mesh, inner, shard, divisor):
@@ -110,7 +110,6 @@ def test_every_pair_is_covered():
         assert {(case[i], case[j]) for case in CASES} == set(itertools.product(factors[i], factors[j]))
 
 
-slow = pytest.mark.slow
 BLOCKS = 2
 
 

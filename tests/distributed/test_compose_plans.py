@@ -8,11 +8,9 @@ from torch.distributed.fsdp import FSDPModule
 import zcompile
 from tests.support.parallel import maybe_compiled, mesh_of
 from tests.support.plans import deepseek, filled, llama, neox, oss, qwen, tokens_loss
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import clipped_steps, close, same_values
 from zcompile.integrations.huggingface import distribute
-
-slow = pytest.mark.slow
 
 STEPS = 3
 CASES = {

@@ -13,7 +13,7 @@ import zcompile
 from tests.support.deferred import MICROBATCHES, all_close, prepared, reference_grads, run
 from tests.support.microbatches import assert_same_run, separately, train_microbatches
 from tests.support.models import Transformer, batch, loss_of, normal
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reduce_checks import rank_native_sums
 from tests.support.reference import compiled, train_beside
 
@@ -34,7 +34,7 @@ def rank_defers_replicas(rank, world, inner):
     return [grad.sum().item() for grad in deferred[1]]
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
 def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
     of_ranks = ranks(4).run(rank_defers_replicas, inner)
     assert all(each == of_ranks[0] for each in of_ranks)
@@ -45,9 +45,9 @@ def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
     [
         ("aot_eager", (2,), 2, {}),
         ("eager", (2,), 2, {"param_dtype": torch.bfloat16}),
-        pytest.param("eager", (2,), 2, {}, marks=pytest.mark.slow),
-        pytest.param("inductor", (2,), 2, {}, marks=pytest.mark.slow),
-        pytest.param("aot_eager", (2, 2), 4, {}, marks=pytest.mark.slow),
+        pytest.param("eager", (2,), 2, {}, marks=slow),
+        pytest.param("inductor", (2,), 2, {}, marks=slow),
+        pytest.param("aot_eager", (2, 2), 4, {}, marks=slow),
     ],
 )
 def test_gradients_may_be_reduced_once_behind_the_last_microbatch(rank, world, inner, shape, how):
@@ -148,9 +148,7 @@ def test_other_values_and_other_inner_blocks_are_refused(rank, world):
             pass
 
 
-@pytest.mark.parametrize(
-    "reduce, shape, world", [("last", (2,), 2), pytest.param("shards", (2, 2), 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("reduce, shape, world", [("last", (2,), 2), pytest.param("shards", (2, 2), 4, marks=slow)])
 def test_models_with_units_may_defer(rank, world, reduce, shape):
     prepare = prepared("eager", dist.init_device_mesh("cpu", shape), units=[torch.nn.LayerNorm])
     (losses, grads, _), deferred = (run(rank, prepare, each) for each in ("each", reduce))
@@ -231,9 +229,6 @@ def test_a_change_of_grad_between_two_backwards_of_a_deferred_reduce_is_refused(
         for _ in range(2):
             model(torch.ones(3, 6)).square().mean().backward()
             model.zero_grad(set_to_none=False)
-
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 4])

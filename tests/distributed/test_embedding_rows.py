@@ -10,14 +10,13 @@ from torch import nn
 import zcompile
 from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
 from tests.support.models import batch, loss_of
+from tests.support.ranks import slow
 from tests.support.reference import backward_beside, compiled, lm_loss, pair, same_grads, train_beside
 from tests.support.sharded_ops import ops, shards
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import H200
 from zcompile.graph.ops import GATHER, GATHER_ROWS, calls
 from zcompile.options import Settings
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("transport", [pytest.param("c10d", marks=slow), "late c10d"])

@@ -14,12 +14,10 @@ from torch import nn
 import zcompile
 from tests.support.commands import explained
 from tests.support.models import Transformer, batch, loss_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.time_limits import scaled
 from zcompile.costs.formulas import registry
 from zcompile.explanation.workloads import WithLoss, load
-
-slow = pytest.mark.slow
 
 
 def explain_and_compile(rank, options):

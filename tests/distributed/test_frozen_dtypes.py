@@ -10,10 +10,8 @@ from torch import nn
 
 import zcompile
 from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized_loss
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import BF16, FP32, close, compiled, full, pair, same_values, train_beside
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])

@@ -16,11 +16,10 @@ import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.models import Transformer, normal
 from tests.support.packed import Quantized
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import backward_beside, compiled, full, lm_loss, pair, same_grads, same_parameters, sgd
 from tests.support.time_limits import scaled
 
-slow = pytest.mark.slow
 SECONDS = scaled(60.0)  # the timeout of what would hang
 
 

@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zcompile
 import zcompile.training.fused_optimizer
 from tests.support.models import Transformer, mean_square, normal
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
-
-slow = pytest.mark.slow
 
 
 def curve(rank, fuse, make, closures):

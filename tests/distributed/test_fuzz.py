@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter
 import zcompile
 from tests.support import fuzz
 from tests.support.cuda_graphs import counts, finish_step, same_as_uncaptured
+from tests.support.ranks import slow
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import CPU, H200
 from zcompile.explanation.trace import copied
@@ -195,9 +196,6 @@ def late(deadline):
     past = torch.tensor(float(time.monotonic() > deadline))
     dist.all_reduce(past, op=dist.ReduceOp.MAX)
     return bool(past)
-
-
-slow = pytest.mark.slow
 
 
 def fuzz_on_two_ranks(ranks, check, graphs):

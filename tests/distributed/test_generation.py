@@ -12,12 +12,11 @@ import zcompile
 from tests.support.architectures import VOCABULARY, hugging_face, hugging_face_loss
 from tests.support.meshes import short_mesh
 from tests.support.models import Transformer, batch
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import compiled, pair, train_beside
 from tests.support.time_limits import scaled
 
 pytest.importorskip("transformers")
-slow = pytest.mark.slow
 SECONDS = scaled(60.0)  # the timeout of what would hang
 
 

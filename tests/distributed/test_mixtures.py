@@ -12,7 +12,7 @@ from tests.support.architectures import hugging_face, hugging_face_loss
 from tests.support.compiling import checkpoint_each
 from tests.support.huggingface import VOCABULARY, tiny_llama
 from tests.support.mixtures import MixtureModel, routed_loss
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import FP32, close, compiled, train_beside
 from zcompile.state.sharded_model import state_of
 
@@ -30,7 +30,7 @@ SHORT = [("deepseek_v3", "eager", None)]
 
 @pytest.mark.parametrize(
     ("name", "experts", "inner"),
-    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=[] if case in SHORT else slow) for case in CASES],
 )
 def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
         assert all(unit.name.endswith("experts") for unit in order.units) and len(order.units) >= 1
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", ["llama4_text", "deepseek_v3"])
 def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name):
     """Hooks, checkpoints, and experts that Dynamo does not trace."""
@@ -89,7 +89,6 @@ def test_experts_that_loop_before_or_after_sharding_alone_are_refused(rank, worl
 
 LENGTHS = [(2, 12), (2, 9), (2, 15)]
 BATCHES = [*LENGTHS, (3, 11), (4, 13)]
-slow = pytest.mark.slow
 
 
 def padded(shape, step, rank):

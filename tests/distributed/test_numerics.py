@@ -8,11 +8,10 @@ import torch
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import slow
 from tests.support.reference import autocast_loss, compiled, lm_loss, losses_of, pair, same_bits, train_beside
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.state.sharded_model import state_of
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])

@@ -35,12 +35,11 @@ from tests.support.late_link import (
     unfused,
 )
 from tests.support.models import Chain, Transformer, mean_square, normal
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
 from zcompile.training.host_link import Queue
 
-slow = pytest.mark.slow
 MOMENTS = functools.partial(LateLink, "moments")
 IN_BF16 = {"param_dtype": torch.bfloat16}
 both = pytest.mark.parametrize("offload", ["moments", "states"])

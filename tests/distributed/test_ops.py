@@ -10,12 +10,10 @@ from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
 from tests.support.meshes import short_mesh
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reduce_checks import mean_in_order, own_piece, rank_squares_of_reduces
 from tests.support.sharded_ops import ops, shards
 from tests.support.time_limits import scaled
-
-slow = pytest.mark.slow
 
 
 def check(op, make_args, *, values=True, gradients=False, alias=False):

@@ -13,6 +13,7 @@ from tests.support import mixtures as units
 from tests.support.compiling import by_blocks
 from tests.support.mixtures import MixtureModel, routed_loss
 from tests.support.models import Transformer
+from tests.support.ranks import slow
 from tests.support.reference import (
     FP32,
     backward_beside,
@@ -24,8 +25,6 @@ from tests.support.reference import (
     same_parameters,
     sgd,
 )
-
-slow = pytest.mark.slow
 
 
 def two_routed_losses(model, step, rank):

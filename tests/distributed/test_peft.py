@@ -10,10 +10,10 @@ from torch import nn
 
 import zcompile
 from tests.support.architectures import hugging_face, hugging_face_loss
+from tests.support.ranks import slow
 from tests.support.reference import FP32, close, compiled, losses_of, pair, same_values, train_beside
 
 peft = pytest.importorskip("peft")
-slow = pytest.mark.slow
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 loss = functools.partial(hugging_face_loss, "llama")
 

@@ -28,7 +28,7 @@ from tests.support.parallel import (
     maybe_compiled,
     spread_experts,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import compiled, same_grads
 
 MICROBATCHES = 4
@@ -52,9 +52,7 @@ def loss_of(output, target):
 
 FORMS = blocks.FORMS | {"compiled": functools.partial(compiled, fullgraph=False)}
 CASES = [  # torch itself compiles no stage whose backward is split
-    pytest.param(
-        name, form, reduce, marks=[] if (form, reduce) == ("blocks", "last") or "ZBV" in name else pytest.mark.slow
-    )
+    pytest.param(name, form, reduce, marks=[] if (form, reduce) == ("blocks", "last") or "ZBV" in name else slow)
     for name in STAGES
     for form in FORMS
     for reduce in ("each", "last")
@@ -113,7 +111,7 @@ SHORT = [("tp", "aot_eager", 4), ("ep", "eager", 4)]
 @pytest.mark.parametrize(
     "kind, inner, world",
     [
-        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow)
+        pytest.param(*case, marks=[] if case in SHORT else slow)
         for case in itertools.product(SPREAD, ("eager", "aot_eager"), (4, 8))
     ],
 )

@@ -13,11 +13,10 @@ from torch import nn
 import zcompile
 from tests.support.blocks import by_fsdp2, shard_in_blocks
 from tests.support.models import mean_square
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reads import BREAK_GRAPHS, NOT_COMPILED, WAYS, WIDTH, Reader, reading
 from tests.support.reference import backward_beside, compiled, full, pair
 
-slow = pytest.mark.slow
 EAGER, COMPILED = ("root", "blocks", "units"), ("aot_eager", "inductor")
 STATES = ("train", "frozen", "no_grad")
 TOLERANCE, BF16 = 2e-6, 1e-3  # of losses and gradients; of the way that computes in bf16

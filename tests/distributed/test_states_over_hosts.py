@@ -16,7 +16,7 @@ from tests.support.deferred import ADAMW, all_close, reference_grads, run
 from tests.support.main_parameters import EDITS_ON_CPUS
 from tests.support.mixtures import Experts, MixtureModel, routed_loss
 from tests.support.models import Chain, Sometimes, Transformer, batch, loss_of, mean_square, sometimes_loss
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import (
     close,
     compiled,
@@ -31,7 +31,6 @@ from tests.support.reference import (
 )
 from zcompile.state.sharded_model import state_of
 
-slow = pytest.mark.slow
 TIGHT = 2e-6
 
 

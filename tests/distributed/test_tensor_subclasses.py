@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.subclasses import (
     Block,
     Dequantizing,
@@ -36,7 +36,6 @@ from tests.support.subclasses import (
 )
 from zcompile.state.sharded_model import state_of
 
-slow = pytest.mark.slow
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

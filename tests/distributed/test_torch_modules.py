@@ -16,9 +16,8 @@ from torch.nn.utils import parametrizations, weight_norm
 import zcompile
 from tests.support.compiling import wrapped
 from tests.support.models import Chain, mean_square, normal
+from tests.support.ranks import slow
 from tests.support.reference import compiled, full, pair, same_values, train_beside
-
-slow = pytest.mark.slow
 
 
 class Last(nn.Module):

@@ -8,11 +8,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import parallelize_module
 
 import zcompile
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import losses_of
 from tests.support.subclasses import Block, by_fsdp2, by_zcompile
 
-slow = pytest.mark.slow
 POLICIES = {"fp32": None, "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 WIDTH, HIDDEN, LAYERS = 64, 128, 3
 

@@ -15,12 +15,9 @@ from tests.support.architectures import HUGGING_FACE, hugging_face, hugging_face
 from tests.support.compiling import SELECTIVE, by_blocks
 from tests.support.meshes import short_mesh
 from tests.support.models import Block, Sometimes, Transformer, batch, loss_of, normal, sometimes_loss
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import BF16, autocast_loss, close, compiled, lm_loss, pair, same_grads, train_beside
 from tests.support.time_limits import scaled
-
-slow = pytest.mark.slow
-
 
 eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=slow), compiled])
 

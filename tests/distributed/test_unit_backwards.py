@@ -15,6 +15,7 @@ from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.compiling import SELECTIVE, checkpoint_each
 from tests.support.mixtures import MixtureModel, checkpointed, routed_loss, sharded
 from tests.support.raising import Fault, MayRaise, fail
+from tests.support.ranks import slow
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
 from tests.support.unit_chains import (
     WIDTH,
@@ -28,8 +29,6 @@ from tests.support.unit_chains import (
     make_chain,
     skipping,
 )
-
-slow = pytest.mark.slow
 
 
 def mixtures():

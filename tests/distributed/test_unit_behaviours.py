@@ -13,6 +13,7 @@ from torch import nn
 
 import zcompile
 from tests.support.mixtures import MixtureModel, StackedExperts, routed_loss, sharded
+from tests.support.ranks import slow
 from tests.support.reference import close, same_backward, train_beside
 from tests.support.unit_chains import (
     KINDS,
@@ -28,8 +29,6 @@ from tests.support.unit_chains import (
     skipping,
     with_units,
 )
-
-slow = pytest.mark.slow
 
 
 class PartsOnly(nn.Module):

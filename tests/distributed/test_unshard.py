@@ -10,11 +10,9 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.support.models import Block, Transformer
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import compiled, full, lm_loss, pair, same_values, train_beside
 from zcompile.unsharding.unshard import hash_of
-
-slow = pytest.mark.slow
 
 
 def raises_inside(message, model, change, **how):

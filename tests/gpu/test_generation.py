@@ -11,10 +11,8 @@ from tests.support.architectures import VOCABULARY, hugging_face
 from tests.support.gpu import sharded_over
 from tests.support.models import batch
 from tests.support.packed import Quantized
-from tests.support.ranks import on_gpus
+from tests.support.ranks import on_gpus, slow
 from tests.support.reference import train_beside
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("inner", [None, pytest.param("aot_eager", marks=slow)])

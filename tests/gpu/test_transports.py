@@ -19,7 +19,7 @@ from tests.support.microbatches import (
     separately,
     train_microbatches,
 )
-from tests.support.ranks import on_gpus
+from tests.support.ranks import on_gpus, slow
 from tests.support.reduce_checks import rank_native_sums
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values, train_beside
 
@@ -158,7 +158,6 @@ def test_rows_over_transports_agree_bitwise(rank, world, microbatches):
         same_values(other, over_p2p)
 
 
-slow = pytest.mark.slow
 HOW = {"steps": 3, "device": "cuda", "optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
 
 

@@ -16,13 +16,13 @@ from torch import nn
 import zcompile
 from tests.support.commands import SHORT, results_in
 from tests.support.models import Transformer, batch, loss_of
+from tests.support.ranks import slow
 from tests.support.time_limits import scaled
 from zcompile.cli import main
 from zcompile.explanation.workloads import WithLoss
 from zcompile.profile.engine import RATE_STEPS, Training
 from zcompile.profile.engines import find
 
-slow = pytest.mark.slow
 SLOW = ("zcompile+blocks", "eager+compile", "fsdp2+tuned", "ddp", "eager")
 
 
