@@ -22,7 +22,6 @@ from tests.support.deepspeed import (
     make_engine,
     needs_loss_backward,
     rank_trains_beside_eager,
-    stage3,
     train,
 )
 from tests.support.deepspeed_config import BF16, MICROBATCHES, config_of
@@ -42,30 +41,6 @@ from zcompile.artifact.aot import lacking
 def test_fp32_equals_eager(ranks, flag, tolerance):
     """On two ranks. Of four, gloo's reduce-scatter sums in an order of its own."""
     ranks(2).run(rank_trains_beside_eager, flag, (tolerance, tolerance), {}, 12, 8)
-
-
-def reduce_scatter_in_rank_order(tensors, group=None):
-    """Stands in for DeepSpeed's `reduce_scatter_coalesced`: this rank's part of each mean, summed from rank 0 on."""
-    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    parts = []
-    for tensor in tensors:
-        gathered = [torch.empty_like(tensor) for _ in range(world)]
-        torch.distributed.all_gather(gathered, tensor.contiguous(), group=group)
-        length = -(-tensor.numel() // world)
-        mean = sum(gathered[1:], gathered[0]) / world
-        parts.append(mean.flatten()[rank * length : (rank + 1) * length])
-    return parts
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_four_ranks_equal_eager_bitwise_in_one_order(rank, world):
-    """On four ranks, the order of a sum is the only difference."""
-    theirs, stage3.reduce_scatter_coalesced = stage3.reduce_scatter_coalesced, reduce_scatter_in_rank_order
-    try:
-        rank_trains_beside_eager(rank, world, {}, (0, 0), {})
-    finally:
-        stage3.reduce_scatter_coalesced = theirs
 
 
 @pytest.mark.slow
