@@ -34,7 +34,7 @@ from tests.support.subclasses import (
     same_as_fsdp2,
     seeded,
 )
-from zcompile.state.sharded_model import state_of
+from zcompile.state.sharded_model import models_of, state_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -74,17 +74,15 @@ def seeded_anew(kind):
     return nn.ParameterDict({"weight": nn.Parameter(kind(torch.randn(4, 3)))})
 
 
-@pytest.mark.parametrize("how", ["root block", "units", "units, compiled"])
-def test_units_gather_components(rank, world, how):
-    model = zcompile.shard(seeded(Kept8), units=None if how == "root block" else [Block])
+@pytest.mark.parametrize("transport", ["c10d", "late c10d"])
+@pytest.mark.parametrize("how", ["root block", "blocks", "units", "units, compiled"])
+def test_components_are_read_after_they_have_arrived(rank, world, how, transport):
+    units = [Block] if "units" in how else None
+    model = by_zcompile(seeded(Kept8)) if how == "blocks" else zcompile.shard(seeded(Kept8), units=units)
+    for state in models_of(state_of(model)):
+        state.runtime.use_transport(transport)
     if how == "units, compiled":
         model.compile(backend="zcompile", options={"inner": "aot_eager"})
-    same_as_fsdp2(rank, model, by_fsdp2(seeded(Kept8)))
-
-
-def test_components_are_read_after_they_have_arrived(rank, world):
-    model = by_zcompile(seeded(Kept8))
-    state_of(model).runtime.use_transport("late c10d")
     same_as_fsdp2(rank, model, by_fsdp2(seeded(Kept8)))
 
 
