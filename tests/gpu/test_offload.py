@@ -34,6 +34,12 @@ def make(transport, layers=4, **how):
     return compiled_over(transport, Chain(*(Wide() for _ in range(layers)), nn.Linear(2048, 77)).cuda(), **how)
 
 
+def prepared(transport, offload, layers=4):
+    model = make(transport, layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, zcompile.fuse_optimizer(model, optimizer, offload=offload)
+
+
 def state_bytes(model, offload):
     """Of this rank, in host memory."""
     each = 4 * (3 if offload == "states" else 2)
@@ -106,9 +112,7 @@ def test_steps_are_those_without_offload(rank, world, transport, make_optimizer,
 def test_scaled_steps_are_those_without_offload(rank, world, offload):
     results = []
     for each in (offload, None):
-        model = make("p2p")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        zcompile.fuse_optimizer(model, optimizer, offload=each)
+        model, optimizer = prepared("p2p", each)
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=2)
         for step in range(5):
             scaler.scale(loss_of(model, step, rank) * (float("inf") if step == 2 else 1)).backward()
@@ -151,9 +155,7 @@ def peak_of_step(rank, offload):
     torch._dynamo.reset()  # which may keep a model before
     gc.collect()
     before = torch.cuda.memory_allocated()
-    model = make("c10d", layers=16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, optimizer, offload=offload)
+    model, optimizer = prepared("c10d", offload, layers=16)
     for step in range(3):
         torch.cuda.reset_peak_memory_stats()
         loss_of(model, step, rank).backward()
@@ -175,9 +177,7 @@ def test_the_peak_falls_by_the_states(rank, world, offload):
 @on_gpus(2)
 def test_a_checkpoint_loads_without_gpu_memory_for_states(rank, world, offload):
     """Into an optimizer that has no state yet, and into one that has."""
-    model = make("c10d", layers=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, optimizer, offload=offload)
+    model, optimizer = prepared("c10d", offload, layers=8)
     loss_of(model, 0, rank).backward()
     optimizer.step()
     expected = results_of(model, optimizer)
@@ -229,9 +229,7 @@ def link_rate():
 def test_a_step_takes_as_long_as_its_copies(rank, world):
     """Copies go both ways at once, and beside the kernels: one after the other, it would be twice as long."""
     rate = link_rate()
-    model = make("c10d", layers=16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+    model, optimizer = prepared("c10d", "moments", layers=16)
     times = []
     for step in range(5):
         loss_of(model, step, rank).backward()
@@ -245,9 +243,7 @@ def test_a_step_takes_as_long_as_its_copies(rank, world):
 @on_gpus(2)
 def test_the_host_does_not_wait_in_a_step(rank, world, offload):
     """The next forward is started while the last groups are copied."""
-    model = make("c10d")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    zcompile.fuse_optimizer(model, optimizer, offload=offload)
+    model, optimizer = prepared("c10d", offload)
     for step in range(4):
         loss_of(model, step, rank).backward()
         torch.cuda.synchronize()
