@@ -1,11 +1,23 @@
 """Backward gathers parameters again instead of having them saved."""
 
+from typing import cast
+
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zcompile.costs.formulas.products import is_matmul
-from zcompile.graph.ops import GATHER, aten, backward_nodes, calls, chain, is_user_collective, readers, value
+from zcompile.graph.ops import (
+    GATHER,
+    aten,
+    backward_nodes,
+    calls,
+    chain,
+    is_user_collective,
+    named_args,
+    readers,
+    value,
+)
 from zcompile.options import TRAINABLE
 
 SAVED_READER = "zcompile_saved_reader"  # in the `meta` of a reader that is tagged here to be saved
@@ -48,6 +60,27 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
                 reader.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, SAVED_READER: True})
 
 
+def save_random(graph: Graph) -> bool:
+    """Tag each random node to be saved for backward, and return whether there is one.
+
+    Why: under a budget of activations, torch's partitioner may run one again in backward, which draws
+    other numbers. A node that activation checkpointing runs again keeps its tag: it gets the generator's state back.
+    """
+    again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+    found = [node for node in graph.nodes if _is_random(node) and node.meta.get("recompute") not in again]
+    for node in found:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return bool(found)
+
+
+def _is_random(node: Node) -> bool:
+    """Whether `node` draws random numbers. Attention has torch's tag for that, and draws some for dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    options = {argument.name for argument in cast(torch._ops.OpOverload, node.target)._schema.arguments}
+    return "dropout_p" not in options or named_args(node).get("dropout_p", 0.0) != 0.0
+
+
 def _dequantized(graph: Graph) -> list[Node]:
     """Gathers of dtypes that do not train, and nodes that are made of them and of other parameters alone.
 
@@ -63,7 +96,6 @@ def _dequantized(graph: Graph) -> list[Node]:
         sources = node.all_input_nodes
         if node.target in LOOKUPS:
             sources = [source for source in sources if source is not node.args[0] or source in found]
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if sources and not is_random and all(source in found for source in sources):
+        if sources and not _is_random(node) and all(source in found for source in sources):
             found[node] = any(found[source] for source in sources)
     return [node for node, is_quantized in found.items() if is_quantized]

@@ -175,6 +175,17 @@ def test_rematerialized_is_what_products_read_of_pointwise_kernels(inner):
         torch.testing.assert_close(ours, theirs, **exact)
 
 
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_dropout_is_not_drawn_again_in_backward(budget):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.5)) for _ in range(6)))
+    x = normal(0, 0, 64, WIDTH)
+    options, gradients = {"inner": "aot_eager", "activation_memory_budget": budget}, []
+    for loss_of in (model, torch.compile(model, backend="zcompile", options=options)):
+        torch.manual_seed(0)
+        gradients.append(torch.autograd.grad(loss_of(x).square().mean(), list(model.parameters())))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 ROWS, COUNT = 2048, 6
 
 

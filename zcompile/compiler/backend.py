@@ -28,6 +28,7 @@ from zcompile.costs.memory import GRADIENT_BYTES, MOMENTS_BYTES, PARAMETER_BYTES
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
 from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.passes import pipeline
+from zcompile.passes.tag_recompute import save_random
 from zcompile.passes.verify import verify_partition
 from zcompile.ranks.program_check import Line
 from zcompile.source_hash import source_hash
@@ -36,6 +37,8 @@ from zcompile.state.forward_scope import checking_requires_grad
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import as_parameter, model_of
 from zcompile.state.user_hooks import saves_by_hooks
+
+LEAST_BUDGET = 1e-6  # under 0.0, torch's partitioner saves the inputs of a graph alone, and nothing that is tagged
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Settings:
@@ -175,6 +178,8 @@ def _split(
     """Split a joint graph by AOTAutograd's min-cut, and verify what crosses between forward and backward."""
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
     budget = plan.activation_memory_budget
+    if budget < 1.0 and save_random(joint.graph):
+        budget = max(budget, LEAST_BUDGET)
     with config.patch(ban_recompute_materialized_backward=save_more, activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
