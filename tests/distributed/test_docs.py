@@ -189,6 +189,12 @@ def check_zero3(names, rank, world):
     torch.testing.assert_close(names["weight"], expected.head.weight)
 
 
+def check_memory_limit(names, rank, world):
+    """The model trains, under a limit that it does not reach."""
+    names["model"](**names["batches"][0]).loss.backward()
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+
+
 CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("README.md", "Quick start"): check_quick_start,
     ("docs/guide.md", "Precision"): check_precision,
@@ -197,6 +203,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("docs/guide.md", "Is it faster, and why"): check_explained,
     ("docs/guide.md", "Compile once"): check_artifact,
     ("docs/guide.md", "Microbatches"): check_microbatches,
+    ("docs/guide.md", "A limit of memory"): check_memory_limit,
     ("docs/guide.md", "Several hosts"): check_hosts,
     ("docs/guide.md", "Coming from FSDP2"): check_microbatches,
     ("docs/guide.md", "Leave DeepSpeed"): check_zero3,

@@ -68,7 +68,7 @@ def test_over_p2p_a_table_read_once_is_gathered_as_rows(rank, world, make, rows,
 
     def backend(gm, inputs):
         plan = Settings(inner="aot_eager").plan(H200.over("p2p", world), 1 << 30)
-        look = lambda graph: counts.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)])
+        look = lambda graph, plan: counts.append([len(calls(graph, op)) for op in (GATHER_ROWS, GATHER)])
         return compile_aot_eager(gm, inputs, plan, look=look)
 
     ours = torch.compile(model, backend=backend)

@@ -159,7 +159,10 @@ def writes(make_state, models, optimizer):
     """The stand-ins, in the place of the transports that `models` are on."""
     transports = [Writing() for _ in models]
     for model, writing in zip(models, transports, strict=True):
-        writing.state = WritingState(parameters=make_state(model).parameters, runtime=writing, units=None, others=[])
+        state = make_state(model)
+        writing.state = WritingState(
+            parameters=state.parameters, runtime=writing, units=None, others=[], has_offload=False
+        )
         zcompile.training.fused_optimizer.state_of = lambda model, writing=writing: writing.state
         zcompile.fuse_optimizer(model, optimizer)
     zcompile.training.fused_optimizer.state_of = make_state

@@ -115,7 +115,7 @@ def check_plans(seed, rank, world):
             link, 1 << 30
         )
         return compile_aot_eager(
-            gm, example_inputs, plan, lambda graph: taken.append((copied(graph)[0], example_inputs))
+            gm, example_inputs, plan, lambda graph, _: taken.append((copied(graph)[0], example_inputs))
         )
 
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
