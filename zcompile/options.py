@@ -137,12 +137,14 @@ class Settings:
     memory_limit: int | str | None = None
     """Most memory that a rank's tensors take in a step, in bytes or as "70GiB". Forward saves as many activations for
     backward as predictions say will fit, and backward computes the others again; so `activation_memory_budget` is
-    chosen for you. Raises, before anything runs, if even a step that saves no activations would not fit. Counted are
-    shards, gradients, both moments of Adam in float32, activations and what is unsharded, with 3 % to spare: the
-    peak of `torch.cuda.max_memory_allocated`. Not counted are other models, the memory of CUDA graphs, an
-    optimizer's step that is not fused, and gradients of earlier microbatches outside of `zcompile.accumulate`. Where
-    several graphs share a model (graph breaks, layers compiled one by one), each may save in proportion to the
-    parameters that it reads. The default of `gather_budget_bytes` becomes a sixteenth of the limit, and that of
+    chosen for you, and `save_for_backward_bytes` is 0 if it is less than 1.0. Raises, before anything runs, if no
+    budget fits. Counted are shards, gradients, both moments of Adam, activations and what is unsharded, with 3 % to
+    spare: the peak of `torch.cuda.max_memory_allocated`. Not counted are other models, graphs without backward, the
+    memory of CUDA graphs, a cache of microbatches, an optimizer's step that is not fused, and gradients of earlier
+    microbatches outside of `zcompile.accumulate`. Where several graphs share a model (graph breaks, layers compiled
+    one by one), each may save in proportion to the parameters that it reads. Ranks whose inputs differ in size may
+    choose differently; they then get an error, not a hang. Pad to equal sizes, or give `activation_memory_budget`
+    instead. The default of `gather_budget_bytes` becomes a sixteenth of the limit, and that of
     `microbatch_cache_bytes` becomes 0."""
 
     bucket_bytes: int = 8 << 20

@@ -253,3 +253,21 @@ def test_states_in_host_memory_do_not_count(rank, world, offload, nbytes):
         zcompile.fuse_optimizer(model, torch.optim.AdamW(model.parameters(), fused=True), offload=offload)
         with contextlib.nullcontext() if fits else pytest.raises(Exception, match="keeps to memory_limit"):
             model(torch.ones(2, 512)).sum().backward()
+
+
+def test_a_graph_of_few_parameters_is_limited_by_its_own_bytes(rank, world):
+    """Before a graph break, a norm saves far more for each parameter than the rest of the model."""
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.blocks = nn.LayerNorm(WIDTH), Blocks(COUNT)
+
+        def forward(self, x):
+            x = self.norm(x)
+            torch._dynamo.graph_break()
+            return self.blocks(x)
+
+    model = compiled(Broken(), fullgraph=False, options={"memory_limit": "1GiB"})
+    model(normal(0, rank, ROWS, WIDTH)).backward()
+    assert model.norm.weight.grad is not None

@@ -24,7 +24,7 @@ from zcompile.compiler.graph_checks import check_graph
 from zcompile.compiler.inductor import check_config, compile_inductor, wants_cuda_graphs
 from zcompile.compiler.memory_limit import within_limit
 from zcompile.costs.hardware import CPU, Link
-from zcompile.costs.memory import GRADIENT_BYTES, MOMENTS_BYTES, PARAMETER_BYTES, state_bytes
+from zcompile.costs.memory import transport_bytes
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
 from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.passes import pipeline
@@ -34,10 +34,13 @@ from zcompile.ranks.program_check import Line
 from zcompile.source_hash import source_hash
 from zcompile.state.attributes import PARAMETER, PLANS, UNIT
 from zcompile.state.forward_scope import checking_requires_grad
+from zcompile.state.microbatches import Deferred
 from zcompile.state.sharded_model import ShardedModel, models_of
-from zcompile.state.sharded_parameter import as_parameter, model_of
+from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, model_of
 from zcompile.state.user_hooks import saves_by_hooks
 
+# Of the parameters that a graph reads. What a smaller one saves, such as that of a norm, says nothing of other graphs.
+LEAST_SHARE = 0.05
 LEAST_BUDGET = 1e-6  # under 0.0, torch's partitioner saves the inputs of a graph alone, and nothing that is tagged
 
 
@@ -253,22 +256,39 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
     if settings.memory_limit is None or first is None:
         return plan
     shards = {i for i, value in enumerate(example_inputs) if model_of(value) is not None}
-    known = [(each, model.runtime.world) for model in models_of(first) for each in model.in_modules()]
-    elements = {id(each.leaf): -(-math.prod(each.shape) // world) for each, world in known}
-    frozen = sum(elements[id(each.leaf)] for each, _ in known if not each.parameter.requires_grad)
+    known = [
+        (each, -(-math.prod(each.shape) // model.runtime.world))
+        for model in models_of(first)
+        for each in model.in_modules()
+    ]
+    elements = {id(each.leaf): count for each, count in known}
     total = sum(elements.values())
-    nbytes = state_bytes(total, plan.link, frozen)
-    if first.has_offload:
-        nbytes -= MOMENTS_BYTES * (total - frozen)
-        on_host = [(each.on_host, elements[id(each.leaf)]) for each, _ in known if each.on_host is not None]
-        nbytes -= sum(count * (PARAMETER_BYTES - main.narrow.itemsize) for main, count in on_host)
-    if first.microbatches.accumulates:
-        nbytes += GRADIENT_BYTES * (total - frozen)
     read = sum(elements.get(id(example_inputs[i]), 0) for i in shards)
     read += sum(-(-example_inputs[i].numel() // first.runtime.world) for i in units)
-    share = min(1.0, max(read, 1) / max(total, 1))
+    share = min(1.0, read / max(total, 1))
+    nbytes = sum(_kept_bytes(each, count) for each, count in known) + transport_bytes(total, plan.link)
     inputs = tuple(sorted(shards | units.keys()))
+    share = share if share >= LEAST_SHARE else 1.0
     return replace(plan, memory_limit=MemoryLimit(int(settings.memory_limit), nbytes, share, inputs))
+
+
+def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
+    """Bytes of the states of a parameter of which this rank has `count` elements: its shard, moments and gradient.
+
+    Of a gradient only that of earlier microbatches; a graph counts its own.
+    """
+    state, itemsize = sharded.state, sharded.leaf.itemsize
+    own = -(-count // state.mesh.size(0)) if state.over_hosts else count
+    nbytes = own * itemsize + (count * (sharded.layout.dtype or sharded.leaf.dtype).itemsize if state.over_hosts else 0)
+    if sharded.on_host is not None:
+        nbytes = count * sharded.on_host.narrow.itemsize
+    if not sharded.parameter.requires_grad:
+        return nbytes
+    if not state.has_offload:
+        nbytes += 2 * own * itemsize
+    if state.microbatches.accumulates:
+        nbytes += count * itemsize * (state.runtime.world if state.microbatches.deferred is Deferred.REDUCES else 1)
+    return nbytes
 
 
 def link_of(model: ShardedModel, settings: Settings) -> Link:

@@ -8,17 +8,18 @@ GRADIENT_BYTES = 4
 STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
 
 
-def state_bytes(elements: int, link: Link, frozen: int = 0) -> int:
-    """Bytes that a rank has all the time: shards, both moments of those that train, and what the transport keeps.
+def state_bytes(elements: int, link: Link) -> int:
+    """Bytes that a rank has all the time: float32 shards, both moments, and what the transport keeps.
 
     Args:
         elements: of this rank's shards.
-        frozen: those of them that do not train.
     """
-    nbytes = elements * (PARAMETER_BYTES + MOMENTS_BYTES) - frozen * MOMENTS_BYTES
-    if link.wire.transport == "p2p":
-        nbytes += 2 * elements + STAGING_BYTES  # the cache of shards in compute dtype
-    return nbytes
+    return elements * (PARAMETER_BYTES + MOMENTS_BYTES) + transport_bytes(elements, link)
+
+
+def transport_bytes(elements: int, link: Link) -> int:
+    """Bytes that the transport keeps: peer to peer, shards in compute dtype, and staging of reduces."""
+    return 2 * elements + STAGING_BYTES if link.wire.transport == "p2p" else 0
 
 
 def gradient_fraction(link: Link) -> float:

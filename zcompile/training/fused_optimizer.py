@@ -90,7 +90,8 @@ def fuse_optimizer(
     if unbound is None:  # a scheduler was there before
         unbound = functools.wraps(inner)(lambda self: inner())
     fused: Any = _fused_step(unbound, state, None if offload is None else Offload(offload, state, optimizer))
-    state.has_offload |= offload is not None
+    for each in models_of(state):
+        each.has_offload |= offload is not None
     fused.fused_by_zcompile = (*models, weakref.ref(state))
     # Weak: if the optimizer's own `step` held the optimizer, nothing would free it, nor its states, before the next gc.
     reference = weakref.ref(optimizer)
