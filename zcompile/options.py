@@ -52,9 +52,9 @@ class MemoryLimit:
     """How much memory a rank may use while a graph runs.
 
     Attributes:
-        state_bytes: of `nbytes`, what the model has all the time.
-        share: how much of the model's parameters the graph reads. Other graphs save as much for each of the rest.
-        shards: which inputs of the Dynamo graph are shards, or what eager code gathered of them, by position.
+        state_bytes: of `nbytes`, those of states, which live as long as the model.
+        share: how much of the model's parameters the graph reads. Other graphs save as much for each other one.
+        shards: positions of the Dynamo graph's inputs that are shards, or parameters that eager code has gathered.
     """
 
     nbytes: int

@@ -36,7 +36,7 @@ struct HostShard {
   at::Tensor padded;  // the host shard, flat, padded to pieces of equal size
   std::shared_ptr<SharedTransfer> arriving;  // none: it has arrived
   uint64_t version = 0;  // of the main parameter when it was gathered
-  bool is_stale = true;  // whatever the version is
+  bool is_stale = true;  // also if the version is the same
   bool is_reduced = false;  // a gradient was, so that the main parameter changes soon
   bool takes_sum = true;  // of a reduce that runs: see note_reduce
 };

@@ -39,8 +39,6 @@ from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, model_of
 from zcompile.state.user_hooks import saves_by_hooks
 
-# Of the parameters that a graph reads. What a smaller one saves, such as that of a norm, says nothing of other graphs.
-LEAST_SHARE = 0.05
 LEAST_BUDGET = 1e-6  # under 0.0, torch's partitioner saves the inputs of a graph alone, and nothing that is tagged
 
 
@@ -268,7 +266,6 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
     share = min(1.0, read / max(total, 1))
     nbytes = sum(_kept_bytes(each, count) for each, count in known) + transport_bytes(total, plan.link)
     inputs = tuple(sorted(shards | units.keys()))
-    share = share if share >= LEAST_SHARE else 1.0
     return replace(plan, memory_limit=MemoryLimit(int(settings.memory_limit), nbytes, share, inputs))
 
 

@@ -1,10 +1,10 @@
 """Chooses how much forward saves for backward, so that a step keeps to the option `memory_limit`.
 
 [Note: a limit of memory]
-Most of a step's memory is what forward saves for backward. The choice is made once, when a joint graph is split: the
-largest `activation_memory_budget` under which the planned graphs keep to the limit. A budget's peak is known after the
-split alone, so splits are tried on copies of the graph. The peak falls with the budget, and rises again near zero:
-there backward computes most activations again at once. So budgets are tried from above. They are multiples of
+Most of a step's memory are activations that forward saves for backward. The choice is made once, when a joint graph is
+split: the largest `activation_memory_budget` under which the planned graphs keep to the limit. A budget's peak is known
+only after the split, so splits are tried on copies of the graph. The peak falls with the budget, and rises again near
+zero: there backward computes most activations again at once. So budgets are tried from above. They are multiples of
 1 / STEPS, and sizes of gradients are those of whole parameters divided by the number of ranks: ranks with equal inputs
 choose alike.
 """
@@ -42,11 +42,12 @@ from zcompile.passes.tag_recompute import tag_recompute
 
 STEPS = 32  # budgets of activations between none and all
 TRIED = (24, 20, 16, 13, 10, 8, 6, 5, 4, 3, 2, 1, 0)  # in this order, until one fits
+LEAST_SHARE = 0.05  # of the parameters. Activations of a graph that reads less, such as a norm, say nothing of others
 MARGIN = 1.03  # predicted peaks are within 3 % of measured ones (docs/lab/measurements.md)
 
 
 class OutOfLimit(RuntimeError):
-    """Nothing that forward could save for backward keeps to the limit of memory."""
+    """No budget of activations keeps to the limit of memory."""
 
 
 Split = Callable[[Plan, GraphModule], tuple[GraphModule, GraphModule]]
@@ -56,7 +57,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split) -> Plan:
     """`plan` with the largest budget of activations that keeps to its `memory_limit`, and `joint` tagged for it.
 
     Args:
-        split: splits a joint graph, of which it may change the graph, under a plan.
+        split: splits a joint graph under a plan, and may change it.
 
     Raises:
         OutOfLimit: no budget does. Says how much memory is missing.
@@ -124,7 +125,8 @@ def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split
     saved_bytes = sum(sum(result_bytes(node)) for node in backward.graph.find_nodes(op="placeholder"))
     saved_bytes -= sum(sum(result_bytes(node)) for node in _shards(backward.graph, limit))
     live_bytes = max(_live_bytes(plan, module.graph, limit) for module in (forward, backward))
-    all_bytes = round(saved_bytes / limit.share)  # graphs of the other parameters save as much for each
+    # Graphs of the other parameters save as much for each.
+    all_bytes = round(saved_bytes / limit.share) if limit.share >= LEAST_SHARE else saved_bytes
     return round(MARGIN * (limit.state_bytes + live_bytes + all_bytes - saved_bytes)), all_bytes
 
 
@@ -140,7 +142,7 @@ def _live_bytes(plan: Plan, graph: Graph, limit: MemoryLimit) -> int:
 
 
 def _own_bytes(start: Node, link: Link) -> int:
-    """Bytes of what a rank gets of a reduce, by the size of the whole gradient."""
+    """Bytes of a rank's result of a reduce, by the size of the whole gradient."""
     if start.target in ROW_REDUCES:
         gradient = args_of(start)[3]
     else:

@@ -9,7 +9,7 @@ STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices
 
 
 def state_bytes(elements: int, link: Link) -> int:
-    """Bytes that a rank has all the time: float32 shards, both moments, and what the transport keeps.
+    """Bytes that live as long as the model, on one rank: float32 shards, both moments, and the transport's memory.
 
     Args:
         elements: of this rank's shards.

@@ -132,7 +132,7 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
         except RuntimeError as error:
             inner = getattr(error, "inner_exception", error)  # of torch.compile's
             if isinstance(inner, OutOfLimit):
-                raise BadInput(str(inner)) from None
+                raise BadInput(str(inner).removeprefix("zcompile: ")) from None
             raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
 
 

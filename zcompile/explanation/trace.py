@@ -72,8 +72,8 @@ def trace(
 def without_compiled_calls(model: nn.Module) -> Iterator[None]:
     """Calls of `model` and of its modules are those before `module.compile()`.
 
-    Why: where Dynamo does not trace the call of a module, eager code would call what `module.compile()` made, and the
-    backend of a trace would see none of the module's graphs.
+    Why: where Dynamo does not trace the call of a module, eager code would call the module's own compiled code, and the
+    backend of a trace would see none of its graphs.
     """
     compiled = {each: each._compiled_call_impl for each in model.modules() if "_compiled_call_impl" in each.__dict__}
     for module in compiled:

@@ -30,7 +30,7 @@ class OnHost(NamedTuple):
     """A main parameter in host memory; see [Note: main parameters in host memory] in training/main_parameters.py."""
 
     main: torch.Tensor  # on the CPU
-    narrow: torch.Tensor  # on the device: what gathers read
+    narrow: torch.Tensor  # on the device, read by gathers
 
 
 @dataclass(eq=False)

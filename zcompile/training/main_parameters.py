@@ -1,4 +1,4 @@
-"""Main parameters in host memory: which ones, what gathers read in their place, and what may change them.
+"""Main parameters in host memory: which ones, the copies that gathers read, and the writes that change them.
 
 [Note: main parameters in host memory]
 A main parameter that is always gathered in one narrow dtype is read in float32 by the optimizer alone. With
@@ -27,7 +27,7 @@ from zcompile.training.local_parts import local_of
 
 
 def sharded_by(parameter: torch.Tensor) -> ShardedParameter | None:
-    """What `parameter`, a DTensor of a sharded model that is not freed, belongs to; else None."""
+    """The `ShardedParameter` of `parameter`, a DTensor of a sharded model; None of others, and of a freed model."""
     sharded: ShardedParameter | None = getattr(parameter, SHARDED, lambda: None)()
     return sharded
 
