@@ -236,7 +236,7 @@ def mesh_over_hosts(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(
         [mesh.get_group(1), mesh.get_group(0)],
         mesh.device_type,
-        mesh=mesh.mesh.T.contiguous(),
+        mesh=mesh.mesh.T.clone(memory_format=torch.contiguous_format),  # strides descend, also with one host
         mesh_dim_names=names[::-1],
     )
 
