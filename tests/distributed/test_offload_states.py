@@ -31,8 +31,10 @@ from zcompile.state.attributes import SHARDED
 from zcompile.training.host_link import Queue
 
 LATE = functools.partial(LateLink, "states")
+worlds = pytest.mark.parametrize("world", [1, 2])
 
 
+@worlds
 def test_reads_give_the_main_parameters_of_the_last_step(rank, world):
     """Right after a step, whose copies to the host are late."""
     values = []
@@ -53,6 +55,7 @@ def test_reads_give_the_main_parameters_of_the_last_step(rank, world):
         same_values(offloaded, expected)
 
 
+@worlds
 def test_evaluation_in_float32_reads_main_parameters(rank, world):
     """What training gathers in bfloat16."""
     losses = []
@@ -70,6 +73,7 @@ def test_evaluation_in_float32_reads_main_parameters(rank, world):
     same_values(losses[:3], losses[3:])
 
 
+@worlds
 def test_the_next_forward_reads_what_is_written(rank, world):
     for name, edit in EDITS_ON_CPUS.items():
         results = []
@@ -128,11 +132,35 @@ def test_a_model_and_its_host_memory_are_freed_at_once(rank, world):
         gc.enable()
 
 
-def test_main_parameters_that_forwards_would_read_from_the_host_are_refused(rank, world):
-    """Of one rank in each host, with replicas, nothing is gathered."""
-    for shape, states, reason in (((2, 1), None, "of one rank"), ((1, 2), "global", "of states over hosts")):
-        model = zcompile.shard(nn.Linear(4, 4), init_device_mesh("cpu", shape), states=states)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        with pytest.raises(ValueError, match=f"offload='states' is not possible: main parameters {reason}"):
-            zcompile.fuse_optimizer(model, optimizer, offload="states")
-        zcompile.fuse_optimizer(model, optimizer, offload="moments")
+def test_states_over_hosts_are_refused(rank, world):
+    model = zcompile.shard(nn.Linear(4, 4), init_device_mesh("cpu", (1, 2)), states="global")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(ValueError, match=r"'states' is not possible .* Take offload='moments'"):
+        zcompile.fuse_optimizer(model, optimizer, offload="states")
+    zcompile.fuse_optimizer(model, optimizer, offload="moments")
+
+
+@pytest.mark.parametrize("world, replicas", [(1, 1), (2, 2)])
+def test_compiled_code_of_one_rank_reads_narrow_shards(rank, world, replicas):
+    """Though it was compiled before, when it read main parameters; and in replicas of one rank each."""
+    results = []
+    for link in (LATE(), None):
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (replicas, 1)) if replicas > 1 else None
+        model = compiled(Transformer(), mesh=mesh, param_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        with small_groups(link):
+            for i in range(4):
+                if i == 2:
+                    fused(model, optimizer, link)
+                    zcompile.reset_stats(model)
+                lm_loss(model, i, rank).backward()
+                step(optimizer, link if i >= 2 else None)
+        if link is not None:
+            gathered = zcompile.stats(model)["gathered_bytes"]
+            assert {name for name, count in gathered.items() if count} == {"bfloat16"}, gathered
+        results.append(results_of(model, optimizer) | {"loss": lm_loss(model, 4, rank).detach()})
+        if link is not None:
+            getattr(model.embed.weight, SHARDED)().on_host.narrow.zero_()
+            assert not torch.equal(lm_loss(model, 4, rank), results[0]["loss"])
+    same_values(*results)

@@ -95,9 +95,9 @@ def trained(rank, transport, offload, make_optimizer, group_bytes, how):
 # 1 MiB: matrices in pieces, and slots taken again and again. 128 MiB: whole matrices, whose copies p2p writes.
 @pytest.mark.parametrize("group_bytes", [1 << 20, 128 << 20])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("transport", ["p2p", "delayed p2p", "c10d"])
+@pytest.mark.parametrize("world, transport", [(2, "p2p"), (2, "delayed p2p"), (2, "c10d"), (1, "c10d")])
 @pytest.mark.parametrize("offload, how", [("moments", {}), ("states", {}), ("states", IN_BF16)])
-@on_gpus(2)
+@on_gpus()
 def test_steps_are_those_without_offload(rank, world, transport, make_optimizer, group_bytes, offload, how):
     offloaded, optimizer, other = trained(rank, transport, offload, make_optimizer, group_bytes, how)
     for parameter, state in optimizer.state.items():
@@ -167,11 +167,13 @@ def peak_of_step(rank, offload):
     return peak - torch.cuda.memory_allocated(), freed  # without what cuBLAS keeps
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-@on_gpus(2)
+@pytest.mark.parametrize("world, offload", [(2, "moments"), (2, "states"), (1, "states")])
+@on_gpus()
 def test_the_peak_falls_by_the_states(rank, world, offload):
     (peak, _), (offloaded, freed) = peak_of_step(rank, None), peak_of_step(rank, offload)
-    assert abs(peak - offloaded - freed) < 0.02 * freed, (peak, offloaded, freed)
+    assert peak - offloaded > 0.98 * freed, (peak, offloaded, freed)
+    if world > 1:  # a rank alone saves casts of main parameters for backward, unless these are on the host
+        assert peak - offloaded < 1.02 * freed, (peak, offloaded, freed)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

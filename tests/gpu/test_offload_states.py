@@ -42,8 +42,8 @@ def results_of(model, optimizer):
     return {name: getattr(value, "_local_tensor", value).detach().cpu().clone() for name, value in values.items()}
 
 
-@pytest.mark.parametrize("transport", ["p2p", "c10d"])
-@on_gpus(2)
+@pytest.mark.parametrize("world, transport", [(2, "p2p"), (2, "c10d"), (1, "c10d")])
+@on_gpus()
 def test_reads_give_the_main_parameters_of_the_last_step(rank, world, transport):
     values = []
     for offload in ("states", None):
@@ -55,8 +55,8 @@ def test_reads_give_the_main_parameters_of_the_last_step(rank, world, transport)
         same_values(offloaded, expected)
 
 
-@pytest.mark.parametrize("transport", ["p2p", "delayed p2p", "c10d"])
-@on_gpus(2)
+@pytest.mark.parametrize("world, transport", [(2, "p2p"), (2, "delayed p2p"), (2, "c10d"), (1, "c10d")])
+@on_gpus()
 def test_the_next_forward_reads_what_is_written(rank, world, transport):
     for name, edit in EDITS.items():
         results = []
@@ -76,14 +76,14 @@ def test_the_next_forward_reads_what_is_written(rank, world, transport):
 
 def rank_resumes(rank, world, path):
     """From and to each of offloaded and not, by DCP."""
-    results = []
+    results, transport = [], "p2p" if world > 1 else "c10d"
     for saves in ("states", None):
-        model, optimizer = make("p2p", saves)
+        model, optimizer = make(transport, saves)
         train(model, optimizer, rank, range(3))
         model_state, state = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=f"{path}/{saves}")
         for loads in ("states", None):
-            model, optimizer = make("p2p", loads, seed=7)
+            model, optimizer = make(transport, loads, seed=7)
             model_state, state = get_state_dict(model, optimizer)
             dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=f"{path}/{saves}")
             set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
@@ -93,8 +93,9 @@ def rank_resumes(rank, world, path):
         same_values(result, results[0])
 
 
-def test_checkpoints_resume_with_and_without_offload(gpus, tmp_path):
-    gpus(2).run(rank_resumes, str(tmp_path))
+@pytest.mark.parametrize("world", [1, 2])
+def test_checkpoints_resume_with_and_without_offload(gpus, tmp_path, world):
+    gpus(world).run(rank_resumes, str(tmp_path))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -117,13 +118,14 @@ def test_captured_graphs_read_narrow_shards(rank, world):
     same_values(*results)
 
 
-@on_gpus(2)
+@pytest.mark.parametrize("world", [1, 2])
+@on_gpus()
 def test_evaluation_in_float32_reads_main_parameters(rank, world):
     """What training gathers in bfloat16: by autocast, so they move in the first step."""
     losses = []
     for offload in ("states", None):
         torch.manual_seed(0)
-        model = compiled_over("p2p", Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda())
+        model = compiled_over("p2p" if world > 1 else "c10d", Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         zcompile.fuse_optimizer(model, optimizer, offload=offload)
         for step in range(4):

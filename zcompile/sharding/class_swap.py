@@ -54,6 +54,7 @@ class Kind:
     layouts: Layouts
     casts: Casts = (None, None)
     single_rank: bool = False  # nothing is sharded, so that a read only casts
+    has_narrow: bool = False  # of a single rank: main parameters may lie in host memory, so that a read gathers
     in_unit: bool = False  # also of a module without parameters
     is_unit: bool = False
     is_block: bool = False
@@ -208,6 +209,14 @@ def install_tracing_readers(
     return [(module.__dict__[LEAF + name], name) for name in own]
 
 
+def read_narrow_shards(state: ShardedModel) -> None:
+    """Let compiled code on a single rank gather parameters, since main parameters may lie in host memory."""
+    for sharded in (sharded for each in models_of(state) for sharded in each.parameters.values()):
+        for module, _ in sharded.owners:
+            base, kind = vars(type(module))[RECIPE]
+            module.__class__ = _sharded_class(base, replace(kind, has_narrow=kind.single_rank))
+
+
 def remove_readers(state: ShardedModel, model: nn.Module) -> None:
     """Let the modules of `model` read their own parameters again."""
     for sharded in state.parameters.values():
@@ -250,7 +259,7 @@ def _sharded_class(base: type, kind: Kind) -> type:
     namespace[AROUND] = None if around is None else staticmethod(around)
     if kind.of_torch:
         namespace["forward"] = _own_forward(base)
-    namespace |= {name: _property(name, layout, kind.single_rank) for name, layout in kind.layouts}
+    namespace |= {name: _property(name, layout, kind) for name, layout in kind.layouts}
     if kind.layouts:
         namespace[IS_OPEN] = False
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__delattr__": _delattr}
@@ -314,15 +323,16 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     return _sharded_class, vars(made)[RECIPE]
 
 
-def _property(name: str, layout: Layout, single_rank: bool) -> property:
+def _property(name: str, layout: Layout, kind: Kind) -> property:
     """Reads a parameter of `layout`. In eager code, that is the unsharded one if the module's block is open.
 
     An assignment comes here if `name` was taken out of `_parameters`, as `torch.nn.utils.weight_norm` does.
-
-    Args:
-        single_rank: the leaf is the unsharded parameter already.
+    On a single rank the leaf is the unsharded parameter already. If it may lie in host memory, a read is a
+    gather and a cast of its result: so gradients of several reads add up in the leaf's dtype as before. The pass
+    `narrow_gathers` lets the gather be in the dtype of the cast.
     """
     leaf_name, shape, is_plain, dtype = LEAF + name, list(layout.shape), layout.is_plain, layout.dtype
+    single_rank, has_narrow = kind.single_rank, kind.has_narrow
     domain = (layout.domain,) if layout.domain else ()
 
     def read(self: Any) -> torch.Tensor:
@@ -337,7 +347,8 @@ def _property(name: str, layout: Layout, single_rank: bool) -> property:
             return _read_eagerly(self, name)
         leaf = getattr(self, leaf_name)
         if single_rank:
-            return cast(torch.Tensor, leaf if dtype is None else as_parameter(leaf.to(dtype)))
+            whole = gather(leaf, shape, leaf.dtype) if has_narrow else leaf
+            return as_parameter(whole if dtype is None else whole.to(dtype))
         gathered: torch.Tensor = gather(leaf, shape, leaf.dtype if dtype is None else dtype, *domain)
         return as_parameter(gathered if is_plain else layout.as_read(gathered))
 

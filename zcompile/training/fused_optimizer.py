@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zcompile.sharding.class_swap import read_narrow_shards
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.training.local_parts import are_alike, local_of
 from zcompile.training.main_parameters import note_writes
@@ -59,7 +60,7 @@ def fuse_optimizer(
         RuntimeError: `model` is not sharded.
         ValueError: another optimizer, or one that is not fused, or `amsgrad`, `maximize` or a tensor as learning rate;
             an `offload` that there is not, or another one than in an earlier call; parameters that are not float32;
-            "states" for parameters that are gathered among one rank alone, or sharded with `states="global"`.
+            "states" for parameters that are sharded with `states="global"`.
     """
     state = state_of(model)
     _check_optimizer(optimizer)
@@ -67,15 +68,11 @@ def fuse_optimizer(
         raise ValueError(
             f"zcompile.fuse_optimizer: offload is None, {' or '.join(map(repr, OFFLOADS))}, not {offload!r}."
         )
-    if offload == "states" and (state.runtime.world == 1 or state.over_hosts):
-        where = (
-            "of states over hosts are pieces of what is gathered"
-            if state.over_hosts
-            else "of one rank are not gathered"
-        )
+    if offload == "states" and state.over_hosts:
         raise ValueError(
-            f"zcompile.fuse_optimizer: offload='states' is not possible: main parameters {where}, so each forward "
-            "would read them from host memory. Take offload='moments'."
+            "zcompile.fuse_optimizer: offload='states' is not possible with zcompile.shard(states='global'): main "
+            "parameters are pieces of the gathered shards, so each forward would read them from host memory. Take "
+            "offload='moments'."
         )
     inner: Any = optimizer.step
     models = getattr(inner, "fused_by_zcompile", ())
@@ -92,6 +89,8 @@ def fuse_optimizer(
     fused: Any = _fused_step(unbound, state, None if offload is None else Offload(offload, state, optimizer))
     for each in models_of(state):
         each.has_offload |= offload is not None
+    if offload == "states":
+        read_narrow_shards(state)
     fused.fused_by_zcompile = (*models, weakref.ref(state))
     # Weak: if the optimizer's own `step` held the optimizer, nothing would free it, nor its states, before the next gc.
     reference = weakref.ref(optimizer)
