@@ -161,7 +161,7 @@ def writes(make_state, models, optimizer):
     for model, writing in zip(models, transports, strict=True):
         state = make_state(model)
         writing.state = WritingState(
-            parameters=state.parameters, runtime=writing, units=None, others=[], has_offload=False
+            parameters=state.parameters, runtime=writing, units=None, others=[], offloads=set()
         )
         zcompile.training.fused_optimizer.state_of = lambda model, writing=writing: writing.state
         zcompile.fuse_optimizer(model, optimizer)

@@ -2,12 +2,14 @@
 
 import functools
 import gc
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zcompile
@@ -130,6 +132,64 @@ def test_a_model_and_its_host_memory_are_freed_at_once(rank, world):
         assert all(each.expired() if isinstance(each, StorageWeakRef) else each() is None for each in gone)
     finally:
         gc.enable()
+
+
+def stays(case, rank, **how):
+    """Two steps under autocast: the model, the link, and the warnings of bytes that stay on the device."""
+    torch.manual_seed(0)
+    model, link = (zcompile.shard if case == "eager" else compiled)(Transformer(), **how), LATE()
+    with small_groups(link), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = fused(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), link)
+        if case == "evaluation":
+            with torch.no_grad():
+                lm_loss(model, 0, rank)
+        for i in range(2):
+            autocast_loss(model, i, rank).backward()
+            step(optimizer, link)
+        counted = zcompile.stats(model)
+    return model, link, counted, [str(each.message) for each in caught if "stay on the device" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "case, reason", [("eager", "in torch.float32,"), ("evaluation", "bfloat16 and"), ("tied", "bfloat16 and")]
+)
+def test_bytes_that_stay_on_the_device_are_told(rank, world, case, reason):
+    """In one warning, whose remedy moves them, and in the statistics. A tied embedding is also read in float32."""
+    for how in ({}, {"param_dtype": torch.bfloat16}):
+        model, link, counted, told = stays(case, rank, **how)
+        sizes = {name: 4 * parameter.to_local().numel() for name, parameter in model.named_parameters()}
+        stayed = sum(size for name, size in sizes.items() if name not in hosted(model, link))
+        assert counted["state_bytes_on_device"] == stayed
+        assert counted["state_bytes_on_host"] == 3 * sum(sizes.values()) - stayed
+        if how:
+            assert not told and stayed == 4, "but for a scalar, all should have moved"
+            continue
+        assert ("blocks.0.up.weight" in hosted(model, link)) == (case == "tied")
+        assert len(told) == 1 and f"of {stayed} bytes, of {sum(sizes.values())}, stay on" in told[0], told
+        assert reason in told[0] and "Shard the model with zcompile.shard(model, param_dtype=torch.bfloat16)" in told[0]
+
+
+def test_parts_of_larger_memory_stay_on_the_device(rank, world):
+    """A warning says so. Its remedy, to copy them, moves them."""
+    for assign in (True, False):
+        model, optimizer = unfused()
+        parts = {name: torch.stack([each.to_local().detach()] * 2)[1] for name, each in model.named_parameters()}
+        values = {
+            name: DTensor.from_local(
+                parts[name], each.device_mesh, each.placements, shape=each.shape, stride=each.stride()
+            )
+            for name, each in model.named_parameters()
+        }
+        model.load_state_dict(values, assign=assign)
+        optimizer, link = torch.optim.AdamW(model.parameters(), fused=True), LATE()
+        with small_groups(link), warnings.catch_warnings(record=True) as caught:
+            fused(model, optimizer, link)
+            train(model, optimizer, link, rank, range(2))
+        told = [str(each.message) for each in caught if "stay on the device" in str(each.message)]
+        assert len(hosted(model, link)) == (0 if assign else 4)
+        assert len(told) == assign and all("shares its memory" in each for each in told)
+        assert all("Load checkpoints without assign=True" in each for each in told)
 
 
 def test_states_over_hosts_are_refused(rank, world):

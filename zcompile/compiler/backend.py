@@ -281,7 +281,7 @@ def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
         nbytes = count * sharded.on_host.narrow.itemsize
     if not sharded.parameter.requires_grad:
         return nbytes
-    if not state.has_offload:
+    if not state.offloads:
         nbytes += 2 * own * itemsize
     if state.microbatches.accumulates:
         nbytes += count * itemsize * (state.runtime.world if state.microbatches.deferred is Deferred.REDUCES else 1)

@@ -112,7 +112,7 @@ class ShardedModel:
         self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
         self.in_compiled = False  # an outermost forward runs that is compiled; reads between its graphs open blocks
         self.has_run = False  # a forward
-        self.has_offload = False  # an optimizer keeps its states in host memory
+        self.offloads: weakref.WeakSet[Any] = weakref.WeakSet()  # of optimizers that keep states in host memory
         self.block_order: Any = None  # the `BlockOrder` of the blocks in which eager code gathers
         self.call_outermost: Any = None  # calls a module outside of every other forward; see units/blocks.py
         self.units: ShardedModel | None = None  # of a model that has units: the one of those

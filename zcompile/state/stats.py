@@ -20,6 +20,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
             `zcompile.shard` is the first. Others come in the order of their first parameters.
         peak_unsharded_bytes: most bytes of gathered tensors alive at once. Memory that compiled code reuses for
             activations counts until it is freed.
+        state_bytes_on_host, state_bytes_on_device: with `fuse_optimizer(offload=...)`, bytes of this rank's main
+            parameters that train and of their moments, by where they lie. Narrow shards do not count.
         transport: its name.
         transport_reason: why it was taken.
         transport_bytes: device memory that the transport holds, which torch's allocator does not count.
@@ -38,10 +40,15 @@ def stats(model: nn.Module) -> dict[str, Any]:
         own = other.runtime.stats()
         counted["transport_bytes"] += own["transport_bytes"]
         domain_bytes[other.domain] += own["own_bytes"]
+    offloaded = [offload.state_bytes() for offload in state.offloads]
+    states = {
+        "state_bytes_on_host": sum(on_host for on_host, _ in offloaded),
+        "state_bytes_on_device": sum(on_device for _, on_device in offloaded),
+    }
     words = {"transport_reason": state.transport.reason, "compiled": state.provenance.compiled}
     replays = vars(state.replays) | {"uncaptured": dict(state.replays.uncaptured)}
     shared = {name: value for name, value in counted.items() if name != "own_bytes"}
-    return shared | {"domain_bytes": domain_bytes, "cuda_graphs": replays} | words
+    return shared | states | {"domain_bytes": domain_bytes, "cuda_graphs": replays} | words
 
 
 def reset_stats(model: nn.Module) -> None:

@@ -51,7 +51,8 @@ def fuse_optimizer(
             GPU. A moment taken from `optimizer.state` before a step may be read after it only once `optimizer.state`,
             or `optimizer.state_dict()`, has been read again. "states" also keeps main parameters there that are always
             gathered in one narrower dtype: the GPU has a copy in that dtype, and reads and writes of the parameters
-            go over the link. Those in `param_dtype` move in this call, others in the first step after a forward.
+            go over the link. Those in `param_dtype` move in this call, others in the first step after a forward; a
+            warning of that step says how much stays on the GPU, and why, if it is more than 1 %.
 
     Returns:
         `optimizer`, whose `step` is another.
@@ -86,9 +87,10 @@ def fuse_optimizer(
     unbound = getattr(inner, "__func__", None)
     if unbound is None:  # a scheduler was there before
         unbound = functools.wraps(inner)(lambda self: inner())
-    fused: Any = _fused_step(unbound, state, None if offload is None else Offload(offload, state, optimizer))
-    for each in models_of(state):
-        each.has_offload |= offload is not None
+    offloading = None if offload is None else Offload(offload, state, optimizer)
+    fused: Any = _fused_step(unbound, state, offloading)
+    for each in models_of(state) if offloading is not None else ():
+        each.offloads.add(offloading)
     if offload == "states":
         read_narrow_shards(state)
     fused.fused_by_zcompile = (*models, weakref.ref(state))

@@ -14,16 +14,20 @@ Gathers in that dtype read the *narrow shard*, a copy on the device. Three thing
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zcompile import _C
 from zcompile.state.attributes import SHARDED
 from zcompile.state.sharded_parameter import OnHost, ShardedParameter
 from zcompile.training.local_parts import local_of
+
+SHARE_TO_WARN_OF = 0.01  # of the bytes of main parameters; norms are less
 
 
 def sharded_by(parameter: torch.Tensor) -> ShardedParameter | None:
@@ -48,13 +52,45 @@ def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     sharded = sharded_by(parameter)
     if sharded is None or sharded.on_host is not None or sharded.leaf_reference() is None or not sharded.shape:
         return None
-    layout, local = sharded.layout, local_of(parameter)
-    dtypes = {layout.dtype} if layout.dtype is not None else sharded.state.runtime.gathered_in(sharded.index)
-    is_alone = local.storage_offset() == 0 and local.untyped_storage().nbytes() == local.nbytes
-    if len(dtypes) != 1 or not is_alone:
+    dtypes, local = _gathered_in(sharded), local_of(parameter)
+    if len(dtypes) != 1 or not _is_alone(local):
         return None
     (dtype,) = dtypes
     return dtype if dtype.is_floating_point and 1 < dtype.itemsize < local.itemsize else None
+
+
+def _gathered_in(sharded: ShardedParameter) -> set[torch.dtype]:
+    """The dtypes of gathers; without `param_dtype`, of those until now."""
+    dtype = sharded.layout.dtype
+    return {dtype} if dtype is not None else sharded.state.runtime.gathered_in(sharded.index)
+
+
+def _is_alone(local: torch.Tensor) -> bool:
+    """Whether no other tensor has a part of the storage."""
+    return local.storage_offset() == 0 and local.untyped_storage().nbytes() == local.nbytes
+
+
+def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
+    """Warn if main parameters that train stay on the device, though all of `parameters` were to move to the host."""
+    stayed = [parameter for parameter in parameters if on_host(parameter) is None]
+    nbytes, total = (sum(local_of(parameter).nbytes for parameter in each) for each in (stayed, parameters))
+    if nbytes <= SHARE_TO_WARN_OF * total:
+        return
+    largest = max(stayed, key=lambda parameter: local_of(parameter).nbytes)
+    sharded = sharded_by(largest)
+    assert sharded is not None  # that of a step
+    if _is_alone(local_of(largest)):
+        dtypes = " and ".join(sorted(str(dtype) for dtype in _gathered_in(sharded)))
+        reason = f"was gathered in {dtypes}, and only those that are always gathered in one narrower dtype move"
+        remedy = "Shard the model with zcompile.shard(model, param_dtype=torch.bfloat16)"
+    else:
+        reason = "shares its memory with other tensors"
+        remedy = "Load checkpoints without assign=True"
+    warnings.warn(
+        f"zcompile.fuse_optimizer(offload='states'): main parameters of {nbytes} bytes, of {total}, stay on the device "
+        f"of rank {dist.get_rank()}. The largest, '{sharded.name}', {reason}. {remedy}.",
+        stacklevel=2,
+    )
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import OnHost
 from zcompile.training.host_link import Queue, host_link_of
 from zcompile.training.local_parts import fits, is_sharded_as, local_of, with_local
-from zcompile.training.main_parameters import finish_step, move_to_host, narrow_dtype, on_host
+from zcompile.training.main_parameters import finish_step, move_to_host, narrow_dtype, on_host, warn_of_device_bytes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN, FIRST_MOMENT = 0, 2  # which of the arguments of torch's fused kernel has them; behind, the second moments
@@ -168,17 +168,17 @@ class Offload:
     """
 
     def __init__(self, kind: str, state: ShardedModel, optimizer: torch.optim.Optimizer):
-        self.kind, self.model = kind, weakref.ref(state)
+        self.kind, self.model, self.optimizer = kind, weakref.ref(state), weakref.ref(optimizer)
         _check_dtypes(kind, self.find_parameters(), optimizer)
         found = (sharded for each in models_of(state) for sharded in each.parameters.values())
         self.link = host_link_of(next(found).parameter.device)
-        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        movable = self._movable(parameter for parameter in trained if parameter.requires_grad)
+        movable = self._movable(self._trained(optimizer))
         move_to_host(movable, map(local_of, self._allocate([*movable])))
         self.slots: list[Slot] = []  # empty but during a step
         self.streamed: list[Any] = []  # parameters of this step
         self.total = self.capacity = 0  # elements of this step's parameters, and of a slot
         self.turn = 0  # counts groups of this step
+        self.has_stepped = False
         self.copied_out: Any = None  # a mark, unless all moments are in host memory
         self.in_flight: set[int] = set()  # parameters by id whose moments may not be
         self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # of the optimizer, for several models
@@ -200,6 +200,22 @@ class Offload:
         moments = [args[FIRST_MOMENT + j][i] for j in range(len(MOMENTS))]
         are_on_host = all(self.link.is_host(local_of(moment)) for moment in moments)
         return id(parameter) in self.parameters and fits(parameter) and are_on_host
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Of main parameters that train, and of their moments: bytes in host memory, and on the device."""
+        optimizer, nbytes = self.optimizer(), {True: 0, False: 0}
+        assert optimizer is not None, "an optimizer has this"
+        for parameter in self._trained(optimizer):
+            nbytes[on_host(parameter) is not None] += local_of(parameter).nbytes
+            state = optimizer.state.get(parameter) or {}
+            for moment in (local_of(state[name]) for name in MOMENTS if name in state):
+                nbytes[self.link.is_host(moment)] += moment.nbytes
+        return nbytes[True], nbytes[False]
+
+    def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        """The parameters of the model that `optimizer` has, without frozen ones."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return (each for each in parameters if id(each) in self.parameters and each.requires_grad)
 
     def wait(self, parameter: Any = None) -> None:
         """Let the host go on only when the moments of the last step, or of `parameter` alone, are in host memory."""
@@ -223,6 +239,9 @@ class Offload:
             if parameter.grad is not None and id(parameter) in self.parameters and fits(parameter)
         ]
         self._move_to_host(optimizer, stepped)
+        if stepped and not self.has_stepped and self.kind == "states":
+            warn_of_device_bytes([parameter for parameter, _ in stepped])
+        self.has_stepped |= bool(stepped)
         self.total = sum(_aligned(local_of(parameter).numel(), ALIGNMENT) for parameter, _ in stepped)
         rows = len(MOMENTS) + any(on_host(parameter) is not None for parameter, _ in stepped)
         self.capacity = _aligned(max(1, min(self.total, GROUP_BYTES // 4 // rows)), GRAIN)
