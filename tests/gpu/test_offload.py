@@ -16,7 +16,7 @@ from tests.support.models import Chain
 from tests.support.ranks import on_gpus
 from tests.support.reference import same_values
 from zcompile.state.attributes import SHARDED
-from zcompile.training import offload as offloading
+from zcompile.training import streamed_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OFFLOADS = ["moments", "states"]
@@ -77,7 +77,7 @@ def trained(rank, transport, offload, make_optimizer, group_bytes, how):
     scheduled = {"lr": 1e-3, "weight_decay": 0.1 * (make_optimizer is torch.optim.AdamW), "fused": True}
     optimizer = zcompile.fuse_optimizer(model, make_optimizer(groups, **scheduled), offload=offload)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
-    with mock.patch.object(offloading, "GROUP_BYTES", group_bytes):
+    with mock.patch.object(streamed_groups, "GROUP_BYTES", group_bytes):
         for step in range(8):
             losses.append(loss_of(model, step, rank) + other.square().sum())
             losses[-1].backward()

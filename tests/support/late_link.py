@@ -91,7 +91,7 @@ def small_groups(link=None, elements=512):
     """Groups of so many elements, which cut parameters, over `link`."""
     with contextlib.ExitStack() as stack:
         sizes = {"GRAIN": 128, "GROUP_BYTES": 8 * elements}
-        stack.enter_context(mock.patch.multiple("zcompile.training.offload", **sizes))
+        stack.enter_context(mock.patch.multiple("zcompile.training.streamed_groups", **sizes))
         if link is not None:
             stack.enter_context(mock.patch("zcompile.training.offload.host_link_of", lambda device: link))
         yield

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zcompile.training.offload import ALIGNMENT, GRAIN, plan_groups
+from zcompile.training.streamed_groups import ALIGNMENT, GRAIN, plan_groups
 
 
 @given(st.lists(st.integers(0, 5 * GRAIN), max_size=12), st.integers(1, 3))

@@ -39,83 +39,16 @@ from zcompile.state.sharded_parameter import OnHost
 from zcompile.training.host_link import Queue, host_link_of
 from zcompile.training.local_parts import fits, is_sharded_as, local_of, with_local
 from zcompile.training.main_parameters import finish_step, move_to_host, narrow_dtype, on_host, warn_of_device_bytes
+from zcompile.training.streamed_groups import Piece, Stream, plan_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN, FIRST_MOMENT = 0, 2  # which of the arguments of torch's fused kernel has them; behind, the second moments
 COUNTS = 5  # which of them counts steps
-GROUP_BYTES = 64 << 20  # of all states: 1.3 ms of a link at 50 GB/s, far more than the start of a copy takes
-SLOTS = 3  # one is copied in, one is stepped, one is copied out
-GRAIN = 4096  # elements: parameters are cut at multiples
-ALIGNMENT = 128  # elements: moments begin at multiples in a buffer
 
 Tensors = list[list[torch.Tensor]]  # parameters, gradients, both moments, maxima of squares if any, counts of steps
 # Steps tensors on the device. Before them come, by their places in the whole call, the parameters of which these are
 # pieces, and those that are done with this call.
 Step = Callable[[Sequence[int], Sequence[int], Tensors], None]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements [begin, end) of a parameter, which lie at `offset` in the buffers of its group."""
-
-    item: int
-    begin: int
-    end: int
-    offset: int
-    numel: int  # of the parameter
-
-    @property
-    def is_last(self) -> bool:
-        return self.end == self.numel
-
-    @property
-    def is_whole(self) -> bool:
-        return self.end - self.begin == self.numel
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The piece of `tensor`. A whole one is no view: transports ask how many tensors have a gradient's memory."""
-        return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
-
-    def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The piece's place in `buffer`, of the shape of `like`."""
-        return buffer[self.offset : self.offset + self.end - self.begin].view(like.shape)
-
-
-def plan_groups(numels: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """The pieces of each group, at most `capacity` elements with padding. There is at least one group.
-
-    Parameters are cut only if they exceed `capacity`, a multiple of `GRAIN`. Those without elements are in a group,
-    too: each rank calls the transport for all parameters.
-    """
-    groups: list[list[Piece]] = [[]]
-    used = 0
-    for item, numel in enumerate(numels):
-        begin = 0
-        while begin < numel or not numel:
-            room = capacity - used
-            taken = min(numel - begin, room // GRAIN * GRAIN) if numel > capacity else numel
-            if taken > room or (numel and not taken):
-                groups.append([])
-                used = 0
-                continue
-            groups[-1].append(Piece(item, begin, begin + taken, used, numel))
-            used += _aligned(taken, ALIGNMENT)
-            begin += taken
-            if not numel:
-                break
-    return groups
-
-
-def _aligned(numel: int, alignment: int) -> int:
-    return -(-numel // alignment) * alignment
-
-
-class Slot:
-    """GPU memory of the states of one group at a time, and a mark that is passed when it may be written."""
-
-    def __init__(self, rows: int, capacity: int, device: torch.device, free: Any):
-        self.buffer = torch.empty(rows, capacity, dtype=torch.float32, device=device)
-        self.free = free
 
 
 class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
@@ -174,10 +107,8 @@ class Offload:
         self.link = host_link_of(next(found).parameter.device)
         movable = self._movable(self._trained(optimizer))
         move_to_host(movable, map(local_of, self._allocate([*movable])))
-        self.slots: list[Slot] = []  # empty but during a step
+        self.running: Stream | None = None  # during a step
         self.streamed: list[Any] = []  # parameters of this step
-        self.total = self.capacity = 0  # elements of this step's parameters, and of a slot
-        self.turn = 0  # counts groups of this step
         self.has_stepped = False
         self.copied_out: Any = None  # a mark, unless all moments are in host memory
         self.in_flight: set[int] = set()  # parameters by id whose moments may not be
@@ -242,18 +173,16 @@ class Offload:
         if stepped and not self.has_stepped and self.kind == "states":
             warn_of_device_bytes([parameter for parameter, _ in stepped])
         self.has_stepped |= bool(stepped)
-        self.total = sum(_aligned(local_of(parameter).numel(), ALIGNMENT) for parameter, _ in stepped)
         rows = len(MOMENTS) + any(on_host(parameter) is not None for parameter, _ in stepped)
-        self.capacity = _aligned(max(1, min(self.total, GROUP_BYTES // 4 // rows)), GRAIN)
-        self.turn = 0
         if stepped:  # now, since torch has counted the step when it calls its kernel
-            self._make_slots(rows, local_of(stepped[0][0]).device)
+            locals_ = [local_of(parameter) for parameter, _ in stepped]
+            self.running = Stream(self.link, rows, [local.numel() for local in locals_], locals_[0].device)
         try:
             yield
         finally:
-            for slot in self.slots:
-                self.link.release(slot.buffer)
-            self.slots = []
+            if self.running is not None:
+                self.running.close()
+            self.running = None
             if self.copied_out is not None and any(on_host(parameter) is not None for parameter in self.streamed):
                 self.link.wait(Queue.COMPUTE, self.copied_out)
             finish_step(self.streamed)
@@ -268,50 +197,35 @@ class Offload:
         self.in_flight |= {id(parameter) for parameter in parameters}
         self.streamed += parameters
         mains = [on_host(parameter) for parameter in parameters]
-        for pieces in plan_groups([shard.numel() for shard in tensors[MAIN]], self.capacity):
-            self._stream_group(pieces, tensors, mains, step)
+        assert self.running is not None, "a step streams"
+        for pieces in plan_groups([shard.numel() for shard in tensors[MAIN]], self.running.capacity):
+            self._stream_group(self.running, pieces, tensors, mains, step)
 
-    def _stream_group(self, pieces: list[Piece], tensors: Tensors, mains: list[OnHost | None], step: Step) -> None:
-        """Copy a group in, step it, copy it out. See [Note: streamed steps] for the waits."""
-        link, slot = self.link, self._take_slot()
+    def _stream_group(
+        self, stream: Stream, pieces: list[Piece], tensors: Tensors, mains: list[OnHost | None], step: Step
+    ) -> None:
+        """Step a group of pieces, whose moments, and main parameters if they lie there, come from host memory."""
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
         group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # in host memory, and on the device
-        casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # main parameters, and their narrow shards
-        buffers = slot.buffer.unbind()
-        for k, piece in enumerate(pieces):
-            hosts = {i: group[i][k] for i in (FIRST_MOMENT, FIRST_MOMENT + 1)}
-            if main := mains[piece.item]:
-                hosts[MAIN] = piece.of(main.main)
-            for buffer, (i, host) in zip(buffers, hosts.items(), strict=False):
-                copies.append((host, piece.in_buffer(buffer, host)))
-                group[i][k] = copies[-1][1]
-            if main:
-                casts.append((group[MAIN][k], piece.of(main.narrow)))
+        found = [mains[piece.item] for piece in pieces]
+        hosts = [
+            [group[FIRST_MOMENT][k], group[FIRST_MOMENT + 1][k], *([piece.of(main.main)] if main else [])]
+            for k, (piece, main) in enumerate(zip(pieces, found, strict=True))
+        ]
         items, done = [piece.item for piece in pieces], [piece.item for piece in pieces if piece.is_last]
 
-        def compute() -> None:
+        def compute(buffers: list[list[torch.Tensor]]) -> None:
+            casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # main parameters, and their narrow shards
+            for k, (piece, main, each) in enumerate(zip(pieces, found, buffers, strict=True)):
+                group[FIRST_MOMENT][k], group[FIRST_MOMENT + 1][k] = each[: len(MOMENTS)]
+                if main:
+                    group[MAIN][k] = each[-1]
+                    casts.append((each[-1], piece.of(main.narrow)))
             step(items, done, group)
             _C.cast([main for main, _ in casts], [narrow for _, narrow in casts])
 
-        link.run(Queue.TO_DEVICE, lambda: _copy([(buffer, host) for host, buffer in copies]))
-        link.wait(Queue.COMPUTE, link.mark(Queue.TO_DEVICE))
-        link.run(Queue.COMPUTE, compute)
-        link.wait(Queue.TO_HOST, link.mark(Queue.COMPUTE))
-        link.run(Queue.TO_HOST, lambda: _copy(copies))
-        slot.free = self.copied_out = link.mark(Queue.TO_HOST)
-
-    def _make_slots(self, rows: int, device: torch.device) -> None:
-        free = self.link.mark(Queue.COMPUTE)
-        count = min(SLOTS, -(-self.total // self.capacity))
-        self.slots = [Slot(rows, self.capacity, device, free) for _ in range(max(1, count))]
-
-    def _take_slot(self) -> Slot:
-        """The next slot. Later work in the queue to the device waits until the slot is free."""
-        slot = self.slots[self.turn % len(self.slots)]
-        self.turn += 1
-        self.link.wait(Queue.TO_DEVICE, slot.free)
-        return slot
+        stream.run(pieces, hosts, compute)
+        self.copied_out = stream.copied_out
 
     @contextlib.contextmanager
     def on_device(self, args: Tensors) -> Iterator[Tensors]:
@@ -444,12 +358,6 @@ class Offload:
                     state[name] = value.target
         if not isinstance(optimizer.state, HostStates):
             optimizer.state = HostStates(self.offloads, optimizer.state)
-
-
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair to the first."""
-    for to, source in pairs:
-        to.copy_(source, non_blocking=True)
 
 
 def _check_dtypes(kind: str, names: dict[int, str], optimizer: torch.optim.Optimizer) -> None:
