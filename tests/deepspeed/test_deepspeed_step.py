@@ -1,5 +1,7 @@
 """Steps of the optimizer with the flag, against those of eager ZeRO-3, also those of DeepSpeed's own Adam."""
 
+from unittest import mock
+
 import pytest
 import torch
 from packaging.version import parse as version
@@ -7,6 +9,7 @@ from torch import nn
 
 from tests.support.deepspeed import (
     LanguageModel,
+    assert_taken_over,
     beside_eager,
     deepspeed,
     largest_differences,
@@ -14,9 +17,12 @@ from tests.support.deepspeed import (
     rank_trains_beside_eager,
     train,
 )
-from tests.support.deepspeed_config import BF16, MICROBATCHES, SUB_GROUPS
+from tests.support.deepspeed_config import BF16, MICROBATCHES, SUB_GROUPS, config_of
+from tests.support.late_link import LateLink
 from tests.support.models import batch
 from tests.support.reference import same_values
+from zcompile.training.host_link import Queue
+from zcompile.training.offload import MOMENTS
 
 pytestmark = pytest.mark.slow
 
@@ -190,12 +196,16 @@ def test_norms_come_from_reduces(rank, world, config):
 
 
 OFFLOAD = {
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 20},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "stage3_param_persistence_threshold": 20,
+    },
     "zero_force_ds_cpu_optimizer": False,
 }
 
 
-def test_an_offloaded_optimizer_equals_eager(rank, world):
+def test_an_optimizer_offloaded_to_pageable_memory_equals_eager(rank, world):
     def drive(engine):
         curve = train(engine, rank, end=4)
         assert not hasattr(engine, "zcompile") or engine.zcompile.lean_step is None
@@ -203,6 +213,67 @@ def test_an_offloaded_optimizer_equals_eager(rank, world):
 
     expected, curve = beside_eager(drive, **OFFLOAD)
     assert curve == expected
+
+
+ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
+def stepped(engine, rank, path, loads=None):
+    """Losses and norms, then main parameters and states of steps, some of them after a checkpoint and an edit."""
+    curve = train(engine, rank, end=3)
+    engine.save_checkpoint(path)
+    engine.load_checkpoint(loads or path)
+    utils, head = deepspeed.utils, engine.module.head.weight
+    moment = utils.safe_get_full_optimizer_state(head, "exp_avg")
+    utils.safe_set_full_optimizer_state(head, 2 * moment, "exp_avg")
+    curve += train(engine, rank, begin=3, end=6)
+    parameters = list(engine.module.parameters())
+    states = [[utils.safe_get_full_optimizer_state(each, name) for each in parameters] for name in MOMENTS]
+    return curve, [*map(utils.safe_get_full_fp32_param, parameters), *states[0], *states[1]]
+
+
+def rank_streams_states(rank, world, path, config):
+    """Bit by bit, also after the checkpoint of the other one. On a LateLink, copies without a wait stay away."""
+    zero, results, link = config_of(None, **config)["zero_optimization"], [], LateLink("")
+    sizes = {"GRAIN": 128, "GROUP_BYTES": 12 * 256}
+    with (
+        mock.patch("zcompile.integrations.deepspeed.optimizer_step.host_link_of", lambda device: link),
+        mock.patch.multiple("zcompile.training.streamed_groups", **sizes),
+    ):
+        for number, (offload, loads) in enumerate([({}, None), (ON_HOST, None), ({}, 1), (ON_HOST, 0)]):
+            engine = make_engine({}, **config | {"zero_optimization": zero | offload})
+            loads = None if loads is None else f"{path}/{loads}"
+            results.append(stepped(engine, rank, f"{path}/{number}", loads))
+            assert_taken_over(engine)
+            assert (engine.zcompile.lean_step.link is link) == bool(offload)
+            assert engine.optimizer.grad_partitions_flat_buffer.numel() == 0
+            engine.destroy()
+    assert link.runs[Queue.COMPUTE] > 60, "matrices should go through the device in pieces"
+    for curve, tensors in results[1:]:
+        assert curve == results[0][0], (curve, results[0][0])
+        same_values(tensors, results[0][1])
+
+
+@pytest.mark.parametrize("config", [{}, pytest.param(BF16 | SUB_GROUPS, id="bf16"), pytest.param(FUSED, id="fused")])
+def test_offloaded_steps_equal_those_without_offload(ranks, tmp_path, config):
+    ranks(2).run(rank_streams_states, str(tmp_path), config)
+
+
+def test_an_offloaded_optimizer_that_gets_hooks_goes_on_in_eager(rank, world):
+    def drive(engine):
+        curve = train(engine, rank, end=2)
+        assert not hasattr(engine, "zcompile") or engine.zcompile.lean_step.link is not None
+        engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+        curve += train(engine, rank, begin=2, end=4)
+        assert not hasattr(engine, "zcompile") or "hooks of its step" in engine.zcompile.given_back
+        return curve
+
+    curves = []
+    for flag in (None, {}):
+        engine = make_engine(flag, zero_optimization={"stage": 3} | ON_HOST)
+        curves.append(drive(engine))
+        engine.destroy()
+    assert max(largest_differences(*curves)) <= 1e-6, curves
 
 
 OWN_ADAM = {"type": "AdamW", "params": {"lr": 3e-3}}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zcompile
@@ -31,6 +30,7 @@ from tests.support.models import Transformer
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.attributes import SHARDED
 from zcompile.training.host_link import Queue
+from zcompile.training.local_parts import with_local
 
 LATE = functools.partial(LateLink, "states")
 worlds = pytest.mark.parametrize("world", [1, 2])
@@ -173,23 +173,16 @@ def test_bytes_that_stay_on_the_device_are_told(rank, world, case, reason):
 def test_parts_of_larger_memory_stay_on_the_device(rank, world):
     """A warning says so. Its remedy, to copy them, moves them."""
     for assign in (True, False):
-        model, optimizer = unfused()
-        parts = {name: torch.stack([each.to_local().detach()] * 2)[1] for name, each in model.named_parameters()}
-        values = {
-            name: DTensor.from_local(
-                parts[name], each.device_mesh, each.placements, shape=each.shape, stride=each.stride()
-            )
-            for name, each in model.named_parameters()
-        }
-        model.load_state_dict(values, assign=assign)
-        optimizer, link = torch.optim.AdamW(model.parameters(), fused=True), LATE()
+        model, link = unfused()[0], LATE()
+        own = dict(model.named_parameters())
+        parts = {name: with_local(each, torch.stack([each.to_local().detach()] * 2)[1]) for name, each in own.items()}
+        model.load_state_dict(parts, assign=assign)
         with small_groups(link), warnings.catch_warnings(record=True) as caught:
-            fused(model, optimizer, link)
+            optimizer = fused(model, torch.optim.AdamW(model.parameters(), fused=True), link)
             train(model, optimizer, link, rank, range(2))
         told = [str(each.message) for each in caught if "stay on the device" in str(each.message)]
-        assert len(hosted(model, link)) == (0 if assign else 4)
-        assert len(told) == assign and all("shares its memory" in each for each in told)
-        assert all("Load checkpoints without assign=True" in each for each in told)
+        assert len(hosted(model, link)) == (0 if assign else 4) and len(told) == assign
+        assert all("shares its memory with other tensors. Load checkpoints without assign" in each for each in told)
 
 
 def test_states_over_hosts_are_refused(rank, world):

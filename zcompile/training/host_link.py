@@ -22,6 +22,10 @@ class HostLink:
         """Uninitialised host memory of the shape and dtype of `like`, which copies can use beside compute."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which lies in the host's memory, in memory that copies can use beside compute."""
+        return tensor
+
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in host memory."""
         return tensor.device.type == "cpu"
@@ -53,6 +57,9 @@ class CudaLink(HostLink):
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_pinned() else self.allocate(tensor).copy_(tensor)
 
     def run(self, queue: Queue, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self._stream(queue)):

@@ -26,10 +26,12 @@ class Gradients(dict[int, torch.Tensor]):
 
     PLACE = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # where DeepSpeed looks for gradients
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: Any, device: torch.device):
+        """`device` is that of reduced gradients, which DeepSpeed may offload to its buffer."""
         super().__init__()
         self.lengths = {each.ds_id: each.partition_numel() for group in optimizer.fp16_groups for each in group}
-        self.like = optimizer.grad_partitions_flat_buffer.new_empty(0)
+        self.device_of_buffer = optimizer.grad_partitions_flat_buffer.device
+        self.like = optimizer.grad_partitions_flat_buffer.new_empty(0, device=device)
         optimizer.grad_partitions_flat_buffer = self.like
         setattr(optimizer, self.PLACE, self)
         # Buckets whose buffers are freed: the bucket, its buffer on the meta device, and the buffer's own device.
@@ -47,7 +49,7 @@ class Gradients(dict[int, torch.Tensor]):
         """Give DeepSpeed its buffers again, with these gradients in them."""
         for bucket, freed, device in self.buckets:
             bucket.buffer = torch.empty_like(freed, device=device)
-        buffer = self.like.new_zeros(sum(self.lengths.values()))
+        buffer = self.like.new_zeros(sum(self.lengths.values()), device=self.device_of_buffer)
         parts = dict(zip(self.lengths, buffer.split(list(self.lengths.values())), strict=True))
         for ds_id, grad in self.items():
             parts[ds_id].copy_(grad)

@@ -10,7 +10,7 @@ DeepSpeed's flat main parameters and states. The arithmetic is DeepSpeed's, and 
 - With fp32 partitions, an edited partition stays edited. DeepSpeed goes back to its main parameter, which is a copy.
 
 In fp16, the step stays DeepSpeed's, because the search for overflows reads DeepSpeed's buffer. So it does with an
-offloaded optimizer, which reads that buffer, too.
+offloaded optimizer, which reads that buffer, too, unless host_sub_groups.py can step its states on the device.
 """
 
 import functools
@@ -20,8 +20,15 @@ from typing import Any
 import torch
 
 from zcompile.integrations.deepspeed.gradients import Gradients, ReducedSquares, add
+from zcompile.integrations.deepspeed.host_sub_groups import (
+    HostSubGroup,
+    can_stream,
+    resume_offloading,
+    stop_offloading,
+)
 from zcompile.integrations.deepspeed.partitions import ZeroParameter
 from zcompile.integrations.deepspeed.sub_groups import SubGroup, cast_batches
+from zcompile.training.host_link import HostLink, host_link_of
 
 ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam")
 """Elementwise optimizers. Their state is tensors like the parameter, and counts of steps."""
@@ -56,20 +63,23 @@ class LeanStep:
         self.reduced_squares = reduced_squares
         self.last_backward: dict[int, int] = {}  # `ds_id` -> autograd's number of the last backward with a gradient
         self.originals: dict[str, Callable[..., Any]] = {}  # DeepSpeed's methods that are replaced
-        self.sub_groups: dict[int, SubGroup | None] = {}  # of the step that has begun
-        self.current: SubGroup | None = None  # the one that is to be updated
+        self.sub_groups: dict[int, SubGroup | HostSubGroup | None] = {}  # of the step that has begun
+        self.current: SubGroup | HostSubGroup | None = None  # the one that is to be updated
         self.pending: list[torch.Tensor] = []  # the gradients of `current`
         self.scale = 1.0  # `pending` is divided by it
         self.offloaded: set[int] = set()  # `ds_id`s of the gradients that DeepSpeed has offloaded
         self.cached_gradients: Gradients | None = None  # None while DeepSpeed has its buffers
+        self.device = optimizer.fp16_partitioned_groups_flat[0].device  # of partitions and gradients
+        self.link: HostLink | None = host_link_of(self.device) if optimizer.offload_optimizer else None
 
     @staticmethod
     def is_possible(optimizer: Any) -> bool:
         """Whether DeepSpeed can do without its buffers.
 
-        It reads them in fp16, to find overflows, and when it offloads the optimizer.
+        It reads them in fp16, to find overflows, and when it steps on the host itself.
         """
-        return optimizer.dtype != torch.float16 and not optimizer.offload_optimizer
+        streams = not optimizer.offload_optimizer or can_stream(optimizer, _is_elementwise(optimizer.optimizer))
+        return optimizer.dtype != torch.float16 and streams
 
     @property
     def gradients(self) -> Gradients:
@@ -81,8 +91,12 @@ class LeanStep:
     def install(self) -> None:
         """Free the buffers and replace the methods."""
         self.alias_main_parameters()
-        self.cached_gradients = Gradients(self.optimizer)
-        for name in self.REPLACED:
+        self.cached_gradients = Gradients(self.optimizer, self.device)
+        replaced: tuple[str, ...] = self.REPLACED
+        if self.link is not None:
+            stop_offloading(self.optimizer)
+            replaced += ("_reassign_or_swap_out_partitioned_parameters",)
+        for name in replaced:
             self.originals[name] = getattr(self.optimizer, name)
             setattr(self.optimizer, name, getattr(self, name.lstrip("_")))
         for name in self.EDITING:
@@ -95,15 +109,19 @@ class LeanStep:
             self.optimizer.__dict__.pop(self.originals.popitem()[0], None)
         self.reduced_squares = None  # it refers to the runtime
         self.forget_step()
+        if self.link is not None:
+            resume_offloading(self.optimizer, self.link, self.cached_gradients if restore_buffers else None)
         if restore_buffers:
             self.restore_buffers()
 
     def alias_main_parameters(self) -> None:
         """Let main parameters that are copies of fp32 partitions be the partitions.
 
-        Where they differ, the main parameter's values win, as in a step.
+        Where they differ, the main parameter's values win, as in a step. Those in host memory stay copies.
         """
         optimizer = self.optimizer
+        if self.link is not None:
+            return
         for main, partitions in zip(
             optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
         ):
@@ -164,17 +182,25 @@ class LeanStep:
             squares.append(torch.stack(torch._foreach_norm(others, 2, dtype=torch.float64)) ** 2)
         return torch.cat(squares).sum()
 
-    def cut(self, sub_group: int) -> SubGroup | None:
-        """The sub-group cut into its parameters; None if the optimizer must see it whole."""
+    def cut(self, sub_group: int) -> SubGroup | HostSubGroup | None:
+        """The sub-group cut into its parameters; None if the optimizer must see it whole.
+
+        Raises:
+            RuntimeError: the optimizer must see it whole, and it lies in host memory.
+        """
         optimizer = self.optimizer
         inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
-        elementwise = f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
+        lengths = [each.partition_numel() for each in optimizer.fp16_groups[sub_group]]
         # Step hooks expect one step of one parameter.
         step_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
-        if not elementwise or step_hooks or scaler or not inner.state.get(flat):
+        if self.link is not None:
+            if step_hooks or scaler:
+                raise RuntimeError("the optimizer's states are offloaded, and it has got hooks of its step or a scaler")
+            return HostSubGroup(flat, lengths, optimizer.fp16_partitioned_groups_flat[sub_group], self.link)
+        if not _is_elementwise(inner) or step_hooks or scaler or not inner.state.get(flat):
             return None
-        return SubGroup(flat, inner.state[flat], [each.partition_numel() for each in optimizer.fp16_groups[sub_group]])
+        return SubGroup(flat, inner.state[flat], lengths)
 
     # --- What stands in for the optimizer's methods, in the order in which a step calls them ---
 
@@ -210,7 +236,9 @@ class LeanStep:
             self.current = self.sub_groups.pop(sub_group) if sub_group in self.sub_groups else self.cut(sub_group)
         except Exception as error:
             self.fail("the step", error)
-            return optimizer._prepare_fp32_grad_for_sub_group(sub_group)
+            if self.link is None:  # an offloaded optimizer has its gradients again
+                optimizer._prepare_fp32_grad_for_sub_group(sub_group)
+            return
         if self.current is None:
             self.originals["_prepare_fp32_grad_for_sub_group"](sub_group)
         else:
@@ -237,13 +265,18 @@ class LeanStep:
         self.current, self.pending = None, []
         inner, param_group = self.optimizer.optimizer, self.optimizer.sub_group_to_group_id[sub_group]
         divides = self.scale != 1.0 and getattr(inner, "_step_supports_amp_scaling", False)
+        divides = divides and bool(inner.state.get(current.flat))  # the first step without offload is DeepSpeed's
         batches = cast_batches(gradients, current.flat.dtype, 1.0 if divides else self.scale, self.CAST_BYTES)
         if divides:  # the optimizer divides gradients itself, as for a GradScaler
-            inner.grad_scale = torch.full((), self.scale, device=current.flat.device)
+            inner.grad_scale = torch.full((), self.scale, device=self.device)
         try:
             current.update(inner, param_group, batches)
         finally:
             inner.__dict__.pop("grad_scale", None)
+
+    def reassign_or_swap_out_partitioned_parameters(self, sub_group: int) -> None:
+        """The step of a sub-group in host memory has written the partitions."""
+        self.optimizer._unflatten_partitioned_parameters(sub_group)
 
     # --- What stands in for methods that users call between steps ---
 
@@ -274,6 +307,10 @@ class LeanStep:
         self.originals["reload_states"](*args, **kwargs)
         if self.cached_gradients is None:
             reloaded = getattr(self.optimizer, Gradients.PLACE)
-            self.cached_gradients = Gradients(self.optimizer)
+            self.cached_gradients = Gradients(self.optimizer, self.device)
             self.cached_gradients.update({ds_id: reloaded[ds_id].clone() for ds_id in self.offloaded})
         self.alias_main_parameters()
+
+
+def _is_elementwise(inner: torch.optim.Optimizer) -> bool:
+    return f"{type(inner).__module__}.{type(inner).__name__}" in ELEMENTWISE
