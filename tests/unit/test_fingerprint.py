@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import platform
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.artifacts import Mixed, during, sharded, tokens_of
 from tests.support.meshes import as_rank
 from zcompile.artifact import fingerprint as module
 from zcompile.artifact.fingerprint import differences, fingerprint
+from zcompile.artifact.kernels import names_device_number
 from zcompile.options import Settings
 
 BASE = Settings()
@@ -155,6 +157,42 @@ def test_an_ignored_parameter_is_named(base):
 
 def test_a_field_that_only_one_side_has_is_named():
     assert differences({"a": "1"}, {"b": "2"}) == ["a: made for 1; here nothing", "b: made for nothing; here 2"]
+
+
+def test_every_field_has_a_test_that_a_change_of_it_is_named(base):
+    config = "torch._"  # settings are one kind of field each
+    others = {"mesh", "plan", "settings", "ties", "unsharded parameters", "inputs"}  # tested below the list
+    assert {name for name in base if not name.startswith(config)} == {
+        each for each in {*CASES, *others} if "_" not in each
+    }
+
+
+@pytest.mark.parametrize(
+    "change", [{"get_device_name": "B200"}, {"get_device_capability": (9, 0)}, {"current_device": 5}]
+)
+def test_another_gpu_is_named_and_another_number_of_it_only_for_code_that_has_it(change):
+    gpu = {"get_device_name": "H100", "get_device_capability": (8, 0), "current_device": 0}
+
+    def taken(**values):
+        with contextlib.ExitStack() as stack:
+            for name, value in values.items():
+                stack.enter_context(patch(torch.cuda, name, lambda value=value: value))
+            return module.machine("cuda")
+
+    made, here = taken(**gpu), taken(**gpu | change)
+    field = module.NUMBER if "current_device" in change else "device"
+    (line,) = differences(made, here)
+    assert line.startswith(f"{field}: made for ")
+    assert not differences({name: made[name] for name in made if name != field}, here) or field == "device"
+
+
+@pytest.mark.parametrize("line", ["_DeviceGuard(0)", "get_raw_stream(3)", "device='cuda:1'", "type='cuda', index=2,"])
+def test_code_that_names_a_gpu_by_its_number_is_found(line):
+    def entry(code):
+        return SimpleNamespace(compiled_fw=SimpleNamespace(result=SimpleNamespace(source_code=code)), compiled_bw=None)
+
+    assert names_device_number(entry(f"with torch.cuda.{line}:"))
+    assert not names_device_number(entry("empty_strided_cuda((4, 2), (2, 1)); get_raw_stream(current); device='cuda'"))
 
 
 def test_code_is_told_apart_by_what_it_does_and_not_by_where_it_stands():

@@ -38,6 +38,7 @@ class Made(NamedTuple):
     program: bytes  # what `Loaded` takes, as are `objects`
     objects: bytes
     libraries: dict[str, bytes]  # C++ kernels, see kernels.py
+    names_device_number: bool
     # (module, first line, line after the last, SHA-256) of all functions that were traced.
     sources: list[tuple[str, int, int, str]]
     # Objects that Dynamo guards by their identity, which no file can hold, and process groups. Each is (expression that
@@ -76,7 +77,8 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     inlined.clear()  # it has the text of each module
     libraries = artifacts.compiled_fn.take_kernels(groups)
     program = type(function).serialize(function).serialized_data
-    return Made(program, _save_objects(artifacts), libraries, sources, dropped)
+    names_device = kernels.names_device_number(artifacts.compiled_fn.entry)
+    return Made(program, _save_objects(artifacts), libraries, names_device, sources, dropped)
 
 
 def _is_dynamos(name: str) -> bool:

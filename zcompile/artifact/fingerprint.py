@@ -23,6 +23,7 @@ from zcompile.source_hash import cache_key
 from zcompile.state.attributes import RECIPE
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 
+NUMBER = "device number"  # a field of files whose code names it, see `kernels.names_device_number`
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -59,9 +60,9 @@ def machine(device_type: str) -> dict[str, str]:
     }
     if device_type == "cuda":
         major, minor = torch.cuda.get_device_capability()
-        # Up to torch 2.13, Inductor writes the number of the device into its code.
-        device = f"{torch.cuda.get_device_name()}, capability {major}.{minor}, number {torch.cuda.current_device()}"
-        return {**fields, "device": device}
+        device = f"{torch.cuda.get_device_name()}, capability {major}.{minor}"
+        remedy = "which torch writes into code: let each rank see one GPU (CUDA_VISIBLE_DEVICES)"
+        return {**fields, "device": device, NUMBER: f"{torch.cuda.current_device()}, {remedy}"}
     instructions = f"{torch.backends.cpu.get_cpu_capability()}, flags {_processor_flags()}"
     device = f"{platform.machine()}, {instructions}"
     return {**fields, "device": device, "threads": str(torch.get_num_threads())}
@@ -240,9 +241,9 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def differences(made: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """One line for each field that differs between a file and this process."""
+    """One line for each field that differs between a file and this process. Any device serves code that names none."""
     return [
         f"{name}: made for {made.get(name, 'nothing')}; here {here.get(name, 'nothing')}"
         for name in {**made, **here}
-        if made.get(name) != here.get(name)
+        if made.get(name) != here.get(name) and (name != NUMBER or name in made)
     ]

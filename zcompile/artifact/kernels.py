@@ -7,6 +7,7 @@ So no compiler runs, and nothing tries which instructions the processor has: tha
 
 import ast
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from zcompile.whole_files import write
 
 MAKE = "async_compile = AsyncCompile()"
 MAKE_FROM_FILE = f"from {__name__} import Kernels; async_compile = Kernels()"
+DEVICE_NUMBER = re.compile(r"cuda:\d|\bindex=\d|\b(_DeviceGuard|set_device|get_raw_stream)\(\d")
 KNOWN = ("cpp_pybinding", "triton", "wait")  # what generated code may ask an AsyncCompile for
 
 _files: dict[str, Path] = {}  # of the kernels that were installed in this process, by `kernel_key`
@@ -74,6 +76,11 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
         graph.cache_key = code_hash(graph.source_code)
         graph.counter_deltas.clear()  # what compiling counted, which loading would count again
     return libraries
+
+
+def names_device_number(entry: Any) -> bool:
+    """Whether code of an entry names a GPU by its number, and so runs on no GPU of another number."""
+    return any(DEVICE_NUMBER.search(graph.source_code) for graph in graphs_of(entry))
 
 
 def install_kernels(libraries: Mapping[str, bytes]) -> None:

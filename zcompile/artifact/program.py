@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, encode
-from zcompile.artifact.fingerprint import HOOKS, code_hash, fingerprint, hooks_of, module_name
+from zcompile.artifact.fingerprint import HOOKS, NUMBER, code_hash, fingerprint, hooks_of, module_name
 from zcompile.artifact.groups import Groups, groups_of, meshes_of
 from zcompile.compiler.backend import compile_planned, limited, link_of
 from zcompile.options import Settings
@@ -74,6 +74,8 @@ def make(
         "sources": [each for each in made.sources if not each[0].startswith("torch.")],
         "functions": _functions(made, model),
     }
+    if not made.names_device_number:
+        fields.pop(NUMBER, None)
     libraries = {LIBRARY + key: library for key, library in made.libraries.items()}
     return encode(fields, facts, {"program": made.program, "objects": made.objects, **libraries})
 
