@@ -190,6 +190,7 @@ def _add_precompile(options: Parser) -> None:
     add("--module", required=True, metavar="FILE.py:FUNCTION", help=about)
     add("--ranks", type=positive, required=True, metavar="N", help="ranks of the run")
     add("--out", type=Path, required=True, metavar="FILE", help="where to write the artifact")
+    add("--rank", type=int, metavar="N", help="compile for the position of this rank alone (default: for all ranks)")
     add = options.add_argument_group("sharding of the run, if FUNCTION does not shard").add_argument
     add("--replicas", type=positive, default=1, metavar="N", help="2 of 8 ranks are a mesh of 2 x 4 (default: 1)")
     about = "param_dtype of zcompile.shard (default: that of the parameters)"

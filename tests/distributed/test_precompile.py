@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
 import zcompile
-from tests.support.artifacts import cache_in
+from tests.support import parallel
+from tests.support.artifacts import cache_in, compiler_counts, train
 from tests.support.meshes import as_rank
-from tests.support.parallel import WIDTH, Dense, mesh_of, spread_dense
-from tests.support.ranks import on_ranks
-from zcompile.artifact.file_format import ArtifactError
+from zcompile.artifact.file_format import ArtifactError, decode
 from zcompile.artifact.program import make
 from zcompile.cli import main
 from zcompile.compiler.backend import parse_options
@@ -153,10 +152,43 @@ def test_code_with_other_groups_or_the_rank_is_in_no_file(inductor_cache, kind, 
         make(zcompile.shard(model), parse_options(None), None, (torch.ones(2, 4),), {})
 
 
-@pytest.mark.slow
-@on_ranks(4)
-def test_a_model_that_reads_dtensors_is_refused(rank, world):
-    mesh = mesh_of("cpu", dp=2, tp=2)
-    model = zcompile.shard(spread_dense(Dense(1), mesh["tp"], sequence=False), mesh["dp"])
-    with pytest.raises(ArtifactError, match=r"'blocks.0.attention.q.weight' is read as a DTensor.*'tp'.*local=True"):
-        make(model, parse_options(None), None, (torch.randn(2, 6, WIDTH),), {})
+PARALLEL = """
+import torch
+from tests.support.models import normal
+from tests.support.parallel import TOKENS, WIDTH, {build}
+
+def build():
+    torch.manual_seed(0)
+    return {build}(), lambda step, rank: normal(step, rank, 2, TOKENS, WIDTH), lambda model, x: model(x).mean()
+"""
+
+
+def rank_trains(rank, world, build, file, folder):
+    """Losses, norms and gradients of five steps, from `file` if there is one. Ranks of "tp" have one batch."""
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    with cache_in(folder):
+        model = getattr(parallel, build)()
+        if file is None:
+            model.compile(backend="zcompile", fullgraph=True)
+        else:
+            zcompile.compile(model, artifact=file, require=True)
+        seen = train(model, rank // 2, parallel.whole_loss)
+    assert bool(compiler_counts()) == (file is None)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "build, world", [("sequence_parallel", 4), pytest.param("parallel_everywhere", 8, marks=pytest.mark.slow)]
+)
+def test_a_file_serves_tensor_and_expert_parallelism(ranks, inductor_cache, tmp_path, capsys, build, world):
+    """Each rank of "tp" has other code: it takes its own slice of the tokens, and has other rows of uneven layers."""
+    program, file = tmp_path / f"{build}_program.py", tmp_path / "model.zc"
+    program.write_text(PARALLEL.format(build=build))
+    with cache_in(inductor_cache):
+        code, printed = run(capsys, program, "build", file, "--ranks", str(world))
+    assert code == 0, printed.err
+    positions = [each["position"] for each in decode(file.read_bytes(), "model.zc").facts["programs"]]
+    assert positions == ["tp 0", "tp 1"]
+    loaded = ranks(world).run(rank_trains, build, file, tmp_path / "empty")
+    assert loaded == ranks(world).run(rank_trains, build, None, inductor_cache)

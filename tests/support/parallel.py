@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 import zcompile
 from tests.support.compiling import checkpoint_each
-from tests.support.models import mean_square
+from tests.support.models import mean_square, normal
 
 WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 12, 22, 4, 2, 6
 
@@ -88,13 +89,14 @@ SEQUENCE_PLAN = {
 }
 
 
-def spread_dense(model: Dense, mesh: DeviceMesh, sequence: bool) -> Dense:
+def spread_dense(model: Dense, mesh: DeviceMesh, sequence: bool, **output) -> Dense:
     """`model` under tensor parallelism, and under sequence parallelism between its blocks' products."""
     for block in model.blocks:
         parallelize_module(block, mesh, SEQUENCE_PLAN if sequence else TENSOR_PLAN)
     if sequence:
         parallelize_module(model, mesh, {"enter": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))})
-        parallelize_module(model, mesh, {"leave": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())})
+        output = output or {"output_layouts": Replicate()}
+        parallelize_module(model, mesh, {"leave": ColwiseParallel(input_layouts=Shard(1), **output)})
     return model
 
 
@@ -199,6 +201,23 @@ def spread_experts(model: Mixture, mesh: DeviceMesh) -> Mixture:
     return model
 
 
+def spread_everywhere(model: Mixture, tp: DeviceMesh, ep: DeviceMesh) -> Mixture:
+    """`model` with attention and the head over `tp`, and experts over `ep`, which has the ranks of `tp`, too: each rank
+    of `tp` has a part of the tokens to dispatch."""
+    parts = PrepareModuleInputOutput(
+        input_layouts=(Replicate(),) * 3,
+        desired_input_layouts=(Shard(0),) * 3,
+        use_local_input=True,
+        output_layouts=Shard(0),
+        desired_output_layouts=Replicate(),
+    )
+    for block in model.blocks:
+        attention = {name: style for name, style in TENSOR_PLAN.items() if name.startswith("attention")}
+        parallelize_module(block, tp, {**attention, "experts": parts})
+    parallelize_module(model, tp, {"leave": ColwiseParallel(output_layouts=Replicate())})  # of 3 rows, the last has 1
+    return spread_experts(model, ep)
+
+
 def mesh_of(device: str, **sizes: int) -> DeviceMesh:
     """Ranks in dimensions of these names and sizes."""
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -218,6 +237,27 @@ def checkpointed(model: nn.Module) -> nn.Module:
     """`model`, each of whose blocks is checkpointed."""
     checkpoint_each(model.blocks)
     return model
+
+
+def sequence_parallel() -> nn.Module:
+    """On four ranks: tensor and sequence parallelism over two, of layers that do not divide; returns a DTensor."""
+    mesh = mesh_of("cpu", dp=2, tp=2)
+    model = spread_dense(Dense(1), mesh["tp"], True, output_layouts=Shard(-1), use_local_output=False)
+    return zcompile.shard(model, mesh["dp"])
+
+
+def whole_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The mean square of what all ranks of a DTensor have."""
+    out = model(normal(step, rank, 2, TOKENS, WIDTH))
+    return (out.full_tensor() if isinstance(out, DTensor) else out).square().mean()
+
+
+def parallel_everywhere() -> nn.Module:
+    """On eight ranks: 4 of data, 2 of tensor and 4 of expert parallelism, which spans those of one tensor."""
+    mesh, model = mesh_of("cpu", efsdp=2, outer=2, tp=2), Mixture(1)
+    spread_everywhere(model, mesh["tp"], mesh["outer", "tp"]._flatten("ep"))
+    placement = expert_placement(model, mesh["efsdp"], Shard(0), local=True)
+    return zcompile.shard(model, mesh["efsdp", "outer"]._flatten("fsdp"), shard_placement_fn=placement)
 
 
 def maybe_compiled(model: nn.Module, inner: str, fullgraph: bool = True) -> nn.Module:

@@ -2,8 +2,11 @@
 
 import importlib
 import inspect
+import io
+import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +17,13 @@ from torch._dynamo.aot_compile import AOTCompiledFunction
 from torch._dynamo.aot_compile_types import SerializableCallable
 from torch._dynamo.guards import CheckFunctionManager
 from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from zcompile.artifact import kernels
 from zcompile.artifact.groups import Groups
 from zcompile.state.attributes import LEAF
+from zcompile.state.placement import mesh_key, remembered_mesh
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -45,6 +50,7 @@ class Made(NamedTuple):
     # leads to it from L, the arguments of the call, or G, the globals; the object; whether it begins with G or is a
     # group).
     dropped: list[tuple[str, Any, bool]]
+    meshes: set[DeviceMesh]  # that the code was given
 
 
 def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, groups: Groups) -> Made:
@@ -59,8 +65,10 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
         RuntimeError: something in it cannot be saved.
     """
     dropped: list[tuple[str, Any, bool]] = []
+    meshes: set[DeviceMesh] = set()
 
     def keep(guards: Sequence[Any]) -> Sequence[bool]:
+        meshes.update(each.value for each in guards if each.has_value and isinstance(each.value, DeviceMesh))
         group_names = {f"{each.name}.group_name" for each in guards if _is_group(each)}
         return [each.name not in group_names and _is_saved(each, dropped) for each in guards]
 
@@ -78,7 +86,7 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     libraries = artifacts.compiled_fn.take_kernels(groups)
     program = type(function).serialize(function).serialized_data
     names_device = kernels.names_device_number(artifacts.compiled_fn.entry)
-    return Made(program, _save_objects(artifacts), libraries, names_device, sources, dropped)
+    return Made(program, _save_objects(artifacts), libraries, names_device, sources, dropped, meshes)
 
 
 def _is_dynamos(name: str) -> bool:
@@ -115,6 +123,17 @@ def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
     return False
 
 
+class _Pickler(pickle.Pickler):
+    """Saves the mesh of a DTensor that is returned by what tells it from others, since each rank has a mesh object."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, DeviceMesh):
+            return NotImplemented
+        key = mesh_key(obj)
+        remembered_mesh(key)  # or else no rank could load it
+        return remembered_mesh, (key,)
+
+
 class _Saved(SerializableCallable):
     """What AOTAutograd made of a graph, which torch then lets this class save and load."""
 
@@ -136,7 +155,9 @@ class _Saved(SerializableCallable):
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: "_Saved") -> bytes:
-        return pickle.dumps(fn.entry)
+        saved = io.BytesIO()
+        _Pickler(saved).dump(fn.entry)
+        return saved.getvalue()
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> "_Saved":
@@ -148,16 +169,31 @@ class _Saved(SerializableCallable):
         self.compiled = deserialize_bundled_cache_entry(self.entry)
 
 
+@contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    """Let `logger` log nothing."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
+
 class Loaded:
     """A compiled graph of a model, as `compile_ahead` made it, in this process or in another one."""
 
     def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes], groups: Groups):
         """Unpickles, so all of it must be trusted; compiles nothing, and starts no process."""
         kernels.install_kernels(libraries)
+        meshes = logging.getLogger("torch.distributed.device_mesh")
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
         scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
-        with kernels.in_this_process():
+        with kernels.in_this_process(), _silent(meshes):  # of the rank that made it, whose groups this one lacks
             self.function = AOTCompiledFunction.deserialize(program, scope)
             saved: Any = self.function._artifacts.compiled_fn
             saved.load(groups)

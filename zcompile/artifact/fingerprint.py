@@ -4,6 +4,7 @@ A field that differs is named in the error, with both values, so values are word
 where there is too much to read. Where a list is hashed, `_digest` says how long it is.
 """
 
+import dataclasses
 import functools
 import hashlib
 import platform
@@ -15,13 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zcompile.artifact import kernels
+from zcompile.artifact.groups import meshes_of
 from zcompile.compiler.backend import link_of
 from zcompile.options import Settings
 from zcompile.source_hash import cache_key
 from zcompile.state.attributes import RECIPE
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
+from zcompile.state.sharded_parameter import ShardedParameter
 
 NUMBER = "device number"  # a field of files whose code names it, see `kernels.names_device_number`
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -30,21 +34,27 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def fingerprint(
     model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int, args: Any, kwargs: Any
 ) -> dict[str, str]:
-    """The fields of a sharded model, of this machine, and of the first call, `model(*args, **kwargs)`.
+    """The fields of a sharded model, of this machine, and of the first call, `model(*args, **kwargs)`. Alike on all
+    ranks.
 
     Args:
         memory_bytes: that the plan is made for, see `zcompile.options.Settings.plan`.
     """
+    return {**surroundings(model, settings, mode, memory_bytes), **of_call(model, args, kwargs)}
+
+
+def surroundings(model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int) -> dict[str, str]:
+    """The fields that all programs of a file share: this machine, and settings."""
+    state = state_of(model)
+    return {**machine(state.mesh.device_type), **settings_of(state, settings, mode, memory_bytes)}
+
+
+def of_call(model: nn.Module, args: Any, kwargs: Any) -> dict[str, str]:
+    """The fields of one program: the model, and its call."""
     state = state_of(model)
     before, state.in_compiled = state.in_compiled, False  # what is read here is not what a forward reads
     try:
-        return {
-            **machine(state.mesh.device_type),
-            **settings_of(state, settings, mode, memory_bytes),
-            **structure(model, state),
-            **modes(model),
-            "inputs": inputs(args, kwargs),
-        }
+        return {**structure(model, state), **modes(model), "inputs": inputs(args, kwargs)}
     finally:
         state.in_compiled = before
 
@@ -89,7 +99,7 @@ def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memor
     options = {name: value for name, value in vars(settings).items() if name != "inductor"}
     return {
         "mesh": " and ".join(
-            f"{list(each.mesh.mesh.shape)} on {each.mesh.device_type}" for each in (state, *state.others)
+            f"{list(mesh.shape)} on {mesh.device_type}" for mesh in dict.fromkeys(mesh for _, mesh in meshes_of(state))
         ),
         "plan": str(settings.plan(link_of(state, settings), memory_bytes)),
         "settings": str(options),
@@ -123,8 +133,8 @@ def _torch_settings() -> dict[str, str]:
 def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
     """Modules with their code, parameters, and buffers."""
     parameters = [
-        f"{sharded.name} {list(sharded.shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad} "
-        f"cut along {sharded.layout.dim} in domain {each.domain}"
+        f"{sharded.name} {list(sharded.global_shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad} "
+        f"cut along {sharded.layout.dim} in domain {each.domain}{_spread(sharded)}"
         for each in models_of(state)
         for sharded in each.in_modules()
     ]
@@ -149,12 +159,22 @@ def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
     }
 
 
+def _spread(sharded: ShardedParameter) -> str:
+    """How a DTensor is spread over inner meshes, and whether modules read it as one; empty if it was none."""
+    parameter, layout = sharded.parameter, sharded.layout
+    if not isinstance(parameter, DTensor) or not (layout.inner or layout.local):
+        return ""
+    return f" as {parameter.placements} over {parameter.device_mesh.mesh_dim_names} local={layout.local}"
+
+
 def _modules(model: nn.Module) -> list[str]:
     """Of each module: its class, what `zcompile.shard` made of that, and the code of its forward."""
     lines = []
     for path, module in model.named_modules():
-        recipe = getattr(type(module), RECIPE, (type(module), None))
-        base, kind = recipe
+        base, kind = getattr(type(module), RECIPE, (type(module), None))
+        if kind is not None:  # shapes, which may differ between ranks, are those of "parameters"
+            layouts = [(name, dataclasses.replace(layout, shape=(), inner=None)) for name, layout in kind.layouts]
+            kind = dataclasses.replace(kind, layouts=tuple(layouts))
         forwards = f"{code_hash(type(module).forward)} {code_hash(base.forward)}"  # the first may call the second
         lines.append(f"{path} {module_name(base)}.{base.__qualname__} {kind} {forwards}")
     return lines

@@ -6,7 +6,8 @@ at the file and says what it found: the file fits, it is not there, or why it do
 
 - All have the same file, and it fits: each loads its own.
 - Some have it, and it is not there for the others (no shared folder): one rank sends it to them.
-- Nobody has it: rank 0 compiles and sends, and all load what it sent. It writes the file.
+- No rank has it: rank 0 compiles and sends, and all load what it sent. It writes the file. Under tensor parallelism,
+  the first rank of each position compiles.
 - Anything else: one warning that says why, and every rank compiles for itself, as `model.compile` does.
 
 Loading may fail on one rank, so ranks gather once more how it went. Files travel by broadcasts in the groups of the
@@ -32,8 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read
-from zcompile.artifact.fingerprint import NUMBER, differences, fingerprint
-from zcompile.artifact.program import Program, first_line, make
+from zcompile.artifact.fingerprint import NUMBER, differences, fingerprint, of_call, surroundings
+from zcompile.artifact.groups import makers_of, span_of
+from zcompile.artifact.program import Program, find, first_line, make, merge
 from zcompile.compiler.backend import compile_graph, parse_options, prepare
 from zcompile.compiler.inductor import wants_cuda_graphs
 from zcompile.options import Settings
@@ -177,14 +179,16 @@ class FromFile:
         except Exception as error:  # of this rank alone, perhaps: others wait for what it says
             verdict = f"{type(error).__name__}: {error}"
         file, digest = (hashlib.sha256(each).hexdigest() for each in (data, json.dumps(here).encode()))
-        reports = all_gather_over_mesh(state.mesh, _Report(dist.get_rank(), verdict, file, digest))
-        reason, how = _obstacle(reports, here, state.mesh, self.require), f"loaded from {self.path}"
+        mesh = span_of(state)
+        reports = all_gather_over_mesh(mesh, _Report(dist.get_rank(), verdict, file, digest))
+        reason, how = _obstacle(reports, here, mesh, self.require), f"loaded from {self.path}"
         owners = [i for i, report in enumerate(reports) if report.verdict == FITS]
         if not reason and not owners:
-            how = f"loaded: rank {reports[0].rank} compiled it, because {self.path} was not there"
-            data, reason = self.make_on_first(model, args, kwargs)
+            data, reason, makers = self.make_together(model, args, kwargs)
+            ranks = f"rank {makers[0]}" if len(makers) == 1 else f"ranks {', '.join(map(str, makers))}"
+            how = f"loaded: {ranks} compiled it, because {self.path} was not there"
         elif not reason and len(owners) < len(reports):
-            data = broadcast_over_mesh(state.mesh, data, owners[0])
+            data = broadcast_over_mesh(mesh, data, owners[0])
         if reason := reason or self.load(model, data, args, kwargs):
             self.give_up(model, reason)
             return
@@ -201,46 +205,68 @@ class FromFile:
         state = state_of(model)
         for each in models_of(state):
             each.provenance.compiled = f"compiled by this process: {reason}"
-        if not any(state.mesh.get_coordinate() or ()):
+        if _is_first(span_of(state)):
             warnings.warn(f"zcompile: {self.path} is not used, and every rank compiles. {reason}", stacklevel=2)
 
     def examine(self, model: nn.Module, artifact: Artifact, args: Any, kwargs: Any) -> str:
         """Why the file does not fit this rank, or FITS."""
         memory_bytes, has_bytes = int(artifact.facts["memory_bytes"]), state_of(model).machine.memory_bytes
-        here = fingerprint(model, self.settings, self.mode, memory_bytes, args, kwargs)
-        differing = differences(artifact.fingerprint, here)
+        differing = differences(artifact.fingerprint, surroundings(model, self.settings, self.mode, memory_bytes))
+        differing += find(artifact, model, of_call(model, args, kwargs))[1]
         if self.settings.gather_budget_bytes is None and memory_bytes > has_bytes:
             differing.append(f"memory: made for ranks that have {memory_bytes} bytes; here {has_bytes}")
         return f"It was made for something else: {'; '.join(differing)}." if differing else FITS
 
-    def make_on_first(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str]:
-        """What the first rank compiles, on all ranks; it also writes the file. Or why it could not be made."""
-        mesh, data, reason = state_of(model).mesh, b"", ""
-        if not any(mesh.get_coordinate() or ()):
+    def make_together(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str, list[int]]:
+        """The file, on all ranks, or why it could not be made; and the ranks that compiled. The first one writes it.
+
+        Of each position, see [Note: positions] in groups.py, the first rank compiles.
+        """
+        state = state_of(model)
+        mesh, makers = span_of(state), makers_of(state)
+        ranks = mesh.mesh.flatten().tolist()
+        made: tuple[bytes, str] = (b"", "")
+        if dist.get_rank() in makers:
+            made = self.make_here(model, args, kwargs)
+        files = []
+        for maker in makers:
+            data, reason = broadcast_over_mesh(mesh, made, ranks.index(maker))
+            if reason:
+                return b"", reason, makers
+            files.append(data)
+        data = merge(files)
+        if _is_first(mesh):
             try:
-                with self.around_make():
-                    data = make(model, self.settings, self.mode, args, kwargs)
-            except Exception as error:
-                log.info("zcompile: %s could not be made", self.path, exc_info=True)
-                reason = f"Rank {dist.get_rank()} could not make it: {first_line(error)}"
-            else:
-                try:
-                    write(self.path, data)
-                except OSError as error:  # all ranks have what is in it
-                    warnings.warn(f"zcompile: {self.path} could not be written: {error}", stacklevel=2)
-        made: tuple[bytes, str] = broadcast_over_mesh(mesh, (data, reason), 0)
-        return made
+                write(self.path, data)
+            except OSError as error:  # all ranks have what is in it
+                warnings.warn(f"zcompile: {self.path} could not be written: {error}", stacklevel=2)
+        return data, "", makers
+
+    def make_here(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str]:
+        """A file for the position of this rank, or why it could not be made."""
+        try:
+            with self.around_make():
+                return make(model, self.settings, self.mode, args, kwargs), ""
+        except Exception as error:
+            log.info("zcompile: %s could not be made", self.path, exc_info=True)
+            return b"", f"Rank {dist.get_rank()} could not make it: {first_line(error)}"
 
     def load(self, model: nn.Module, data: bytes, args: Any, kwargs: Any) -> str:
         """Load on all ranks, which do this together. Why one of them could not, with its number; empty if all did."""
         try:
-            self.program = Program(decode(data, str(self.path)), model, str(self.path))
+            artifact = decode(data, str(self.path))
+            program, _ = find(artifact, model, of_call(model, args, kwargs))
+            self.program = Program(artifact, program, model, str(self.path))
             reason = self.program.changed(model, args, kwargs)
         except Exception as error:
             log.info("zcompile: %s could not be loaded", self.path, exc_info=True)
             reason = first_line(error)
-        reasons = all_gather_over_mesh(state_of(model).mesh, (dist.get_rank(), reason))
+        reasons = all_gather_over_mesh(span_of(state_of(model)), (dist.get_rank(), reason))
         return next((f"Rank {rank} could not load it: {reason}" for rank, reason in reasons if reason), "")
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    return not any(mesh.get_coordinate() or ())
 
 
 def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh, require: bool) -> str:

@@ -4,6 +4,9 @@ The program's own functions say what is compiled: `build()` makes the model, and
 autocast or whatever else `loss` uses, on the batch of step 0 and rank 0. The process is rank 0 of a group whose other
 ranks do not exist. When `loss` calls the model, that call is compiled, forward and backward, instead of run, and `loss`
 ends there.
+
+Under tensor parallelism, ranks at other coordinates have other code, see [Note: positions] in groups.py. One process
+after the other compiles for them: torch remembers of DTensors which rank it was.
 """
 
 import argparse
@@ -11,7 +14,11 @@ import hashlib
 import importlib
 import json
 import os
+import shlex
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,8 +31,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from zcompile.artifact.file_format import ArtifactError
+from zcompile.artifact.groups import makers_of
 from zcompile.artifact.model import check_artifact
-from zcompile.artifact.program import make
+from zcompile.artifact.program import make, merge
 from zcompile.compiler.backend import parse_options
 from zcompile.explanation.workloads import DTYPES, BadInput, built_by, function_of
 from zcompile.sharding.shard import shard
@@ -38,7 +46,9 @@ from zcompile.whole_files import write
 def run(arguments: argparse.Namespace) -> int:
     """Write the artifact and print its size and SHA-256. Returns 1 if the model cannot be compiled into a file."""
     try:
-        data = precompile(arguments)
+        data, makers = precompile(arguments)
+        others = [] if arguments.rank is not None else makers[1:]
+        data = merge([data, *(compiled_by_another_process(arguments, rank) for rank in others)])
     except ArtifactError as error:
         print(error, file=sys.stderr)
         return 1
@@ -49,8 +59,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def precompile(arguments: argparse.Namespace) -> bytes:
-    """The artifact that the command line asks for.
+def compiled_by_another_process(arguments: argparse.Namespace, rank: int) -> bytes:
+    """The artifact for the position of `rank`.
+
+    Raises:
+        ArtifactError: the process failed.
+    """
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "model.zc"
+        command = shlex.split(arguments.command_line)[1:] + ["--rank", str(rank), "--out", str(out)]
+        if subprocess.run([sys.executable, "-m", "zcompile", *command], stdout=subprocess.DEVNULL).returncode:
+            raise ArtifactError(f"zcompile: the process that compiled for rank {rank} failed, see its error above.")
+        print(f"compiled for rank {rank} in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        return out.read_bytes()
+
+
+def precompile(arguments: argparse.Namespace) -> tuple[bytes, list[int]]:
+    """The artifact that the command line asks for, for the position of its rank; and a rank of each position.
 
     Raises:
         BadInput: the file, the function, or what it returns.
@@ -68,7 +94,9 @@ def precompile(arguments: argparse.Namespace) -> bytes:
     torch.set_num_threads(arguments.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
     build = function_of(arguments.module, imported)
     name = Path(arguments.module.rpartition(":")[0]).stem
-    dist.init_process_group("fake", rank=0, world_size=arguments.ranks, store=FakeStore())
+    if (rank := arguments.rank or 0) >= arguments.ranks:
+        raise BadInput(f"--rank {rank} is none of {arguments.ranks}")
+    dist.init_process_group("fake", rank=rank, world_size=arguments.ranks, store=FakeStore())
     try:
         model, batch, loss = built_by(build, arguments.module)
         _shard(model, arguments, device)
@@ -80,7 +108,7 @@ def precompile(arguments: argparse.Namespace) -> bytes:
         try:
             loss(model, tree_map_only(torch.Tensor, lambda value: value.to(device), batch(0, 0)))
         except _Compiled as compiled:
-            return compiled.args[0]
+            return compiled.args[0], makers_of(state_of(model))
         raise BadInput(f"the loss of {arguments.module} did not call the module")
     finally:
         dist.destroy_process_group()

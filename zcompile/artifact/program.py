@@ -13,7 +13,7 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,22 @@ from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from zcompile.artifact import aot
-from zcompile.artifact.file_format import Artifact, ArtifactError, encode
-from zcompile.artifact.fingerprint import HOOKS, NUMBER, code_hash, fingerprint, hooks_of, module_name
-from zcompile.artifact.groups import Groups, groups_of, meshes_of
+from zcompile.artifact.file_format import Artifact, ArtifactError, decode, encode
+from zcompile.artifact.fingerprint import (
+    HOOKS,
+    NUMBER,
+    code_hash,
+    differences,
+    hooks_of,
+    module_name,
+    of_call,
+    surroundings,
+)
+from zcompile.artifact.groups import Groups, groups_of, inner_meshes, positions_of, refuse_meshes
 from zcompile.compiler.backend import compile_planned, limited, link_of
 from zcompile.options import Settings
-from zcompile.state.sharded_model import ShardedModel, models_of, state_of
+from zcompile.state.placement import remember_mesh
+from zcompile.state.sharded_model import models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
 LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
@@ -40,7 +50,8 @@ ASKS_FOR_RANK = re.compile(r"\bget_(local_|group_|node_local_)?rank\b|\bget_coor
 def make(
     model: nn.Module, settings: Settings, mode: str | None, args: Any, kwargs: Any, main_module: str = ""
 ) -> bytes:
-    """Compile `model(*args, **kwargs)` and return the file; nothing is run, and no other rank is needed.
+    """Compile `model(*args, **kwargs)` and return a file for the position of this rank, see [Note: positions] in
+    groups.py; nothing is run, and no other rank is needed.
 
     Args:
         settings: for which `check_artifact` of model.py raises nothing.
@@ -50,8 +61,9 @@ def make(
         ArtifactError: the model has graph breaks, or something in it cannot be saved; says what.
     """
     state = state_of(model)
-    _refuse_layouts(state)
-    fields = fingerprint(model, settings, mode, state.machine.memory_bytes, args, kwargs)
+    refuse_meshes(state)
+    fields = surroundings(model, settings, mode, state.machine.memory_bytes)
+    call = of_call(model, args, kwargs)
     plan = settings.plan(link_of(state, settings), state.machine.memory_bytes)
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -66,34 +78,66 @@ def make(
         ) from error
     except RuntimeError as error:  # of Dynamo's own kinds, too
         raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line(error)}") from error
+    refuse_meshes(state, made.meshes)
     if line := asks_for_rank(made.sources):
         raise ArtifactError(f"zcompile: no artifact can hold the model: {line}, may differ by rank.")
-    facts = {
-        "memory_bytes": state.machine.memory_bytes,
-        "main": main_module,
+    if not made.names_device_number:
+        fields.pop(NUMBER, None)
+    contents = {LIBRARY + key: library for key, library in made.libraries.items()}
+    names = {}
+    for kind, content in (("program", made.program), ("objects", made.objects)):
+        names[kind] = f"{kind}/{hashlib.sha256(content).hexdigest()}"
+        contents[names[kind]] = content
+    program = {
+        **names,
+        "position": positions_of(state)[dist.get_rank()],
+        "call": call,
+        "libraries": list(made.libraries),
         "sources": [each for each in made.sources if not each[0].startswith("torch.")],
         "functions": _functions(made, model),
     }
-    if not made.names_device_number:
-        fields.pop(NUMBER, None)
-    libraries = {LIBRARY + key: library for key, library in made.libraries.items()}
-    return encode(fields, facts, {"program": made.program, "objects": made.objects, **libraries})
+    facts = {"memory_bytes": state.machine.memory_bytes, "main": main_module, "programs": [program]}
+    return encode(fields, facts, contents)
 
 
-def _refuse_layouts(state: ShardedModel) -> None:
-    """Refuse parameters with which compiled code differs between ranks."""
-    ranks = set(state.mesh.mesh.flatten().tolist())
-    for sharded, mesh in meshes_of(state):
-        if (inner := sharded.layout.inner) is not None:
-            reason = (
-                f"is read as a DTensor over {inner.mesh.mesh_dim_names}, whose code has this rank's place in it; "
-                "parameters with Placement(local=True) can be saved"
-            )
-        elif not set(mesh.mesh.flatten().tolist()) <= ranks:
-            reason = f"has ranks that the mesh {state.mesh.mesh_dim_names} does not have"
-        else:
-            continue
-        raise ArtifactError(f"zcompile: no artifact can hold the model: parameter '{sharded.name}' {reason}.")
+def merge(files: Sequence[bytes]) -> bytes:
+    """One file with the programs of several that `make` returned; of those for one call and position, the first."""
+    artifacts = [decode(each, f"part {i}") for i, each in enumerate(files)]
+    first = artifacts[0]
+    programs: dict[Any, Mapping[str, Any]] = {}
+    parts: dict[str, bytes] = {}
+    for each in artifacts:
+        if differing := differences(first.fingerprint, each.fingerprint):
+            raise ArtifactError(f"zcompile: programs of one file differ: {'; '.join(differing)}.")
+        parts |= each.parts
+        for program in each.facts["programs"]:
+            programs.setdefault((program["position"], *program["call"].items()), program)
+    used = {part for each in programs.values() for part in parts_of(each)}
+    facts = {**first.facts, "programs": list(programs.values())}
+    return encode(first.fingerprint, facts, {name: part for name, part in parts.items() if name in used})
+
+
+def parts_of(program: Mapping[str, Any]) -> list[str]:
+    """The names of the parts of a file that one of its programs needs."""
+    return [program["program"], program["objects"], *(LIBRARY + key for key in program["libraries"])]
+
+
+def find(artifact: Artifact, model: nn.Module, call: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
+    """The program of a file that fits a call on this rank best, and how the call that it was made for differs.
+
+    Raises:
+        ArtifactError: it has none for the position of this rank.
+    """
+    position = positions_of(state_of(model))[dist.get_rank()]
+    found = [
+        (program, differences(program["call"], call))
+        for program in artifact.facts["programs"]
+        if program["position"] == position
+    ]
+    if not found:
+        has = sorted({program["position"] or "no inner mesh" for program in artifact.facts["programs"]})
+        raise ArtifactError(f"it has no code for ranks at {position or 'no inner mesh'}, only at {' and '.join(has)}")
+    return min(found, key=lambda each: len(each[1]))
 
 
 def first_line(error: Exception) -> str:
@@ -129,22 +173,26 @@ def _identity(value: Any, groups: Groups) -> str:
 class Program:
     """What a file holds, loaded for one model."""
 
-    def __init__(self, artifact: Artifact, model: nn.Module, name: str):
+    def __init__(self, artifact: Artifact, program: Mapping[str, Any], model: nn.Module, name: str):
         """Unpickles, so all checks of `artifact` must have passed. Errors call the file `name`.
+
+        Args:
+            program: one of the artifact's that fits, as `find` returns it.
 
         Raises:
             ArtifactError: a source file or a function is not what it was when the file was made.
         """
         with _importable_main(artifact.facts["main"]):
-            _check_sources(artifact.facts["sources"], name)
-            libraries = {
-                part.removeprefix(LIBRARY): data for part, data in artifact.parts.items() if part.startswith(LIBRARY)
-            }
+            _check_sources(program["sources"], name)
+            code, objects = artifact.parts[program["program"]], artifact.parts[program["objects"]]
+            libraries = {key: artifact.parts[LIBRARY + key] for key in program["libraries"]}
             groups = groups_of(model)
-            self.loaded = aot.Loaded(artifact.parts["program"], artifact.parts["objects"], libraries, groups)
+            for inner in inner_meshes(state_of(model)).values():
+                remember_mesh(inner)
+            self.loaded = aot.Loaded(code, objects, libraries, groups)
         self.watched: Any = ""  # global functions that the code calls, and its process groups, as one expression
         self.found: tuple[Any, ...] = ()  # what they were
-        self._check_functions(model, groups, artifact.facts["functions"], name)
+        self._check_functions(model, groups, program["functions"], name)
         self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.in_modules()]
         classes = {type(module) for module in model.modules()}
         self.forwards = [(each, each.forward) for each in classes]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.calibration.memory import host_memory_bytes
@@ -57,6 +58,8 @@ def local_machine(mesh: DeviceMesh) -> LocalMachine:
         place, total_bytes, sharers = str(properties.uuid), properties.total_memory, 1
     else:
         place, total_bytes, sharers = "", host_memory_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if is_fake(mesh):  # ranks that do not exist are thought to be on this host
+            sharers = dist.get_world_size()
     return LocalMachine(
         device_name(device),
         "" if calibration is None else calibration.to_json(),

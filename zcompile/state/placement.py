@@ -11,7 +11,8 @@ A parameter may be a DTensor before: tensor and expert parallelism spread it ove
 is this rank's part of it. Modules read a DTensor over the inner meshes again.
 """
 
-from collections.abc import Callable, Container
+import weakref
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -123,7 +124,8 @@ def _positive(shard: Shard, parameter: nn.Parameter) -> Shard:
 class Inner:
     """What makes a DTensor over the inner meshes of this rank's part of a parameter.
 
-    Two are equal over one mesh. Meshes are equal also if the process groups of one were closed.
+    Two are equal over one mesh. Meshes are equal also if the process groups of one were closed. Pickled, it has the
+    mesh by `mesh_key`: another process unpickles one over its own mesh.
     """
 
     mesh: DeviceMesh = field(compare=False)
@@ -131,6 +133,38 @@ class Inner:
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inner_over, (mesh_key(self.mesh), self.placements, self.shape, self.stride)
+
+
+_meshes: "weakref.WeakValueDictionary[Hashable, DeviceMesh]" = weakref.WeakValueDictionary()  # see `remember_mesh`
+
+
+def mesh_key(mesh: DeviceMesh) -> Hashable:
+    """What tells an inner mesh from others; the same on all of its ranks, and in another run."""
+    return mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), mesh._flatten_rank_map
+
+
+def remember_mesh(mesh: DeviceMesh) -> None:
+    """Let each `Inner` that is unpickled from now on have `mesh`, if it was pickled with one of that `mesh_key`."""
+    _meshes[mesh_key(mesh)] = mesh
+
+
+def inner_over(key: Hashable, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]) -> Inner:
+    """The `Inner` over the last mesh of that key that was remembered."""
+    mesh = remembered_mesh(key)
+    return Inner(mesh, id(mesh), placements, shape, stride)
+
+
+def remembered_mesh(key: Hashable) -> DeviceMesh:
+    """
+    Raises:
+        RuntimeError: no model here reads DTensors over such a mesh.
+    """
+    if key not in _meshes:
+        raise RuntimeError(f"a DTensor is over a mesh {key}, over which the model reads none.")
+    return _meshes[key]
 
 
 @dataclass(frozen=True)
@@ -208,6 +242,7 @@ def layout_for(
         shape = (world, *shape[:dim], shape[dim] // world, *shape[dim + 1 :])
     inner = None
     if isinstance(parameter, DTensor) and not placement.local:
+        remember_mesh(parameter.device_mesh)
         inner = Inner(
             parameter.device_mesh, id(parameter.device_mesh), parameter.placements, parameter.shape, parameter.stride()
         )
