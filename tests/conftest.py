@@ -49,7 +49,8 @@ LONG = (
     "distributed/test_reads distributed/test_training profile/test_profile_report deepspeed/test_deepspeed_training "
     "distributed/test_cuda_graphs distributed/test_chaos distributed/test_order_check distributed/test_lifetimes "
     "distributed/test_module_edits distributed/test_docs distributed/test_compose_matrix distributed/test_accumulate "
-    "profile/test_profile_engines distributed/test_artifact distributed/test_compose distributed/test_examples"
+    "profile/test_profile_engines distributed/test_artifact distributed/test_precompile distributed/test_compose "
+    "distributed/test_examples"
 )
 TESTS = Path(__file__).resolve().parent
 

@@ -55,6 +55,11 @@ def positive(text: str) -> int:
     return value
 
 
+def steps(text: str) -> list[int]:
+    """Whole numbers with commas between them, as `type=` of an argument."""
+    return [int(each) for each in text.split(",")]
+
+
 def size(text: str) -> int:
     """A number of bytes, such as 70GiB, as `type=` of an argument."""
     value = bytes_of(text)
@@ -190,6 +195,9 @@ def _add_precompile(options: Parser) -> None:
     add("--module", required=True, metavar="FILE.py:FUNCTION", help=about)
     add("--ranks", type=positive, required=True, metavar="N", help="ranks of the run")
     add("--out", type=Path, required=True, metavar="FILE", help="where to write the artifact")
+    add = options.add_argument_group("calls that are compiled").add_argument
+    add("--steps", type=steps, default=[0], metavar="LIST", help="steps whose batches are compiled (default: 0)")
+    add("--blocks", metavar="PATH", help="compile the children of this module one by one, such as model.layers")
     add("--rank", type=int, metavar="N", help="compile for the position of this rank alone (default: for all ranks)")
     add = options.add_argument_group("sharding of the run, if FUNCTION does not shard").add_argument
     add("--replicas", type=positive, default=1, metavar="N", help="2 of 8 ranks are a mesh of 2 x 4 (default: 1)")

@@ -11,14 +11,24 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import zcompile
 from tests.support.architectures import hugging_face
-from tests.support.artifacts import Broken, cache_in, compiler_counts, make_file, sharded, train
+from tests.support.artifacts import Broken, cache_in, compiler_counts, loss_of, make_file, sharded, train
 from tests.support.meshes import as_rank
 from tests.support.models import batch
-from tests.support.parallel import WIDTH, Mixture, expert_parallel, token_loss
+from tests.support.parallel import (
+    WIDTH,
+    Mixture,
+    expert_parallel,
+    sequence_parallel,
+    three_blocks,
+    token_loss,
+    whole_loss,
+)
 from zcompile.artifact.aot import lacking
+from zcompile.artifact.file_format import decode
 from zcompile.artifact.program import make
 from zcompile.compiler.backend import parse_options
 from zcompile.state.sharded_model import state_of
@@ -73,27 +83,41 @@ def check(pool, path, inductor_cache, tmp_path, autocast=False, **how):
         assert expected_by == "compiled by this process"
 
 
-def rank_compiles_once(rank, world, folder, path):
-    """Twice with an artifact: what was made of it, what trained, what the first rank counted."""
-    results = []
+KINDS = {  # (model, loss, ranks that have one batch, ranks that compile)
+    "whole": (sharded, loss_of, 1, "rank 0"),
+    "blocks": (three_blocks, whole_loss, 1, "rank 0"),
+    "parallel": (sequence_parallel, whole_loss, 2, "ranks 0, 1"),  # one for each half of the layers
+}
+
+
+def rank_compiles_once(rank, world, folder, path, kind):
+    """Twice with an artifact: what was made of it, what trained, whether this rank compiled."""
+    results, (make_model, loss, alike, _) = [], KINDS[kind]
     with cache_in(folder):
         for _ in range(2):
+            torch.manual_seed(0)
             counters.clear()
-            model = zcompile.compile(sharded(), artifact=path)
-            seen = train(model, rank)
+            _clear_sharding_prop_cache()  # or else DTensors have the first model's mesh, which is equal
+            model = make_model()
+            zcompile.compile(model, artifact=path, blocks=model.blocks if kind == "blocks" else ())
+            seen = train(model, rank // alike, loss)
             results.append((zcompile.stats(model)["compiled"], seen, "graph_break" in counters or "stats" in counters))
     return results
 
 
-def test_where_there_is_no_file_one_rank_compiles_and_writes_it(ranks, inductor_cache, tmp_path):
-    path = tmp_path / "new" / "model.zc"
-    expected = ranks(2).run(rank_compiles, inductor_cache, False, {})
-    for rank, results in enumerate(ranks(2).run(rank_compiles_once, inductor_cache, path)):
+@pytest.mark.parametrize(
+    "kind, world", [("whole", 2), ("blocks", 2), pytest.param("parallel", 4, marks=pytest.mark.slow)]
+)
+def test_where_there_is_no_file_one_rank_of_each_position_compiles(ranks, inductor_cache, tmp_path, kind, world):
+    path, makers = tmp_path / "new" / "model.zc", KINDS[kind][3]
+    expected = ranks(2).run(rank_compiles, inductor_cache, False, {}) if kind == "whole" else None
+    for rank, results in enumerate(ranks(world).run(rank_compiles_once, inductor_cache, path, kind)):
         (first, trained, traced), (second, again, traced_again) = results
-        assert first == f"loaded: rank 0 compiled it, because {path} was not there"
+        assert first == f"loaded: {makers} compiled it, because {path} was not there"
         assert second == f"loaded from {path}"
-        assert trained == again == expected[rank][0]
-        assert traced == (rank == 0) and not traced_again
+        assert trained == again == (expected[rank][0] if expected else again)
+        assert traced == (str(rank) in makers) and not traced_again
+    assert len(decode(path.read_bytes(), "model.zc").facts["programs"]) == (2 if kind == "parallel" else 1)
 
 
 @pytest.mark.parametrize("owner", [0, 1])

@@ -140,24 +140,21 @@ print(torch.__file__, zcompile.__file__, socket.gethostname(), zcompile.stats(mo
 
 def test_a_file_is_loaded_in_another_virtual_environment_folder_and_host(file, tmp_path):
     """In an interpreter without this one's environment, which has the same packages at other paths."""
-    (tmp_path / "environment").symlink_to(Path(torch.__file__).parent.parent)
-    (tmp_path / "source").symlink_to(Path(zcompile.__file__).parent.parent)
+    for name, module in (("environment", torch), ("source", zcompile)):
+        (tmp_path / name).symlink_to(Path(module.__file__).parent.parent)
     environment = {
         "PYTHONPATH": f"{tmp_path / 'source'}:{tmp_path / 'environment'}",
-        "PATH": "/usr/bin:/bin",  # without this one's compiler, perhaps
         **dict.fromkeys(("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(tmp_path)),
         **dict.fromkeys(("USER", "LOGNAME"), "another"),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "TORCHINDUCTOR_COMPILE_THREADS": "3",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
     copied = shutil.copy(file, tmp_path / "copied.zc")
     command = [f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}", "-c", LOADS, copied]
     rename = ["unshare", "--uts", "sh", "-c", 'hostname another && exec "$@"', "sh"]
     renames = subprocess.run([*rename, "true"], capture_output=True).returncode == 0  # not without CAP_SYS_ADMIN
-    done = subprocess.run(
-        [*(rename if renames else ()), *command], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
+    done = subprocess.run([*rename * renames, *command], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     torch_file, source, host, how = done.stdout.splitlines()
     assert torch_file.startswith(f"{tmp_path}/environment") and source.startswith(f"{tmp_path}/source")
@@ -198,7 +195,7 @@ def test_another_length_is_compiled(rank, world, inductor_cache, file):
         with torch.compiler.set_stance("force_eager"):
             expected = model(tokens_of(1, rank, length=7))
         assert torch.allclose(longer, expected, atol=1e-6)
-        program = model._compiled_call_impl.program
+        program = model._compiled_call_impl.programs[0]
         assert not program.changed(model, (tokens_of(0, rank),), {}), "the first length still runs what was loaded"
 
 

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zcompile
 from tests.support import parallel
 from tests.support.artifacts import cache_in, compiler_counts, train
 from tests.support.meshes import as_rank
+from tests.support.parallel import TOKENS
 from zcompile.artifact.file_format import ArtifactError, decode
 from zcompile.artifact.program import make
 from zcompile.cli import main
@@ -138,9 +140,17 @@ class Numbered(nn.Linear):
         return super().forward(x + dist.get_rank())
 
 
+class Sliced(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        whole = DTensor.from_local(y.detach(), self.mesh, [Replicate()], run_check=False)
+        return y * whole.redistribute(placements=[Shard(0)]).to_local()
+
+
 @pytest.mark.parametrize(
     "kind, told",
     [
+        (Sliced, r"its forward uses the mesh \('tp',\)"),
         (Reducing, "it has a collective over process group"),
         (Numbered, r"line \d+ of module .*`return super\(\).forward\(x . dist.get_rank\(\)\)`"),
     ],
@@ -148,7 +158,7 @@ class Numbered(nn.Linear):
 def test_code_with_other_groups_or_the_rank_is_in_no_file(inductor_cache, kind, told):
     with cache_in(inductor_cache), as_rank(1, 4), pytest.raises(ArtifactError, match=told):
         model = kind(4, 4)
-        model.group = dist.new_group()
+        model.group, model.mesh = dist.new_group(), parallel.mesh_of("cpu", dp=2, tp=2)["tp"]
         make(zcompile.shard(model), parse_options(None), None, (torch.ones(2, 4),), {})
 
 
@@ -159,36 +169,56 @@ from tests.support.parallel import TOKENS, WIDTH, {build}
 
 def build():
     torch.manual_seed(0)
-    return {build}(), lambda step, rank: normal(step, rank, 2, TOKENS, WIDTH), lambda model, x: model(x).mean()
+    return {build}(), lambda step, rank: normal(step, rank, 2, TOKENS + step, WIDTH), lambda model, x: model(x).mean()
 """
 
 
-def rank_trains(rank, world, build, file, folder):
-    """Losses, norms and gradients of five steps, from `file` if there is one. Ranks of "tp" have one batch."""
+def rank_trains(rank, world, build, blocks, lengths, file, folder):
+    """Losses and gradients of five steps, from `file` if there is one. Ranks of "tp" have one batch."""
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     with cache_in(folder):
         model = getattr(parallel, build)()
-        if file is None:
-            model.compile(backend="zcompile", fullgraph=True)
-        else:
-            zcompile.compile(model, artifact=file, require=True)
-        seen = train(model, rank // 2, parallel.whole_loss)
+        modules = [*model.get_submodule(blocks)] if blocks else [model]
+        if file is not None:
+            zcompile.compile(model, artifact=file, require=True, blocks=modules if blocks else ())
+        for each in modules if file is None else ():
+            each.compile(backend="zcompile", fullgraph=True, dynamic=False)
+        seen = train(
+            model,
+            rank // (2 if "parallel" in build else 1),
+            lambda model, step, rank: parallel.whole_loss(model, step, rank, TOKENS + step % lengths),
+        )
     assert bool(compiler_counts()) == (file is None)
     return seen
 
 
+# Compiles two programs in this process and its children, and again on all ranks: most of a minute on a quiet machine.
 @pytest.mark.parametrize(
-    "build, world", [("sequence_parallel", 4), pytest.param("parallel_everywhere", 8, marks=pytest.mark.slow)]
+    "build, world, blocks, lengths",
+    [
+        ("sequence_parallel", 4, None, 1),  # each rank of "tp" has its own slice of tokens, and rows of uneven layers
+        pytest.param("parallel_everywhere", 8, None, 1, marks=pytest.mark.slow),
+        ("three_blocks", 2, "blocks", 2),  # equal ones have one program
+        pytest.param("three_blocks", 2, None, 2, marks=pytest.mark.slow),
+    ],
 )
-def test_a_file_serves_tensor_and_expert_parallelism(ranks, inductor_cache, tmp_path, capsys, build, world):
-    """Each rank of "tp" has other code: it takes its own slice of the tokens, and has other rows of uneven layers."""
-    program, file = tmp_path / f"{build}_program.py", tmp_path / "model.zc"
+def test_one_file_serves_all_positions_and_shapes(
+    ranks, inductor_cache, tmp_path, capsys, build, world, blocks, lengths
+):
+    program, file = tmp_path / f"{build}_{blocks}.py", tmp_path / "model.zc"
     program.write_text(PARALLEL.format(build=build))
+    more = [
+        "--ranks",
+        str(world),
+        "--steps",
+        ",".join(map(str, range(lengths))),
+        *(["--blocks", blocks] if blocks else ()),
+    ]
     with cache_in(inductor_cache):
-        code, printed = run(capsys, program, "build", file, "--ranks", str(world))
+        code, printed = run(capsys, program, "build", file, *more)
     assert code == 0, printed.err
-    positions = [each["position"] for each in decode(file.read_bytes(), "model.zc").facts["programs"]]
-    assert positions == ["tp 0", "tp 1"]
-    loaded = ranks(world).run(rank_trains, build, file, tmp_path / "empty")
-    assert loaded == ranks(world).run(rank_trains, build, None, inductor_cache)
+    programs = decode(file.read_bytes(), "model.zc").facts["programs"]
+    assert [each["position"] for each in programs] == (["tp 0", "tp 1"] if lengths == 1 else ["", ""])
+    loaded = ranks(world).run(rank_trains, build, blocks, lengths, file, tmp_path / "empty")
+    assert loaded == ranks(world).run(rank_trains, build, blocks, lengths, None, inductor_cache)

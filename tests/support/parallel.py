@@ -246,9 +246,13 @@ def sequence_parallel() -> nn.Module:
     return zcompile.shard(model, mesh["dp"])
 
 
-def whole_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+def three_blocks() -> nn.Module:
+    return zcompile.shard(Dense(3))
+
+
+def whole_loss(model: nn.Module, step: int, rank: int, tokens: int = TOKENS) -> torch.Tensor:
     """The mean square of what all ranks of a DTensor have."""
-    out = model(normal(step, rank, 2, TOKENS, WIDTH))
+    out = model(normal(step, rank, 2, tokens, WIDTH))
     return (out.full_tensor() if isinstance(out, DTensor) else out).square().mean()
 
 

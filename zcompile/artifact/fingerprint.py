@@ -10,7 +10,8 @@ import hashlib
 import platform
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,17 @@ def surroundings(model: nn.Module, settings: Settings, mode: str | None, memory_
 
 def of_call(model: nn.Module, args: Any, kwargs: Any) -> dict[str, str]:
     """The fields of one program: the model, and its call."""
+    with _outside_of_forward(model):
+        return {**structure(model, state_of(model)), **modes(model), "inputs": inputs(args, kwargs)}
+
+
+@contextmanager
+def _outside_of_forward(model: nn.Module) -> Iterator[None]:
+    """Parameters that are read here are the DTensors, and no block opens for them."""
     state = state_of(model)
-    before, state.in_compiled = state.in_compiled, False  # what is read here is not what a forward reads
+    before, state.in_compiled = state.in_compiled, False
     try:
-        return {**structure(model, state), **modes(model), "inputs": inputs(args, kwargs)}
+        yield
     finally:
         state.in_compiled = before
 
@@ -130,13 +138,24 @@ def _torch_settings() -> dict[str, str]:
     }
 
 
+def parameters_of(model: nn.Module) -> list[tuple[str, ShardedParameter, int]]:
+    """The sharded parameters of a model or of a block of one, each with its name in it and its domain."""
+    with _outside_of_forward(model):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (names[id(sharded.parameter)], sharded, each.domain)
+        for each in models_of(state_of(model))
+        for sharded in each.in_modules()
+        if id(sharded.parameter) in names
+    ]
+
+
 def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
     """Modules with their code, parameters, and buffers."""
     parameters = [
-        f"{sharded.name} {list(sharded.global_shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad} "
-        f"cut along {sharded.layout.dim} in domain {each.domain}{_spread(sharded)}"
-        for each in models_of(state)
-        for sharded in each.in_modules()
+        f"{name} {list(sharded.global_shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad} "
+        f"cut along {sharded.layout.dim} in domain {domain}{_spread(sharded)}"
+        for name, sharded, domain in parameters_of(model)
     ]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reads = [

@@ -38,7 +38,7 @@ def meshes_of(state: ShardedModel) -> Iterator[tuple[ShardedParameter, DeviceMes
 
 def span_of(state: ShardedModel) -> DeviceMesh:
     """The mesh of a parameter with the most ranks; these have one file."""
-    return max([state.mesh, *(mesh for _, mesh in meshes_of(state))], key=lambda mesh: mesh.size())
+    return max(dict.fromkeys([state.mesh, *(mesh for _, mesh in meshes_of(state))]), key=lambda mesh: mesh.size())
 
 
 def inner_meshes(state: ShardedModel) -> dict[DeviceMesh, DeviceMesh]:

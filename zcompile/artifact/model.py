@@ -20,9 +20,9 @@ import json
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read
-from zcompile.artifact.fingerprint import NUMBER, differences, fingerprint, of_call, surroundings
-from zcompile.artifact.groups import makers_of, span_of
-from zcompile.artifact.program import Program, find, first_line, make, merge
+from zcompile.artifact.fingerprint import NUMBER, differences, inputs, of_call, surroundings
+from zcompile.artifact.groups import makers_of, positions_of, span_of
+from zcompile.artifact.program import LoadedFile, Program, find, first_line, make, merge
 from zcompile.compiler.backend import compile_graph, parse_options, prepare
 from zcompile.compiler.inductor import wants_cuda_graphs
 from zcompile.options import Settings
@@ -56,13 +56,14 @@ def compile(
     require: bool = False,
     sha256: str | None = None,
     mode: str | None = None,
+    blocks: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """Compile `model` in place, as `model.compile(backend="zcompile")` does, but take the code from a file.
 
     The first call of `model` loads the file: no tracing, no compiler. Where the file is not there, rank 0 compiles, all
     ranks load what it made, and it writes the file. Where the file was made for something else, a warning names what
     differs, and every rank compiles. What the first call is, the file is for: its input shapes, training or not,
-    autocast. Another call later (another length, say) compiles, with a warning.
+    autocast. A later call for which the file has no program (another length, say) compiles, with a warning.
 
     A file is a program: load only what you would run. See [Note: a file is a program] in file_format.py.
 
@@ -75,6 +76,8 @@ def compile(
         require: whether it is an error if the file cannot be used, instead of a compile.
         sha256: what the file must have, hexadecimal; it is checked before anything is unpickled. Implies `require`.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
+        blocks: modules of `model` that are compiled one by one, as `block.compile(backend="zcompile")` does, instead of
+            the whole. The file has the code of equal blocks once.
 
     Returns:
         `model`.
@@ -84,7 +87,11 @@ def compile(
         ValueError: an option that is unknown or wrong, or a torch that cannot save compiled models.
     """
     settings = parse_options(options)
-    model._compiled_call_impl = FromFile(model, Path(artifact), settings, mode, require or sha256 is not None, sha256)
+    path, require = Path(artifact), require or sha256 is not None
+    modules = [*blocks]
+    shared = _Shared() if modules else None
+    for each in modules or [model]:
+        each._compiled_call_impl = FromFile(each, path, settings, mode, require, sha256, shared=shared)
     return model
 
 
@@ -108,6 +115,42 @@ class _Report:
     here: str  # the SHA-256 of the rank's own fingerprint
 
 
+@dataclass
+class _Shared:
+    """What the blocks of one model share."""
+
+    mesh: DeviceMesh | None = None  # of all ranks that decide, see `span_of`
+    position: str = ""  # of this rank, see [Note: positions] in groups.py
+    data: bytes = b""  # of the file
+    file: LoadedFile | None = None
+    digest: tuple[bytes | None, str] = None, ""
+    how: str = ""  # for `zcompile.stats`, unless all blocks were loaded from the file
+    is_made_here: bool = False  # by the ranks of this run
+    surroundings: dict[str, str] = field(default_factory=dict)  # of this rank, see fingerprint.py
+    compiled: Callable[..., Any] | None = None  # without a file; one, so that equal blocks are compiled once
+    differing: list[str] = field(default_factory=list)  # what `FromFile.differing` says of the file
+
+    def sha256(self) -> str:
+        """Of the file; computed once."""
+        if self.digest[0] is not self.data:
+            self.digest = self.data, hashlib.sha256(self.data).hexdigest()
+        return self.digest[1]
+
+    def open(self, name: str) -> LoadedFile:
+        """What is in `data`, which errors call `name`."""
+        if self.file is None:
+            self.file = LoadedFile(decode(self.data, name), name)
+            if NUMBER not in self.file.artifact.fingerprint:
+                self.surroundings.pop(NUMBER, None)  # which may differ between ranks
+        return self.file
+
+    def add(self, files: list[bytes], name: str) -> None:
+        """Take programs that the ranks of this run made into the file; what was loaded stays so."""
+        self.data, self.is_made_here = merge([self.data, *files] if self.is_made_here else files), True
+        loaded, self.file = self.file.loaded if self.file is not None else {}, None
+        self.open(name).loaded = loaded
+
+
 class FromFile:
     """What a model has as its compiled call: the code of a file, or what was compiled because no file fits.
 
@@ -123,18 +166,28 @@ class FromFile:
         require: bool = False,
         sha256: str | None = None,
         around_make: Callable[[], AbstractContextManager[None]] = nullcontext,
+        shared: _Shared | None = None,
     ):
-        """See `compile`. `around_make` makes a context in which the file is made, if it is."""
+        """See `compile`.
+
+        Args:
+            around_make: makes a context in which the file is made, if it is.
+            shared: what blocks of one model share. Default: `model` is the only one.
+        """
         state_of(model)
         check_artifact(settings, mode)
         self.model = weakref.ref(model)
         self.path, self.settings, self.mode = path, settings, mode
         self.require, self.sha256, self.around_make = require, sha256, around_make
         self.decided = False
-        self.program: Program | None = None
+        self.programs: list[Program] = []  # the one of the last call first
+        self.shared, self.is_alone = shared or _Shared(), shared is None
+        self.missed: set[Any] = set()  # calls for which the file has no program
         self.warned = False
-        backend = functools.partial(compile_graph, options=vars(settings), mode=mode)
-        self.compiled: Callable[..., Any] = torch.compile(nn.Module._call_impl, backend=backend)
+        if self.shared.compiled is None:
+            backend = functools.partial(compile_graph, options=vars(settings), mode=mode)
+            self.shared.compiled = torch.compile(nn.Module._call_impl, backend=backend)
+        self.compiled = self.shared.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model()
@@ -144,17 +197,54 @@ class FromFile:
         if not self.decided:
             self.decide(model, args, kwargs)
             self.decided = True
-        if self.program is None:
+        if not self.programs:
             return self.compiled(model, *args, **kwargs)
-        if reason := self.program.changed(model, args, kwargs):
-            text = f"zcompile: {self.path} does not serve a call on rank {dist.get_rank()}: {reason}"
-            if self.require:
-                raise RuntimeError(text)
-            if not self.warned:
-                warnings.warn(f"{text}. Such calls are compiled by this process.", stacklevel=2)
-                self.warned = True
-            return self.compiled(model, *args, **kwargs)
-        return self.program.loaded.function(model, *args, **kwargs)
+        program, reason = self.serving(model, args, kwargs)
+        if program is not None:
+            return program.loaded.function(model, *args, **kwargs)
+        text = f"zcompile: {self.path} does not serve a call on rank {dist.get_rank()}: {reason}"
+        if self.require:
+            raise RuntimeError(text)
+        if not self.warned:
+            warnings.warn(f"{text}. Such calls are compiled by this process.", stacklevel=2)
+            self.warned = True
+        return self.compiled(model, *args, **kwargs)
+
+    def serving(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Program | None, str]:
+        """The program for a call, which is then the first one; or None, and why the first one does not serve it."""
+        reasons: list[str] = []
+        for program in self.programs:
+            if not (reason := program.changed(model, args, kwargs)):
+                if reasons:
+                    self.programs = [program, *(each for each in self.programs if each is not program)]
+                return program, ""
+            reasons.append(reason)
+        if (another := self.load_another(model, args, kwargs)) is not None:
+            self.programs = [another, *self.programs]
+        return another, reasons[0]
+
+    def load_another(self, model: nn.Module, args: Any, kwargs: Any) -> Program | None:
+        """The program of the file for a call that differs from those before; None if there is none.
+
+        This rank loads it alone, as it would compile alone.
+        """
+        key = inputs(args, kwargs), torch.is_grad_enabled(), model.training
+        file = self.shared.file
+        if file is None or key in self.missed or len(file.artifact.facts["programs"]) == 1:
+            return None
+        self.missed.add(key)  # until it turns out that there is one
+        call = of_call(model, args, kwargs)
+        try:
+            if find(file.artifact, self.shared.position, call)[1]:
+                return None
+            program = file.load(model, self.shared.position, call)
+        except Exception as error:
+            log.info("zcompile: a program of %s could not be loaded: %s", self.path, first_line(error))
+            return None
+        if program.changed(model, args, kwargs):
+            return None
+        self.missed.discard(key)
+        return program
 
     def decide(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Load the file, or make it, or give it up; all ranks together. See [Note: decided together].
@@ -162,63 +252,85 @@ class FromFile:
         Raises:
             RuntimeError: the file is required, and a rank cannot use it.
         """
-        state = state_of(model)
-        here: dict[str, str] = {}
-        data, verdict = b"", ABSENT
-        try:
-            here = fingerprint(model, self.settings, self.mode, state.machine.memory_bytes, args, kwargs)
-            data = read(self.path, self.sha256)
-            artifact = decode(data, str(self.path))
-            if NUMBER not in artifact.fingerprint:
-                here.pop(NUMBER, None)  # which may differ between ranks
-            verdict = self.examine(model, artifact, args, kwargs)
-        except FileNotFoundError:
-            pass
-        except ArtifactError as error:
-            verdict = str(error)
-        except Exception as error:  # of this rank alone, perhaps: others wait for what it says
-            verdict = f"{type(error).__name__}: {error}"
-        file, digest = (hashlib.sha256(each).hexdigest() for each in (data, json.dumps(here).encode()))
-        mesh = span_of(state)
-        reports = all_gather_over_mesh(mesh, _Report(dist.get_rank(), verdict, file, digest))
+        state, shared = state_of(model), self.shared
+        if shared.mesh is None:
+            shared.mesh, shared.position = span_of(state), positions_of(state)[dist.get_rank()]
+        mesh, (verdict, call) = shared.mesh, self.look(model, args, kwargs)
+        here = {**shared.surroundings, **call}
+        digest = hashlib.sha256(json.dumps(here).encode()).hexdigest()
+        reports = all_gather_over_mesh(mesh, _Report(dist.get_rank(), verdict, shared.sha256(), digest))
         reason, how = _obstacle(reports, here, mesh, self.require), f"loaded from {self.path}"
         owners = [i for i, report in enumerate(reports) if report.verdict == FITS]
         if not reason and not owners:
-            data, reason, makers = self.make_together(model, args, kwargs)
+            reason, makers = self.make_together(model, args, kwargs)
             ranks = f"rank {makers[0]}" if len(makers) == 1 else f"ranks {', '.join(map(str, makers))}"
-            how = f"loaded: {ranks} compiled it, because {self.path} was not there"
+            shared.how = f"loaded: {ranks} compiled it, because {self.path} was not there"
         elif not reason and len(owners) < len(reports):
-            data = broadcast_over_mesh(mesh, data, owners[0])
-        if reason := reason or self.load(model, data, args, kwargs):
+            shared.data = broadcast_over_mesh(mesh, shared.data, owners[0])
+        if reason := reason or self.load(model, call, args, kwargs):
             self.give_up(model, reason)
             return
+        if self.is_alone and len(shared.open(str(self.path)).artifact.facts["programs"]) == 1:
+            self.shared = _Shared()  # frees what was read
         prepare(state, self.settings)
         for each in models_of(state):
-            each.provenance.compiled = how
-        log.info("zcompile: compiled code: %s", how)
+            each.provenance.compiled = shared.how or how
+        log.info("zcompile: compiled code: %s", shared.how or how)
 
     def give_up(self, model: nn.Module, reason: str) -> None:
         """Compile on all ranks, which do this together."""
-        self.program = None
+        self.programs = []
         if self.require:
             raise RuntimeError(f"zcompile: {self.path} is required and cannot be used. {reason}")
         state = state_of(model)
+        self.shared.how = f"compiled by this process: {reason}"
         for each in models_of(state):
-            each.provenance.compiled = f"compiled by this process: {reason}"
+            each.provenance.compiled = self.shared.how
         if _is_first(span_of(state)):
             warnings.warn(f"zcompile: {self.path} is not used, and every rank compiles. {reason}", stacklevel=2)
 
-    def examine(self, model: nn.Module, artifact: Artifact, args: Any, kwargs: Any) -> str:
-        """Why the file does not fit this rank, or FITS."""
-        memory_bytes, has_bytes = int(artifact.facts["memory_bytes"]), state_of(model).machine.memory_bytes
-        differing = differences(artifact.fingerprint, surroundings(model, self.settings, self.mode, memory_bytes))
-        differing += find(artifact, model, of_call(model, args, kwargs))[1]
-        if self.settings.gather_budget_bytes is None and memory_bytes > has_bytes:
-            differing.append(f"memory: made for ranks that have {memory_bytes} bytes; here {has_bytes}")
+    def look(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, dict[str, str]]:
+        """The verdict of this rank, see `_Report`, and the fields of the call. Errors are verdicts: others wait."""
+        call: dict[str, str] = {}
+        try:
+            call = of_call(model, args, kwargs)
+            return self.examine(model, call), call
+        except FileNotFoundError:
+            return ABSENT, call
+        except ArtifactError as error:
+            return str(error), call
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", call
+
+    def examine(self, model: nn.Module, call: Mapping[str, str]) -> str:
+        """Why the file does not fit this rank, FITS, or ABSENT if this run makes it and it lacks this block."""
+        shared, state = self.shared, state_of(model)
+        if not shared.surroundings:
+            shared.surroundings = surroundings(model, self.settings, self.mode, state.machine.memory_bytes)
+        if shared.file is None:
+            shared.data = read(self.path, self.sha256)
+            shared.differing = self.differing(model, shared.open(str(self.path)).artifact)
+        differing = [*shared.differing, *find(shared.open(str(self.path)).artifact, shared.position, call)[1]]
+        if differing and shared.is_made_here:
+            return ABSENT
         return f"It was made for something else: {'; '.join(differing)}." if differing else FITS
 
-    def make_together(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str, list[int]]:
-        """The file, on all ranks, or why it could not be made; and the ranks that compiled. The first one writes it.
+    def differing(self, model: nn.Module, artifact: Artifact) -> list[str]:
+        """How that for which the file was made differs from this rank, but for the model and its call."""
+        memory_bytes, has_bytes = int(artifact.facts["memory_bytes"]), state_of(model).machine.memory_bytes
+        here = self.shared.surroundings
+        if memory_bytes != has_bytes:
+            here = surroundings(model, self.settings, self.mode, memory_bytes)
+        lines = differences(artifact.fingerprint, here)
+        if self.settings.gather_budget_bytes is None and memory_bytes > has_bytes:
+            lines.append(f"memory: made for ranks that have {memory_bytes} bytes; here {has_bytes}")
+        return lines
+
+    def make_together(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, list[int]]:
+        """Make the file, or add a block to it, on all ranks; the first one writes it.
+
+        Returns:
+            Why it could not be made, else empty; and the ranks that compiled.
 
         Of each position, see [Note: positions] in groups.py, the first rank compiles.
         """
@@ -232,15 +344,15 @@ class FromFile:
         for maker in makers:
             data, reason = broadcast_over_mesh(mesh, made, ranks.index(maker))
             if reason:
-                return b"", reason, makers
+                return reason, makers
             files.append(data)
-        data = merge(files)
+        self.shared.add(files, str(self.path))
         if _is_first(mesh):
             try:
-                write(self.path, data)
+                write(self.path, self.shared.data)
             except OSError as error:  # all ranks have what is in it
                 warnings.warn(f"zcompile: {self.path} could not be written: {error}", stacklevel=2)
-        return data, "", makers
+        return "", makers
 
     def make_here(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str]:
         """A file for the position of this rank, or why it could not be made."""
@@ -251,13 +363,12 @@ class FromFile:
             log.info("zcompile: %s could not be made", self.path, exc_info=True)
             return b"", f"Rank {dist.get_rank()} could not make it: {first_line(error)}"
 
-    def load(self, model: nn.Module, data: bytes, args: Any, kwargs: Any) -> str:
+    def load(self, model: nn.Module, call: Mapping[str, str], args: Any, kwargs: Any) -> str:
         """Load on all ranks, which do this together. Why one of them could not, with its number; empty if all did."""
         try:
-            artifact = decode(data, str(self.path))
-            program, _ = find(artifact, model, of_call(model, args, kwargs))
-            self.program = Program(artifact, program, model, str(self.path))
-            reason = self.program.changed(model, args, kwargs)
+            program = self.shared.open(str(self.path)).load(model, self.shared.position, call)
+            reason = program.changed(model, args, kwargs)
+            self.programs = [program]
         except Exception as error:
             log.info("zcompile: %s could not be loaded", self.path, exc_info=True)
             reason = first_line(error)

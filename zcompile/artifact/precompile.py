@@ -1,15 +1,18 @@
 """`zcompile precompile`: the artifact of a training program, made by one process without the other ranks.
 
 The program's own functions say what is compiled: `build()` makes the model, and `loss(model, batch)` calls it, with
-autocast or whatever else `loss` uses, on the batch of step 0 and rank 0. The process is rank 0 of a group whose other
-ranks do not exist. When `loss` calls the model, that call is compiled, forward and backward, instead of run, and `loss`
-ends there.
+autocast or other modes that `loss` sets, on the batch of step 0 and rank 0; with `--steps`, on the batches of those
+steps, each of another shape. The process is rank 0 of a group whose other ranks do not exist. When `loss` calls the
+model, that call is compiled, forward and backward, instead of run, and `loss` ends there. With `--blocks`, each block's
+call is compiled, and then run in eager: the next block needs its shape.
 
 Under tensor parallelism, ranks at other coordinates have other code, see [Note: positions] in groups.py. One process
 after the other compiles for them: torch remembers of DTensors which rank it was.
 """
 
 import argparse
+import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -31,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from zcompile.artifact.file_format import ArtifactError
+from zcompile.artifact.fingerprint import of_call
 from zcompile.artifact.groups import makers_of
 from zcompile.artifact.model import check_artifact
 from zcompile.artifact.program import make, merge
@@ -101,15 +105,25 @@ def precompile(arguments: argparse.Namespace) -> tuple[bytes, list[int]]:
         model, batch, loss = built_by(build, arguments.module)
         _shard(model, arguments, device)
 
-        def compile_call(*args: Any, **kwargs: Any) -> Any:
-            raise _Compiled(make(model, settings, arguments.mode, args, kwargs, name))
+        files: dict[Any, bytes] = {}
 
-        model._compiled_call_impl = compile_call
-        try:
-            loss(model, tree_map_only(torch.Tensor, lambda value: value.to(device), batch(0, 0)))
-        except _Compiled as compiled:
-            return compiled.args[0], makers_of(state_of(model))
-        raise BadInput(f"the loss of {arguments.module} did not call the module")
+        def compile_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = tuple(of_call(module, args, kwargs).items())
+            if call not in files:  # equal blocks have equal calls
+                torch._dynamo.reset()  # or else a second shape would be a dynamic one
+                files[call] = make(module, settings, arguments.mode, args, kwargs, name)
+            if module is model:
+                raise _Compiled
+            return module._call_impl(*args, **kwargs)
+
+        for module in _modules(model, arguments.blocks):
+            module._compiled_call_impl = functools.partial(compile_call, module)
+        for step in arguments.steps:
+            with contextlib.suppress(_Compiled):
+                loss(model, tree_map_only(torch.Tensor, lambda value: value.to(device), batch(step, 0)))
+        if not files:
+            raise BadInput(f"the loss of {arguments.module} did not call the module")
+        return merge([*files.values()]), makers_of(state_of(model))
     finally:
         dist.destroy_process_group()
 
@@ -128,8 +142,18 @@ def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None
             each.transport = Choice(arguments.transport, "asked for")
 
 
+def _modules(model: nn.Module, blocks: str | None) -> list[nn.Module]:
+    """The modules that are compiled: the model, or the children of its module at the path `blocks`."""
+    if blocks is None:
+        return [model]
+    try:
+        return [*model.get_submodule(blocks).children()]
+    except AttributeError as error:
+        raise BadInput(f"--blocks {blocks}: {error}") from None
+
+
 class _Compiled(BaseException):
-    """The model was called, and compiled into the artifact that is the argument."""
+    """The model was called, and compiled."""
 
 
 def imported(file: Path) -> ModuleType:

@@ -34,13 +34,14 @@ from zcompile.artifact.fingerprint import (
     hooks_of,
     module_name,
     of_call,
+    parameters_of,
     surroundings,
 )
 from zcompile.artifact.groups import Groups, groups_of, inner_meshes, positions_of, refuse_meshes
 from zcompile.compiler.backend import compile_planned, limited, link_of
 from zcompile.options import Settings
 from zcompile.state.placement import remember_mesh
-from zcompile.state.sharded_model import models_of, state_of
+from zcompile.state.sharded_model import state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
 LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
@@ -101,7 +102,7 @@ def make(
 
 
 def merge(files: Sequence[bytes]) -> bytes:
-    """One file with the programs of several that `make` returned; of those for one call and position, the first."""
+    """One file with the programs of several that `make` returned; no two are for one call and position."""
     artifacts = [decode(each, f"part {i}") for i, each in enumerate(files)]
     first = artifacts[0]
     programs: dict[Any, Mapping[str, Any]] = {}
@@ -110,25 +111,19 @@ def merge(files: Sequence[bytes]) -> bytes:
         if differing := differences(first.fingerprint, each.fingerprint):
             raise ArtifactError(f"zcompile: programs of one file differ: {'; '.join(differing)}.")
         parts |= each.parts
-        for program in each.facts["programs"]:
-            programs.setdefault((program["position"], *program["call"].items()), program)
-    used = {part for each in programs.values() for part in parts_of(each)}
-    facts = {**first.facts, "programs": list(programs.values())}
-    return encode(first.fingerprint, facts, {name: part for name, part in parts.items() if name in used})
+        programs |= {(program["position"], *program["call"].items()): program for program in each.facts["programs"]}
+    return encode(first.fingerprint, {**first.facts, "programs": list(programs.values())}, parts)
 
 
-def parts_of(program: Mapping[str, Any]) -> list[str]:
-    """The names of the parts of a file that one of its programs needs."""
-    return [program["program"], program["objects"], *(LIBRARY + key for key in program["libraries"])]
+def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
+    """The program of a file that fits a call best, and how the call that it was made for differs.
 
-
-def find(artifact: Artifact, model: nn.Module, call: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
-    """The program of a file that fits a call on this rank best, and how the call that it was made for differs.
+    Args:
+        position: of this rank.
 
     Raises:
-        ArtifactError: it has none for the position of this rank.
+        ArtifactError: it has none for the position.
     """
-    position = positions_of(state_of(model))[dist.get_rank()]
     found = [
         (program, differences(program["call"], call))
         for program in artifact.facts["programs"]
@@ -170,30 +165,49 @@ def _identity(value: Any, groups: Groups) -> str:
     return f"{name or type(value).__qualname__} of {module_name(value)} {code}"
 
 
-class Program:
-    """What a file holds, loaded for one model."""
+class LoadedFile:
+    """A file whose programs are loaded once each, for all blocks that run them. All checks of `artifact` passed.
 
-    def __init__(self, artifact: Artifact, program: Mapping[str, Any], model: nn.Module, name: str):
-        """Unpickles, so all checks of `artifact` must have passed. Errors call the file `name`.
+    Errors call the file `name`.
+    """
 
-        Args:
-            program: one of the artifact's that fits, as `find` returns it.
+    def __init__(self, artifact: Artifact, name: str):
+        self.artifact, self.name = artifact, name
+        self.loaded: dict[str, aot.Loaded] = {}  # by the name of the part
+
+    def load(self, model: nn.Module, position: str, call: Mapping[str, str]) -> "Program":
+        """The program that `find` finds for a call of `model`. Unpickles.
 
         Raises:
             ArtifactError: a source file or a function is not what it was when the file was made.
         """
-        with _importable_main(artifact.facts["main"]):
-            _check_sources(program["sources"], name)
-            code, objects = artifact.parts[program["program"]], artifact.parts[program["objects"]]
-            libraries = {key: artifact.parts[LIBRARY + key] for key in program["libraries"]}
-            groups = groups_of(model)
-            for inner in inner_meshes(state_of(model)).values():
-                remember_mesh(inner)
-            self.loaded = aot.Loaded(code, objects, libraries, groups)
+        program, _ = find(self.artifact, position, call)
+        part, parts, groups = program["program"], self.artifact.parts, groups_of(model)
+        if part not in self.loaded:
+            with _importable_main(self.artifact.facts["main"]):
+                _check_sources(program["sources"], self.name)
+                libraries = {key: parts[LIBRARY + key] for key in program["libraries"]}
+                for inner in inner_meshes(state_of(model)).values():
+                    remember_mesh(inner)
+                self.loaded[part] = aot.Loaded(parts[part], parts[program["objects"]], libraries, groups)
+        return Program(self.loaded[part], program["functions"], model, groups, self.name)
+
+
+class Program:
+    """A program of a file, as one model or block runs it."""
+
+    def __init__(
+        self, loaded: aot.Loaded, functions: Sequence[Sequence[Any]], model: nn.Module, groups: Groups, name: str
+    ):
+        """
+        Raises:
+            ArtifactError: one of `functions`, of the file's `facts`, is not what it was when the file was made.
+        """
+        self.loaded = loaded
         self.watched: Any = ""  # global functions that the code calls, and its process groups, as one expression
         self.found: tuple[Any, ...] = ()  # what they were
-        self._check_functions(model, groups, program["functions"], name)
-        self.shards = [_Shard(sharded) for state in models_of(state_of(model)) for sharded in state.in_modules()]
+        self._check_functions(model, groups, functions, name)
+        self.shards = [_Shard(sharded) for _, sharded, _ in parameters_of(model)]
         classes = {type(module) for module in model.modules()}
         self.forwards = [(each, each.forward) for each in classes]
         self.hooks = _Hooks(model)
