@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import stat
 
 import pytest
@@ -178,9 +179,14 @@ class Unpickled:
 def test_nothing_is_unpickled_before_the_checksums_hold(tmp_path, pinned):
     path, data = tmp_path / "model.zc", encode(FINGERPRINT, FACTS, dict.fromkeys(PARTS, pickle.dumps(Unpickled())))
     pin = hashlib.sha256(data).hexdigest() if pinned else None
+    chosen = random.Random(0)
+    flipped = [
+        data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in chosen.sample(range(len(data)), 60)
+    ]
+    cut = [data[:at] for at in chosen.sample(range(len(data)), 20)]
     with as_rank(0, 2):
-        for at in (0, len(MAGIC) + 5, len(MAGIC) + 60, len(data) - 3):
-            write(path, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        for damaged in [*flipped, *cut, pickle.dumps(Unpickled())]:
+            write(path, damaged)
             model = zcompile.compile(zcompile.shard(torch.nn.Linear(4, 4)), artifact=path, require=True, sha256=pin)
             with pytest.raises(RuntimeError, match=r"model\.zc (is damaged|is not an artifact|has the SHA-256)"):
                 model(torch.ones(1, 4))
