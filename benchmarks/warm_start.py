@@ -26,7 +26,7 @@ def cpu_s() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def rank_main(blocks: int, file: str) -> None:
+def rank_main(blocks: int, file: str, by_blocks: bool) -> None:
     """One rank: compile or load, run three steps, and report the first one's seconds and all losses."""
     import torch
     import torch.distributed as dist
@@ -41,9 +41,9 @@ def rank_main(blocks: int, file: str) -> None:
     torch.manual_seed(0)
     model = zcompile.shard(Transformer(blocks=blocks, width=64))
     if file:
-        zcompile.compile(model, artifact=file)
-    else:
-        model.compile(backend="zcompile", fullgraph=True)
+        zcompile.compile(model, artifact=file, blocks=model.blocks if by_blocks else ())
+    for each in () if file else model.blocks if by_blocks else [model]:
+        each.compile(backend="zcompile", fullgraph=True)
     dist.barrier()
     losses, begin, begin_cpu = [], time.perf_counter(), cpu_s()
     for step in range(3):
@@ -60,14 +60,14 @@ def rank_main(blocks: int, file: str) -> None:
     dist.destroy_process_group()
 
 
-def run(cache: str, blocks: int, ranks: int, file: str = "", probes: bool = True) -> dict:
+def run(cache: str, blocks: int, ranks: int, by_blocks: bool, file: str = "", probes: bool = True) -> dict:
     """Ranks with Inductor's caches in `cache`; what rank 0 reports."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
     environment.pop("TORCHINDUCTOR_VEC_ISA_OK", None)
     if not probes:
         environment["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-    arguments = ["--rank", "--blocks", str(blocks), "--file", file]
+    arguments = ["--rank", "--blocks", str(blocks), "--file", file, *(["--by-blocks"] if by_blocks else ())]
     done = subprocess.run([*command, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -77,14 +77,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--by-blocks", action="store_true", help="compile one block after the other")
     parser.add_argument("--probes-off", action="store_true", help="measure that, too")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--file", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
-        rank_main(arguments.blocks, arguments.file)
+        rank_main(arguments.blocks, arguments.file, arguments.by_blocks)
         return
-    size = arguments.blocks, arguments.ranks
+    size = arguments.blocks, arguments.ranks, arguments.by_blocks
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/model.zc"
         results = {
