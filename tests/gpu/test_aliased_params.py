@@ -50,8 +50,16 @@ def train_wide(rank, transport, microbatches, **options):
     return torch.stack(losses).detach(), parameters, peak
 
 
-def rank_aliased_params_train_as_copies(rank, world, transport, microbatches, save_for_backward_bytes=0):
-    """Compared with c10d, which copies. Returns the bytes that training took, and those of the main parameters."""
+MOST = (40 << 20, 1 << 30)  # of what is saved for backward: some parameters, or all
+CASES = [(2, *case, 0) for case in itertools.product(("p2p", "delayed p2p"), (1, 3))]
+CASES += [(2, *case) for case in itertools.product(("p2p", "delayed p2p"), (1, 3), MOST)]
+CASES += [(world, *case, 0) for world in (4, 8) for case in (("p2p", 1), ("delayed p2p", 3))]
+
+
+@pytest.mark.parametrize("world, transport, microbatches, save_for_backward_bytes", CASES)
+@on_gpus()
+def test_aliased_params_train_as_copies(rank, world, transport, microbatches, save_for_backward_bytes):
+    """Compared with c10d, which copies."""
     x = torch.ones(8, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (x @ x).sum().backward()  # cuBLAS takes memory for good in its first call of each thread
     before = torch.cuda.memory_allocated()
@@ -61,29 +69,10 @@ def rank_aliased_params_train_as_copies(rank, world, transport, microbatches, sa
     )
     assert torch.equal(losses, c10d_losses)
     same_values(parameters, c10d_parameters)
-    return peak - before, sum(parameter.nbytes for parameter in parameters)
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("transport", ["p2p", "delayed p2p"])
-def test_aliased_params_train_as_copies(gpus, transport, microbatches):
-    for peak_bytes, main_bytes in gpus(2).run(rank_aliased_params_train_as_copies, transport, microbatches):
-        if microbatches == 1:
-            # Main parameters, two states, gradients; a gradient or two before there is room in the place of shards.
-            assert peak_bytes < 4.8 * main_bytes + 200 * 2**20, (peak_bytes, main_bytes)
-
-
-@pytest.mark.parametrize(
-    "world, transport, microbatches, save_for_backward_bytes",
-    [
-        *((2, *case) for case in itertools.product(("p2p", "delayed p2p"), (1, 3), (40 << 20, 1 << 30))),  # some; all
-        *((world, *case, 0) for world in (4, 8) for case in (("p2p", 1), ("delayed p2p", 3))),
-    ],
-)
-def test_aliased_params_of_more_ranks_or_saved_for_backward_train_as_copies(
-    gpus, world, transport, microbatches, save_for_backward_bytes
-):
-    gpus(world).run(rank_aliased_params_train_as_copies, transport, microbatches, save_for_backward_bytes)
+    if (world, microbatches, save_for_backward_bytes) == (2, 1, 0):
+        peak_bytes, main_bytes = peak - before, sum(parameter.nbytes for parameter in parameters)
+        # Main parameters, two states, gradients; a gradient or two before there is room in the place of shards.
+        assert peak_bytes < 4.8 * main_bytes + 200 * 2**20, (peak_bytes, main_bytes)
 
 
 @on_gpus(2)

@@ -1,19 +1,15 @@
 """Tensor and expert parallelism on GPUs, where nothing but the order in which ranks start keeps them together."""
 
 import functools
-import random
-import time
 
 import pytest
-import torch
 from torch.distributed.tensor import Shard
 
 import zcompile
+from tests.support.gpu import same_under_delays
 from tests.support.parallel import Dense, Mixture, expert_parallel, maybe_compiled, mesh_of, spread_dense, token_loss
 from tests.support.ranks import on_gpus
-from tests.support.reference import same_values, train_beside
-
-STEPS = 200
+from tests.support.reference import train_beside
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
@@ -34,27 +30,5 @@ def test_tensor_parallel_models_train_as_unsharded(rank, world, inner):
 
 @on_gpus(4, timeout=300)
 def test_steps_under_random_delays_end(rank, world):
-    """As without delays, bit by bit."""
-    shards = []
-    for delays in (False, True):
-        torch.manual_seed(0)
-        model = expert_parallel("cuda", "inductor", Mixture().cuda(), shard=Shard(0))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-        chance = random.Random(rank)
-        for step in range(STEPS if delays else 20):
-            for part in ("forward", "backward", "step"):
-                if delays and chance.random() < 0.2:
-                    time.sleep(chance.random() * 0.02)
-                if delays and chance.random() < 0.2:
-                    torch.cuda._sleep(chance.randrange(20_000_000))
-                if part == "forward":
-                    loss = token_loss(model, step, rank)
-                elif part == "backward":
-                    loss.backward()
-                else:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            if step == 19:
-                shards.append([parameter.to_local().clone() for parameter in model.parameters()])
-        torch.cuda.synchronize()
-    same_values(*shards)
+    make = lambda: expert_parallel("cuda", "inductor", Mixture().cuda(), shard=Shard(0))
+    same_under_delays(rank, make, lambda model, step: token_loss(model, step, rank))

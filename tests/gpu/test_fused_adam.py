@@ -9,6 +9,7 @@ from torch import nn
 import zcompile
 from tests.support.gpu import Wide, compiled_over
 from tests.support.models import Chain
+from tests.support.ranks import on_gpus
 from tests.support.reference import same_values
 
 
@@ -52,23 +53,14 @@ def train_with_optimizer(rank, transport, fuse, make, groups):
     return [parameter.to_local().detach().clone() for parameter in model.parameters()] + averages, casts
 
 
-def rank_steps_as_torch_does(rank, world, transport, make, groups):
-    """Returns how many kernels cast in a step of ours and in one of torch's."""
-    ours, our_casts = train_with_optimizer(rank, transport, True, make, groups)
-    theirs, their_casts = train_with_optimizer(rank, "p2p", False, make, groups)
-    same_values(ours, theirs)
-    return our_casts, their_casts
+CASES = [(2, *case) for case in (("p2p", 1), ("p2p", 2), ("p2p in step", 1), ("delayed p2p", 1), ("c10d", 1))]
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize(
-    "transport, groups", [("p2p", 1), ("p2p", 2), ("p2p in step", 1), ("delayed p2p", 1), ("c10d", 1)]
-)
-def test_fused_adam_equals_torch(gpus, transport, groups, make):
-    for our_casts, their_casts in gpus(2).run(rank_steps_as_torch_does, transport, make, groups):
-        assert groups > 1 or transport == "c10d" or our_casts <= 2 < their_casts, (our_casts, their_casts)
-
-
-@pytest.mark.parametrize("world", [4, 8])
-def test_fused_adam_of_more_ranks_equals_torch(gpus, world):
-    gpus(world).run(rank_steps_as_torch_does, "p2p", torch.optim.AdamW, 2)
+@pytest.mark.parametrize("world, transport, groups", [*CASES, (4, "p2p", 2), (8, "p2p", 2)])
+@on_gpus()
+def test_fused_adam_equals_torch(rank, world, transport, groups, make):
+    ours, our_casts = train_with_optimizer(rank, transport, True, make, groups)
+    theirs, their_casts = train_with_optimizer(rank, "p2p", False, make, groups)
+    same_values(ours, theirs)
+    assert groups > 1 or transport == "c10d" or our_casts <= 2 < their_casts, (our_casts, their_casts)

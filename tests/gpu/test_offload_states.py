@@ -74,28 +74,25 @@ def test_the_next_forward_reads_what_is_written(rank, world, transport):
         same_values(*results)
 
 
-def rank_resumes(rank, world, path):
+@pytest.mark.parametrize("world", [1, 2])
+@on_gpus()
+def test_checkpoints_resume_with_and_without_offload(rank, world, tmp_path):
     """From and to each of offloaded and not, by DCP."""
     results, transport = [], "p2p" if world > 1 else "c10d"
     for saves in ("states", None):
         model, optimizer = make(transport, saves)
         train(model, optimizer, rank, range(3))
         model_state, state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=f"{path}/{saves}")
+        dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path / f"{saves}")
         for loads in ("states", None):
             model, optimizer = make(transport, loads, seed=7)
             model_state, state = get_state_dict(model, optimizer)
-            dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=f"{path}/{saves}")
+            dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path / f"{saves}")
             set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
             train(model, optimizer, rank, range(3, 6))
             results.append(results_of(model, optimizer))
     for result in results[1:]:
         same_values(result, results[0])
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_checkpoints_resume_with_and_without_offload(gpus, tmp_path, world):
-    gpus(world).run(rank_resumes, str(tmp_path))
 
 
 @pytest.mark.parametrize("world", [1, 2])

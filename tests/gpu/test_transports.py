@@ -23,30 +23,25 @@ from tests.support.ranks import on_gpus, slow
 from tests.support.reduce_checks import rank_native_sums
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values, train_beside
 
+TOLERANCES = {lm_loss: 1e-4, autocast_loss: 6e-2}
+PROMPT = [("c10d", "inductor"), ("p2p", "aot_eager"), ("p2p", "inductor")]
+LATE = ["late p2p", "late c10d", "delayed p2p", "delayed p2p in step", "delayed c10d"]
 
-def rank_trains_beside_unsharded(rank, world, transport, loss, tolerance, inner):
-    prepare = functools.partial(compiled_over, transport, inner=inner)
-    model = train_beside(rank, world, prepare, make=make_transformer, loss=loss, tolerance=tolerance, microbatches=2)
+
+@pytest.mark.parametrize(
+    "world, transport, inner, loss",
+    [
+        *((2, *case, loss) for case in PROMPT for loss in TOLERANCES),
+        *((2, transport, "inductor", lm_loss) for transport in LATE),  # nothing depends on when data arrives
+        *((world, "p2p", "inductor", lm_loss) for world in (4, 8)),
+    ],
+)
+@on_gpus()
+def test_training_is_close_to_unsharded(rank, world, transport, inner, loss):
+    prepare, how = functools.partial(compiled_over, transport, inner=inner), {"microbatches": 2, "loss": loss}
+    model = train_beside(rank, world, prepare, make=make_transformer, tolerance=TOLERANCES[loss], **how)
     assert zcompile.stats(model)["transport"] == transport.replace("c10d", "nccl").removesuffix(" in step")
     assert ("bfloat16" in zcompile.stats(model)["gathered_bytes"]) == (loss is autocast_loss)
-
-
-@pytest.mark.parametrize("transport, inner", [("c10d", "inductor"), ("p2p", "aot_eager"), ("p2p", "inductor")])
-@pytest.mark.parametrize("loss, tolerance", [(lm_loss, 1e-4), (autocast_loss, 6e-2)], ids=["fp32", "bf16"])
-def test_training_is_close_to_unsharded(gpus, transport, loss, tolerance, inner):
-    gpus(2).run(rank_trains_beside_unsharded, transport, loss, tolerance, inner)
-
-
-@pytest.mark.parametrize("transport", ["late p2p", "late c10d", "delayed p2p", "delayed p2p in step", "delayed c10d"])
-def test_nothing_depends_on_when_data_arrives(gpus, transport):
-    gpus(2).run(rank_trains_beside_unsharded, transport, lm_loss, 1e-4, "inductor")
-
-
-@pytest.mark.parametrize("world", [4, 8])
-@on_gpus()
-def test_training_of_more_ranks_is_close_to_unsharded(rank, world):
-    prepare = functools.partial(compiled_over, "p2p", inner="inductor")
-    train_beside(rank, world, prepare, make=make_transformer, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("world", [4, 8])

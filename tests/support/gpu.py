@@ -1,5 +1,8 @@
 """What tests on GPUs share: models, a way to pin the transport, and a comparison with NCCL."""
 
+import random
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,6 +64,34 @@ def rank_trains_as_over_nccl(rank, world, loss, transport, options):
         torch.use_deterministic_algorithms(False)
     assert torch.equal(nccl_losses, losses)
     same_values(nccl_parameters, parameters)
+
+
+def same_under_delays(rank, make, loss_of, steps=200):
+    """Steps in which hosts and devices are late at random end. The first 20 are those without delays, bit by bit."""
+    chance, shards = random.Random(rank), []
+
+    def pause():
+        if chance.random() < 0.2:
+            time.sleep(0.02 * chance.random())
+        if chance.random() < 0.2:
+            torch.cuda._sleep(chance.randrange(20_000_000))
+
+    for count, wait in ((20, lambda: None), (steps, pause)):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, foreach=False)
+        for step in range(count):
+            wait()
+            loss = loss_of(model, step)
+            wait()
+            loss.backward()
+            wait()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 19:
+                shards.append([parameter.to_local().clone() for parameter in model.parameters()])
+        torch.cuda.synchronize()
+    same_values(*shards)
 
 
 def sharded_over(transport, model, inner=None, **how):
