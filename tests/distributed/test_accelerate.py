@@ -48,7 +48,6 @@ def train(accelerator, model, optimizer, loader, evaluation, steps=6):
 
 def prepared(sharded_by_zcompile, compiled=False):
     forget_accelerate()
-    torch._dynamo.reset()
     loaders = DataLoader(Sentences(), batch_size=2), DataLoader(Sentences(12), batch_size=2)
     if sharded_by_zcompile:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dynamo_plugin=EAGER if compiled else None)
@@ -143,7 +142,6 @@ def test_micro_steps_of_accumulate_gather_once(rank, world):
     counts = {}
     for micro_steps in (1, 3):
         forget_accelerate()
-        torch._dynamo.reset()
         plugin = CompilePlugin(options={"inner": "aot_eager", "bucket_bytes": 0})  # groups are not kept
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_steps, dynamo_plugin=plugin)
         model, optimizer, loader = prepare(accelerator, DataLoader(Sentences(12), batch_size=2))
@@ -210,7 +208,6 @@ def test_what_cannot_train_is_refused_by_name(rank, world):
 
 def rank_trains_in(rank, world, precision, compiled):
     forget_accelerate()
-    torch._dynamo.reset()
     accelerator = Accelerator(cpu=True, mixed_precision=precision, dynamo_plugin=EAGER if compiled else None)
     model, optimizer, loader = prepare(accelerator, DataLoader(Sentences(24), batch_size=2))
     losses = steps(accelerator, model, optimizer, loader, 6)

@@ -1,7 +1,6 @@
 """What changes after a file was loaded is an error or a compile, never old code."""
 
 import contextlib
-import gc
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from torch import nn
 import zcompile
 from tests.support import artifacts
 from tests.support.artifacts import cache_in, during, make_file, sharded, tokens_of
+from tests.support.process import no_collector
 from tests.support.ranks import on_ranks
 from zcompile.artifact import program
 from zcompile.artifact.aot import lacking
@@ -203,10 +203,7 @@ def test_another_length_is_compiled(rank, world, inductor_cache, file):
 def test_the_last_reference_to_a_model_frees_what_it_loaded(rank, world, file):
     model = zcompile.compile(sharded(), artifact=file, require=True)
     model(tokens_of(0, rank)).sum().backward()
-    gc.disable()
-    try:
+    with no_collector():
         state = weakref.ref(state_of(model))
         del model
         assert state() is None
-    finally:
-        gc.enable()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zcompile
 from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.models import Chain, mean_square
-from tests.support.process import rss_bytes, threads
+from tests.support.process import no_collector, rss_bytes, threads
 from tests.support.raising import Fault
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.reference import close, compiled, losses_of, pair
@@ -62,10 +62,7 @@ def alive(weak):
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
 def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
     """In eager without the garbage collector."""
-    gc.collect()
-    if prepare is zcompile.shard:
-        gc.disable()
-    try:
+    with no_collector() if prepare is zcompile.shard else contextlib.nullcontext():
         model = prepare(make_model())
         train_step(model, rank)
         weak = references(model)
@@ -74,8 +71,6 @@ def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
             torch._dynamo.reset()  # it has compiled code of other tests' models too
             gc.collect()
         assert not alive(weak), alive(weak)
-    finally:
-        gc.enable()
 
 
 def test_a_model_with_circles_is_freed_by_the_garbage_collector(rank, world):
@@ -288,14 +283,10 @@ def test_a_model_with_units_is_freed_with_its_last_reference(rank, world, after)
         if after == "a backward":
             loss.backward()
         del loss
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         seen = weakref.ref(model.parts[0].a)
         del model
         assert seen() is None
-    finally:
-        gc.enable()
 
 
 def test_frozen_units_are_freed_during_backward(rank, world):

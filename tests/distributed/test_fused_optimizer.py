@@ -1,7 +1,6 @@
 """zcompile.fuse_optimizer on CPU ranks, where steps are torch's; tests/gpu has those of the transport."""
 
 import functools
-import gc
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -15,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zcompile
 import zcompile.training.fused_optimizer
 from tests.support.models import Transformer, mean_square, normal
-from tests.support.ranks import on_ranks, slow
+from tests.support.process import no_collector
+from tests.support.ranks import slow
 from tests.support.reference import compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
 
@@ -58,7 +58,6 @@ def curve(rank, fuse, make, closures):
 
 @pytest.mark.parametrize("closures", [pytest.param(False, marks=slow), True])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=slow)])
-@on_ranks(2)
 def test_steps_are_torchs(rank, world, make, closures):
     same_values(*(curve(rank, fuse, make, closures) for fuse in (True, False)))
 
@@ -77,7 +76,6 @@ class Recorded(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-@on_ranks(2)
 def test_steps_are_on_shards_and_those_of_others_as_ever(rank, world, fuse):
     """What DTensor does for each parameter takes the host longer than the rest of a step."""
     model = zcompile.shard(nn.Linear(6, 5))
@@ -93,7 +91,6 @@ def test_steps_are_on_shards_and_those_of_others_as_ever(rank, world, fuse):
 
 
 @pytest.mark.parametrize("odd", ["replicated", "moments"])
-@on_ranks(2)
 def test_what_is_not_sharded_as_its_parameter_is_left_to_dtensor(rank, world, odd):
     """A fused and a plain optimizer end with the same weight, or refuse the same step."""
     weights = []
@@ -120,7 +117,6 @@ def test_what_is_not_sharded_as_its_parameter_is_left_to_dtensor(rank, world, od
     assert torch.equal(*weights)
 
 
-@on_ranks(2)
 def test_an_optimizer_that_cannot_be_fused_is_refused(rank, world):
     plain = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="no sharded parameter"):
@@ -186,7 +182,6 @@ def parameters_of(models):
     return [parameter for model in models for parameter in model.parameters()]
 
 
-@on_ranks(2)
 def test_gradients_are_gone_when_hooks_run(rank, world):
     """Of two models with one optimizer, each on a transport of its own."""
     models = pair()
@@ -210,7 +205,6 @@ def change(optimizer, changed):
 
 
 @pytest.mark.parametrize("changed", [{"maximize": True}, {"weight_decay": 0.5, "amsgrad": True}])
-@on_ranks(2)
 def test_groups_that_change_are_stepped_by_torch(rank, world, changed):
     """As a checkpoint's groups do. That main parameters moved is told too, since torch's kernel does not tell."""
     models = pair()
@@ -230,15 +224,11 @@ def test_groups_that_change_are_stepped_by_torch(rank, world, changed):
     same_values(trained, train(plain, optimizer, 2))
 
 
-@on_ranks(2)
 def test_an_optimizer_is_freed_at_once(rank, world):
     (model, _) = pair()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     torch.optim.lr_scheduler.LinearLR(zcompile.fuse_optimizer(model, optimizer))
     gone = weakref.ref(optimizer)
-    gc.disable()
-    try:
+    with no_collector():
         del optimizer
         assert gone() is None
-    finally:
-        gc.enable()

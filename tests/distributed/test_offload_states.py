@@ -1,7 +1,6 @@
 """zcompile.fuse_optimizer(offload="states") on CPU ranks, where a late link stands for a GPU's; tests/gpu has that."""
 
 import functools
-import gc
 import warnings
 import weakref
 
@@ -27,6 +26,7 @@ from tests.support.late_link import (
 )
 from tests.support.main_parameters import EDITS_ON_CPUS, READS
 from tests.support.models import Transformer
+from tests.support.process import no_collector
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.attributes import SHARDED
 from zcompile.training.host_link import Queue
@@ -126,12 +126,9 @@ def test_a_model_and_its_host_memory_are_freed_at_once(rank, world):
     gone = [StorageWeakRef(host.untyped_storage()) for host in hosts]
     gone += [weakref.ref(optimizer)]
     del hosts
-    gc.disable()
-    try:
+    with no_collector():
         del model, optimizer
         assert all(each.expired() if isinstance(each, StorageWeakRef) else each() is None for each in gone)
-    finally:
-        gc.enable()
 
 
 def stays(case, rank, **how):

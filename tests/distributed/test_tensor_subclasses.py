@@ -1,7 +1,6 @@
 """Parameters that are tensor subclasses with FSDP2's all-gather hooks, beside FSDP2."""
 
 import functools
-import gc
 import weakref
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zcompile
+from tests.support.process import no_collector
 from tests.support.ranks import on_ranks, slow
 from tests.support.subclasses import (
     Block,
@@ -332,9 +332,7 @@ def test_hooks_that_come_after_shard_are_refused_by_name(rank, world):
 
 
 def test_models_are_freed_and_memory_of_blocks_too(rank, world):
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         model = by_zcompile(seeded())
         adam_losses(model, rank, steps=2)
         shards = [weakref.ref(parameter.to_local()) for parameter in model.parameters()]
@@ -344,8 +342,6 @@ def test_models_are_freed_and_memory_of_blocks_too(rank, world):
         assert [each.untyped_storage().nbytes() for each in sharded.extension.memory()] == [0, 0, 0]
         del model, sharded
         assert state() is None and not [each for each in shards if each() is not None]
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("offload", [None, "moments"])

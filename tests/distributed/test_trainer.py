@@ -33,7 +33,6 @@ def begin(folder, **others):
     from zcompile.integrations.huggingface import Trainer
 
     forget_accelerate()
-    torch._dynamo.reset()
     args = arguments(folder, **others)
     return Trainer(tiny_llama(), args, train_dataset=Sentences(), eval_dataset=Sentences(12))
 
@@ -153,7 +152,6 @@ def begin_lora(folder, world, kind=None, **others):
     from zcompile.integrations.huggingface import Trainer
 
     forget_accelerate()
-    torch._dynamo.reset()
     sizes = {"per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 4 // world}
     given = {"max_steps": 4, "gradient_accumulation_steps": 1, "eval_steps": 2, "save_strategy": "steps"}
     args = arguments(folder, **sizes | given | {"save_steps": 2} | others)

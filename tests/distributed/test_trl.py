@@ -40,7 +40,6 @@ def begin(folder, kind):
     from zcompile.integrations.huggingface import SFTTrainer
 
     forget_accelerate()
-    torch._dynamo.reset()
     settings = {
         "max_steps": 5, "gradient_accumulation_steps": 2, "eval_steps": 5, "save_strategy": "steps", "save_steps": 3,
         "bf16": False, "max_length": 16, "gradient_checkpointing": kind == "eager",
@@ -101,7 +100,6 @@ def begin_other(kind, folder, world, ours):
     from zcompile.integrations.huggingface import TrainerMixin
 
     forget_accelerate()
-    torch._dynamo.reset()
     base = {"dpo": trl.DPOTrainer, "reward": trl.RewardTrainer}[kind]
     config = {"dpo": trl.DPOConfig, "reward": trl.RewardConfig}[kind]
     batch = {"per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 4 // world}

@@ -87,8 +87,10 @@ def of_transformers(model):
 
 
 def forget_accelerate() -> None:
-    """Let accelerate begin anew in a process that other tests have used."""
+    """Let accelerate, and Dynamo, begin anew in a process that other tests have used."""
     from accelerate.state import AcceleratorState, GradientState
+
+    torch._dynamo.reset()
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -1,6 +1,7 @@
 """This process as the operating system has it: its memory, threads and files."""
 
 import contextlib
+import gc
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,17 @@ def rss_bytes() -> int:
 
 def threads() -> int:
     return status("Threads")
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """Without the garbage collector, from after a collection on: what has no reference is gone at once."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager
