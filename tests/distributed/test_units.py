@@ -13,7 +13,6 @@ from torch import nn
 import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.mixtures import (
-    ROUTES,
     TOP,
     Experts,
     MixtureModel,
@@ -25,7 +24,7 @@ from tests.support.mixtures import (
     sharded,
 )
 from tests.support.raising import Fault, fail
-from tests.support.reference import close, train_beside
+from tests.support.reference import train_beside
 from tests.support.time_limits import scaled
 from zcompile.state.sharded_model import state_of
 
@@ -42,7 +41,6 @@ PREPARED = {
     "native reduce": lambda model: sharded(model, native_reduce=True),
     "replicas": lambda model: sharded(model, mesh=torch.distributed.init_device_mesh("cpu", (2, 2))),
 }
-
 
 CASES = [(prepared, experts, 2) for prepared in list(PREPARED)[:-1] for experts in (Experts, StackedExperts)]
 CASES += [("eager", Experts, 3), ("compiled", Experts, 3), ("replicas", Experts, 4)]
@@ -105,18 +103,6 @@ class Escaping(nn.Module):
 
 def test_what_a_hook_takes_out_of_a_unit_has_a_gradient(rank, world):
     train_beside(rank, world, PREPARED["whole layers"], make=Escaping, loss=routed_loss, steps=3)
-
-
-@pytest.mark.slow
-def test_evaluation_between_steps_changes_nothing(rank, world):
-    def evaluate(model, reference, step):
-        model.eval(), reference.eval()
-        with torch.no_grad():
-            ours, theirs = routed_loss(model, 77, rank), routed_loss(reference, 77, rank)
-        close(ours, theirs, 2e-5, "loss of an evaluation")
-        model.train(), reference.train()
-
-    train_beside(rank, world, sharded, make=MixtureModel, loss=routed_loss, steps=3, after_step=evaluate)
 
 
 def test_a_part_of_a_unit_may_be_frozen(rank, world):
@@ -184,10 +170,6 @@ def test_units_that_cannot_be_are_refused(rank, world):
         zcompile.shard(MixtureModel(), units=[nn.ModuleList])
 
 
-def test_the_mixture_has_an_expert_that_no_rank_hits():
-    assert max(max(routes) for routes in ROUTES) < len(Experts().experts) - 1 and TOP == 2
-
-
 def not_ahead(model):
     """With a budget in which no unit is gathered ahead."""
     state_of(sharded(model)).unit_order.budget_bytes = 0
@@ -206,12 +188,6 @@ def test_a_rank_may_skip_a_unit(rank, world, prepare, skipped):
         return routed_loss(model, step, rank, skip_experts=skipped if rank == 1 and step > 0 else ())
 
     train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=4)
-
-
-@pytest.mark.slow
-def test_each_rank_may_skip_another_unit(rank, world):
-    loss = lambda model, step, rank: routed_loss(model, step, rank, skip_experts=(rank + 1,) if step % 2 == 0 else ())
-    train_beside(rank, world, sharded, make=lambda: MixtureModel(Experts, 4), loss=loss, steps=4)
 
 
 def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(rank, world):

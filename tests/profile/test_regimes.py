@@ -107,15 +107,6 @@ def test_a_model_that_does_not_fit_is_out_of_memory(tmp_path):
     assert all(regimes.lacks_memory(engine) for engine in results["engines"].values())
 
 
-def test_patterns_name_cells_by_their_parts():
-    def names(text):
-        return [cell.name for cell in regimes.chosen(text, regimes.CELLS)]
-
-    assert names("dense-2b/2048/1") == ["dense-2b/2048/1/off", "dense-2b/2048/1/full"]
-    assert len(names("dense-*")) == len(names("mixture-*")) == 36 and len(names("*/*/4/off,*/*/4/full")) == 25
-    assert len(set(names("*"))) == len(regimes.CELLS)
-
-
 def test_cells_that_need_more_gpus_are_counted(profiled, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(regimes.torch.cuda, "device_count", lambda: 1)
     assert main(["--cells", "dense-2b/2048", "--results", str(tmp_path / "results.json")]) == 0

@@ -60,14 +60,7 @@ KINDS = {
         ),
         {"sample": _noise(2, 3, 16, 16)},
     ),
-    "stable-diffusion-3": Kind(
-        "SD3Transformer2DModel",
-        dict(
-            HEADS, sample_size=8, in_channels=4, out_channels=4, num_layers=2, joint_attention_dim=24,
-            caption_projection_dim=16, pooled_projection_dim=12,
-        ),
-        {**LATENTS, **TEXT, "pooled_projections": _noise(2, 12)},
-    ),
+
     "flux": Kind(
         "FluxTransformer2DModel",
         dict(
@@ -79,14 +72,7 @@ KINDS = {
             img_ids=lambda generator: torch.zeros(16, 3), txt_ids=lambda generator: torch.zeros(5, 3),
         ),
     ),
-    "pixart": Kind(
-        "PixArtTransformer2DModel",
-        dict(
-            HEADS, in_channels=4, out_channels=8, num_layers=2, sample_size=8, cross_attention_dim=16,
-            caption_channels=24, use_additional_conditions=False,
-        ),
-        LATENTS | TEXT,
-    ),
+
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -47,10 +46,6 @@ def of_this_machine(tmp_path, monkeypatch):
     return measured(device=module.device_name(DEVICE), driver="")
 
 
-def test_only_a_gpu_has_a_driver_which_tells_it_from_cpus():
-    assert module.driver_of(DEVICE) == "" and module.driver_of(torch.device("cuda"))
-
-
 def test_what_is_written_is_read_again_and_without_it_nothing_is_said(of_this_machine):
     assert read_calibration(DEVICE, 2) == (None, "")
     file = write_calibration(of_this_machine)
@@ -70,10 +65,6 @@ def test_a_machine_that_runs_unevenly_is_told_of_and_its_plans_stay():
 
 
 NEAR = {"bytes_s": 1.2 * H200.bytes_s, "kernel_s": 0.8 * H200.kernel_s, "matmul_flops_s": (("bfloat16", 600e12),)}
-
-
-def test_a_machine_within_a_quarter_of_its_table_keeps_it_and_its_plans():
-    assert merged(H200, measured(**NEAR)) is H200
 
 
 def test_predictions_go_by_all_that_was_measured_where_plans_keep_their_table():
@@ -251,24 +242,16 @@ def test_small_differences_between_machines_change_nothing():
 @pytest.mark.parametrize(
     "name, table, is_its_own",
     [
-        ("NVIDIA H200", "H200", True),
-        ("NVIDIA H200 NVL", "H200", True),
-        ("NVIDIA H100 80GB HBM3", "H100", True),
-        ("NVIDIA H100 PCIe", "H100", False),
-        ("NVIDIA A100-SXM4-80GB", "H200", False),
-        ("NVIDIA GH200 480GB", "H200", False),
-        ("NVIDIA H20", "H100", False),
-        ("an abacus", "H200", False),
+        ("NVIDIA H200", "H200", True), ("NVIDIA H200 NVL", "H200", True), ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA H100 PCIe", "H100", False), ("NVIDIA A100-SXM4-80GB", "H200", False),
+        ("NVIDIA GH200 480GB", "H200", False), ("NVIDIA H20", "H100", False), ("an abacus", "H200", False),
     ],
-)
+)  # fmt: skip
 def test_a_gpu_has_the_table_of_its_name_or_of_its_nearest_kin_and_the_source_says_so(name, table, is_its_own):
     given, is_of_it = table_of_name(name)
     assert is_of_it == is_its_own and given.name == table
-    assert (
-        given == TABLES[table.lower()]
-        if is_its_own
-        else given.source == (f"there is no table for {name}: that of the {table}")
-    )
+    assert is_its_own or given.source == f"there is no table for {name}: that of the {table}"
+    assert not is_its_own or given == TABLES[table.lower()]
 
 
 def test_the_notice_names_the_gpu_the_table_and_the_command_that_mends_it(monkeypatch):
@@ -279,12 +262,3 @@ def test_the_notice_names_the_gpu_the_table_and_the_command_that_mends_it(monkey
     assert "NVIDIA H100 PCIe rest on a table of the H100" in notice and "`zcompile calibrate`" in notice
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert stand_in_notice(device) == "" == stand_in_notice(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_tables_have_rates_of_what_trains_and_times_that_rise_with_bytes(table):
-    rates = dict(table.matmul_flops_s)
-    assert rates[torch.bfloat16] > rates[torch.float32] > 0 and table.attention_flops_s < rates[torch.bfloat16]
-    for wire in table.wires:
-        for points in (wire.gather, wire.reduce):
-            assert all(less < more for pair in pairwise(points) for less, more in zip(*pair, strict=True))
