@@ -5,6 +5,7 @@ averages and copies that take them, which are right, or an error with a remedy.
 import contextlib
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -34,8 +35,15 @@ def with_buffers():
     return model
 
 
-def iterate(dtype, bucket_bytes, rank, shard=shard):
-    reference, model = pair(with_buffers, shard)
+SHAPES = [((2,), 2), *(pytest.param(shape, math.prod(shape), marks=slow) for shape in ((1,), (4,), (2, 2)))]
+
+
+@pytest.mark.parametrize("shape, world", SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)]
+)
+def test_tensors_are_those_of_the_unsharded_state(rank, world, shape, dtype, bucket_bytes):
+    reference, model = pair(with_buffers, functools.partial(zcompile.shard, mesh=dist.init_device_mesh("cpu", shape)))
     expected = reference.state_dict()
     names = []
     for name, tensor in zcompile.full_parameters(model, dtype, bucket_bytes):
@@ -47,21 +55,6 @@ def iterate(dtype, bucket_bytes, rank, shard=shard):
         names.append(name)
     assert names == list(expected)  # tied ones under each of their names
     lm_loss(model["text"], 0, rank).backward()  # training goes on
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize(
-    ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)]
-)
-def test_tensors_are_those_of_the_unsharded_state(rank, world, dtype, bucket_bytes):
-    iterate(dtype, bucket_bytes, rank)
-
-
-@slow
-@on_ranks(4)
-def test_replicas_iterate(rank, world):
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    iterate(torch.bfloat16, 3000, rank, lambda model: zcompile.shard(model, mesh))
 
 
 def layers_and_a_large_one():

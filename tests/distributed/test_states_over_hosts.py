@@ -45,22 +45,28 @@ def prepared(inner, hosts, world, states="global", **how):
     return deferred.prepared(inner, **over_hosts(hosts, world, states), **how)
 
 
+CASES = [
+    ("eager", 2, 4, "c10d"),
+    ("aot_eager", 2, 4, "c10d"),
+    ("eager", 3, 6, "c10d"),
+    ("aot_eager", 2, 4, "late c10d"),
+]
+SLOW = [("aot_eager", 3, 6, "c10d"), ("inductor", 2, 4, "c10d"), ("eager", 4, 4, "c10d"), ("eager", 1, 2, "c10d")]
+
+
 @pytest.mark.parametrize(
-    "inner, hosts, world",
-    [
-        ("eager", 2, 4),
-        ("aot_eager", 2, 4),
-        ("eager", 3, 6),
-        pytest.param("aot_eager", 3, 6, marks=slow),
-        pytest.param("inductor", 2, 4, marks=slow),
-        pytest.param("eager", 4, 4, marks=slow),
-        pytest.param("eager", 1, 2, marks=slow),
-    ],
+    "inner, hosts, world, transport", [*CASES, *(pytest.param(*each, marks=slow) for each in SLOW)]
 )
 @on_ranks()
-def test_training_equals_that_of_the_unsharded_model(rank, world, inner, hosts):
+def test_training_equals_that_of_the_unsharded_model(rank, world, inner, hosts, transport):
     """Of sizes that do not divide, a scalar, tied embeddings, and a parameter of fewer rows than ranks."""
-    model = train_beside(rank, world, prepared(inner, hosts, world), tolerance=TIGHT)
+
+    def prepare(model):
+        model = prepared(inner, hosts, world)(model)
+        state_of(model).runtime.use_transport(transport)
+        return model
+
+    model = train_beside(rank, world, prepare, tolerance=TIGHT)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 0:
             assert len(parameter.to_local()) <= ceil(ceil(len(parameter) / (world // hosts)) / hosts), name
@@ -136,14 +142,8 @@ def test_a_parameter_that_one_host_does_not_use_has_the_gradient_of_the_others(r
 @pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
 @on_ranks(4)
 def test_ranks_may_hit_different_experts(rank, world, inner):
-    train_beside(
-        rank,
-        world,
-        prepared(inner, 2, world, **({"fullgraph": False} if inner != "eager" else {})),
-        make=lambda: MixtureModel(Experts),
-        loss=routed_loss,
-        steps=3,
-    )
+    prepare = prepared(inner, 2, world, **({"fullgraph": False} if inner != "eager" else {}))
+    train_beside(rank, world, prepare, make=lambda: MixtureModel(Experts), loss=routed_loss, steps=3)
 
 
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, zcompile.clip_grad_norm_])
@@ -234,17 +234,6 @@ def test_whole_parameters_have_the_width_of_main_parameters(rank, world):
         for parameter in reference.parameters():
             parameter.add_(1e-5)
     same_values(model, reference)
-
-
-@pytest.mark.parametrize("transport", ["late c10d"])
-@on_ranks(4)
-def test_nothing_is_read_before_it_has_arrived(rank, world, transport):
-    def prepare(model):
-        model = prepared("aot_eager", 2, world)(model)
-        state_of(model).runtime.use_transport(transport)
-        return model
-
-    train_beside(rank, world, prepare, tolerance=TIGHT)
 
 
 KINDS = {
