@@ -41,7 +41,6 @@ EXTENSIONS = Path(
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions"))
 )
 
-
 # Files that take long, longest first, those of `make test-all` alone before others. Workers take whole files in this
 # order: a long file that came last would run alone.
 LONG = (

@@ -42,7 +42,6 @@ SMOKE = (
 )
 NOT_TESTED = r"torch|deepspeed|ruff|mypy|clang-format|PySide6"  # requirements that the tests here do without
 
-
 # DeepSpeed compiles these at their first use. In a test, that could take longer than ranks wait for one another.
 DEEPSPEED_OPS = """
 from deepspeed.accelerator import get_accelerator

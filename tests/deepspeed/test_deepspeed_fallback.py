@@ -13,7 +13,6 @@ from zcompile.ranks import order_watch
 
 pytestmark = pytest.mark.slow
 
-
 STAGES = ("take over", "hooks", "compile", "forward", "norm", "step")
 
 

@@ -18,7 +18,6 @@ from tests.support.deepspeed import (
 )
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, StackedExperts
-from tests.support.ranks import on_ranks
 from zcompile.integrations.deepspeed.optimizer_step import LeanStep
 from zcompile.state.sharded_model import state_of
 
@@ -119,14 +118,16 @@ def same(engine, curve, expected):
         pytest.param(2, StackedExperts, {}, NO_ACCUMULATION, id="stacked"),
         pytest.param(2, Experts, {"microbatch_cache_bytes": 1 << 20}, CLIPPED, id="cached microbatches"),
         pytest.param(2, Mixture, {}, SUB_GROUPS, id="layers"),
+        pytest.param(1, Experts, {}, CLIPPED, id="one rank"),
     ],
 )
 def test_leaf_modules_train_as_in_eager(rank, world, leaf, flag, config):
+    """They are units of several ranks."""
     expected = eager(rank, leaf, config)
     engine = make(flag, leaf, **config)
     curve = train(engine, rank)
     assert_taken_over(engine)
-    assert state_of(engine.module).units.parameters
+    assert state_of(engine.module).units.parameters if world > 1 else engine.zcompile.state.units is None
     same(engine, curve, expected)
 
 
@@ -220,15 +221,6 @@ def test_leaf_modules_that_cannot_be_units_stay_eager(rank, world):
         engine.compile()
         assert re.search(reason, engine.zcompile.given_back), engine.zcompile.given_back
         engine.destroy()
-
-
-@on_ranks(1)
-def test_one_rank_has_no_units(rank, world):
-    expected = eager(rank)
-    engine = make({}, **CLIPPED)
-    curve = train(engine, rank)
-    assert is_taken_over(engine) and engine.zcompile.state.units is None
-    same(engine, curve, expected)
 
 
 @pytest.mark.parametrize(

@@ -32,21 +32,16 @@ from zcompile.artifact.aot import lacking
 
 
 @pytest.mark.parametrize(
-    "flag, tolerance",
+    "world, flag, tolerances, config, length, end",
     [
-        pytest.param({}, 0, id="aot_eager"),
-        pytest.param({"inner": "inductor"}, 1e-6, id="inductor", marks=pytest.mark.slow),
+        (2, {}, (0, 0), {}, 12, 8),  # of four ranks, gloo's reduce-scatter sums in an order of its own
+        pytest.param(2, {"inner": "inductor"}, (1e-6, 1e-6), {}, 12, 8, marks=pytest.mark.slow),
+        *(pytest.param(world, {}, (2e-3, 1e-2), BF16, 200, 20, marks=pytest.mark.slow) for world in (2, 4)),
     ],
+    ids=["fp32", "inductor", "bf16", "bf16 of four"],
 )
-def test_fp32_equals_eager(ranks, flag, tolerance):
-    """On two ranks. Of four, gloo's reduce-scatter sums in an order of its own."""
-    ranks(2).run(rank_trains_beside_eager, flag, (tolerance, tolerance), {}, 12, 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_bf16_is_close_to_eager(ranks, world):
-    ranks(world).run(rank_trains_beside_eager, {}, (2e-3, 1e-2), BF16, 200)
+def test_training_is_close_to_eager(ranks, world, flag, tolerances, config, length, end):
+    ranks(world).run(rank_trains_beside_eager, flag, tolerances, config, length, end)
 
 
 class Checkpointed(LanguageModel):

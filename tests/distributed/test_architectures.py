@@ -88,7 +88,6 @@ KINDS = {
     "vision-language": "llava qwen3_vl",
 }
 
-
 IN_CI = ("diffusion", "dit", "aot_eager")  # of transformers, tests/distributed/test_training.py has a model
 
 

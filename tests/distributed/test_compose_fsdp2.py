@@ -18,7 +18,7 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow
 from tests.support.reference import clipped_steps, close, same_values
 
 FP32 = MixedPrecisionPolicy()
@@ -55,7 +55,18 @@ def mixture(kind, efsdp, ep, shard=ROWS, policy=FP32):
     return fully_shard(model, mesh=mesh._flatten("dp"), mp_policy=policy)
 
 
-def rank_is_beside_fsdp2(rank, world, tolerance, make, *sizes, policy=FP32):
+@pytest.mark.parametrize(
+    "make, sizes, policy, tolerance",
+    [
+        (dense, (2, 2), FP32, 1e-6),
+        (mixture, (2, 2), FP32, 1e-6),
+        (mixture, (2, 2), BF16, 1e-2),
+        pytest.param(dense, (2, 2), BF16, 1e-2, marks=slow),
+        *(pytest.param(mixture, sizes, FP32, 1e-6, marks=slow) for sizes in ((2, 2, Shard(1)), (1, 4), (4, 1))),
+    ],
+)
+@on_ranks(4)
+def test_placements_shards_and_steps_are_those_of_fsdp2(rank, world, make, sizes, policy, tolerance):
     ours, theirs = (make(kind, *sizes, policy=policy) for kind in ("zcompile", "fsdp2"))
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.placements == other.placements and mine.device_mesh == other.device_mesh, (name, mine, other)
@@ -68,26 +79,6 @@ def rank_is_beside_fsdp2(rank, world, tolerance, make, *sizes, policy=FP32):
         assert other[1] > 0.02, "nothing was clipped"
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         close(mine, other.full_tensor(), tolerance, name)
-
-
-@pytest.mark.parametrize(
-    "make, sizes",
-    [
-        (dense, (2, 2)),
-        (mixture, (2, 2)),
-        pytest.param(mixture, (2, 2, Shard(1)), marks=pytest.mark.slow),
-        pytest.param(mixture, (1, 4), marks=pytest.mark.slow),
-        pytest.param(mixture, (4, 1), marks=pytest.mark.slow),
-    ],
-)
-def test_placements_shards_and_steps_are_those_of_fsdp2(ranks, make, sizes):
-    ranks(4).run(rank_is_beside_fsdp2, 1e-6, make, *sizes)
-
-
-@pytest.mark.parametrize("make", [pytest.param(dense, marks=pytest.mark.slow), mixture])
-@on_ranks(4)
-def test_steps_in_bf16_are_those_of_fsdp2(rank, world, make):
-    rank_is_beside_fsdp2(rank, world, 1e-2, make, 2, 2, policy=BF16)
 
 
 def kinds_in_forward(model, parents):
@@ -138,8 +129,8 @@ def test_a_write_to_a_parameter_of_tensor_parallelism_is_refused(rank, world):
     [
         (dense, ("zcompile", 2, 2), ("fsdp2", 4, 1)),
         (mixture, ("fsdp2", 2, 2), ("zcompile", 1, 4)),
-        pytest.param(dense, ("fsdp2", 4, 1), ("zcompile", 2, 2), marks=pytest.mark.slow),
-        pytest.param(mixture, ("zcompile", 2, 2), ("fsdp2", 4, 1), marks=pytest.mark.slow),
+        pytest.param(dense, ("fsdp2", 4, 1), ("zcompile", 2, 2), marks=slow),
+        pytest.param(mixture, ("zcompile", 2, 2), ("fsdp2", 4, 1), marks=slow),
     ],
 )
 @on_ranks(4)

@@ -80,28 +80,21 @@ def clip(model, reference):
     assert norm > 0.02, "nothing was clipped"
 
 
-def rank_trains(rank, world, kind, inner, shard, divisor):
-    alike = 2 if kind in ("tensor", "sequence", "experts and tensor") else 1  # ranks that have the same batches
-    train_beside(
-        rank // alike,
-        world // alike,
-        lambda model: maybe_compiled(sharded(model, kind, shard, divisor), inner),
-        make=lambda: made(kind, shard),
-        loss=token_loss,
-        steps=5,
-        divisor=divisor or 0,
-        optimizer=functools.partial(torch.optim.AdamW, lr=0.003),
-        before_step=clip,
-    )
-
-
 @pytest.mark.parametrize(
-    "mesh, inner, shard, divisor",
-    [pytest.param(*case, marks=() if case[:2] in IN_CI or case[:3] in IN_CI else slow) for case in CASES],
+    "mesh, inner, shard, divisor, world",
+    [
+        pytest.param(*case, 8 if "and" in case[0] else 4, marks=[] if {case[:2], case[:3]} & {*IN_CI} else slow)
+        for case in CASES
+    ],
     ids=lambda value: str(value).replace(" ", "-"),
 )
-def test_models_train_as_unsharded(ranks, mesh, inner, shard, divisor):
-    ranks(8 if "and" in mesh else 4).run(rank_trains, mesh, inner, shard, divisor)
+def test_models_train_as_unsharded(rank, world, mesh, inner, shard, divisor):
+    alike = 2 if mesh in ("tensor", "sequence", "experts and tensor") else 1  # ranks that have the same batches
+    train_beside(
+        rank // alike, world // alike, lambda model: maybe_compiled(sharded(model, mesh, shard, divisor), inner),
+        make=lambda: made(mesh, shard), loss=token_loss, steps=5, divisor=divisor or 0,
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.003), before_step=clip,
+    )  # fmt: skip
 
 
 def test_every_pair_is_covered():

@@ -31,11 +31,7 @@ from zcompile.state.sharded_model import state_of
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_replays_compute_and_note_as_calls_do(world, ranks):
-    ranks(world).run(rank_replays)
-
-
-def rank_replays(rank, world):
+def test_replays_compute_and_note_as_calls_do(rank, world):
     model = same_as_uncaptured("cpu", rank, plain)
     assert counts(model) == (2, 20)  # forward and backward, from the third of twelve steps on
     assert stats(model)["cuda_graphs"]["uncaptured"] == {"warm-up": 4}

@@ -29,7 +29,6 @@ class Net(nn.Module):
 
 loss_of = mean_square(3, 6)
 
-
 EDITS = {
     "drop a layer": lambda model: model.layers.pop(1),
     "drop most layers": lambda model: setattr(model, "layers", model.layers[:1]),

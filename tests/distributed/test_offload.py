@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import io
 import itertools
 import os
@@ -35,6 +34,7 @@ from tests.support.late_link import (
     unfused,
 )
 from tests.support.models import Chain, Transformer, mean_square, normal
+from tests.support.process import no_collector
 from tests.support.ranks import on_ranks, slow
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
@@ -179,7 +179,9 @@ def resumed(rank, link, path, model_state, state):
     return results_of(model, optimizer)
 
 
-def rank_resumes(rank, world, path, offload):
+@pytest.mark.parametrize("offload, world", [("moments", 2), ("states", 1), ("states", 2)])
+@on_ranks()
+def test_checkpoints_resume_with_and_without_offload(rank, world, tmp_path, offload):
     """From and to each of offloaded and not, the steps after a checkpoint are the same."""
     results, files = [], []
     for saves in (False, True):
@@ -191,9 +193,9 @@ def rank_resumes(rank, world, path, offload):
             torch.save((model.state_dict(), optimizer.state_dict()), stored)
             model_state, state = get_state_dict(model, optimizer)
             files.append(copy.deepcopy(model_state))
-            dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=f"{path}/{saves}")
+            dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path / f"{saves}")
         for loads in (False, True):
-            for checkpoint in (None, f"{path}/{saves}"):
+            for checkpoint in (None, tmp_path / f"{saves}"):
                 stored.seek(0)
                 state_dicts = torch.load(stored, weights_only=False)
                 link = LateLink(offload) if loads else None
@@ -203,11 +205,6 @@ def rank_resumes(rank, world, path, offload):
     assert all(value.dtype == torch.float32 for value in files[1].values())
     for result in results[1:]:
         same_values(result, results[0])
-
-
-@pytest.mark.parametrize("offload, world", [("moments", 2), ("states", 1), ("states", 2)])
-def test_checkpoints_resume_with_and_without_offload(ranks, tmp_path, offload, world):
-    ranks(world).run(rank_resumes, str(tmp_path), offload)
 
 
 READS = {
@@ -401,9 +398,6 @@ def test_an_optimizer_and_its_host_memory_are_freed_at_once(rank, world):
     zcompile.fuse_optimizer(model, optimizer, offload="moments")
     train(model, optimizer, None, rank, [0])
     gone = [weakref.ref(optimizer), *(weakref.ref(state["exp_avg"]) for state in optimizer.state.values())]
-    gc.disable()
-    try:
+    with no_collector():
         del optimizer
         assert not [each for each in gone if each() is not None]
-    finally:
-        gc.enable()

@@ -104,7 +104,6 @@ SPREAD = {
     "ep": (expert_parallel, ("pp", "efsdp", "ep"), functools.partial(MixtureBlock, False, EXPERTS)),
 }
 
-
 SHORT = [("tp", "aot_eager", 4), ("ep", "eager", 4)]
 
 

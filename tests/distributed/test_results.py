@@ -146,11 +146,6 @@ def loss_of(model, step, rank):
     return model(normal(step, rank, 3, 3))
 
 
-@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled, functools.partial(zcompile.shard, units=[Layouts])])
 def test_gradients_of_any_strides_train_as_unsharded(rank, world, prepare):
-    train_beside(rank, world, prepare, make=Layouts, loss=loss_of, steps=2)
-
-
-def test_they_do_so_together_in_a_unit(rank, world):
-    prepare = functools.partial(zcompile.shard, units=[Layouts])
-    train_beside(rank, world, prepare, make=lambda: nn.Sequential(Layouts()), loss=loss_of, steps=2)
+    train_beside(rank, world, prepare, make=lambda: Chain(Layouts()), loss=loss_of, steps=2)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.support.models import Block, Transformer
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import slow
 from tests.support.reference import compiled, full, lm_loss, pair, same_values, train_beside
 from zcompile.unsharding.unshard import hash_of
 
@@ -61,19 +61,13 @@ def double_between(model, reference, step):
             parameter.add_(0.5)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("shape, world", [((2,), 2), *(pytest.param(each, 4, marks=slow) for each in ((4,), (2, 2)))])
 @pytest.mark.parametrize(
     "prepare", [*(pytest.param(each, marks=slow) for each in (zcompile.shard, in_units)), compiled]
 )
-def test_training_goes_on_with_what_was_written_back(rank, world, prepare):
+def test_training_goes_on_with_what_was_written_back(rank, world, prepare, shape):
+    prepare = functools.partial(prepare, mesh=dist.init_device_mesh("cpu", shape))
     train_beside(rank, world, prepare, steps=2, after_step=double_between)
-
-
-@slow
-@on_ranks(4)
-def test_replicas_write_back(rank, world):
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    train_beside(rank, world, functools.partial(compiled, mesh=mesh), steps=2, after_step=double_between)
 
 
 def resize(module, rank):

@@ -59,16 +59,15 @@ def rank_losses(rank, world, engine, stance="force_eager"):
 
 
 @pytest.mark.parametrize(
-    "engine",
+    "engine, world",
     [
-        "simplefsdp",
-        "eager+units:offload=moments",
-        "fsdp2:offload=all",
-        *(pytest.param(name, marks=slow) for name in SLOW),
+        ("compiled", 1),
+        *((name, 2) for name in ("simplefsdp", "eager+units:offload=moments", "fsdp2:offload=all")),
+        *(pytest.param(name, 2, marks=slow) for name in SLOW),
     ],
 )
-def test_engines_train_as_one_rank_does(ranks, engine):
-    for losses, expected, _ in ranks(2).run(rank_losses, engine):
+def test_engines_train_as_one_rank_does(ranks, engine, world):
+    for losses, expected, _ in ranks(world).run(rank_losses, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
 
 
@@ -78,11 +77,6 @@ def test_compiled_engines_have_their_settings_and_train_as_one_rank_does(ranks, 
     for losses, expected, settings in ranks(2).run(rank_losses, engine, "default"):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert any(each.startswith(setting) for each in settings)
-
-
-def test_a_compiled_model_on_one_rank_trains_as_uncompiled(ranks):
-    ((losses, expected, _),) = ranks(1).run(rank_losses, "compiled")
-    assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
 
 
 def test_one_rank_is_all_that_the_compiled_engine_takes(ranks):

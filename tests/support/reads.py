@@ -155,7 +155,6 @@ WAYS = {
     "autocast": lambda m, x: torch.autocast("cpu", torch.bfloat16)(lambda: (x @ m.w).float().mean())(),
 }
 
-
 BREAK_GRAPHS = (
     "a list, copied", "a list, wrapped again", "its metadata", "state_dict()", "where the compiler is off",
     "autograd.grad", RECURRENT,

@@ -19,14 +19,14 @@ class WithMetaclass(nn.Linear, metaclass=abc.ABCMeta):
     """Its metaclass is not `type`."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def ranks_of_two():
     with as_rank(0, 2):
         yield
 
 
 @pytest.mark.parametrize("make", [nn.Linear, WithMetaclass])
-def test_the_class_of_a_sharded_module_is_pickled(ranks_of_two, make):
+def test_the_class_of_a_sharded_module_is_pickled(make):
     model = zcompile.shard(nn.Sequential(make(4, 4), nn.ReLU()))
     for module in (model, *model):
         made = type(module)
@@ -37,13 +37,13 @@ def test_the_class_of_a_sharded_module_is_pickled(ranks_of_two, make):
     assert unsharded is make
 
 
-def test_equal_modules_have_one_class_and_one_pickle(ranks_of_two):
+def test_equal_modules_have_one_class_and_one_pickle():
     first, second = (zcompile.shard(nn.Sequential(nn.Linear(4, 4))) for _ in range(2))
     assert type(first[0]) is type(second[0])
     assert pickle.dumps(type(first[0])) == pickle.dumps(type(second[0]))
 
 
-def test_a_whole_sharded_model_is_neither_pickled_nor_copied(ranks_of_two):
+def test_a_whole_sharded_model_is_neither_pickled_nor_copied():
     model = zcompile.shard(nn.Sequential(nn.Linear(4, 4)))
     for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises((pickle.PicklingError, RuntimeError), match=r"[pP]ickle"):
@@ -72,13 +72,13 @@ class Net(Registered):
         return self.layers(x)
 
 
-def test_a_class_of_sharded_modules_is_not_registered(ranks_of_two):
+def test_a_class_of_sharded_modules_is_not_registered():
     model = zcompile.shard(Net())
     assert type(model) is not Net and list(REGISTERED.values()) == [Net]
     assert type(model).__name__ == "Net" and isinstance(model, Net)  # transformers writes the name to config.json
 
 
-def test_a_call_of_the_class_makes_an_unsharded_module(ranks_of_two):
+def test_a_call_of_the_class_makes_an_unsharded_module():
     model = zcompile.shard(Net())
     other = type(model)(width=6)
     assert type(other) is Net and other(torch.ones(1, 6)).shape == (1, 2)
@@ -86,7 +86,7 @@ def test_a_call_of_the_class_makes_an_unsharded_module(ranks_of_two):
 
 
 @pytest.mark.parametrize("copied", ["torch.save", "pickle", "deepcopy"])
-def test_parameters_and_optimizers_are_copied_without_their_model(ranks_of_two, copied):
+def test_parameters_and_optimizers_are_copied_without_their_model(copied):
     model = zcompile.shard(Net())
     mine = dict(model.named_parameters())
     optimizer = torch.optim.SGD(mine.values(), lr=0.1, momentum=0.9)
@@ -125,34 +125,31 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_parameter_stays_in_its_place(edit):
-    with as_rank(0, 2):
-        model = zcompile.shard(nn.Sequential(nn.Linear(4, 4)))
-        with pytest.raises(RuntimeError, match=r"parameter '0[.]weight' .* zcompile.shard .*rank 0.*prune"):
-            EDITS[edit](model[0])
-        if "norm" not in edit:  # which take it out of the module first
-            assert list(dict(model.named_parameters())) == ["0.weight", "0.bias"]
-            assert model(torch.ones(1, 4)).shape == (1, 4)
+    model = zcompile.shard(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(RuntimeError, match=r"parameter '0[.]weight' .* zcompile.shard .*rank 0.*prune"):
+        EDITS[edit](model[0])
+    if "norm" not in edit:  # which take it out of the module first
+        assert list(dict(model.named_parameters())) == ["0.weight", "0.bias"]
+        assert model(torch.ones(1, 4)).shape == (1, 4)
 
 
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused(make):
     """By name. The remedy trains."""
-    with as_rank(0, 2):
-        model = nn.Sequential(make(4, 4, sparse=True), nn.ReLU())
-        with pytest.raises(ValueError, match=r"'0[.]weight' .rank 0. has sparse gradients, .* Set sparse=False"):
-            zcompile.shard(model)
-        model[0].sparse = False
-        zcompile.shard(model)(torch.zeros(2, 1, dtype=torch.int64)).sum().backward()
-        torch.optim.Adam(model.parameters()).step()
-        zcompile.shard(nn.Sequential(make(4, 4, sparse=True).requires_grad_(False)))
-        other = make(4, 4, sparse=True)
-        zcompile.shard(nn.Sequential(nn.Linear(4, 4), other), ignored_params=[other.weight])
+    model = nn.Sequential(make(4, 4, sparse=True), nn.ReLU())
+    with pytest.raises(ValueError, match=r"'0[.]weight' .rank 0. has sparse gradients, .* Set sparse=False"):
+        zcompile.shard(model)
+    model[0].sparse = False
+    zcompile.shard(model)(torch.zeros(2, 1, dtype=torch.int64)).sum().backward()
+    torch.optim.Adam(model.parameters()).step()
+    zcompile.shard(nn.Sequential(make(4, 4, sparse=True).requires_grad_(False)))
+    other = make(4, 4, sparse=True)
+    zcompile.shard(nn.Sequential(nn.Linear(4, 4), other), ignored_params=[other.weight])
 
 
 def test_lazy_modules_are_refused_until_their_first_forward():
-    with as_rank(0, 2):
-        model = nn.Sequential(nn.LazyLinear(4))
-        with pytest.raises(TypeError, match=r"parameter '0[.]weight' .*no shape yet.*forward"):
-            zcompile.shard(model)
-        model(torch.ones(1, 3))
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(TypeError, match=r"parameter '0[.]weight' .*no shape yet.*forward"):
         zcompile.shard(model)
+    model(torch.ones(1, 3))
+    zcompile.shard(model)

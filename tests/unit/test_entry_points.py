@@ -82,11 +82,8 @@ def public(names):
     return {name for name in names if not name.startswith("_")}
 
 
-def test_stub_has_the_names_of_the_module():
+def test_stub_has_the_names_of_the_module_and_the_methods_of_each_class():
     assert public(names_in(STUB.body)) - ONLY_A_TYPE == public(dir(_C))
-
-
-def test_stub_has_the_methods_of_each_class():
     for node in STUB.body:
         if isinstance(node, ast.ClassDef) and node.name not in ONLY_A_TYPE:
             assert public(names_in(node.body)) == public(vars(getattr(_C, node.name))), node.name

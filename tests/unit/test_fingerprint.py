@@ -101,7 +101,6 @@ CASES = {
     "buffers": {"make_model": LargeBuffer},
 }
 
-
 ALSO = {"buffers": {"modules"}, "determinism": {"torch._inductor.config.deterministic"}}  # what follows from it
 
 

@@ -136,16 +136,13 @@ def test_python_modules_import_no_layer_above_their_own():
     assert not upward(edges, PYTHON_LAYERS, ".")
 
 
-def test_python_imports_have_no_circle():
-    assert not circle_in(python_edges())
-
-
 def test_cpp_files_include_no_layer_above_their_own():
     assert not upward(cpp_edges(), CPP_LAYERS, "/")
 
 
-def test_cpp_includes_have_no_circle():
-    assert not circle_in(cpp_edges())
+@pytest.mark.parametrize("edges", [python_edges, cpp_edges])
+def test_imports_and_includes_have_no_circle(edges):
+    assert not circle_in(edges())
 
 
 def test_transports_know_nothing_of_the_runtime():

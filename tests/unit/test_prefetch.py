@@ -185,12 +185,10 @@ def test_reduces_of_experts_hide_as_if_there_were_no_budget():
     assert default.exposed_ms < 0.5 * predicted(graph, reduce_budget_bytes=256 * MIB).exposed_ms
 
 
-def test_by_default_two_of_the_largest_gradient_are_on_their_way():
-    assert most_bytes_on_the_way(backward_of(5, [(GATE_UP, 16)])) == 2 * 768 * MIB
-
-
-def test_by_default_small_gradients_on_their_way_are_at_most_256_mib():
-    assert most_bytes_on_the_way(backward_of(12, [(ATTENTION, 16)])) == 256 * MIB
+@pytest.mark.parametrize("shape, on_the_way_mib", [(GATE_UP, 2 * 768), (ATTENTION, 256)])
+def test_by_default_two_of_the_largest_gradient_or_256_mib_are_on_their_way(shape, on_the_way_mib):
+    graph = backward_of(12, [(shape, 16)])
+    assert most_bytes_on_the_way(graph) == predicted(graph).reduce_budget_bytes == on_the_way_mib * MIB
 
 
 @pytest.mark.parametrize("budget_mib, on_the_way_mib", [(256, 768), (800, 768), (2400, 3 * 768), (0, 768)])
@@ -198,11 +196,6 @@ def test_a_budget_that_is_given_is_taken_as_it_is(budget_mib, on_the_way_mib):
     graph = backward_of(5, [(GATE_UP, 16)])
     assert most_bytes_on_the_way(graph, reduce_budget_bytes=budget_mib * MIB) == on_the_way_mib * MIB
     assert predicted(graph, reduce_budget_bytes=budget_mib * MIB).reduce_budget_bytes == budget_mib * MIB
-
-
-def test_explain_tells_the_default_budget():
-    assert predicted(mixture()).reduce_budget_bytes == 2 * 768 * MIB
-    assert predicted(backward_of(1, [(ATTENTION, 16)])).reduce_budget_bytes == 256 * MIB
 
 
 def test_ranks_with_other_shards_plan_the_same():

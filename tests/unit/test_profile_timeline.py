@@ -34,7 +34,6 @@ def event(name, category, begin, end, thread=1, **args):
 
 STEP = event("zcompile.profile::step", "user_annotation", 0, 1000)
 
-
 ON_GPU = [
     event("rotate", "kernel", 0, 0.5),
     event("gemm", "kernel", 100, 400),
@@ -46,7 +45,6 @@ ON_GPU = [
     event("adam", "kernel", 999.5, 1000),
 ]
 
-
 ON_CPU = [
     STEP,
     event("aten::mm", "cpu_op", 100, 400),
@@ -56,7 +54,6 @@ ON_CPU = [
     event("gloo:recv", "user_annotation", 50, 600),  # from its start to the wait
     event("aten::add", "cpu_op", 700, 900),
 ]
-
 
 # The same from 100 us on in a CUDA graph, whose kernels are on streams of the driver's choice.
 IN_GRAPH = [
