@@ -13,7 +13,7 @@ from tests.support.reference import close
 from zcompile.explanation.llama import Llama, Size
 
 BLOCKS, HEADS, WIDTH = 4, 4, 256
-SIZE = Size(layers=6, width=1024, hidden=4096, heads=8, kv_heads=4, vocabulary=8192, tokens=1024, sequences=8)
+SIZE = Size(layers=8, width=1024, hidden=4096, heads=8, kv_heads=4, vocabulary=512, tokens=1024, sequences=8)
 
 
 class Dropping(nn.Module):

@@ -166,6 +166,30 @@ def test_what_is_computed_inside_its_readers_takes_no_memory():
     assert [storage.nbytes for storage in made] == [8 * 8 * 4, 8 * 4 * 4]
 
 
+def most_bytes(function, *shapes):
+    """The most live bytes of the traced function, beside its inputs."""
+    graph = make_fx(function, tracing_mode="fake")(*map(torch.randn, shapes)).graph
+    return max(Liveness(graph).live_bytes(exclude=graph.find_nodes(op="placeholder")))
+
+
+def test_kernels_write_over_what_they_alone_read_and_hold_the_rest():
+    """Matrices are 16 x 16, in float32. Inductor fuses `a * b` and `a + b`, though a product stands between them."""
+    matrix, sides = 16 * 16 * 4, ((16, 16), (16, 16))
+    assert most_bytes(lambda x, w: torch.tanh(x @ w) @ w, *sides) == 2 * matrix  # of tanh and the last product
+
+    def shared(x, w):
+        a, b = x @ w, w @ x
+        return (a * b) @ w, (a + b) @ w
+
+    assert most_bytes(shared, *sides) == 5 * matrix  # both arguments, both results and a product
+
+    def waits(x, w):
+        mask = x[:1] > 0
+        return torch.where(mask.expand(16, 16), x @ w, 0).sum()
+
+    assert most_bytes(waits, *sides) == matrix + 4  # the product and its sum, but no mask
+
+
 TOKENS, EXPERTS, TOP_K, WIDTH = 64, 4, 2, 32
 
 

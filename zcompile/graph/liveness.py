@@ -8,7 +8,13 @@ here such a result has no storage, and the storages from which it is computed li
 
 Nodes that fuse are pointwise nodes, casts, copies and reductions. All others, such as matmuls, attention and transfers,
 do not. A *segment* is what stands between two nodes that do not fuse. The result of a node that fuses is written to
-memory if a reader of it does not fuse, or stands in a later segment.
+memory if a reader of it does not fuse, or stands in a later segment. The exception are pointwise nodes whose readers in
+later segments depend on them through nodes that fuse alone, such as a mask that waits for a matmul: Inductor computes
+them beside those readers.
+
+Nodes that share arguments become one *kernel*, also of several segments, unless one waits for another through a node
+that does not fuse. Arguments and results of a kernel live until its last node. But it writes a result over an argument
+of the same size that this result alone reads, and nothing later.
 """
 
 import operator
@@ -59,6 +65,21 @@ FUSES = {
     torch.ops.prims.iota.default,
 }
 
+# Those of them that are computed inside of each reader, as pointwise ones are.
+POINTWISE = {
+    aten._to_copy.default,
+    aten.arange.start_step,
+    aten.embedding.default,
+    aten.full.default,
+    aten.full_like.default,
+    aten.gather.default,
+    aten.new_zeros.default,
+    aten.scalar_tensor.default,
+    aten.zeros_like.default,
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.iota.default,
+}
+
 
 @dataclass(eq=False)
 class Storage:
@@ -78,7 +99,7 @@ class Liveness:
     """
 
     def __init__(self, graph: Graph, fused: bool = True):
-        self.nodes = list(graph.nodes)
+        self.nodes, self.fused = list(graph.nodes), fused
         self.position = {node: i for i, node in enumerate(self.nodes)}
         # Node -> the storages that hold its result. For a result that is never written: those that it is computed from.
         self.storages: dict[Node, list[Storage]] = {}
@@ -104,13 +125,58 @@ class Liveness:
         Storages of nodes in `exclude` do not count, those of nodes in `scaled` count `scale` times.
         """
         change = [0] * (len(self.nodes) + 2)
-        for storage in self:
-            if storage.maker in exclude:
-                continue
+        dies = {storage: storage.dies for storage in self if storage.maker not in exclude}
+        for kernel in self._kernels() if self.fused else ():
+            self._run_at_once(kernel, dies)
+        for storage, last in dies.items():
             nbytes = round(storage.nbytes * scale) if storage.maker in scaled else storage.nbytes
             change[storage.made] += nbytes
-            change[storage.dies + 1] -= nbytes
+            change[last + 1] -= nbytes
         return list(accumulate(change[: len(self.nodes)]))
+
+    def _run_at_once(self, kernel: list[Node], dies: dict[Storage, int]) -> None:
+        """Let the arguments and the results of a kernel live until its last node."""
+        first, last = (self.position[node] for node in (kernel[0], kernel[-1]))
+        results = {storage for node in kernel for storage in self.storages[node] if storage in dies}
+        readers: dict[Storage, list[Node]] = {}
+        for node in kernel:
+            for storage in self._arguments(node) & dies.keys():
+                readers.setdefault(storage, []).append(node)
+        free = {storage: storage.maker for storage in results}  # results that are written over nothing yet
+        for storage in readers.keys() - results:
+            if not first <= storage.dies <= last:
+                continue
+            of_one = [result for result in free if [free[result]] == readers[storage]]
+            same_size = [result for result in of_one if result.nbytes == storage.nbytes]
+            dies[storage] = same_size[0].made - 1 if same_size else last
+            free = {result: maker for result, maker in free.items() if result not in same_size[:1]}
+        for result in results:
+            dies[result] = max(dies[result], last)
+
+    def _kernels(self) -> list[list[Node]]:
+        """Written nodes that fuse: those of one list share arguments, and none waits for another through a node that
+        does not fuse."""
+        kernel_of: dict[Node, list[Node]] = {}
+        last_reader: dict[Storage, Node] = {}
+        for node in self.nodes:
+            if node not in self.written or not fuses(node):
+                continue
+            kernel_of[node] = [node]
+            size = sum(result_bytes(node))
+            arguments = {each for each in self._arguments(node) if 2 * each.nbytes >= size}
+            others = {each.maker for each in arguments} | {last_reader.get(each, node) for each in arguments}
+            for other in others & kernel_of.keys():
+                joined = kernel_of[other]
+                if joined is not kernel_of[node] and not any(self._is_between(each, {node}) for each in joined):
+                    joined.extend(kernel_of[node])
+                    for each in kernel_of[node]:
+                        kernel_of[each] = joined
+            last_reader |= dict.fromkeys(arguments, node)
+        kernels = {id(kernel): kernel for kernel in kernel_of.values()}
+        return [sorted(kernel, key=self.position.__getitem__) for kernel in kernels.values()]
+
+    def _arguments(self, node: Node) -> set[Storage]:
+        return {storage for source in node.all_input_nodes for storage in self.storages[source]}
 
     def _storages_of(self, node: Node, i: int) -> list[Storage]:
         aliased = aliases(node)
@@ -129,8 +195,28 @@ class Liveness:
     def _is_written(self, node: Node) -> bool:
         if not fuses(node):
             return True
-        segment = self.segment[node]
-        return any(not fuses(reader) or self.segment[reader] != segment for reader in _readers_through_aliases(node))
+        readers = list(_readers_through_aliases(node))
+        if not all(map(fuses, readers)):
+            return True
+        later = {reader for reader in readers if self.segment[reader] != self.segment[node]}
+        return bool(later) and not (self.fused and _is_pointwise(node) and not self._is_between(node, later))
+
+    def _is_between(self, node: Node, readers: set[Node]) -> bool:
+        """Whether one of `readers` depends on `node` through a node that does not fuse."""
+        last = max(self.position[reader] for reader in readers)
+        pending, seen = [(node, False)], set()
+        while pending:
+            source, is_past = pending.pop()
+            for user in source.users:
+                if self.position[user] > last:
+                    continue
+                if is_past and user in readers:
+                    return True
+                reached = user, is_past or not (fuses(user) or aliases(user) is not None)
+                if reached not in seen:
+                    seen.add(reached)
+                    pending.append(reached)
+        return False
 
 
 def fuses(node: Node) -> bool:
@@ -139,6 +225,10 @@ def fuses(node: Node) -> bool:
         return False
     target = node.target
     return target in FUSES or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def _is_pointwise(node: Node) -> bool:
+    return node.target in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def aliases(node: Node) -> list[Node] | None:
