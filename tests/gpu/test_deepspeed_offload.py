@@ -20,6 +20,7 @@ ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 @on_gpus(needs="deepspeed")
 def test_offloaded_steps_equal_those_without_offload(rank, world):
     os.environ["DS_ACCELERATOR"] = "cuda"  # of this rank, before DeepSpeed is imported
+    os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # ranks may share a GPU
     from tests.support.deepspeed import assert_taken_over, deepspeed, make_engine
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -30,6 +31,7 @@ def test_offloaded_steps_equal_those_without_offload(rank, world):
             for i in range(6 * MICROBATCHES):
                 losses.append(engine(batch(i, rank).cuda()))
                 engine.backward(losses[-1])
+                torch.cuda._sleep(20_000_000)  # copies of a step begin long after its host is done
                 engine.step()
         assert_taken_over(engine)
         mains, states = engine.optimizer.fp32_partitioned_groups_flat, engine.optimizer.optimizer.state

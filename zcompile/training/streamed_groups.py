@@ -71,11 +71,15 @@ def _aligned(numel: int, alignment: int) -> int:
 
 
 class Slot:
-    """Device memory of one group at a time, and a mark that is passed when it may be written."""
+    """Device memory of one group at a time, and a mark that is passed when it may be written.
 
-    def __init__(self, rows: int, capacity: int, device: torch.device, free: Any):
+    The mark follows the allocation: under `torch.use_deterministic_algorithms`, torch fills new memory in the queue
+    that computes.
+    """
+
+    def __init__(self, rows: int, capacity: int, device: torch.device, link: HostLink):
         self.buffer = torch.empty(rows, capacity, dtype=torch.float32, device=device)
-        self.free = free
+        self.free = link.mark(Queue.COMPUTE)
 
 
 class Stream:
@@ -93,8 +97,8 @@ class Stream:
         self.capacity = _aligned(max(1, min(total, GROUP_BYTES // 4 // rows)), GRAIN)
         self.turn = 0  # counts groups
         self.copied_out: Any = None  # a mark: all groups until now are in host memory
-        free, count = link.mark(Queue.COMPUTE), min(SLOTS, -(-total // self.capacity))
-        self.slots = [Slot(rows, self.capacity, device, free) for _ in range(max(1, count))]
+        count = min(SLOTS, -(-total // self.capacity))
+        self.slots = [Slot(rows, self.capacity, device, link) for _ in range(max(1, count))]
 
     def run(
         self,
