@@ -118,13 +118,18 @@ def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memor
     }
 
 
-_FOLDERS = ("torch._dynamo.config.base_dir", "torch._dynamo.config.debug_dir_root")
+# Folders, and a setting that says how to report an error, by default otherwise where the variable CI is set.
+_NO_FIELDS = (
+    "torch._dynamo.config.base_dir",
+    "torch._dynamo.config.debug_dir_root",
+    "torch._functorch.config.error_on_custom_op_aliasing",
+)
 
 
 def _torch_settings() -> dict[str, str]:
     """Settings of Dynamo, AOTAutograd and Inductor that change what they make, as torch's own caches take them.
 
-    Without folders, which differ between virtual environments and working directories.
+    Without `_NO_FIELDS`, which differ between virtual environments, working directories and machines.
     """
     return {
         f"{config}.{name}": str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
@@ -134,7 +139,7 @@ def _torch_settings() -> dict[str, str]:
             ("torch._inductor.config", kernels.inductor_settings()),
         )
         for name, value in settings.items()
-        if f"{config}.{name}" not in _FOLDERS
+        if f"{config}.{name}" not in _NO_FIELDS
     }
 
 
