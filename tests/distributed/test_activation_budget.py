@@ -250,7 +250,8 @@ def test_states_in_host_memory_do_not_count(rank, world, offload, nbytes):
         model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
         limit = nbytes * sum(parameter.numel() for parameter in model.parameters()) // world + spare
         compiled(model, options={"memory_limit": limit}, param_dtype=torch.bfloat16)
-        zcompile.fuse_optimizer(model, torch.optim.AdamW(model.parameters(), fused=True), offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        zcompile.fuse_optimizer(model, optimizer, offload=offload)
         with contextlib.nullcontext() if fits else pytest.raises(Exception, match="keeps to memory_limit"):
             model(torch.ones(2, 512)).sum().backward()
 

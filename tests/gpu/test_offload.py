@@ -171,9 +171,9 @@ def peak_of_step(rank, offload):
 @on_gpus()
 def test_the_peak_falls_by_the_states(rank, world, offload):
     (peak, _), (offloaded, freed) = peak_of_step(rank, None), peak_of_step(rank, offload)
-    assert peak - offloaded > 0.98 * freed, (peak, offloaded, freed)
-    if world > 1:  # a rank alone saves casts of main parameters for backward, unless these are on the host
-        assert peak - offloaded < 1.02 * freed, (peak, offloaded, freed)
+    # A rank alone gathers only with offload, so narrow copies of what is read next are there, too.
+    least = 0.98 if world > 1 else 0.85
+    assert least * freed < peak - offloaded < 1.02 * freed, (peak, offloaded, freed)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

@@ -102,7 +102,9 @@ def test_captured_graphs_read_narrow_shards(rank, world):
     for offload in ("states", None):
         torch.manual_seed(0)
         model = zcompile.shard(Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda(), param_dtype=torch.bfloat16)
-        model.compile(backend="zcompile", mode="reduce-overhead")
+        # On one rank, code without offload casts parameters inside of kernels, where Inductor leaves the rounding out.
+        options = {"cuda_graphs": True, "inductor": {"emulate_precision_casts": True}}
+        model.compile(backend="zcompile", options=options)
         if world > 1:
             state_of(model).runtime.use_transport("p2p")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
