@@ -27,45 +27,7 @@ from torch.fx import Graph, Node
 
 from zcompile.graph.ops import args_of, aten, named_args, nodes_in, result_bytes
 
-# Ops that fuse, beside those with torch's tag for pointwise ones.
-FUSES = {
-    aten._softmax.default,
-    aten._to_copy.default,
-    aten.amax.default,
-    aten.any.default,
-    aten.any.dim,
-    aten.arange.start_step,
-    aten.argmax.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-    aten.copy.default,
-    aten.embedding.default,
-    aten.empty.memory_format,
-    aten.full.default,
-    aten.full_like.default,
-    aten.gather.default,
-    aten.index.Tensor,
-    aten.max.dim,
-    aten.mean.default,
-    aten.mean.dim,
-    aten.new_zeros.default,
-    aten.repeat.default,
-    aten.scalar_tensor.default,
-    aten.scatter.value,
-    aten.select_backward.default,
-    aten.select_scatter.default,
-    aten.slice_backward.default,
-    aten.slice_scatter.default,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.var_mean.correction,
-    aten.zeros_like.default,
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.prims.iota.default,
-}
-
-# Those of them that are computed inside of each reader, as pointwise ones are.
+# Ops that are computed inside of each reader, as those with torch's tag for pointwise ones are.
 POINTWISE = {
     aten._to_copy.default,
     aten.arange.start_step,
@@ -78,6 +40,32 @@ POINTWISE = {
     aten.zeros_like.default,
     torch.ops.prims.convert_element_type.default,
     torch.ops.prims.iota.default,
+}
+# Other ops that fuse.
+FUSES = {
+    aten._softmax.default,
+    aten.amax.default,
+    aten.any.default,
+    aten.any.dim,
+    aten.argmax.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.constant_pad_nd.default,
+    aten.copy.default,
+    aten.empty.memory_format,
+    aten.index.Tensor,
+    aten.max.dim,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.repeat.default,
+    aten.scatter.value,
+    aten.select_backward.default,
+    aten.select_scatter.default,
+    aten.slice_backward.default,
+    aten.slice_scatter.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.var_mean.correction,
 }
 
 
@@ -223,8 +211,7 @@ def fuses(node: Node) -> bool:
     """Whether Inductor may compute `node` inside a kernel of its neighbours; see [Note: what fuses]."""
     if node.op != "call_function":
         return False
-    target = node.target
-    return target in FUSES or torch.Tag.pointwise in getattr(target, "tags", ())
+    return node.target in FUSES or _is_pointwise(node)
 
 
 def _is_pointwise(node: Node) -> bool:
