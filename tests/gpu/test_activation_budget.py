@@ -64,7 +64,7 @@ def peak_of_step(limit, rank):
     del model, optimizer
     torch._dynamo.reset()
     gc.collect()
-    return peak - torch.cuda.memory_allocated()  # without what cuBLAS keeps
+    return peak - torch.cuda.memory_allocated()  # without workspaces of cuBLAS
 
 
 @pytest.mark.parametrize("world", [1, 2])

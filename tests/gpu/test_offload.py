@@ -164,14 +164,14 @@ def peak_of_step(rank, offload):
     del model, optimizer
     torch._dynamo.reset()
     gc.collect()
-    return peak - torch.cuda.memory_allocated(), freed  # without what cuBLAS keeps
+    return peak - torch.cuda.memory_allocated(), freed  # without workspaces of cuBLAS
 
 
 @pytest.mark.parametrize("world, offload", [(2, "moments"), (2, "states"), (1, "states")])
 @on_gpus()
 def test_the_peak_falls_by_the_states(rank, world, offload):
     (peak, _), (offloaded, freed) = peak_of_step(rank, None), peak_of_step(rank, offload)
-    # A rank alone gathers only with offload, so narrow copies of what is read next are there, too.
+    # A rank alone gathers only with offload, so copies of narrow shards that are read next are there, too.
     least = 0.98 if world > 1 else 0.85
     assert least * freed < peak - offloaded < 1.02 * freed, (peak, offloaded, freed)
 

@@ -22,7 +22,7 @@ def threads() -> int:
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """Without the garbage collector, from after a collection on: what has no reference is gone at once."""
+    """Collect garbage, then turn the collector off: a value is freed when its last reference goes, or never."""
     gc.collect()
     gc.disable()
     try:

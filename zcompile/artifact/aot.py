@@ -124,7 +124,7 @@ def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Saves the mesh of a DTensor that is returned by what tells it from others, since each rank has a mesh object."""
+    """Saves the mesh of a DTensor that is returned by its key, since each rank has a mesh object."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, DeviceMesh):

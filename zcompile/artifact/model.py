@@ -6,7 +6,7 @@ at the file and says what it found: the file fits, it is not there, or why it do
 
 - All have the same file, and it fits: each loads its own.
 - Some have it, and it is not there for the others (no shared folder): one rank sends it to them.
-- No rank has it: rank 0 compiles and sends, and all load what it sent. It writes the file. Under tensor parallelism,
+- No rank has it: rank 0 compiles and sends its code, and all load that. It writes the file. Under tensor parallelism,
   the first rank of each position compiles.
 - Anything else: one warning that says why, and every rank compiles for itself, as `model.compile` does.
 
@@ -117,7 +117,7 @@ class _Report:
 
 @dataclass
 class _Shared:
-    """What the blocks of one model share."""
+    """State that the blocks of one model share."""
 
     mesh: DeviceMesh | None = None  # of all ranks that decide, see `span_of`
     position: str = ""  # of this rank, see [Note: positions] in groups.py
@@ -128,7 +128,7 @@ class _Shared:
     is_made_here: bool = False  # by the ranks of this run
     surroundings: dict[str, str] = field(default_factory=dict)  # of this rank, see fingerprint.py
     compiled: Callable[..., Any] | None = None  # without a file; one, so that equal blocks are compiled once
-    differing: list[str] = field(default_factory=list)  # what `FromFile.differing` says of the file
+    differing: list[str] = field(default_factory=list)  # see `FromFile.differing`
 
     def sha256(self) -> str:
         """Of the file; computed once."""
@@ -137,7 +137,7 @@ class _Shared:
         return self.digest[1]
 
     def open(self, name: str) -> LoadedFile:
-        """What is in `data`, which errors call `name`."""
+        """The content of `data`, which errors call `name`."""
         if self.file is None:
             self.file = LoadedFile(decode(self.data, name), name)
             if NUMBER not in self.file.artifact.fingerprint:
@@ -145,7 +145,7 @@ class _Shared:
         return self.file
 
     def add(self, files: list[bytes], name: str) -> None:
-        """Take programs that the ranks of this run made into the file; what was loaded stays so."""
+        """Take programs that the ranks of this run made into the file; loaded programs stay loaded."""
         self.data, self.is_made_here = merge([self.data, *files] if self.is_made_here else files), True
         loaded, self.file = self.file.loaded if self.file is not None else {}, None
         self.open(name).loaded = loaded
@@ -172,7 +172,7 @@ class FromFile:
 
         Args:
             around_make: makes a context in which the file is made, if it is.
-            shared: what blocks of one model share. Default: `model` is the only one.
+            shared: state that blocks of one model share. Default: `model` is the only one.
         """
         state_of(model)
         check_artifact(settings, mode)
@@ -271,7 +271,7 @@ class FromFile:
             self.give_up(model, reason)
             return
         if self.is_alone and len(shared.open(str(self.path)).artifact.facts["programs"]) == 1:
-            self.shared = _Shared()  # frees what was read
+            self.shared = _Shared()  # frees the bytes of the file
         prepare(state, self.settings)
         for each in models_of(state):
             each.provenance.compiled = shared.how or how
@@ -350,7 +350,7 @@ class FromFile:
         if _is_first(mesh):
             try:
                 write(self.path, self.shared.data)
-            except OSError as error:  # all ranks have what is in it
+            except OSError as error:  # all ranks have its content
                 warnings.warn(f"zcompile: {self.path} could not be written: {error}", stacklevel=2)
         return "", makers
 

@@ -142,7 +142,7 @@ _meshes: "weakref.WeakValueDictionary[Hashable, DeviceMesh]" = weakref.WeakValue
 
 
 def mesh_key(mesh: DeviceMesh) -> Hashable:
-    """What tells an inner mesh from others; the same on all of its ranks, and in another run."""
+    """The key of an inner mesh: the same on all of its ranks, and in another run."""
     return mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), mesh._flatten_rank_map
 
 

@@ -31,8 +31,10 @@ OFFLOADS = "moments", "states"
 def fuse_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, offload: str | None = None
 ) -> torch.optim.Optimizer:
-    """Let steps of `optimizer` write what the next forward gathers, and free gradients as they go. No number changes,
-    except with offload="states" on one rank under Inductor, which rounds casts otherwise inside of kernels.
+    """Let steps of `optimizer` write the shards that the next forward gathers, and free gradients as they go.
+
+    No number changes, with one exception: `offload="states"` on one rank, with `param_dtype` under Inductor. Without
+    offload, Inductor fuses casts of parameters into kernels there, and leaves their rounding out.
 
     Peer to peer this saves one pass over all main parameters per step; over other transports, steps are torch's.
 
