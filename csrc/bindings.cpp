@@ -277,7 +277,9 @@ void bind_numerics(py::module& module) {
   module.def(
       "own_storage",
       [](const at::Tensor& tensor) {
-        return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), [tensor](void*) {}, tensor.options());
+        // With the device named, since the address of an empty tensor is null, which says none.
+        return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), [tensor](void*) {}, tensor.options(),
+                             tensor.device());
       },
       "A contiguous tensor over the same memory, with a storage of its own, by which the runtime finds it.");
   module.def("cast", &cast, ReleaseGil(), py::arg("sources"), py::arg("destinations"));
