@@ -66,22 +66,24 @@ def test_an_engine_without_optimizer_stays_eager(rank, world):
     assert losses[0] == losses[1] and "DeepSpeedZeRoOffload" in engine.zcompile.given_back
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_hook_on_a_parameter_gives_the_engine_back(rank, world, late):
-    """What a hook sees, and what training comes to, is as in eager ZeRO-3."""
+@pytest.mark.parametrize("late, hooked", [(False, (0, 1)), (False, (1,)), (True, (0, 1))])
+def test_a_hook_on_a_parameter_gives_the_engine_back(rank, world, late, hooked):
+    """A hook, on the ranks `hooked`, sees the values that it sees in eager ZeRO-3, and losses are those of eager."""
     seen = []
     for flag in (None, {}):
         engine = make_engine(flag)
         grads: list = []
         curve = train(engine, rank, end=1) if late else []
         parameter = engine.module.head.weight
-        parameter.register_hook(lambda grad, grads=grads: grads.append(grad.detach().float().norm().item()))
+        if rank in hooked:
+            parameter.register_hook(lambda grad, grads=grads: grads.append(grad.detach().float().norm().item()))
         curve += train(engine, rank, begin=len(curve) // MICROBATCHES, end=3)
         seen.append((curve, grads))
         if flag is not None:
             assert not is_taken_over(engine) and "parameter 'embed.weight' has hooks" in engine.zcompile.given_back
+            assert late or f"rank {hooked[0]} cannot" in engine.zcompile.given_back
         engine.destroy()
-    assert seen[0][1] and len(seen[0][1]) == len(seen[1][1])
+    assert (len(seen[0][1]) > 0) is (rank in hooked) and len(seen[0][1]) == len(seen[1][1])
     (curve, grads), (our_curve, our_grads) = seen
     assert our_grads == pytest.approx(grads, rel=1e-5)
     for theirs, ours in zip(curve, our_curve, strict=True):

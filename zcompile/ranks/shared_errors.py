@@ -18,8 +18,13 @@ class Progress:
 
 
 @contextlib.contextmanager
-def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[Progress]:
+def raised_on_all_ranks(
+    mesh: DeviceMesh, failure: str = "zcompile.shard: rank {} could not shard the model"
+) -> Iterator[Progress]:
     """Around work of this rank alone: an exception of one rank is an error on all ranks, which enter together.
+
+    Args:
+        failure: begins the error's text, with {} in place of the rank.
 
     Raises:
         RuntimeError: a rank raised; names the rank, its progress, and its exception.
@@ -33,4 +38,4 @@ def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[Progress]:
     for rank, at, message in all_gather_over_mesh(mesh, (dist.get_rank(), progress.at, text)):
         if message is not None:
             where = f", at {at}" if at else ""
-            raise RuntimeError(f"zcompile.shard: rank {rank} could not shard the model{where}: {message}") from error
+            raise RuntimeError(f"{failure.format(rank)}{where}: {message}") from error

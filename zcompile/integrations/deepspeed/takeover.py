@@ -43,6 +43,7 @@ from zcompile.integrations.deepspeed.hooks import Hooks, hooked_parameter
 from zcompile.integrations.deepspeed.leaf_modules import leaf_modules, unsupported_leaf_module
 from zcompile.integrations.deepspeed.optimizer_step import LeanStep
 from zcompile.integrations.deepspeed.partitions import Partition, ZeroParameter, add_partition, partition_grads
+from zcompile.ranks.shared_errors import raised_on_all_ranks
 from zcompile.sharding.class_swap import install_readers, remove_readers
 from zcompile.state.sharded_model import ShardedModel, install_leaves, models_of
 from zcompile.training.accumulate import begin_accumulating, end_accumulating
@@ -50,6 +51,8 @@ from zcompile.training.optimizer_steps import check_orders
 from zcompile.units.order import make_units, order_units
 
 log = logging.getLogger("zcompile")
+
+REFUSED = "rank {} cannot train its partitions through zcompile"
 
 
 class Takeover:
@@ -167,12 +170,15 @@ class Takeover:
 
     def take_over(self) -> None:
         """Gather from the engine's partitions; all ranks together."""
-        optimizer = self.engine.optimizer
-        if reason := unsupported(self.engine):
+        optimizer, reason = self.engine.optimizer, unsupported(self.engine)
+        if getattr(optimizer, "dp_process_group", None) is None:  # as of another class, on all ranks
             raise RuntimeError(reason)
+        mesh = DeviceMesh.from_group(optimizer.dp_process_group, self.engine.device.type)
+        with raised_on_all_ranks(mesh, REFUSED):
+            if reason:
+                raise RuntimeError(reason)
         self.trained = {parameter.ds_id for parameters in optimizer.fp16_groups for parameter in parameters}
         self.hooks.release_parameters()
-        mesh = DeviceMesh.from_group(optimizer.dp_process_group, self.engine.device.type)
         self.state = state = ShardedModel(mesh, machine_of(mesh))
         self.shard_engine(state)
         if LeanStep.is_possible(optimizer):
@@ -201,11 +207,14 @@ class Takeover:
         if leaves:
             state.units = ShardedModel(mesh, state.machine, has_units=True)
         in_leaf = {below for leaf in leaves.values() for below in leaf.modules()}
-        for path, module in model.named_modules():
-            of_module = state.units if state.units is not None and module in in_leaf else state
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    self.add(of_module, f"{path}.{attribute}" if path else attribute, module, attribute, parameter)
+        with raised_on_all_ranks(mesh, REFUSED) as progress:
+            for path, module in model.named_modules():
+                of_module = state.units if state.units is not None and module in in_leaf else state
+                for attribute, parameter in module._parameters.items():
+                    if parameter is not None:
+                        name = f"{path}.{attribute}" if path else attribute
+                        progress.at = f"parameter '{name}'"
+                        self.add(of_module, name, module, attribute, parameter)
         units = make_units(state, self.engine.module, leaves)
         state.use_transport("auto")
         order_units(state, units)
