@@ -33,7 +33,7 @@ def ulysses(group, q, k, v):
 
 def gathered(group, q, k, v):
     """Each rank gathers the keys and values of all tokens."""
-    k, v = (funcol.all_gather_tensor_autograd(x, 2, group) for x in (k, v))
+    k, v = (funcol.all_gather_tensor_autograd(x.contiguous(), 2, group) for x in (k, v))
     positions = torch.arange(k.shape[2])
     mine = positions.chunk(group.size())[group.rank()]
     return scaled_dot_product_attention(q, k, v, attn_mask=mine[:, None] >= positions)

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 import zcompile
 from tests.support.models import Chain
-from tests.support.ranks import slow
+from tests.support.ranks import TORCH, slow
 from tests.support.reference import RIGHT, WRONG, compiled, relative_error
 from zcompile.costs.hardware import CPU
 from zcompile.graph.ops import GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
@@ -22,7 +22,6 @@ from zcompile.state.sharded_model import state_of
 
 WIDTH = 33  # odd, so that shards are padded; Inductor on CPU makes smaller products pointwise
 MATRIX_BYTES = 4 * WIDTH**2
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def three_layers():

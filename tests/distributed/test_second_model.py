@@ -6,6 +6,7 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Chain
+from tests.support.ranks import TORCH
 from tests.support.reference import compiled
 from zcompile.compiler import backend
 from zcompile.state.sharded_model import state_of
@@ -71,7 +72,10 @@ class Teaches(nn.Module):
         return (self.student(x) - self.held[0](x)).square().mean()
 
 
-@pytest.mark.parametrize("compiles", [False, True])
+# A compiled module of torch does not follow `requires_grad` of a module in a list of its own either.
+@pytest.mark.parametrize(
+    "compiles", [False, pytest.param(True, marks=pytest.mark.skipif(TORCH < (2, 13), reason="guards of torch 2.11"))]
+)
 @pytest.mark.parametrize("student_is_sharded", [False, True])
 def test_a_model_that_another_one_calls_follows_its_parameters(rank, world, compiles, student_is_sharded):
     """After copies into them, and after they are frozen and trained in turns."""

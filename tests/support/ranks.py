@@ -28,6 +28,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from tests.support.time_limits import scaled
 
 TIMEOUT_SECONDS = 180  # on a quiet machine
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 slow = pytest.mark.slow  # `make test-all` alone runs it
 LINEAR = torch.nn.functional.linear  # DeepSpeed's zero.Init replaces it for good
 

@@ -63,7 +63,7 @@ def test_dtypes_that_alternate_travel_as_two_buckets():
     assert gathered == 3 * [torch.float32, torch.bfloat16]
 
 
-@torch.library.custom_op("zcompile_tests::custom_product", mutates_args=(), tags=torch.Tag.pointwise)
+@torch.library.custom_op("zcompile_tests::custom_product", mutates_args=(), tags=(torch.Tag.pointwise,))
 def custom_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x @ weight
 
