@@ -27,6 +27,7 @@ from tests.support.cuda_graphs import (
 )
 from tests.support.ranks import Ranks, on_ranks
 from zcompile import options, shard, stats
+from zcompile.profile.zcompile_engines import Eager
 from zcompile.state.sharded_model import state_of
 
 
@@ -35,6 +36,10 @@ def test_replays_compute_and_note_as_calls_do(rank, world):
     model = same_as_uncaptured("cpu", rank, plain)
     assert counts(model) == (2, 20)  # forward and backward, from the third of twelve steps on
     assert stats(model)["cuda_graphs"]["uncaptured"] == {"warm-up": 4}
+    engine = Eager.__new__(Eager)
+    engine.model, engine.settings = model, ["set"]
+    setting, graphs = engine.ran_with()
+    assert setting == "set" and "2 CUDA graphs, 20 replays" in graphs and "not captured: 4 of warm-up" in graphs
 
 
 @pytest.mark.parametrize("train", TRAINERS, ids=lambda train: train.__name__)

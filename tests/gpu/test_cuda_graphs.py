@@ -31,7 +31,9 @@ MAKERS = {"small": Noisy, "wide": wide}
 
 def rank_trains(rank, world, train, transport, make):
     model = same_as_uncaptured("cuda", rank, train, MAKERS[make], transport)
-    assert counts(model)[1] > 4 or train is in_accumulate, zcompile.stats(model)["cuda_graphs"]
+    counted = zcompile.stats(model)["cuda_graphs"]
+    assert counted["replays"] > 4 or train is in_accumulate, counted
+    assert (counted["pool_bytes"] > 0) is (counted["graphs"] > 0)
 
 
 @pytest.mark.parametrize("train", [plain, *TRAINERS], ids=lambda train: train.__name__)

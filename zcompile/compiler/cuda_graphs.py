@@ -272,12 +272,14 @@ class CapturedCode:
         state.prepare_capture(variant.effects)
         try:
             with graph.capture():
+                reserved_bytes = torch.cuda.memory_reserved()
                 state.start_capture()
                 try:
                     values = list(self.code(arguments))
                 finally:
                     state.end_capture()
                 state.keep_results([value if isinstance(value, torch.Tensor) else None for value in values])
+                pool_bytes = torch.cuda.memory_reserved() - reserved_bytes
             state.set_executable(graph.executable())
         except BaseException:
             state.abandon_capture()
@@ -288,6 +290,7 @@ class CapturedCode:
             self.pair.graphs = max(self.pair.graphs, len(variant.captured))
         for model in variant.alive():
             model.replays.graphs += 1
+            model.replays.pool_bytes += pool_bytes
         return self._replay(variant.captured[-1], variant)
 
     def _replay(self, captured: _Captured, variant: _Variant) -> Sequence[Any]:

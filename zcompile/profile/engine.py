@@ -54,6 +54,10 @@ class Engine:
     def adamw(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.training.learning_rate, fused=True)
 
+    def ran_with(self) -> list[str]:
+        """Settings, and counts of the steps so far, for the report."""
+        return self.settings
+
     def step(self, batches: list[Any]) -> torch.Tensor:
         """One step over the microbatches. Returns this rank's mean loss, []."""
         losses = self.accumulate(batches, 1 / len(batches))

@@ -80,7 +80,7 @@ class Run:
             "plan": None,
             "missing": [],  # what could not be measured, and why
             "about": f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
-            "settings": self.engine.settings,
+            "settings": self.engine.ran_with(),
             "versions": {"torch": torch.__version__},
         }
         if self.job.trace:

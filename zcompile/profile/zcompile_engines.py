@@ -38,6 +38,17 @@ class Eager(Engine):
     def wire_bytes(self) -> int:
         return counted_bytes(self.model)
 
+    def ran_with(self) -> list[str]:
+        counts = zcompile.stats(self.model)["cuda_graphs"]
+        if not counts["graphs"] and not counts["uncaptured"]:
+            return self.settings
+        left_out = ", ".join(f"{calls} of {reason}" for reason, calls in counts["uncaptured"].items())
+        return [
+            *self.settings,
+            f"{counts['graphs']} CUDA graphs, {counts['replays']} replays, {counts['pool_bytes'] / 2**30:.2f} GiB of "
+            f"memory for graphs; calls that were not captured: {left_out or 'none'}",
+        ]
+
 
 class EagerUnits(Eager):
     """The blocks that FSDP2's engine gives to `fully_shard` are units, each gathered in one transfer."""

@@ -55,6 +55,7 @@ class Replays:
     """What of a model's compiled code ran as CUDA graphs."""
 
     graphs: int = 0  # captured
+    pool_bytes: int = 0  # of device memory that captures added to the pool of all graphs
     replays: int = 0
     uncaptured: Counter[str] = field(default_factory=Counter)  # calls, by the reason
 

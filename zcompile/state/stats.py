@@ -25,7 +25,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
         transport: its name.
         transport_reason: why it was taken.
         transport_bytes: device memory that the transport holds, which torch's allocator does not count.
-        cuda_graphs: of compiled code with the option `cuda_graphs`: how many "graphs" were captured, "replays" ran, and
+        cuda_graphs: of compiled code with the option `cuda_graphs`: how many "graphs" were captured, the bytes of
+            device memory that they added to the pool of all graphs ("pool_bytes"), how many "replays" ran, and how many
             calls ran "uncaptured", by the reason. Of the first domain.
         compiled: how compiled code came to be, and why: "loaded from ...", "loaded: rank 0 compiled it ...", "compiled
             by this process: ..."; "" if none ran yet.
