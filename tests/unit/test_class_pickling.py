@@ -9,6 +9,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import zcompile
@@ -41,6 +43,10 @@ def test_equal_modules_have_one_class_and_one_pickle():
     first, second = (zcompile.shard(nn.Sequential(nn.Linear(4, 4))) for _ in range(2))
     assert type(first[0]) is type(second[0])
     assert pickle.dumps(type(first[0])) == pickle.dumps(type(second[0]))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    layers = [parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel()) for _ in range(2)]
+    spread = zcompile.shard(nn.Sequential(*layers), mesh["dp"])
+    assert type(spread[0]) is type(spread[1])  # over slices that are two objects
 
 
 def test_a_whole_sharded_model_is_neither_pickled_nor_copied():

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.ranks.process_groups import device_of
 from zcompile.ranks.shared_errors import Progress
@@ -31,6 +32,7 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
     device = device_of(state.mesh)
     ignored = plan.options.ignored
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter
+    meshes: dict[DeviceMesh, DeviceMesh] = {}  # see `layout_for`
     originals: list[nn.Parameter] = []  # held until the end, so that no id is given twice
     for path, module in list(model.named_modules()):
         own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in ignored}
@@ -50,7 +52,7 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
                     of_module = state.units
                 owner = module, attribute
                 policy = plan.policies[id(original)]
-                sharded = _shard_parameter(of_module, name, materialized, owner, device, policy, placement)
+                sharded = _shard_parameter(of_module, name, materialized, owner, device, policy, placement, meshes)
                 done[id(original)] = sharded
                 carry_hooks(original, sharded.parameter)
             else:
@@ -81,6 +83,7 @@ def _shard_parameter(
     device: torch.device,
     policy: MixedPrecision,
     placement: Placement,
+    meshes: dict[DeviceMesh, DeviceMesh],
 ) -> ShardedParameter:
     """One parameter of `state`: this rank's shard, as a DTensor and as a leaf, and known to the runtime.
 
@@ -88,7 +91,7 @@ def _shard_parameter(
         owner: a module that reads it, which holds the leaf from then on, and the name of its attribute.
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
-    layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype)
+    layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype, meshes)
     kind, local = subclass_of(part), _copied_shard(part, dim, state, device)
     leaf = nn.Parameter(local if kind is None else leaf_of(local), requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, state)

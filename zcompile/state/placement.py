@@ -229,12 +229,19 @@ def part_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def layout_for(
-    parameter: torch.Tensor, placement: Placement, world: int, domain: int, param_dtype: torch.dtype | None
+    parameter: torch.Tensor,
+    placement: Placement,
+    world: int,
+    domain: int,
+    param_dtype: torch.dtype | None,
+    meshes: dict[DeviceMesh, DeviceMesh],
 ) -> Layout:
     """The layout of `parameter`, which `world` ranks share.
 
     Args:
         param_dtype: to gather in; parameters that cannot train, as those of integers, keep their own.
+        meshes: of other parameters of the model. A program may slice one mesh several times; its model reads over one
+            of these equal meshes, so that modules share a class, and a file finds it.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)
@@ -242,10 +249,9 @@ def layout_for(
         shape = (world, *shape[:dim], shape[dim] // world, *shape[dim + 1 :])
     inner = None
     if isinstance(parameter, DTensor) and not placement.local:
-        remember_mesh(parameter.device_mesh)
-        inner = Inner(
-            parameter.device_mesh, id(parameter.device_mesh), parameter.placements, parameter.shape, parameter.stride()
-        )
+        mesh = meshes.setdefault(parameter.device_mesh, parameter.device_mesh)
+        remember_mesh(mesh)
+        inner = Inner(mesh, id(mesh), parameter.placements, parameter.shape, parameter.stride())
     dtype = param_dtype if part.dtype in TRAINABLE else None
     return Layout(shape, dim, inner, domain, dtype, placement.local, subclass_of(part) is not None)
 
