@@ -194,7 +194,8 @@ def _add_precompile(options: Parser) -> None:
     )
     add("--module", required=True, metavar="FILE.py:FUNCTION", help=about)
     add("--ranks", type=positive, required=True, metavar="N", help="ranks of the run")
-    add("--out", type=Path, required=True, metavar="FILE", help="where to write the artifact")
+    about = "where to write the artifact; if it is there, code of graphs that did not change is kept"
+    add("--out", type=Path, required=True, metavar="FILE", help=about)
     add = options.add_argument_group("calls that are compiled").add_argument
     add("--steps", type=steps, default="0", metavar="LIST", help="steps whose batches are compiled (default: 0)")
     about = "compile the children of this module one by one, such as model.layers (default: the whole model)"

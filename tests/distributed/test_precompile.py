@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import linecache
 import runpy
 import sys
 
@@ -19,7 +20,7 @@ from tests.support.artifacts import cache_in, compiler_counts, train
 from tests.support.meshes import as_rank
 from tests.support.parallel import TOKENS
 from zcompile.artifact.file_format import ArtifactError, decode
-from zcompile.artifact.program import make
+from zcompile.artifact.program import _source_lines, make
 from zcompile.cli import main
 from zcompile.compiler.backend import parse_options
 
@@ -36,7 +37,11 @@ class Net(nn.Module):
         return self.b(activation(self.a(x))) * scale
 
 def activation(x):
-    return x.relu()
+    return opaque(x.relu())
+
+@torch.compiler.allow_in_graph
+def opaque(x):  # Dynamo does not trace it
+    return x * 1.5
 
 def build():
     torch.manual_seed(0)
@@ -98,11 +103,41 @@ def rank_runs(rank, world, program, file, folder):
 def test_ranks_of_the_program_load_what_one_process_made(ranks, program, inductor_cache, tmp_path, capsys):
     file = tmp_path / "model.zc"
     with cache_in(inductor_cache):
-        code, printed = run(capsys, program, "build", file)
-    assert code == 0, printed.err
+        for how in ("compiled", "kept"):
+            code, printed = run(capsys, program, "build", file)
+            assert code == 0 and f"program 1 for all ranks: {how}" in printed.err
     assert f"SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()}" in printed.out
     for printed in ranks(2).run(rank_runs, program, file, tmp_path / "empty"):
         assert f"loaded from {file}" in printed and "loss " in printed
+
+
+EDITS = {  # (text, its replacement), further options, how the program is made
+    "comment": (("    return self.b", "    # a comment\n        return self.b"), (), "kept"),
+    "traced function": (("x.relu()", "x.tanh()"), (), "compiled"),
+    "function in the graph": (("x * 1.5", "x * 2.5"), (), "compiled"),
+    "loss": (("scale=2.0", "scale=3.0"), (), "compiled"),
+    "shape": (("(2, 5)", "(3, 5)"), (), "compiled"),
+    "setting": (("", ""), ("--options", '{"skip_passes": ["bucket"]}'), "compiled"),
+}
+
+
+def test_a_second_run_keeps_the_code_of_equal_graphs_alone(inductor_cache, tmp_path, capsys, monkeypatch):
+    """Eight compiles of a small model."""
+    source, program, made = PROGRAM, tmp_path / "edited.py", {}
+    for name, ((old, new), more, how) in {"first": (("", ""), (), "compiled"), **EDITS}.items():
+        program.write_text(source.replace(old, new))
+        file = tmp_path / f"{name}.zc"
+        if made:
+            file.write_bytes((tmp_path / "first.zc").read_bytes())
+        monkeypatch.delitem(sys.modules, "edited", raising=False)
+        _source_lines.cache_clear()
+        linecache.clearcache()
+        with cache_in(inductor_cache):
+            code, printed = run(capsys, program, "build", file, *more)
+        assert code == 0 and f"program 1 for all ranks: {how}" in printed.err, (name, printed.err)
+        (facts,) = decode(file.read_bytes(), name).facts["programs"]
+        made[name] = facts["code"]
+    assert made.pop("comment") == made["first"] and len({*made.values()}) == len(made)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import inspect
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,13 +37,24 @@ def lacking() -> str:
     return ""
 
 
+class Code(NamedTuple):
+    """The compiled code of a graph, by AOTAutograd and Inductor."""
+
+    entry: bytes
+    libraries: dict[str, bytes]  # C++ kernels, see kernels.py
+    names_device_number: bool
+
+
+class Reused(BaseException):
+    """A backend raises it with the `Code` that it found for the graph that it compiles."""
+
+
 class Made(NamedTuple):
     """One compiled graph."""
 
-    program: bytes  # what `Loaded` takes, as are `objects`
+    program: bytes  # the part of Dynamo, which `Loaded` takes, as it takes `objects` and `code`
     objects: bytes
-    libraries: dict[str, bytes]  # C++ kernels, see kernels.py
-    names_device_number: bool
+    code: Code
     # (module, first line, line after the last, SHA-256) of all functions that were traced.
     sources: list[tuple[str, int, int, str]]
     # Objects that Dynamo guards by their identity, which no file can hold, and process groups. Each is (expression that
@@ -57,7 +68,8 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     """Compile `model(*args, **kwargs)`, forward and backward, and run nothing.
 
     Args:
-        backend: compiles the graph that Dynamo captured. What it returns has torch's `serialize`, as Inductor's has.
+        backend: compiles the graph that Dynamo captured. What it returns has torch's `serialize`, as Inductor's has. Or
+            it raises `Reused`.
         groups: over which the model may have collectives of its own.
 
     Raises:
@@ -73,7 +85,10 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
         return [each.name not in group_names and _is_saved(each, dropped) for each in guards]
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _Saved(backend(gm, example_inputs))
+        try:
+            return _Saved(backend(gm, example_inputs))
+        except Reused as reused:
+            return _Saved(None, *reused.args)
 
     compiled: Any = torch.compile(
         model._call_impl, backend=compile_graph, fullgraph=True, options={"guard_filter_fn": keep}
@@ -83,10 +98,9 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     inlined = artifacts.source_info.inlined_sources
     sources = [(each.module, each.firstlineno, each.lastlineno, each.checksum) for each in inlined]
     inlined.clear()  # it has the text of each module
-    libraries = artifacts.compiled_fn.take_kernels(groups)
+    code = artifacts.compiled_fn.code or artifacts.compiled_fn.take_code(groups)
     program = type(function).serialize(function).serialized_data
-    names_device = kernels.names_device_number(artifacts.compiled_fn.entry)
-    return Made(program, _save_objects(artifacts), libraries, names_device, sources, dropped, meshes)
+    return Made(program, _save_objects(artifacts), code, sources, dropped, meshes)
 
 
 def _is_dynamos(name: str) -> bool:
@@ -135,38 +149,40 @@ class _Pickler(pickle.Pickler):
 
 
 class _Saved(SerializableCallable):
-    """What AOTAutograd made of a graph, which torch then lets this class save and load."""
+    """The function of a compiled graph. Torch saves no bytes for it: `code` is a part of its own in the file."""
 
-    def __init__(self, compiled: Any, entry: Any = None):
-        self.compiled, self.entry = compiled, entry
+    def __init__(self, compiled: Any, code: Code | None = None):
+        self.compiled, self.code = compiled, code
 
     def __call__(self, *args: Any) -> Any:
         return self.compiled(*args)
 
-    def take_kernels(self, groups: Groups) -> dict[str, bytes]:
-        """See kernels.py; what is saved then has no native code."""
+    def take_code(self, groups: Groups) -> Code:
+        """As a file has it. This object cannot be called any more."""
         with torch._functorch.config.patch(bundled_autograd_cache=True):
-            self.entry = self.compiled.serialize()
-        self.entry.serialized_bw_module = None  # the backward graph, for compiled autograd
+            entry = self.compiled.serialize()
+        entry.serialized_bw_module = None  # the backward graph, for compiled autograd
         for text in ("aot_joint_graph_str", "aot_forward_graph_str", "aot_backward_graph_str", "min_cut_info_str"):
-            if hasattr(self.entry, text):
-                setattr(self.entry, text, None)  # for logs
-        return kernels.take_kernels(self.entry, groups)
+            if hasattr(entry, text):
+                setattr(entry, text, None)  # for logs
+        libraries = kernels.take_kernels(entry, groups)
+        saved = io.BytesIO()
+        _Pickler(saved).dump(entry)
+        return Code(saved.getvalue(), libraries, kernels.names_device_number(entry))
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: "_Saved") -> bytes:
-        saved = io.BytesIO()
-        _Pickler(saved).dump(fn.entry)
-        return saved.getvalue()
+        return b""
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> "_Saved":
-        return cls(None, pickle.loads(data))  # to be called after `load`
+        return cls(None)  # to be called after `load`
 
-    def load(self, groups: Groups) -> None:
-        """Let what was saved be called, with the groups of this rank."""
-        kernels.install_modules(self.entry, groups)
-        self.compiled = deserialize_bundled_cache_entry(self.entry)
+    def load(self, entry: bytes, groups: Groups) -> None:
+        """Let code be called, with the groups of this rank."""
+        loaded = pickle.loads(entry)
+        kernels.install_modules(loaded, groups)
+        self.compiled = deserialize_bundled_cache_entry(loaded)
 
 
 @contextmanager
@@ -186,9 +202,9 @@ def _silent(logger: logging.Logger) -> Iterator[None]:
 class Loaded:
     """A compiled graph of a model, as `compile_ahead` made it, in this process or in another one."""
 
-    def __init__(self, program: bytes, objects: bytes, libraries: Mapping[str, bytes], groups: Groups):
+    def __init__(self, program: bytes, objects: bytes, code: Code, groups: Groups):
         """Unpickles, so all of it must be trusted; compiles nothing, and starts no process."""
-        kernels.install_kernels(libraries)
+        kernels.install_kernels(code.libraries)
         meshes = logging.getLogger("torch.distributed.device_mesh")
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
@@ -196,7 +212,7 @@ class Loaded:
         with kernels.in_this_process(), _silent(meshes):  # of the rank that made it, whose groups this one lacks
             self.function = AOTCompiledFunction.deserialize(program, scope)
             saved: Any = self.function._artifacts.compiled_fn
-            saved.load(groups)
+            saved.load(code.entry, groups)
         self.function.disable_guard_check()  # the caller asks for a `failed_guard` first
 
     def failed_guard(self, model: nn.Module, args: Any, kwargs: Any) -> str:

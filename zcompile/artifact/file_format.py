@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAGIC = b"zcompile artifact 3\n"
+MAGIC = b"zcompile artifact 4\n"
 LENGTH_BYTES = 8  # of the header's length, little-endian
 
 

@@ -8,14 +8,22 @@ So no compiler runs, and nothing tries which instructions the processor has: tha
 import ast
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CppPythonBindingsCodeCache, code_hash, get_path, write_atomic
+from torch._inductor.codecache import (
+    BypassFxGraphCache,
+    CppPythonBindingsCodeCache,
+    code_hash,
+    compiled_fx_graph_hash,
+    get_path,
+    write_atomic,
+)
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.fx import GraphModule
 
 from zcompile.artifact.file_format import ArtifactError, check_writers
 from zcompile.artifact.groups import Groups, with_names, with_places
@@ -43,6 +51,23 @@ class Kernels(AsyncCompile):
         if key not in _files:
             raise RuntimeError(f"zcompile: the artifact lacks the C++ kernel {key[:12]}, which its code calls.")
         return CppPythonBindingsCodeCache._load_library_inner(str(_files[key]), key).kernel
+
+
+def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any]) -> str:
+    """A hash of the graph that Dynamo captured, and of the joint graph that AOTAutograd made of it: equal graphs, in
+    surroundings that are equal too, have equal code. Empty if torch can hash no such graph."""
+    captured = [each.code for each in gm.modules() if isinstance(each, GraphModule)]
+    nodes = [
+        [node.meta.get(key) for key in ("val", "recompute", "ac_graph_id", "custom")]
+        for each in joint.modules()
+        if isinstance(each, GraphModule)
+        for node in each.graph.nodes
+    ]
+    details: Any = {"captured": captured, "nodes": nodes}
+    try:
+        return compiled_fx_graph_hash(joint, joint_inputs, details, ())[0]
+    except BypassFxGraphCache:
+        return ""
 
 
 def graphs_of(entry: Any) -> Iterator[Any]:

@@ -8,6 +8,9 @@ call is compiled, and then run in eager: the next block needs its shape.
 
 Under tensor parallelism, ranks at other coordinates have other code, see [Note: positions] in groups.py. One process
 after the other compiles for them: torch remembers of DTensors which rank it was.
+
+If `--out` exists, the code of equal graphs is kept, see [Note: code that is kept] in program.py. A line on stderr for
+each program says so.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
-from zcompile.artifact.file_format import ArtifactError
+from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read
 from zcompile.artifact.fingerprint import of_call
 from zcompile.artifact.groups import makers_of
 from zcompile.artifact.model import check_artifact
@@ -50,7 +54,8 @@ from zcompile.whole_files import write
 def run(arguments: argparse.Namespace) -> int:
     """Write the artifact and print its size and SHA-256. Returns 1 if the model cannot be compiled into a file."""
     try:
-        data, makers = precompile(arguments)
+        earlier = _earlier(arguments.out)
+        data, makers = precompile(arguments, earlier)
         others = [] if arguments.rank is not None else makers[1:]
         data = merge([data, *(compiled_by_another_process(arguments, rank) for rank in others)])
     except ArtifactError as error:
@@ -63,24 +68,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _earlier(path: Path) -> Artifact | None:
+    """The file of an earlier run; None if it does not exist, or cannot be trusted."""
+    try:
+        return decode(read(path), str(path))
+    except (FileNotFoundError, ArtifactError):
+        return None
+
+
 def compiled_by_another_process(arguments: argparse.Namespace, rank: int) -> bytes:
     """The artifact for the position of `rank`.
 
     Raises:
         ArtifactError: the process failed.
     """
-    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "model.zc"
+        if arguments.out.exists():  # of which that process keeps code
+            shutil.copyfile(arguments.out, out)
         command = shlex.split(arguments.command_line)[1:] + ["--rank", str(rank), "--out", str(out)]
         if subprocess.run([sys.executable, "-m", "zcompile", *command], stdout=subprocess.DEVNULL).returncode:
             raise ArtifactError(f"zcompile: the process that compiled for rank {rank} failed, see its error above.")
-        print(f"compiled for rank {rank} in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
         return out.read_bytes()
 
 
-def precompile(arguments: argparse.Namespace) -> tuple[bytes, list[int]]:
+def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple[bytes, list[int]]:
     """The artifact that the command line asks for, for the position of its rank; and a rank of each position.
+
+    Args:
+        earlier: of which code is kept.
 
     Raises:
         BadInput: the file, the function, or what it returns.
@@ -111,7 +127,9 @@ def precompile(arguments: argparse.Namespace) -> tuple[bytes, list[int]]:
             call = tuple(of_call(module, args, kwargs).items())
             if call not in files:  # equal blocks have equal calls
                 torch._dynamo.reset()  # or else a second shape would be a dynamic one
-                files[call] = make(module, settings, arguments.mode, args, kwargs, name)
+                begin = time.perf_counter()
+                files[call] = make(module, settings, arguments.mode, args, kwargs, name, earlier)
+                _print_progress(files[call], earlier, len(files), time.perf_counter() - begin)
             if module is model:
                 raise _Compiled
             return module._call_impl(*args, **kwargs)
@@ -126,6 +144,13 @@ def precompile(arguments: argparse.Namespace) -> tuple[bytes, list[int]]:
         return merge([*files.values()]), makers_of(state_of(model))
     finally:
         dist.destroy_process_group()
+
+
+def _print_progress(data: bytes, earlier: Artifact | None, number: int, seconds: float) -> None:
+    (program,) = decode(data, "program").facts["programs"]
+    how = "kept, traced" if earlier is not None and program["code"] in earlier.parts else "compiled"
+    where = f"ranks at {program['position']}" if program["position"] else "all ranks"
+    print(f"program {number} for {where}: {how} in {seconds:.1f} s, {len(data)} bytes", file=sys.stderr, flush=True)
 
 
 def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None:

@@ -38,8 +38,9 @@ from zcompile.artifact.fingerprint import (
     surroundings,
 )
 from zcompile.artifact.groups import Groups, groups_of, inner_meshes, positions_of, refuse_meshes
-from zcompile.compiler.backend import compile_planned, limited, link_of
-from zcompile.options import Settings
+from zcompile.artifact.kernels import graph_hash
+from zcompile.compiler.backend import compile_planned, limited, link_of, partition
+from zcompile.options import Plan, Settings
 from zcompile.state.placement import remember_mesh
 from zcompile.state.sharded_model import state_of
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -49,7 +50,13 @@ ASKS_FOR_RANK = re.compile(r"\bget_(local_|group_|node_local_)?rank\b|\bget_coor
 
 
 def make(
-    model: nn.Module, settings: Settings, mode: str | None, args: Any, kwargs: Any, main_module: str = ""
+    model: nn.Module,
+    settings: Settings,
+    mode: str | None,
+    args: Any,
+    kwargs: Any,
+    main_module: str = "",
+    earlier: Artifact | None = None,
 ) -> bytes:
     """Compile `model(*args, **kwargs)` and return a file for the position of this rank, see [Note: positions] in
     groups.py; nothing is run, and no other rank is needed.
@@ -57,6 +64,7 @@ def make(
     Args:
         settings: for which `check_artifact` of model.py raises nothing.
         main_module: the name by which this process imported a file that others run as their program.
+        earlier: a file whose code is taken if it was made of an equal graph; see [Note: code that is kept].
 
     Raises:
         ArtifactError: the model has graph breaks, or something in it cannot be saved; says what.
@@ -64,11 +72,19 @@ def make(
     state = state_of(model)
     refuse_meshes(state)
     fields = surroundings(model, settings, mode, state.machine.memory_bytes)
-    call = of_call(model, args, kwargs)
+    call, position = of_call(model, args, kwargs), positions_of(state)[dist.get_rank()]
+    known = _known_code(earlier, fields, position, call)
+    graph = ""
     plan = settings.plan(link_of(state, settings), state.machine.memory_bytes)
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_planned(gm, example_inputs, settings, limited(settings, plan, example_inputs), mode)
+        def split(plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            nonlocal graph
+            if (graph := graph_hash(gm, joint, joint_inputs)) in known:
+                raise aot.Reused(known[graph])
+            return partition(plan, joint, joint_inputs, **kwargs)
+
+        return compile_planned(gm, example_inputs, settings, limited(settings, plan, example_inputs), mode, split)
 
     try:
         made = aot.compile_ahead(model, args, kwargs, compile_graph, groups_of(model))
@@ -82,23 +98,47 @@ def make(
     refuse_meshes(state, made.meshes)
     if line := asks_for_rank(made.sources):
         raise ArtifactError(f"zcompile: no artifact can hold the model: {line}, may differ by rank.")
-    if not made.names_device_number:
+    if not made.code.names_device_number:
         fields.pop(NUMBER, None)
-    contents = {LIBRARY + key: library for key, library in made.libraries.items()}
+    contents = {LIBRARY + key: library for key, library in made.code.libraries.items()}
     names = {}
-    for kind, content in (("program", made.program), ("objects", made.objects)):
+    for kind, content in (("program", made.program), ("objects", made.objects), ("code", made.code.entry)):
         names[kind] = f"{kind}/{hashlib.sha256(content).hexdigest()}"
         contents[names[kind]] = content
     program = {
         **names,
-        "position": positions_of(state)[dist.get_rank()],
+        "position": position,
         "call": call,
-        "libraries": list(made.libraries),
+        "graph": graph,
+        "libraries": list(made.code.libraries),
         "sources": [each for each in made.sources if not each[0].startswith("torch.")],
         "functions": _functions(made, model),
     }
     facts = {"memory_bytes": state.machine.memory_bytes, "main": main_module, "programs": [program]}
     return encode(fields, facts, contents)
+
+
+def _known_code(
+    earlier: Artifact | None, fields: Mapping[str, str], position: str, call: Mapping[str, str]
+) -> dict[str, aot.Code]:
+    """The code in a file for a call at a position, by the hash of its graph.
+
+    [Note: code that is kept]
+    A program has two parts: Dynamo's, and the code that Inductor made of the graph. Dynamo's is always made anew. So a
+    change of the model's source, or of something that its trace reads, is never missed, as torch's compile misses none.
+    The code is kept if the whole fingerprint is equal, and the graphs are too: Dynamo's and AOTAutograd's, with the
+    shapes of all nodes and the tags of checkpoints.
+    """
+    if earlier is None or differences(earlier.fingerprint, fields):
+        return {}
+    programs = [each for each in earlier.facts["programs"] if each["graph"] and each["position"] == position]
+    return {each["graph"]: _code(earlier, each) for each in programs if each["call"] == call}
+
+
+def _code(artifact: Artifact, program: Mapping[str, Any]) -> aot.Code:
+    """The code of a program of a file."""
+    libraries = {key: artifact.parts[LIBRARY + key] for key in program["libraries"]}
+    return aot.Code(artifact.parts[program["code"]], libraries, NUMBER in artifact.fingerprint)
 
 
 def merge(files: Sequence[bytes]) -> bytes:
@@ -144,7 +184,7 @@ def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
     """Of each function or process group that a guard was about: how to come to it, what it is, and whether each call
     looks whether it is still that: global ones, and groups."""
     groups = groups_of(model)
-    loaded = aot.Loaded(made.program, made.objects, made.libraries, groups)
+    loaded = aot.Loaded(made.program, made.objects, made.code, groups)
     found: dict[str, tuple[str, str, bool]] = {}
     for expression, value, is_watched in made.dropped:
         try:
@@ -186,10 +226,10 @@ class LoadedFile:
         if part not in self.loaded:
             with _importable_main(self.artifact.facts["main"]):
                 _check_sources(program["sources"], self.name)
-                libraries = {key: parts[LIBRARY + key] for key in program["libraries"]}
                 for inner in inner_meshes(state_of(model)).values():
                     remember_mesh(inner)
-                self.loaded[part] = aot.Loaded(parts[part], parts[program["objects"]], libraries, groups)
+                code = _code(self.artifact, program)
+                self.loaded[part] = aot.Loaded(parts[part], parts[program["objects"]], code, groups)
         return Program(self.loaded[part], program["functions"], model, groups, self.name)
 
 

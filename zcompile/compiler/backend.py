@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.compiler.graph_checks import check_graph
-from zcompile.compiler.inductor import check_config, compile_inductor, wants_cuda_graphs
+from zcompile.compiler.inductor import Partition, check_config, compile_inductor, wants_cuda_graphs
 from zcompile.compiler.memory_limit import within_limit
 from zcompile.costs.hardware import CPU, Link
 from zcompile.costs.memory import transport_bytes
@@ -116,8 +116,21 @@ def _stop_others(example_inputs: Sequence[Any], error: Exception) -> None:
             model.agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
 
 
+def partition(
+    plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph into forward and backward, within the plan's limit of memory; see `within_limit`."""
+    plan = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs))
+    return _split(plan, joint, joint_inputs, **kwargs)
+
+
 def compile_planned(
-    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, plan: Plan, mode: str | None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    plan: Plan,
+    mode: str | None,
+    split: Partition = partition,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph under a plan. What Inductor compiled has torch's `serialize`.
 
@@ -128,7 +141,7 @@ def compile_planned(
     _warn_if_unsharded(gm, example_inputs)
     if settings.inner == "aot_eager":
         return compile_aot_eager(gm, example_inputs, plan)
-    return compile_inductor(gm, example_inputs, plan, partition, settings.inductor, mode, settings.cuda_graphs)
+    return compile_inductor(gm, example_inputs, plan, split, settings.inductor, mode, settings.cuda_graphs)
 
 
 def compile_aot_eager(
@@ -163,14 +176,6 @@ def compile_aot_eager(
         keep_inference_input_mutations=True,
     )
     return compile_aot(gm, example_inputs)
-
-
-def partition(
-    plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
-) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into forward and backward, within the plan's limit of memory; see `within_limit`."""
-    plan = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs))
-    return _split(plan, joint, joint_inputs, **kwargs)
 
 
 def _split(

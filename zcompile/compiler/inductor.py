@@ -179,6 +179,13 @@ class _Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         return f"{self.plan} {cache_key()}"
 
+    def __getstate__(self) -> str:
+        """The state that torch hashes, with the rest of Inductor's configuration, into keys of caches."""
+        return self.uuid()
+
+    def __deepcopy__(self, memo: Any) -> "_Partitioner":
+        return self  # torch copies its configuration
+
 
 def _shards_of(graph: Graph) -> list[Node]:
     """The inputs of `graph` that are shards."""
