@@ -60,6 +60,14 @@ def steps(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
+def mesh(text: str) -> dict[str, int]:
+    """Sizes of dimensions, such as dp=4,tp=2, as `type=` of an argument."""
+    pairs = [each.partition("=") for each in text.split(",")]
+    if not all(name.isidentifier() and value.isdecimal() and int(value) for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"takes sizes such as dp=4,tp=2, not {text!r}")
+    return {name: int(value) for name, _, value in pairs}
+
+
 def size(text: str) -> int:
     """A number of bytes, such as 70GiB, as `type=` of an argument."""
     value = bytes_of(text)
@@ -187,13 +195,20 @@ def _add_calibrate(options: Parser) -> None:
 
 
 def _add_precompile(options: Parser) -> None:
-    add = options.add_argument_group("required").add_argument
+    add_to = options.add_argument_group("required")
+    add = add_to.add_argument
     about = (
         "the model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch). The module may be "
         "sharded already. FILE.py must do nothing when it is imported"
     )
     add("--module", required=True, metavar="FILE.py:FUNCTION", help=about)
-    add("--ranks", type=positive, required=True, metavar="N", help="ranks of the run")
+    ranks = add_to.add_mutually_exclusive_group(required=True).add_argument
+    ranks("--ranks", type=positive, metavar="N", help="ranks of the run")
+    about = (
+        "or their mesh: FUNCTION gets the sizes, as in build(dp=4, tp=2, ep=4). Ranks are the product of all sizes but "
+        "ep, whose groups are made of the same ranks: dp=4,tp=2,ep=4 are 8"
+    )
+    ranks("--mesh", type=mesh, metavar="NAME=N[,...]", help=about)
     about = "where to write the artifact; if it is there, code of graphs that did not change is kept"
     add("--out", type=Path, required=True, metavar="FILE", help=about)
     add = options.add_argument_group("calls that are compiled").add_argument
@@ -263,8 +278,8 @@ COMMANDS = {
         "Compile a model into a file, in one process, for all ranks of a training run.",
         "Use it so that a run starts without a compiler: its ranks call zcompile.compile(model, artifact=FILE). "
         "Nothing is trained. On GPUs, run it on one of the kind that the run has.",
-        "zcompile precompile --module train.py:build --ranks 8 --out model.zc",
-        usage="--module FILE.py:FUNCTION --ranks N --out FILE [options]",
+        "zcompile precompile --module train.py:build --mesh dp=4,tp=2,ep=4 --out model.zc",
+        usage="--module FILE.py:FUNCTION (--ranks N | --mesh SIZES) --out FILE [options]",
     ),
 }
 

@@ -85,7 +85,8 @@ def program(tmp_path_factory):
 
 
 def run(capsys, program, function, out, *more):
-    code = main(["precompile", "--module", f"{program}:{function}", "--ranks", "2", "--out", str(out), *more])
+    more = more if "--mesh" in more else ("--ranks", "2", *more)
+    code = main(["precompile", "--module", f"{program}:{function}", "--out", str(out), *more])
     return code, capsys.readouterr()
 
 
@@ -118,12 +119,13 @@ EDITS = {  # (text, its replacement), further options, how the program is made
     "loss": (("scale=2.0", "scale=3.0"), (), "compiled"),
     "shape": (("(2, 5)", "(3, 5)"), (), "compiled"),
     "setting": (("", ""), ("--options", '{"skip_passes": ["bucket"]}'), "compiled"),
+    "ranks": (("", ""), ("--mesh", "dp=4"), "compiled"),
 }
 
 
 def test_a_second_run_keeps_the_code_of_equal_graphs_alone(inductor_cache, tmp_path, capsys, monkeypatch):
     """Eight compiles of a small model."""
-    source, program, made = PROGRAM, tmp_path / "edited.py", {}
+    source, program, made = PROGRAM.replace("def build():", "def build(dp=2):"), tmp_path / "edited.py", {}
     for name, ((old, new), more, how) in {"first": (("", ""), (), "compiled"), **EDITS}.items():
         program.write_text(source.replace(old, new))
         file = tmp_path / f"{name}.zc"
@@ -143,6 +145,9 @@ def test_a_second_run_keeps_the_code_of_equal_graphs_alone(inductor_cache, tmp_p
 @pytest.mark.parametrize(
     "function, more, reason",
     [
+        ("build", ("--mesh", "dp=2,tp=1"), "does not take the sizes of --mesh"),
+        ("build", ("--mesh", "dp=2,ep=4"), "2 ranks, which groups of ep=4 do not divide"),
+        ("build", ("--mesh", "dp=two"), "takes sizes such as dp=4,tp=2"),
         ("nowhere", (), "has no function 'nowhere'"),
         ("number", (), "has no function 'number'"),
         ("build_without_call", (), "did not call the module"),
@@ -199,21 +204,23 @@ def test_code_with_other_groups_or_the_rank_is_in_no_file(inductor_cache, kind, 
 
 PARALLEL = """
 import torch
-from tests.support.models import normal
-from tests.support.parallel import TOKENS, WIDTH, {build}
+from tests.support.parallel import TOKENS, whole_loss, {build}
 
-def build():
+def build(**sizes):
     torch.manual_seed(0)
-    return {build}(), lambda step, rank: normal(step, rank, 2, TOKENS + step, WIDTH), lambda model, x: model(x).mean()
+    return {build}(**sizes), lambda step, rank: (step, rank, TOKENS + step), lambda model, at: whole_loss(model, *at)
+
+def build_alone(dp):
+    return build()
 """
 
 
-def rank_trains(rank, world, build, blocks, lengths, file, folder):
+def rank_trains(rank, world, build, sizes, blocks, lengths, file, folder):
     """Losses and gradients of five steps, from `file` if there is one. Ranks of "tp" have one batch."""
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     with cache_in(folder):
-        model = getattr(parallel, build)()
+        model = getattr(parallel, build)(**sizes)
         modules = [*model.get_submodule(blocks)] if blocks else [model]
         if file is not None:
             zcompile.compile(model, artifact=file, require=True, blocks=modules if blocks else ())
@@ -221,39 +228,36 @@ def rank_trains(rank, world, build, blocks, lengths, file, folder):
             each.compile(backend="zcompile", fullgraph=True, dynamic=False)
         seen = train(
             model,
-            rank // (2 if "parallel" in build else 1),
+            rank // (2 if world > 2 else 1),
             lambda model, step, rank: parallel.whole_loss(model, step, rank, TOKENS + step % lengths),
         )
     assert bool(compiler_counts()) == (file is None)
     return seen
 
 
-# Compiles two programs in this process and its children, and again on all ranks: most of a minute on a quiet machine.
+# Compiles one or two programs here and in a child, and again on all ranks: most of a minute on a quiet machine.
 @pytest.mark.parametrize(
-    "build, world, blocks, lengths",
+    "build, world, sizes, blocks, more, programs",
     [
-        ("sequence_parallel", 4, None, 1),  # each rank of "tp" has its own slice of tokens, and rows of uneven layers
-        pytest.param("parallel_everywhere", 8, None, 1, marks=pytest.mark.slow),
-        ("three_blocks", 2, "blocks", 2),  # equal ones have one program
-        pytest.param("three_blocks", 2, None, 2, marks=pytest.mark.slow),
+        # Each rank of "tp" has its own slice of tokens, and rows of uneven layers.
+        ("sequence_parallel", 4, {}, "", (), ["tp 0", "tp 1"]),
+        pytest.param("deepseek_v3", 8, {"dp": 4, "tp": 2, "ep": 4}, "", (), ["tp 0", "tp 1"], marks=pytest.mark.slow),
+        ("three_blocks", 2, {}, "blocks", ("--steps", "0,1"), ["", ""]),  # equal ones have one program
+        pytest.param("three_blocks", 2, {}, "", ("--steps", "0,1"), ["", ""], marks=pytest.mark.slow),
     ],
 )
 def test_one_file_serves_all_positions_and_shapes(
-    ranks, inductor_cache, tmp_path, capsys, build, world, blocks, lengths
+    ranks, inductor_cache, tmp_path, capsys, build, world, sizes, blocks, more, programs
 ):
-    program, file = tmp_path / f"{build}_{blocks}.py", tmp_path / "model.zc"
+    program, file = tmp_path / f"program_{tmp_path.name}.py", tmp_path / "model.zc"
     program.write_text(PARALLEL.format(build=build))
-    more = [
-        "--ranks",
-        str(world),
-        "--steps",
-        ",".join(map(str, range(lengths))),
-        *(["--blocks", blocks] if blocks else ()),
-    ]
+    mesh = ",".join(f"{name}={size}" for name, size in (sizes or {"dp": world}).items())
     with cache_in(inductor_cache):
-        code, printed = run(capsys, program, "build", file, *more)
+        arguments = ["--mesh", mesh, *(["--blocks", blocks] if blocks else ()), *more]
+        code, printed = run(capsys, program, "build" if sizes else "build_alone", file, *arguments)
     assert code == 0, printed.err
-    programs = decode(file.read_bytes(), "model.zc").facts["programs"]
-    assert [each["position"] for each in programs] == (["tp 0", "tp 1"] if lengths == 1 else ["", ""])
-    loaded = ranks(world).run(rank_trains, build, blocks, lengths, file, tmp_path / "empty")
-    assert loaded == ranks(world).run(rank_trains, build, blocks, lengths, None, inductor_cache)
+    assert printed.err.count(": compiled in ") == programs.count(programs[0])  # other processes have their own stderr
+    assert [each["position"] for each in decode(file.read_bytes(), "model.zc").facts["programs"]] == programs
+    lengths = len(programs) if "--steps" in more else 1
+    loaded = ranks(world).run(rank_trains, build, sizes, blocks, lengths, file, tmp_path / "empty")
+    assert loaded == ranks(world).run(rank_trains, build, sizes, blocks, lengths, None, inductor_cache)

@@ -88,7 +88,7 @@ def loss_of(model, step, rank, autocast=False):
 
 
 def train(model, rank, loss=loss_of, steps=STEPS, **how):
-    """Losses, and gradients of the rank's shards, of some steps; all as bytes, to be compared bitwise."""
+    """Losses, gradients of the rank's shards and their norm, of some steps; all as bytes, to be compared bitwise."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for step in range(steps):
         value = loss(model, step, rank, **how)
@@ -96,6 +96,7 @@ def train(model, rank, loss=loss_of, steps=STEPS, **how):
         seen.append(as_bytes(value))
         for parameter in model.parameters():
             seen.append(b"" if parameter.grad is None else as_bytes(parameter.grad.to_local()))
+        seen.append(as_bytes(zcompile.clip_grad_norm_(model.parameters(), float("inf"))))
         optimizer.step()
         optimizer.zero_grad()
     return seen

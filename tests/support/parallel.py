@@ -15,8 +15,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zcompile
+from tests.support.architectures import hugging_face
 from tests.support.compiling import checkpoint_each
 from tests.support.models import mean_square, normal
+from zcompile.explanation.workloads import draw_tokens
 
 WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 12, 22, 4, 2, 6
 
@@ -149,15 +151,29 @@ class Experts(nn.Module):
         slots = slots + picked * x
         if self.group is not None:  # [experts of all, tokens] -> [ranks, experts here, tokens]
             slots = funcol.all_to_all_single_autograd(slots.flatten(0, 1), None, None, self.group)
-        slots = slots.reshape(self.ranks, -1, len(x), WIDTH).transpose(0, 1).flatten(1, 2)
-        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
-        out = torch.bmm(nn.functional.silu(torch.bmm(slots, up)), down)
-        out = out.reshape(-1, self.ranks, len(x), WIDTH).transpose(0, 1).flatten(0, 1)
+        slots = slots.reshape(self.ranks, -1, *x.shape).transpose(0, 1).flatten(1, 2)
+        out = self.outputs(slots, *(w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down)))
+        out = out.reshape(-1, self.ranks, *x.shape).transpose(0, 1).flatten(0, 1)
         if self.group is not None:
             out = funcol.all_to_all_single_autograd(out.flatten(0, 1), None, None, self.group)
-        out = out.reshape(self.count, len(x), WIDTH)
+        out = out.reshape(self.count, *x.shape)
         share = torch.zeros(len(x), self.count, dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
         return (out * share.T.unsqueeze(-1)).sum(0)
+
+    def outputs(self, slots, up, down):
+        return torch.bmm(nn.functional.silu(torch.bmm(slots, up)), down)
+
+
+class GatedExperts(Experts):
+    """Experts of a DeepSeek-V3 of transformers, computed in slots."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__(False, experts.num_experts)
+        self.up, self.down = experts.gate_up_proj, experts.down_proj
+
+    def outputs(self, slots, up, down):
+        gate, value = torch.bmm(slots, up.mT).chunk(2, -1)
+        return torch.bmm(nn.functional.silu(gate) * value, down.mT)
 
 
 class MixtureBlock(nn.Module):
@@ -201,23 +217,6 @@ def spread_experts(model: Mixture, mesh: DeviceMesh) -> Mixture:
     return model
 
 
-def spread_everywhere(model: Mixture, tp: DeviceMesh, ep: DeviceMesh) -> Mixture:
-    """`model` with attention and the head over `tp`, and experts over `ep`, which has the ranks of `tp`, too: each rank
-    of `tp` has a part of the tokens to dispatch."""
-    parts = PrepareModuleInputOutput(
-        input_layouts=(Replicate(),) * 3,
-        desired_input_layouts=(Shard(0),) * 3,
-        use_local_input=True,
-        output_layouts=Shard(0),
-        desired_output_layouts=Replicate(),
-    )
-    for block in model.blocks:
-        attention = {name: style for name, style in TENSOR_PLAN.items() if name.startswith("attention")}
-        parallelize_module(block, tp, {**attention, "experts": parts})
-    parallelize_module(model, tp, {"leave": ColwiseParallel(output_layouts=Replicate())})  # of 3 rows, the last has 1
-    return spread_experts(model, ep)
-
-
 def mesh_of(device: str, **sizes: int) -> DeviceMesh:
     """Ranks in dimensions of these names and sizes."""
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -251,17 +250,40 @@ def three_blocks() -> nn.Module:
 
 
 def whole_loss(model: nn.Module, step: int, rank: int, tokens: int = TOKENS) -> torch.Tensor:
-    """The mean square of what all ranks of a DTensor have."""
+    """The mean square of what all ranks of a DTensor have; of a language model, its own loss."""
+    if hasattr(model, "lm_head"):
+        ids = draw_tokens(model.config.vocab_size, 2, tokens, step, rank)
+        return model(input_ids=ids, labels=ids).loss
     out = model(normal(step, rank, 2, tokens, WIDTH))
     return (out.full_tensor() if isinstance(out, DTensor) else out).square().mean()
 
 
-def parallel_everywhere() -> nn.Module:
-    """On eight ranks: 4 of data, 2 of tensor and 4 of expert parallelism, which spans those of one tensor."""
-    mesh, model = mesh_of("cpu", efsdp=2, outer=2, tp=2), Mixture(1)
-    spread_everywhere(model, mesh["tp"], mesh["outer", "tp"]._flatten("ep"))
+def deepseek_v3(dp: int, tp: int, ep: int) -> nn.Module:
+    """A small DeepSeek-V3 of transformers on dp * tp ranks. `tp` of them divide the heads of attention, the dense and
+    shared experts, and the vocabulary; `ep` of them the routed experts, to which each one sends a part of the tokens.
+    """
+    mesh, model = mesh_of("cpu", efsdp=dp * tp // ep, outer=ep // tp, tp=tp), hugging_face("deepseek_v3")
+    parts = PrepareModuleInputOutput(
+        input_layouts=(Replicate(),) * 3,
+        desired_input_layouts=(Shard(0),) * 3,
+        use_local_input=True,
+        output_layouts=Shard(0),
+        desired_output_layouts=Replicate(),
+    )
+    plan = {name: ColwiseParallel() for name in ("self_attn.q_b_proj", "self_attn.kv_b_proj")}
+    plan["self_attn.o_proj"] = RowwiseParallel()
+    for layer in model.model.layers:
+        mixture = hasattr(layer.mlp, "experts")
+        dense = "mlp.shared_experts" if mixture else "mlp"
+        feed = {f"{dense}.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+        parallelize_module(layer, mesh["tp"], plan | feed | {f"{dense}.down_proj": RowwiseParallel()})
+        if mixture:
+            layer.mlp.experts = GatedExperts(layer.mlp.experts)
+            parallelize_module(layer, mesh["tp"], {"mlp.experts": parts})
+    parallelize_module(model, mesh["tp"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    spread_experts(model, mesh["outer", "tp"]._flatten("ep"))
     placement = expert_placement(model, mesh["efsdp"], Shard(0), local=True)
-    return zcompile.shard(model, mesh["efsdp", "outer"]._flatten("fsdp"), shard_placement_fn=placement)
+    return zcompile.shard(model, mesh["efsdp", "outer"]._flatten("dp"), shard_placement_fn=placement)
 
 
 def maybe_compiled(model: nn.Module, inner: str, fullgraph: bool = True) -> nn.Module:

@@ -1,10 +1,11 @@
 """`zcompile precompile`: the artifact of a training program, made by one process without the other ranks.
 
-The program's own functions say what is compiled: `build()` makes the model, and `loss(model, batch)` calls it, with
-autocast or other modes that `loss` sets, on the batch of step 0 and rank 0; with `--steps`, on the batches of those
-steps, each of another shape. The process is rank 0 of a group whose other ranks do not exist. When `loss` calls the
-model, that call is compiled, forward and backward, instead of run, and `loss` ends there. With `--blocks`, each block's
-call is compiled, and then run in eager: the next block needs its shape.
+The program's own functions say what is compiled. `build()` makes the model; with `--mesh dp=4,tp=2`, it is called as
+`build(dp=4, tp=2)`. `loss(model, batch)` calls the model, with autocast or other modes that `loss` sets, on the batch
+of step 0 and rank 0; with `--steps`, on the batches of those steps, each of another shape. The process is rank 0 of a
+group whose other ranks do not exist. When `loss` calls the model, that call is compiled, forward and backward, instead
+of run, and `loss` ends there. With `--blocks`, each block's call is compiled, and then run in eager: the next block
+needs its shape.
 
 Under tensor parallelism, ranks at other coordinates have other code, see [Note: positions] in groups.py. One process
 after the other compiles for them: torch remembers of DTensors which rank it was.
@@ -18,7 +19,9 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import json
+import math
 import os
 import shlex
 import shutil
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,6 +107,8 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
         ValueError: an option of the backend, or a torch that cannot save compiled models.
         ArtifactError: the model has graph breaks, or cannot be saved.
     """
+    if arguments.mesh:
+        arguments.ranks = _ranks_of(arguments.mesh)
     if arguments.ranks % arguments.replicas:
         raise BadInput(f"--ranks {arguments.ranks} is no multiple of --replicas {arguments.replicas}")
     try:
@@ -112,7 +118,7 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
         raise BadInput(f"--options takes a JSON object: {error}") from None
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-    build = function_of(arguments.module, imported)
+    build = _with_sizes(function_of(arguments.module, imported), arguments)
     name = Path(arguments.module.rpartition(":")[0]).stem
     if (rank := arguments.rank or 0) >= arguments.ranks:
         raise BadInput(f"--rank {rank} is none of {arguments.ranks}")
@@ -144,6 +150,24 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
         return merge([*files.values()]), makers_of(state_of(model))
     finally:
         dist.destroy_process_group()
+
+
+def _ranks_of(mesh: Mapping[str, int]) -> int:
+    """The ranks of a mesh; those of "ep" are in other dimensions, too."""
+    ranks = math.prod(size for name, size in mesh.items() if name != "ep")
+    if ranks % (ep := mesh.get("ep", 1)):
+        raise BadInput(f"--mesh has {ranks} ranks, which groups of ep={ep} do not divide")
+    return ranks
+
+
+def _with_sizes(build: Callable[..., Any], arguments: argparse.Namespace) -> Callable[[], Any]:
+    """`build`, which gets the sizes of `--mesh`."""
+    sizes = arguments.mesh or {}
+    try:
+        inspect.signature(build).bind(**sizes)
+    except TypeError as error:
+        raise BadInput(f"{arguments.module} does not take the sizes of --mesh, {sizes}: {error}") from None
+    return functools.partial(build, **sizes)
 
 
 def _print_progress(data: bytes, earlier: Artifact | None, number: int, seconds: float) -> None:
