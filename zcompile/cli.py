@@ -213,8 +213,13 @@ def _add_precompile(options: Parser) -> None:
     add("--out", type=Path, required=True, metavar="FILE", help=about)
     add = options.add_argument_group("calls that are compiled").add_argument
     add("--steps", type=steps, default="0", metavar="LIST", help="steps whose batches are compiled (default: 0)")
-    about = "compile the children of this module one by one, such as model.layers (default: the whole model)"
-    add("--blocks", metavar="PATH", help=about)
+    about = "dimension of all inputs whose size may differ at each call, such as 1 for tokens (default: none)"
+    add("--dynamic", type=int, metavar="DIM", help=about)
+    about = (
+        "compile modules one by one: the children of model.layers, or those that a path with * names, such as "
+        "model.layers.*.self_attn (default: the whole model)"
+    )
+    add("--blocks", default="", metavar="PATH[,...]", help=about)
     add("--rank", type=int, metavar="N", help="compile for the position of this rank alone (default: for all ranks)")
     add = options.add_argument_group("sharding of the run, if FUNCTION does not shard").add_argument
     add("--replicas", type=positive, default=1, metavar="N", help="2 of 8 ranks are a mesh of 2 x 4 (default: 1)")

@@ -19,6 +19,7 @@ from tests.support import parallel
 from tests.support.artifacts import cache_in, compiler_counts, train
 from tests.support.meshes import as_rank
 from tests.support.parallel import TOKENS
+from zcompile.artifact import precompile
 from zcompile.artifact.file_format import ArtifactError, decode
 from zcompile.artifact.program import _source_lines, make
 from zcompile.cli import main
@@ -202,6 +203,12 @@ def test_code_with_other_groups_or_the_rank_is_in_no_file(inductor_cache, kind, 
         make(zcompile.shard(model), parse_options(None), None, (torch.ones(2, 4),), {})
 
 
+def test_a_unit_is_in_no_file():
+    told = r"'layers\.0\.experts' is a unit.*blocks=\[layer\.attention"
+    with as_rank(0, 2), pytest.raises(ArtifactError, match=told):
+        make(parallel.looped(), parse_options(None), None, (), {})
+
+
 PARALLEL = """
 import torch
 from tests.support.parallel import TOKENS, whole_loss, {build}
@@ -221,7 +228,7 @@ def rank_trains(rank, world, build, sizes, blocks, lengths, file, folder):
     torch.manual_seed(0)
     with cache_in(folder):
         model = getattr(parallel, build)(**sizes)
-        modules = [*model.get_submodule(blocks)] if blocks else [model]
+        modules = precompile.modules_of(model, blocks)
         if file is not None:
             zcompile.compile(model, artifact=file, require=True, blocks=modules if blocks else ())
         for each in modules if file is None else ():
@@ -243,7 +250,8 @@ def rank_trains(rank, world, build, sizes, blocks, lengths, file, folder):
         ("sequence_parallel", 4, {}, "", (), ["tp 0", "tp 1"]),
         pytest.param("deepseek_v3", 8, {"dp": 4, "tp": 2, "ep": 4}, "", (), ["tp 0", "tp 1"], marks=pytest.mark.slow),
         ("three_blocks", 2, {}, "blocks", ("--steps", "0,1"), ["", ""]),  # equal ones have one program
-        pytest.param("three_blocks", 2, {}, "", ("--steps", "0,1"), ["", ""], marks=pytest.mark.slow),
+        pytest.param("three_blocks", 2, {}, "", ("--dynamic", "1"), [""], marks=pytest.mark.slow),
+        ("looped", 2, {}, "layers.*.norm,layers.*.router", ("--dynamic", "0"), ["", ""]),  # with units between them
     ],
 )
 def test_one_file_serves_all_positions_and_shapes(
@@ -258,6 +266,6 @@ def test_one_file_serves_all_positions_and_shapes(
     assert code == 0, printed.err
     assert printed.err.count(": compiled in ") == programs.count(programs[0])  # other processes have their own stderr
     assert [each["position"] for each in decode(file.read_bytes(), "model.zc").facts["programs"]] == programs
-    lengths = len(programs) if "--steps" in more else 1
+    lengths = 3 if "--dynamic" in more else len(programs) if "--steps" in more else 1
     loaded = ranks(world).run(rank_trains, build, sizes, blocks, lengths, file, tmp_path / "empty")
     assert loaded == ranks(world).run(rank_trains, build, sizes, blocks, lengths, None, inductor_cache)

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zcompile
+from tests.support import mixtures
 from tests.support.architectures import hugging_face
 from tests.support.compiling import checkpoint_each
 from tests.support.models import mean_square, normal
@@ -249,11 +250,17 @@ def three_blocks() -> nn.Module:
     return zcompile.shard(Dense(3))
 
 
+def looped() -> nn.Module:
+    return mixtures.sharded(mixtures.MixtureModel(layers=2))
+
+
 def whole_loss(model: nn.Module, step: int, rank: int, tokens: int = TOKENS) -> torch.Tensor:
     """The mean square of what all ranks of a DTensor have; of a language model, its own loss."""
     if hasattr(model, "lm_head"):
         ids = draw_tokens(model.config.vocab_size, 2, tokens, step, rank)
         return model(input_ids=ids, labels=ids).loss
+    if isinstance(model, mixtures.MixtureModel):
+        return mixtures.routed_loss(model, step, rank)
     out = model(normal(step, rank, 2, tokens, WIDTH))
     return (out.full_tensor() if isinstance(out, DTensor) else out).square().mean()
 

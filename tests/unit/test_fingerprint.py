@@ -144,6 +144,14 @@ def test_other_inputs_are_named(base, args, kwargs):
     assert line.startswith("inputs: made for Tensor [2, 4] stride [4, 1] torch.int64 cpu requires_grad=False")
 
 
+def test_an_open_size_is_any_number_and_nothing_else():
+    tokens = tokens_of(0, 0)
+    torch._dynamo.maybe_mark_dynamic(tokens, 1)
+    made = taken(args=(tokens,))
+    for others, differs in ((tokens_of(0, 0, length=17), False), (TOKENS[:1], True), (TOKENS.int(), True)):
+        assert [line[:6] for line in differences(made, taken(args=(others,)))] == ["inputs"] * differs
+
+
 def test_an_ignored_parameter_is_named(base):
     with as_rank(0, 2):
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import platform
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
 NUMBER = "device number"  # a field of files whose code names it, see `kernels.names_device_number`
+ANY = "any_size"  # in place of a size or stride of an input that may have another one at each call
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -273,6 +275,9 @@ def described(value: Any) -> str:
     """A tensor without its values and the number of its device; plain values as they are; of others the class."""
     if isinstance(value, torch.Tensor):
         layout = f"{list(value.shape)} stride {list(value.stride())}" if value.layout is torch.strided else value.layout
+        if dynamic := getattr(value, "_dynamo_weak_dynamic_indices", ()):  # by torch._dynamo.maybe_mark_dynamic
+            sizes = ", ".join(ANY if i in dynamic else str(size) for i, size in enumerate(value.shape))
+            layout = f"[{sizes}] stride [{', '.join('1' if stride == 1 else ANY for stride in value.stride())}]"
         return f"{type(value).__name__} {layout} {value.dtype} {value.device.type} requires_grad={value.requires_grad}"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
         return repr(value)
@@ -285,9 +290,16 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def differences(made: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """One line for each field that differs between a file and this process. Any device serves code that names none."""
+    """One line for each field that differs between a file and this process. Any device serves code that names none, and
+    any number is `ANY`: guards say which numbers the code takes."""
     return [
         f"{name}: made for {made.get(name, 'nothing')}; here {here.get(name, 'nothing')}"
         for name in {**made, **here}
-        if made.get(name) != here.get(name) and (name != NUMBER or name in made)
+        if not _equal(made.get(name), here.get(name)) and (name != NUMBER or name in made)
     ]
+
+
+def _equal(made: str | None, here: str | None) -> bool:
+    if made is None or here is None or ANY not in made:
+        return made == here
+    return re.fullmatch(re.escape(made).replace(ANY, rf"(\d+|{ANY})"), here) is not None

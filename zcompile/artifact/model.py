@@ -289,12 +289,15 @@ class FromFile:
         if _is_first(span_of(state)):
             warnings.warn(f"zcompile: {self.path} is not used, and every rank compiles. {reason}", stacklevel=2)
 
-    def look(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, dict[str, str]]:
+    def look(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, Mapping[str, str]]:
         """The verdict of this rank, see `_Report`, and the fields of the call. Errors are verdicts: others wait."""
-        call: dict[str, str] = {}
+        call: Mapping[str, str] = {}
         try:
             call = of_call(model, args, kwargs)
-            return self.examine(model, call), call
+            verdict = self.examine(model, call)
+            if verdict == FITS:  # the file may leave sizes open, in which ranks then may differ
+                call = find(self.shared.open(str(self.path)).artifact, self.shared.position, call)[0]["call"]
+            return verdict, call
         except FileNotFoundError:
             return ABSENT, call
         except ArtifactError as error:

@@ -23,6 +23,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zcompile.artifact.file_format import Artifact, ArtifactError, decode, read
 from zcompile.artifact.fingerprint import of_call
@@ -130,6 +131,9 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
         files: dict[Any, bytes] = {}
 
         def compile_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            for value in tree_leaves((args, kwargs)) if arguments.dynamic is not None else ():
+                if isinstance(value, torch.Tensor) and value.ndim > arguments.dynamic:
+                    torch._dynamo.maybe_mark_dynamic(value, arguments.dynamic)
             call = tuple(of_call(module, args, kwargs).items())
             if call not in files:  # equal blocks have equal calls
                 torch._dynamo.reset()  # or else a second shape would be a dynamic one
@@ -140,7 +144,7 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
                 raise _Compiled
             return module._call_impl(*args, **kwargs)
 
-        for module in _modules(model, arguments.blocks):
+        for module in modules_of(model, arguments.blocks):
             module._compiled_call_impl = functools.partial(compile_call, module)
         for step in arguments.steps:
             with contextlib.suppress(_Compiled):
@@ -191,14 +195,18 @@ def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None
             each.transport = Choice(arguments.transport, "asked for")
 
 
-def _modules(model: nn.Module, blocks: str | None) -> list[nn.Module]:
-    """The modules that are compiled: the model, or the children of its module at the path `blocks`."""
-    if blocks is None:
+def modules_of(model: nn.Module, blocks: str) -> list[nn.Module]:
+    """The modules that are compiled: the model, or those that `--blocks`, if it is not empty, names."""
+    if not blocks:
         return [model]
-    try:
-        return [*model.get_submodule(blocks).children()]
-    except AttributeError as error:
-        raise BadInput(f"--blocks {blocks}: {error}") from None
+    modules: dict[nn.Module, None] = {}
+    for path in blocks.split(","):
+        pattern = re.escape(path if "*" in path else f"{path}.*").replace(r"\*", "[^.]+")
+        found = [module for name, module in model.named_modules() if re.fullmatch(pattern, name)]
+        if not found:
+            raise BadInput(f"--blocks {path}: the model has no such module")
+        modules |= dict.fromkeys(found)
+    return [*modules]
 
 
 class _Compiled(BaseException):

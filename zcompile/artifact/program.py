@@ -71,6 +71,7 @@ def make(
     """
     state = state_of(model)
     refuse_meshes(state)
+    _refuse_units(model)
     fields = surroundings(model, settings, mode, state.machine.memory_bytes)
     call, position = of_call(model, args, kwargs), positions_of(state)[dist.get_rank()]
     known = _known_code(earlier, fields, position, call)
@@ -116,6 +117,18 @@ def make(
     }
     facts = {"memory_bytes": state.machine.memory_bytes, "main": main_module, "programs": [program]}
     return encode(fields, facts, contents)
+
+
+def _refuse_units(model: nn.Module) -> None:
+    """Refuse a module in which units end graphs; see docs/architecture.md."""
+    order, modules = state_of(model).unit_order, set(model.modules())
+    for unit in order.units if order is not None else ():
+        if not modules.isdisjoint(unit.owners):
+            raise ArtifactError(
+                f"zcompile: no artifact can hold the program: '{unit.name}' is a unit, which runs in eager. Compile "
+                "modules without units: zcompile.compile(model, artifact=..., blocks=[layer.attention for layer in "
+                "model.layers]), or --blocks of zcompile precompile."
+            )
 
 
 def _known_code(
