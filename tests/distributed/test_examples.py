@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.time_limits import scaled
+from zcompile.artifact.aot import lacking
+from zcompile.cli import main
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -97,6 +99,18 @@ def test_an_example_runs_under_torchrun(tmp_path, program, arguments, written):
 def test_the_minimal_example_trains(inductor_cache):
     losses = [float(line.split()[-1]) for line in run_example("minimal.py").splitlines()]
     assert len(losses) == 10 and losses[0] == pytest.approx(math.log(256), abs=0.1) and losses[-1] < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(lacking()), reason=lacking())
+def test_an_example_trains_from_a_file_and_compiles_nothing(tmp_path):
+    build = f"{EXAMPLES / 'precompiled.py'}:build"
+    assert (
+        main(["precompile", "--module", build, "--mesh", "dp=2", "--device", "cpu", "--out", str(tmp_path / "a.zc")])
+        == 0
+    )
+    how, losses = run_example("precompiled.py", tmp_path / "a.zc").splitlines()
+    assert "loaded from" in how and "0 graphs compiled" in how and losses.startswith("losses 2.15 2.04 ")
 
 
 @pytest.mark.slow
