@@ -54,6 +54,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=6)
     add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help="torch.autocast")
+    add("--int8-gathers", action="store_true", help="zcompile gathers matrices in int8, with a scale for 256 elements")
     add("--seed", type=int, default=0, help="of weights and batches")
     add("--corpus-mb", type=float, default=8.0, help="cap on the corpus")
     add("--log-every", type=int, default=10, help="steps")
@@ -187,7 +188,7 @@ def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
         return fully_shard(model, mesh=mesh["dp"])
-    zcompile.shard(model, mesh["dp"])
+    zcompile.shard(model, mesh["dp"], gather_dtype=torch.int8 if args.int8_gathers else None)
     if args.engine == "zcompile":
         model.compile(backend="zcompile", options={"inner": args.inner, "transport": args.transport})
     return model

@@ -16,6 +16,7 @@ import zcompile
 from tests.support.process import no_collector
 from tests.support.ranks import on_ranks, slow
 from tests.support.subclasses import (
+    COMPILED,
     Block,
     Dequantizing,
     Half,
@@ -102,15 +103,6 @@ def test_components_travel_at_their_own_widths_in_one_transfer(rank, world):
     assert stats["gathered_bytes"] == {"int8": int8, "float32": scales + vectors}
     assert runtime.order_digests()[0][0] - before == 3 * 2  # of each block: its components, and its plain parameters
     assert stats["peak_unsharded_bytes"] <= 2 * (int8 + scales + vectors) // 3  # a block, and the next one
-
-
-COMPILED = {
-    "layers": lambda model, **how: [layer.compile(backend="aot_eager", fullgraph=True) for layer in model],
-    "layers, planned": lambda model: [
-        layer.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True) for layer in model
-    ],
-    "model": lambda model: model.compile(backend="zcompile", options={"inner": "aot_eager"}),
-}
 
 
 @pytest.mark.parametrize("kind", [Rows8, pytest.param(Kept8, marks=slow)])

@@ -201,3 +201,13 @@ def same_as_fsdp2(rank, ours, theirs, loss=batch_loss):
 def plain(parameter):
     local = parameter.detach().to_local()
     return local.values_ if isinstance(local, Wrapped) else local
+
+
+# How the layers of a model, or the model, are compiled.
+COMPILED = {
+    "layers": lambda model, **how: [layer.compile(backend="aot_eager", fullgraph=True) for layer in model],
+    "layers, planned": lambda model: [
+        layer.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True) for layer in model
+    ],
+    "model": lambda model: model.compile(backend="zcompile", options={"inner": "aot_eager"}),
+}

@@ -10,7 +10,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from zcompile.graph.ops import GATHER, calls
 from zcompile.state.attributes import SHARDED
-from zcompile.state.gather_extension import name_of
 
 # torch's higher-order ops that decide, or repeat, what they call.
 CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
@@ -22,7 +21,7 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     Raises:
         RuntimeError: names the parameter and the line.
     """
-    _refuse_subclasses(gm, example_inputs)
+    _refuse_components(gm, example_inputs)
     names = _names_of_inputs(gm, example_inputs)
     for graph in _graphs_in(gm):
         _refuse_lost_writes(graph, names)
@@ -30,16 +29,16 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     _refuse_reads_in_branches(gm)
 
 
-def _refuse_subclasses(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Refuse to gather a tensor subclass in a graph: its all-gather hooks are Python."""
+def _refuse_components(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Refuse to gather a parameter in a graph that is gathered as components, as a tensor subclass with hooks is."""
     inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     for node in calls(gm.graph, GATHER):
         sharded = getattr(inputs.get(cast(Node, node.args[0])), SHARDED, lambda: None)()
         if sharded is not None and sharded.extension is not None:
             raise RuntimeError(
-                f"zcompile: compiled code reads parameter '{sharded.name}', a {name_of(type(sharded.extension.local))} "
+                f"zcompile: compiled code reads parameter '{sharded.name}', {sharded.extension.kind} "
                 f"(rank {dist.get_rank()}), at\n{node.meta.get('stack_trace', '')}\n"
-                "Its all-gather hooks run in eager, when its layer is called. Compile the model or its layers "
+                "It is gathered in eager, when its layer is called. Compile the model or its layers "
                 "(model.compile(), layer.compile()) and not a function around them, and read it inside of its layer."
             )
 

@@ -17,7 +17,8 @@ from zcompile.ranks.shared_errors import Progress
 from zcompile.sharding.plan import ShardPlan
 from zcompile.sharding.precision import MixedPrecision
 from zcompile.state.attributes import MODEL
-from zcompile.state.gather_extension import GatherExtension, leaf_of, name_of, part_held_by, subclass_of
+from zcompile.state.gather_extension import SubclassGather, leaf_of, name_of, part_held_by, subclass_of
+from zcompile.state.int8_gather import Int8Gather
 from zcompile.state.placement import Placement, as_dtensor, layout_for, part_of
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -51,8 +52,10 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
                 if state.units is not None and module in plan.in_units:
                     of_module = state.units
                 owner = module, attribute
-                policy = plan.policies[id(original)]
-                sharded = _shard_parameter(of_module, name, materialized, owner, device, policy, placement, meshes)
+                policy, in_int8 = plan.policies[id(original)], id(original) in plan.in_int8
+                sharded = _shard_parameter(
+                    of_module, name, materialized, owner, device, policy, placement, meshes, in_int8
+                )
                 done[id(original)] = sharded
                 carry_hooks(original, sharded.parameter)
             else:
@@ -69,9 +72,9 @@ def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -
     It makes the runtime know components, which come after all parameters there.
     """
     for sharded in parameters:
-        if sharded.extension is not None and sharded.shape[0] % sharded.state.groups.world:
+        if (hooks := sharded.of_subclass) is not None and sharded.shape[0] % sharded.state.groups.world:
             progress.at = f"parameter '{sharded.name}'"
-            sharded.extension.before_gather(sharded)
+            hooks.before_gather(sharded)
 
 
 @torch.no_grad()
@@ -84,23 +87,26 @@ def _shard_parameter(
     policy: MixedPrecision,
     placement: Placement,
     meshes: dict[DeviceMesh, DeviceMesh],
+    in_int8: bool,
 ) -> ShardedParameter:
     """One parameter of `state`: this rank's shard, as a DTensor and as a leaf, and known to the runtime.
 
     Args:
         owner: a module that reads it, which holds the leaf from then on, and the name of its attribute.
+        in_int8: see int8_gather.py.
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
-    layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype, meshes)
+    layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype, meshes, in_int8)
     kind, local = subclass_of(part), _copied_shard(part, dim, state, device)
     leaf = nn.Parameter(local if kind is None else leaf_of(local), requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, state)
     rows = layout.shape[0] if layout.shape else 1
+    chunk = -(-rows // world) * (part.numel() // max(rows, 1)) if part.ndim else part.numel()
     index = state.runtime.add(
         name=name,
         shard=leaf,
         shape=list(layout.shape),
-        chunk=-(-rows // world) * (part.numel() // max(rows, 1)) if part.ndim else part.numel(),
+        chunk=chunk,
         replicated=part.ndim == 0,
         reduce_dtype=policy.reduce_dtype,
         subclass="" if kind is None else name_of(kind),
@@ -116,7 +122,9 @@ def _shard_parameter(
     if kind is None:
         sharded.parameter.__dict__.update(parameter.__dict__)  # attributes of users, such as weight-decay flags
     else:  # whose attributes are its own
-        sharded.extension = GatherExtension(state.mesh, policy, part_held_by(sharded.parameter))
+        sharded.extension = SubclassGather(state.mesh, policy, part_held_by(sharded.parameter))
+    if in_int8:
+        sharded.extension = Int8Gather(chunk)
     state.parameters[name] = sharded
     return sharded
 

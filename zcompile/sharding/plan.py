@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,7 @@ from zcompile.costs.formulas.registry import registered_costs
 from zcompile.sharding.class_swap import Casts
 from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
 from zcompile.state.gather_extension import subclass_of
+from zcompile.state.int8_gather import is_quantized
 from zcompile.state.placement import Placement, PlacementFunction, Placements, spread_parameter
 from zcompile.units import find
 from zcompile.units.find import ExpertsImplementation, UnitLike
@@ -30,6 +32,7 @@ class ShardOptions:
     shard_placement_fn: PlacementFunction | None = None
     gradient_divide_factor: float | None = None
     states: str | None = None
+    gather_dtype: torch.dtype | None = None
 
     @property
     def over_hosts(self) -> bool:
@@ -50,6 +53,7 @@ class ShardPlan:
         experts: the modules of Hugging Face that could compute their experts in another way; none if no read of a
             parameter gathers or casts it, as on one rank without `param_dtype`.
         policies: of mixed precision, of each parameter, by its id.
+        in_int8: ids of the parameters that are gathered in int8.
         casts: see precision.py.
         divisor: of summed gradients.
         options_text: the arguments of `zcompile.shard`, in words; artifacts must have been made with equal ones.
@@ -64,6 +68,7 @@ class ShardPlan:
     in_units: frozenset[nn.Module]
     experts: list[ExpertsImplementation]
     policies: dict[int, MixedPrecision]
+    in_int8: frozenset[int]
     casts: dict[nn.Module, Casts]
     divisor: float
     options_text: str
@@ -77,15 +82,17 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
         placements: as `validate` returns them.
     """
     lines = [*_parameter_lines(model, options.ignored), *_placement_lines(placements)]
-    # One rank has whole parameters. Its loops over experts would still cast the weights of all for each.
     policies = policies_of(model, options.policy, options.own_policies)
-    gathers = mesh.size() > 1 or any(policy.param_dtype is not None for policy in policies.values())
+    quantizes = options.gather_dtype is not None
+    in_int8 = frozenset(id(each) for each, _ in placements if quantizes and is_quantized(each, each.ndim))
+    # One rank has whole parameters. Its loops over experts would still cast the weights of all for each.
+    gathers = mesh.size() > 1 or bool(in_int8) or any(each.param_dtype is not None for each in policies.values())
     units, in_units = _units(model, mesh, options, placements) if gathers else ({}, frozenset())
     own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}
     options_text = (
         f"units={list(units)} {options.policy} {own or ''} "
         f"gradient_divide_factor={options.gradient_divide_factor} native_reduce={options.native_reduce}"
-        f"{' states=global' if options.over_hosts else ''}"
+        f"{' states=global' if options.over_hosts else ''}{' gather_dtype=int8' if in_int8 else ''}"
     )
     others: list[DeviceMesh] = []
     for _, placement in placements:
@@ -101,6 +108,7 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
         in_units,
         find.implementations(model) if gathers else [],
         {id(each): policies[module] for module in reversed(policies) for each in module.parameters(recurse=False)},
+        in_int8,
         casts_of(model, policies, options.own_policies, casting),
         options.gradient_divide_factor or float(mesh.size()),
         options_text,

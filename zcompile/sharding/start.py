@@ -27,8 +27,8 @@ def _share_values(state: ShardedModel) -> None:
     """Give all ranks the scalars of their group's first rank, and all replicas the values of the first one."""
     for each in models_of(state):
         for sharded in each.parameters.values():
-            extension, leaf = sharded.extension, sharded.leaf
-            for local in [leaf.detach()] if extension is None else plain_tensors_of(extension.local):
+            hooks, leaf = sharded.of_subclass, sharded.leaf
+            for local in [leaf.detach()] if hooks is None else plain_tensors_of(hooks.local):
                 values = local.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
                 if leaf.ndim == 0:
                     dist.broadcast(values, group=shard_group_of(each.mesh), group_src=0)

@@ -14,6 +14,7 @@ from zcompile.sharding.plan import GLOBAL, ShardOptions
 from zcompile.sharding.precision import check_policies
 from zcompile.state.attributes import STATE
 from zcompile.state.gather_extension import has_hooks, name_of, subclass_of
+from zcompile.state.int8_gather import is_quantized
 from zcompile.state.placement import Placements, check_mesh, is_spread, placements_of, spread_parameter
 from zcompile.units.find import check_units, find_units
 
@@ -34,6 +35,8 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
     placements, error = placements_of(model, mesh, options.shard_placement_fn, options.ignored)
     if error is None and options.over_hosts:
         error = _check_plain(model, placements, mesh)
+    if error is None and options.gather_dtype is not None:
+        error = _check_int8(model, placements, options)
     error = error or check_policies(model, options.policy, options.own_policies, options.ignored)
     if error is None and options.units is not None:
         error = check_units(model, options.units)
@@ -55,6 +58,26 @@ def _check_states(mesh: DeviceMesh, states: str | None) -> ValueError | None:
         )
     if is_fake(mesh):
         return ValueError("zcompile.shard: states='global' needs the other ranks, which a 'fake' group does not have.")
+    return None
+
+
+def _check_int8(model: nn.Module, placements: Placements, options: ShardOptions) -> Exception | None:
+    """Why a model cannot be gathered in int8, or in another dtype."""
+    if options.gather_dtype is not torch.int8:
+        return ValueError(f"zcompile.shard: gather_dtype must be torch.int8 or None, not {options.gather_dtype!r}.")
+    if options.over_hosts:
+        return ValueError(
+            "zcompile.shard: gather_dtype=torch.int8 with states='global' is not supported: gathers stay inside of a "
+            "host there, and the copies that hosts exchange once a step are in param_dtype. Leave one of both out."
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, placement in placements:
+        if placement.shard.dim > 0 and is_quantized(parameter, parameter.ndim):
+            return ValueError(
+                f"zcompile.shard: parameter '{names[id(parameter)]}' (rank {dist.get_rank()}) is to be sharded along "
+                f"dimension {placement.shard.dim}. With gather_dtype=torch.int8, matrices are sharded along the first "
+                "one alone: let shard_placement_fn return Shard(0), or leave gather_dtype out."
+            )
     return None
 
 

@@ -9,9 +9,11 @@ all ranks. Each later gather moves its memory into the component tensors of the 
 
 The runtime knows a component as a parameter without a shard (`is_component` in csrc/transport/param.h): each gather is
 given one. The leaf of the parameter itself has no memory. It identifies the parameter to the runtime, for example when
-its gradient is reduce-scattered. Only blocks and units gather components, in eager, since hooks are Python.
+its gradient is reduce-scattered. Only blocks and units gather components, in eager, since hooks are Python. Plain
+parameters have components, too, if their gathers are to be in int8; see int8_gather.py.
 """
 
+import abc
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
@@ -140,60 +142,32 @@ class Components(NamedTuple):
     metadata: Any
 
 
-class GatherExtension:
-    """How one parameter with FSDP2's all-gather hooks is gathered; see [Note: components]."""
+class GatherExtension(abc.ABC):
+    """How one parameter is gathered as components; see [Note: components]."""
 
-    def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, local: torch.Tensor):
-        """
-        Args:
-            mesh: of the model; hooks get the dimension of it that shards.
-            local: this rank's shard.
-        """
-        self.mesh = mesh if mesh.ndim == 1 else mesh[cast(Any, mesh.mesh_dim_names)[-1]]
-        self.policy, self.local = policy, local
-        self.takes_sizes = len(inspect.signature(getattr(local, PRE)).parameters) > 1
+    kind: str  # of the parameter, in words
+
+    def __init__(self) -> None:
         self.known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[int]] = {}  # indices in the runtime, by kinds
         self.indices: list[int] = []  # of this rank's last components
         self.gathered: list[torch.Tensor] = []  # components, which the unsharded parameter is made of
-        self.inner: list[torch.Tensor] = []  # other tensors that the hook made for it
+        self.inner: list[torch.Tensor] = []  # other tensors that were made for it
 
     def before_gather(self, sharded: "ShardedParameter") -> Components:
-        """The components of this rank's shard, which `fsdp_pre_all_gather` makes.
-
-        Raises:
-            RuntimeError: a component is no plain tensor, or its size is not that of a padded shard.
-        """
-        args: tuple[Any, ...] = (self.mesh,)
-        if self.takes_sizes:
-            module, shape = sharded.owners[0][0], torch.Size(sharded.shape)
-            args = self.mesh, shape, _contiguous_stride(shape), module, self.policy
+        """The components of this rank's shard, known to the runtime."""
         with _own_ops():
-            tensors, metadata = getattr(self.local, PRE)(*args)
-        tensors = list(tensors)
-        self._check(sharded, tensors)
-        kinds = tuple((each.shape, each.dtype) for each in tensors)
+            own = self.components_of(sharded)
+        kinds = tuple((each.shape, each.dtype) for each in own.tensors)
         if kinds not in self.known:
-            self.known[kinds] = [self._add(sharded, each) for each in tensors]
+            self.known[kinds] = [self._add(sharded, each) for each in own.tensors]
         if self.indices is not self.known[kinds]:
             self.indices = self.known[kinds]
             sharded.state.watch(sharded)
-        return Components(tensors, metadata)
+        return own
 
-    def _check(self, sharded: "ShardedParameter", tensors: Sequence[Any]) -> None:
-        where = f"zcompile: {PRE} of parameter '{sharded.name}' ({name_of(type(self.local))}, rank {dist.get_rank()})"
-        if not tensors:
-            raise RuntimeError(f"{where} returned nothing to gather. Return at least one plain tensor.")
-        for each in tensors:
-            if not isinstance(each, torch.Tensor) or subclass_of(each) is not None:
-                raise RuntimeError(f"{where} returned a {name_of(type(each))} to gather. Return plain tensors.")
-        rows, world = sharded.shape[0], sharded.state.groups.world
-        padded = (-(-rows // world), *sharded.shape[1:])
-        if rows % world and any(tuple(each.shape) != padded for each in tensors):
-            raise RuntimeError(
-                f"{where} returned tensors of shapes {[tuple(each.shape) for each in tensors]}. The {rows} rows do not "
-                f"divide by {world} ranks, so each must have the padded size of a shard, {padded}. Pad in the hook, "
-                "choose a size that divides, or keep the parameter whole on each rank: ignored_params=[...]."
-            )
+    @abc.abstractmethod
+    def components_of(self, sharded: "ShardedParameter") -> Components:
+        """The components of this rank's shard."""
 
     def _add(self, sharded: "ShardedParameter", component: torch.Tensor) -> int:
         """Let the runtime know a component; its index."""
@@ -214,11 +188,11 @@ class GatherExtension:
         with _own_ops():
             self.gathered = [torch.empty_like(each) for each in arrived.tensors]
             sharded.state.runtime.fill(self.gathered, arrived.tensors)
-            post = getattr(self.local, POST)
-            made, inner = post(tuple(self.gathered), arrived.metadata, _param_dtype(sharded))
-            gathered = {each.untyped_storage()._cdata for each in self.gathered}
-            self.inner = [each for each in inner if each.untyped_storage()._cdata not in gathered]
-            return _cut(sharded, made)
+            return cut(sharded, self.unsharded_of(sharded, arrived.metadata))
+
+    @abc.abstractmethod
+    def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
+        """The unsharded parameter, perhaps padded, made of `gathered`, and of `inner`, which this sets."""
 
     def refill(self, sharded: "ShardedParameter", arrived: Components, unsharded: torch.Tensor) -> None:
         """Let `unsharded`, which `make` made, be made of `arrived`."""
@@ -226,16 +200,11 @@ class GatherExtension:
         for each in self.inner:
             each.untyped_storage().resize_(each.nbytes)
         with _own_ops(), _unsafe_preserve_version_counter((unsharded, *self.inner)):
-            getattr(self.local, POST)(tuple(self.gathered), arrived.metadata, _param_dtype(sharded), out=unsharded)
+            self.write(sharded, arrived.metadata, unsharded)
 
-    @torch.no_grad()
-    def whole(self, sharded: "ShardedParameter") -> torch.Tensor:
-        """The unsharded parameter, in memory of its own; all ranks together."""
-        own = self.before_gather(sharded)
-        arrived = sharded.state.runtime.gather_components(self.indices, own.tensors)
-        wait_for_gathers(arrived)
-        made, _ = getattr(self.local, POST)(tuple(arrived), own.metadata, _param_dtype(sharded))
-        return _cut(sharded, made)
+    @abc.abstractmethod
+    def write(self, sharded: "ShardedParameter", metadata: Any, unsharded: torch.Tensor) -> None:
+        """Let `unsharded`, made by `unsharded_of`, have the values of `gathered`."""
 
     def memory(self) -> list[torch.Tensor]:
         """The tensors that the unsharded parameter is made of."""
@@ -246,6 +215,72 @@ class GatherExtension:
         free_memory(self.gathered)
         for each in self.inner:
             each.untyped_storage().resize_(0)
+
+
+class SubclassGather(GatherExtension):
+    """How a tensor subclass with FSDP2's all-gather hooks is gathered."""
+
+    def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, local: torch.Tensor):
+        """
+        Args:
+            mesh: of the model; hooks get the dimension of it that shards.
+            local: this rank's shard.
+        """
+        super().__init__()
+        self.mesh = mesh if mesh.ndim == 1 else mesh[cast(Any, mesh.mesh_dim_names)[-1]]
+        self.policy, self.local = policy, local
+        self.kind = f"a {name_of(type(local))}"
+        self.takes_sizes = len(inspect.signature(getattr(local, PRE)).parameters) > 1
+
+    def components_of(self, sharded: "ShardedParameter") -> Components:
+        """Those which `fsdp_pre_all_gather` makes.
+
+        Raises:
+            RuntimeError: a component is no plain tensor, or its size is not that of a padded shard.
+        """
+        args: tuple[Any, ...] = (self.mesh,)
+        if self.takes_sizes:
+            module, shape = sharded.owners[0][0], torch.Size(sharded.shape)
+            args = self.mesh, shape, _contiguous_stride(shape), module, self.policy
+        tensors, metadata = getattr(self.local, PRE)(*args)
+        self._check(sharded, tensors := list(tensors))
+        return Components(tensors, metadata)
+
+    def _check(self, sharded: "ShardedParameter", tensors: Sequence[Any]) -> None:
+        where = f"zcompile: {PRE} of parameter '{sharded.name}' ({name_of(type(self.local))}, rank {dist.get_rank()})"
+        if not tensors:
+            raise RuntimeError(f"{where} returned nothing to gather. Return at least one plain tensor.")
+        for each in tensors:
+            if not isinstance(each, torch.Tensor) or subclass_of(each) is not None:
+                raise RuntimeError(f"{where} returned a {name_of(type(each))} to gather. Return plain tensors.")
+        rows, world = sharded.shape[0], sharded.state.groups.world
+        padded = (-(-rows // world), *sharded.shape[1:])
+        if rows % world and any(tuple(each.shape) != padded for each in tensors):
+            raise RuntimeError(
+                f"{where} returned tensors of shapes {[tuple(each.shape) for each in tensors]}. The {rows} rows do not "
+                f"divide by {world} ranks, so each must have the padded size of a shard, {padded}. Pad in the hook, "
+                "choose a size that divides, or keep the parameter whole on each rank: ignored_params=[...]."
+            )
+
+    def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
+        """The tensor that `fsdp_post_all_gather` makes."""
+        made, inner = getattr(self.local, POST)(tuple(self.gathered), metadata, param_dtype_of(sharded))
+        gathered = {each.untyped_storage()._cdata for each in self.gathered}
+        self.inner = [each for each in inner if each.untyped_storage()._cdata not in gathered]
+        return cast(torch.Tensor, made)
+
+    def write(self, sharded: "ShardedParameter", metadata: Any, unsharded: torch.Tensor) -> None:
+        """By the same hook, with `out=`."""
+        getattr(self.local, POST)(tuple(self.gathered), metadata, param_dtype_of(sharded), out=unsharded)
+
+    @torch.no_grad()
+    def whole(self, sharded: "ShardedParameter") -> torch.Tensor:
+        """The unsharded parameter, in memory of its own; all ranks together."""
+        own = self.before_gather(sharded)
+        arrived = sharded.state.runtime.gather_components(self.indices, own.tensors)
+        wait_for_gathers(arrived)
+        made, _ = getattr(self.local, POST)(tuple(arrived), own.metadata, param_dtype_of(sharded))
+        return cut(sharded, made)
 
 
 def extension_of(sharded: "ShardedParameter") -> GatherExtension:
@@ -272,12 +307,13 @@ def refuse_subclass_grad(name: str, grad: torch.Tensor) -> None:
         )
 
 
-def _param_dtype(sharded: "ShardedParameter") -> torch.dtype:
+def param_dtype_of(sharded: "ShardedParameter") -> torch.dtype:
+    """That of the unsharded parameter."""
     return sharded.layout.dtype or sharded.leaf.dtype
 
 
-def _cut(sharded: "ShardedParameter", made: torch.Tensor) -> torch.Tensor:
-    """`made` by a hook, without the padding of shards."""
+def cut(sharded: "ShardedParameter", made: torch.Tensor) -> torch.Tensor:
+    """`made` of components, without the padding of shards."""
     shape = torch.Size(sharded.shape)
     return torch.as_strided(made, shape, _contiguous_stride(shape), storage_offset=0)
 

@@ -179,7 +179,7 @@ class Layout:
         domain: number of the domain; see [Note: domains].
         dtype: in which it is gathered; None for the dtype that it has then.
         local: of a DTensor that modules read as this rank's part of it.
-        is_extended: FSDP2's all-gather hooks make it; see gather_extension.py.
+        is_extended: it is gathered as components; see gather_extension.py.
     """
 
     shape: tuple[int, ...]
@@ -235,6 +235,7 @@ def layout_for(
     domain: int,
     param_dtype: torch.dtype | None,
     meshes: dict[DeviceMesh, DeviceMesh],
+    is_extended: bool = False,
 ) -> Layout:
     """The layout of `parameter`, which `world` ranks share.
 
@@ -242,6 +243,7 @@ def layout_for(
         param_dtype: to gather in; parameters that cannot train, as those of integers, keep their own.
         meshes: of other parameters of the model. A program may slice one mesh several times; its model reads over one
             of these equal meshes, so that modules share a class, and a file finds it.
+        is_extended: it is gathered as components, as all tensor subclasses are.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)
@@ -253,7 +255,7 @@ def layout_for(
         remember_mesh(mesh)
         inner = Inner(mesh, id(mesh), parameter.placements, parameter.shape, parameter.stride())
     dtype = param_dtype if part.dtype in TRAINABLE else None
-    return Layout(shape, dim, inner, domain, dtype, placement.local, subclass_of(part) is not None)
+    return Layout(shape, dim, inner, domain, dtype, placement.local, is_extended or subclass_of(part) is not None)
 
 
 def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial
 
 from zcompile.state.attributes import LEAF, MODEL, PARAMETER, SHARDED
-from zcompile.state.gather_extension import GatherExtension, leaf_of, part_held_by
+from zcompile.state.gather_extension import GatherExtension, SubclassGather, leaf_of, part_held_by
 from zcompile.state.microbatches import Deferred
 from zcompile.state.placement import Layout
 from zcompile.state.user_hooks import run_grad_hooks, run_post_accumulate_hooks
@@ -45,7 +45,7 @@ class ShardedParameter:
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
     unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
-    extension: GatherExtension | None = None  # of a tensor subclass with FSDP2's all-gather hooks
+    extension: GatherExtension | None = None  # if it is gathered as components
     on_host: OnHost | None = None  # if the main parameter lies in host memory
     has_deferred: bool = False  # `.grad` is a factor; see `defer_grad`
     factor_version: int = 0  # of that, which the program may not change between two backwards; -1: it changes now
@@ -84,6 +84,11 @@ class ShardedParameter:
         return tuple(self.parameter.shape) if isinstance(self.parameter, DTensor) else self.shape
 
     @property
+    def of_subclass(self) -> SubclassGather | None:
+        """Its `extension` if it is a tensor subclass with FSDP2's all-gather hooks."""
+        return self.extension if isinstance(self.extension, SubclassGather) else None
+
+    @property
     def has_hooks(self) -> bool:
         """Whether users registered hooks for its gradient."""
         return bool(self.parameter._backward_hooks or self.parameter._post_accumulate_grad_hooks)
@@ -104,8 +109,8 @@ class ShardedParameter:
 
     def has_leaf_of(self, local: torch.Tensor) -> bool:
         """Whether the leaf stands for the shard `local`, and not for one that was exchanged since."""
-        if self.extension is not None:
-            return part_held_by(self.parameter) is self.extension.local
+        if (hooks := self.of_subclass) is not None:
+            return part_held_by(self.parameter) is hooks.local
         return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
 
     def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
@@ -114,11 +119,11 @@ class ShardedParameter:
         Raises:
             RuntimeError: a tensor subclass gives way to another class.
         """
-        if self.extension is not None:
+        if (hooks := self.of_subclass) is not None:
             local = part_held_by(self.parameter)
-            if type(local) is not type(self.extension.local):
+            if type(local) is not type(hooks.local):
                 raise RuntimeError(replaced_message(self.name))
-            self.extension.local = local
+            hooks.local = local
             local = leaf_of(local)
         return nn.Parameter(local, requires_grad=self.parameter.requires_grad)
 

@@ -171,7 +171,7 @@ class StepMode(TorchDispatchMode):
             return func(*args, **kwargs)
         parameters = args[0]
         # Tensor subclasses step by ops of their own.
-        plain = [sharded for sharded in state.parameters.values() if sharded.extension is None]
+        plain = [sharded for sharded in state.parameters.values() if sharded.of_subclass is None]
         index_of = {id(sharded.parameter): sharded.index for sharded in plain}
         ours = [i for i, parameter in enumerate(parameters) if id(parameter) in index_of]
         is_scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None  # and maybe by DTensors

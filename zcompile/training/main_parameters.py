@@ -52,6 +52,8 @@ def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     sharded = sharded_by(parameter)
     if sharded is None or sharded.on_host is not None or sharded.leaf_reference() is None or not sharded.shape:
         return None
+    if sharded.extension is not None:  # its components are made of the main parameter before each gather
+        return None
     dtypes, local = _gathered_in(sharded), local_of(parameter)
     if len(dtypes) != 1 or not _is_alone(local):
         return None
@@ -79,7 +81,9 @@ def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
     largest = max(stayed, key=lambda parameter: local_of(parameter).nbytes)
     sharded = sharded_by(largest)
     assert sharded is not None  # that of a step
-    if _is_alone(local_of(largest)):
+    if sharded.extension is not None:
+        reason, remedy = f"is {sharded.extension.kind}", "Shard the model without gather_dtype"
+    elif _is_alone(local_of(largest)):
         dtypes = " and ".join(sorted(str(dtype) for dtype in _gathered_in(sharded)))
         reason = f"was gathered in {dtypes}, and only those that are always gathered in one narrower dtype move"
         remedy = "Shard the model with zcompile.shard(model, param_dtype=torch.bfloat16)"

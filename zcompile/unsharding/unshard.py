@@ -134,9 +134,9 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
             )
         if sharded.is_whole:
             raise RuntimeError(f"zcompile.unshard: {where} is whole already: an outer block has unsharded it.")
-        if writeback and sharded.extension is not None:
+        if writeback and (hooks := sharded.of_subclass) is not None:
             raise RuntimeError(
-                f"zcompile.unshard: {where} is a {name_of(type(sharded.extension.local))}, whose unsharded form has "
+                f"zcompile.unshard: {where} is a {name_of(type(hooks.local))}, whose unsharded form has "
                 "other values than its shards, so it cannot be written back. Change the DTensor in "
                 "model.parameters(), under torch.no_grad(), or the parameter before zcompile.shard."
             )
@@ -150,8 +150,8 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
 def _gather(sharded: ShardedParameter) -> nn.Parameter:
     """The whole parameter, in memory that nobody else has."""
     leaf = sharded.leaf
-    if sharded.extension is not None:
-        unsharded = sharded.extension.whole(sharded)
+    if (hooks := sharded.of_subclass) is not None:
+        unsharded = hooks.whole(sharded)
     elif sharded.state.over_hosts:  # whose ranks gather copies in `param_dtype`
         unsharded = cast(DTensor, sharded.parameter.detach()).full_tensor().clone()
     elif sharded.state.runtime.world == 1:
@@ -189,7 +189,7 @@ def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versio
     for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
         if versions is not None and parameter._version != versions[i]:
             return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
-        same_dtype = sharded.extension is not None or parameter.dtype == sharded.leaf.dtype
+        same_dtype = sharded.of_subclass is not None or parameter.dtype == sharded.leaf.dtype
         if parameter.shape != sharded.parameter.shape or not same_dtype:
             return (
                 f"parameter '{sharded.name}' is {tuple(parameter.shape)}, {parameter.dtype} now. It must stay "
