@@ -44,6 +44,18 @@ def test_training_is_close_to_eager(ranks, world, flag, tolerances, config, leng
     ranks(world).run(rank_trains_beside_eager, flag, tolerances, config, length, end)
 
 
+def test_quantized_weights_travel_in_int8_and_train_close_to_eager(rank, world):
+    expected = train(make_engine(None), rank, end=8)
+    engine = make_engine({}, zero_optimization={"stage": 3, "zero_quantized_weights": True})
+    curve = train(engine, rank, end=6)
+    assert_taken_over(engine)
+    stats = zcompile.stats(engine.module)["gathered_bytes"]
+    assert stats["int8"] > 4 * stats["float32"]
+    engine.zcompile.give_back("a test")  # from then on, DeepSpeed gathers, in float32
+    curve += train(engine, rank, 6, 8)
+    assert 0 < max(largest_differences(curve, expected)) < 0.01
+
+
 class Checkpointed(LanguageModel):
     def forward(self, tokens):
         x = self.embed(tokens[:, :-1])

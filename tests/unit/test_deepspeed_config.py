@@ -14,7 +14,7 @@ from zcompile.integrations.deepspeed.config import WITHOUT_EFFECT, options_of, w
         ({"zero_optimization": {"stage": 2}}, "asks for stage 2"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, 'Remove "offload_param"'),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, 'Remove "zero_quantized_gradients"'),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size"),
         ({"compile": {"deepcompile": True}}, "deepcompile"),
     ],

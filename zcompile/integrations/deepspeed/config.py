@@ -92,9 +92,11 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
         return 'its gathers read partitions on the device. Remove "offload_param"'
     if zero.get("zero_hpz_partition_size", 1) > 1:
         return 'it has no secondary partitions. Remove "zero_hpz_partition_size"'
-    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+    for name in ("zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name):
-            return f'ZeRO++ quantizes what zcompile moves itself. Remove "{name}"'
+            return f'of what ZeRO++ quantizes, it quantizes gathers alone (zero_quantized_weights). Remove "{name}"'
+    if zero.get("zero_quantized_weights") and "artifact" in zero["zcompile"]:
+        return 'int8 gathers run in eager code, which no artifact holds. Remove "artifact"'
     if zero.get("mics_shard_size", -1) > 0:
         return 'MiCS partitions over a part of the ranks. Remove "mics_shard_size"'
     if (config.get("compile") or {}).get("deepcompile"):

@@ -83,12 +83,17 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _accept_block(zero_config: Any) -> None:
-    """Have DeepSpeed's class of "zero_optimization" take no notice of "zcompile" in it."""
+    """Have DeepSpeed's class of "zero_optimization" take no notice of "zcompile" in it.
+
+    Nor of "zero_quantized_weights" beside it, for which DeepSpeed would build its quantizer: zcompile quantizes.
+    """
     initialize = zero_config.__init__
 
     @functools.wraps(initialize)
     def wrapped(self: Any, *args: Any, zcompile: Any = None, **settings: Any) -> None:
         """`DeepSpeedZeroConfig.__init__`, of all settings but zcompile's."""
+        if isinstance(zcompile, dict) and zcompile.get("enabled"):
+            settings.pop("zero_quantized_weights", None)
         initialize(self, *args, **settings)
 
     zero_config.__init__ = wrapped

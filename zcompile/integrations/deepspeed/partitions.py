@@ -14,6 +14,7 @@ from torch import nn
 
 from zcompile import _C
 from zcompile.state.attributes import MODEL
+from zcompile.state.int8_gather import Int8Gather, is_quantized
 from zcompile.state.placement import Layout
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -56,20 +57,23 @@ def add_partition(
     parameter: ZeroParameter,
     owner: tuple[nn.Module, str],
     accept: Callable[[Partition, torch.Tensor], None],
+    in_int8: bool = False,
 ) -> Partition:
     """Make `parameter` one of `state`, with a leaf over this rank's partition.
 
     Args:
         owner: the module that reads the parameter, and the name of its attribute.
         accept: is given the partition and each gradient of it, [elements without padding].
+        in_int8: if it is no vector, it is gathered in int8; see [Note: int8 gathers] in state/int8_gather.py.
     """
-    rank = state.groups.rank
+    rank, shape = state.groups.rank, tuple(parameter.ds_shape)
     leaf = nn.Parameter(_without_padding(parameter, rank), requires_grad=parameter.requires_grad)
     setattr(leaf, MODEL, state)
+    extension = Int8Gather(parameter.ds_tensor.ds_numel) if in_int8 and is_quantized(leaf, len(shape)) else None
     index = state.runtime.add(
         name=name,
         shard=leaf,
-        shape=list(parameter.ds_shape),
+        shape=list(shape),
         chunk=parameter.ds_tensor.ds_numel,
         replicated=False,
         reduce_dtype=None,
@@ -79,7 +83,8 @@ def add_partition(
         index=index,
         parameter=parameter,
         leaf_reference=weakref.ref(leaf),
-        layout=Layout(tuple(parameter.ds_shape)),
+        layout=Layout(shape, is_extended=extension is not None),
+        extension=extension,
         rank=rank,
         accept=accept,
     )

@@ -48,6 +48,7 @@ from zcompile.sharding.class_swap import install_readers, remove_readers
 from zcompile.state.sharded_model import ShardedModel, install_leaves, models_of
 from zcompile.training.accumulate import begin_accumulating, end_accumulating
 from zcompile.training.optimizer_steps import check_orders
+from zcompile.units.blocks import make_blocks, order_blocks
 from zcompile.units.order import make_units, order_units
 
 log = logging.getLogger("zcompile")
@@ -70,6 +71,7 @@ class Takeover:
         self.original = type(engine)  # has DeepSpeed's own methods
         self.options = {name: value for name, value in options.items() if name != "artifact"}
         self.artifact: str | None = options.get("artifact")
+        self.in_int8 = bool(engine._config._param_dict["zero_optimization"].get("zero_quantized_weights"))
         self.hooks = Hooks(engine)
         self.state: ShardedModel | None = None
         self.given_back = ""  # the reason
@@ -216,8 +218,10 @@ class Takeover:
                         progress.at = f"parameter '{name}'"
                         self.add(of_module, name, module, attribute, parameter)
         units = make_units(state, self.engine.module, leaves)
+        blocks = make_blocks(state, model) if self.in_int8 else []
         state.use_transport("auto")
         order_units(state, units)
+        order_blocks(state, blocks)
 
     def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: ZeroParameter) -> None:
         """Make `module.attribute`, a ZeRO-3 parameter, one of `state`."""
@@ -228,7 +232,9 @@ class Takeover:
         ranks_of = torch.distributed.get_process_group_ranks
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
             raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the model, as experts are")
-        self.partitions[parameter.ds_id] = add_partition(state, name, parameter, (module, attribute), self.accept)
+        self.partitions[parameter.ds_id] = add_partition(
+            state, name, parameter, (module, attribute), self.accept, self.in_int8
+        )
 
     def compile_modules(self, compile_kwargs: Mapping[str, Any]) -> None:
         """Compile the regions that were compiled with another backend before; if there are none, the whole module.
@@ -290,8 +296,8 @@ class Takeover:
         for module in self.engine.module.modules():
             module._compiled_call_impl = None
         if self.state is not None:
-            if self.state.unit_order is not None:
-                self.state.unit_order.abandon()
+            for order in self.state.orders:
+                order.abandon()
             for model in models_of(self.state):
                 remove_readers(model, self.engine.module)
             self.state = None
