@@ -163,6 +163,8 @@ def _add_explain(options: Parser) -> None:
     add("--transport", metavar="NAME", help=about)
     about = "most memory of a rank, such as 70GiB; see the option memory_limit (default: none)"
     add("--memory-limit", type=size, metavar="SIZE", help=about)
+    about = "dtype of gathers on the wire, int8 with scales (default: that of --precision)"
+    add("--gather-dtype", choices=("int8", "float8"), help=about)
     add = options.add_argument_group("what if").add_argument
     about = (
         "also predict a step under these limits of unsharded parameters, in MiB; see the option gather_budget_bytes "

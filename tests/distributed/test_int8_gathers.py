@@ -98,6 +98,11 @@ def test_matrices_travel_in_one_byte_an_element_and_four_for_256(rank, world, ho
     in_a_pass = {"int8": matrices, "float32": matrices // BLOCK * 4, "bfloat16": vectors * 2}
     assert stats["gathered_bytes"] == {dtype: 2 * nbytes for dtype, nbytes in in_a_pass.items()}
     assert stats["reduced_bytes"] == {"bfloat16": 2 * (matrices + vectors)}
+    if how == "model":
+        assert zcompile.explain(model, torch.ones(2, 64)).widths == (
+            ("bfloat16", vectors, in_a_pass["bfloat16"]),
+            ("float32 and int8", matrices, in_a_pass["float32"] + in_a_pass["int8"]),
+        )
 
 
 def test_a_value_that_is_not_finite_makes_its_block_nan(rank, world):

@@ -47,6 +47,20 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
         assert (graph["reduced_bytes"] > 0) == (graph["kind"] == "backward")
 
 
+@pytest.mark.parametrize("dtype, width, says", [("float8", 1, "float8, 1 b"), ("int8", 65 / 64, "float32, 1.016 b")])
+def test_narrow_gathers_have_fewer_bytes_and_int8_is_dequantized(dtype, width, says, tmp_path, capsys):
+    arguments, hardware = ["--model", "tiny", "--ranks", "4", "--transport", "nccl"], TABLES["h200"]
+    plans = [explained(tmp_path, *arguments, *more)["ranks"][0] for more in ([], ["--gather-dtype", dtype])]
+    told = capsys.readouterr().out
+    assert "as bfloat16, 2 bytes each" in told and says in told
+    for before, after in zip(*(plan["graphs"] for plan in plans), strict=True):
+        nbytes, starts = sum(each["nbytes"] for each in after["gathers"]), {each["starts"] for each in after["gathers"]}
+        assert before["gathered_bytes"] - after["gathered_bytes"] == pytest.approx(nbytes * (1 - width / 2), abs=1)
+        made_s = len(starts) * hardware.kernel_s + nbytes * (1 + width / 2) / hardware.bytes_s
+        made_ms = 1e3 * made_s if dtype == "int8" else 0
+        assert after["compute_ms"] == pytest.approx(before["compute_ms"] + made_ms)
+
+
 def test_a_limit_of_memory_is_kept_on_each_number_of_ranks(tmp_path):
     """More memory is never slower."""
     arguments = ["--model", "tiny", "--ranks", "2,4", "--transport", "nccl", "--hardware", "h100"]
@@ -158,6 +172,7 @@ def pair():
         (["--model", "tiny", "--memory-limit", "60MiB"], "keeps to memory_limit, 60.0 MiB. The least is"),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
+        (["--transport", "p2p", "--gather-dtype", "int8"], "travels by NCCL, not peer to peer: take --transport nccl"),
         (["--module", f"{__file__}:pair"], "must return a module, batch"),
     ],
 )

@@ -7,6 +7,7 @@ figures times the share that an H200 reaches of its own, 0.75 of dense matmuls. 
 import re
 from bisect import bisect
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -114,6 +115,14 @@ class Hardware:
         return Link(self, max(fitting, key=lambda wire: wire.world) if fitting else wires[0], world)
 
 
+class NarrowGathers(NamedTuple):
+    """How parameters travel that are gathered in a narrower form than they are read in."""
+
+    dtypes: str  # on the wire, in words
+    share: float  # of the bytes of the unsharded parameter
+    dequantizes: bool  # whether a kernel makes the unsharded parameter of them
+
+
 @dataclass(frozen=True)
 class Link:
     """A machine, the wire that transfers use on it, and the number of ranks, of which each holds one shard."""
@@ -121,10 +130,21 @@ class Link:
     hardware: Hardware
     wire: Wire
     world: int
+    narrow: NarrowGathers | None = None
+
+    def gathered_bytes(self, nbytes: int) -> int:
+        """Bytes on the wire of an unsharded tensor of `nbytes`."""
+        return nbytes if self.narrow is None else round(nbytes * self.narrow.share)
 
     def gather_s(self, nbytes: int) -> float:
         """Seconds to gather an unsharded tensor of `nbytes`."""
-        return self._seconds(self.wire.gather, nbytes)
+        return self._seconds(self.wire.gather, self.gathered_bytes(nbytes))
+
+    def dequantize_s(self, nbytes: int) -> float:
+        """Seconds of the kernel that makes an unsharded tensor of `nbytes` of its narrow form."""
+        if self.narrow is None or not self.narrow.dequantizes:
+            return 0.0
+        return self.hardware.kernel_s + (nbytes + self.gathered_bytes(nbytes)) / self.hardware.bytes_s
 
     def reduce_s(self, nbytes: int) -> float:
         """Seconds to reduce unsharded gradients of `nbytes` to shards."""

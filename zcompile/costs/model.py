@@ -55,7 +55,9 @@ class Costs:
             self.seconds[node] = self._seconds_of(node)
 
     def _seconds_of(self, node: Node) -> float:
-        if node.op != "call_function" or node.target in GATHERS | REDUCES | WAITS:
+        if node.target in GATHERS:
+            return self.link.dequantize_s(transfer_bytes(node))
+        if node.op != "call_function" or node.target in REDUCES | WAITS:
             return 0.0
         if is_user_collective(node) or is_collective_wait(node):  # on the wire; see `simulate`
             return 0.0

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zcompile.calibration.results import Calibration, tables_of
 from zcompile.compiler.backend import parse_options
 from zcompile.compiler.memory_limit import OutOfLimit
-from zcompile.costs.hardware import CPU, TABLES, Hardware, Link
+from zcompile.costs.hardware import CPU, TABLES, Hardware, Link, NarrowGathers
 from zcompile.costs.memory import state_bytes
 from zcompile.explanation.explanation import Explanation, comparison
 from zcompile.explanation.predict import predict_step
@@ -27,6 +27,7 @@ from zcompile.explanation.workloads import DTYPES, BadInput, Workload, load
 from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.sharding.class_swap import install_tracing_readers
 from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
+from zcompile.state.int8_gather import BLOCK
 from zcompile.units.find import repeated_modules
 
 STATES = 4  # weight, gradient and two moments
@@ -58,19 +59,30 @@ def _tables(name: str) -> tuple[Hardware, Hardware]:
     return tables_of(calibration.shipped, calibration)
 
 
-def _link(hardware: Hardware, transport: str | None, world: int) -> Link:
+def _narrow(gather_dtype: str | None, precision: torch.dtype) -> NarrowGathers | None:
+    """How `gather_dtype` travels in place of `precision`. What has one dtype on the wire is read as it arrives."""
+    if gather_dtype == "int8":
+        return NarrowGathers("int8 and float32", (1 + 4 / BLOCK) / precision.itemsize, dequantizes=True)
+    return None if gather_dtype is None else NarrowGathers("float8", 1 / precision.itemsize, dequantizes=False)
+
+
+def _link(hardware: Hardware, transport: str | None, world: int, narrow: NarrowGathers | None) -> Link:
     """The link of so many ranks; over the table's first transport that reaches them if none is asked for."""
     known = list(dict.fromkeys(wire.transport for wire in hardware.wires))
     far = world > hardware.domain
     if transport is None:
-        transport = next((name for name in known if name != "p2p" or 1 < world <= hardware.domain), known[0])
+        transport = next(
+            (name for name in known if name != "p2p" or (1 < world <= hardware.domain and not narrow)), known[0]
+        )
     if transport not in known:
         raise BadInput(f"--transport must be one of {', '.join(known)} on {hardware.name}, not {transport!r}")
     if far and transport == "p2p":
         raise BadInput(
             f"p2p reaches the {hardware.domain} ranks that share the fast links, not {world}: take --transport nccl"
         )
-    return hardware.over(transport, world)
+    if narrow is not None and transport == "p2p":
+        raise BadInput("--gather-dtype travels by NCCL, not peer to peer: take --transport nccl")
+    return replace(hardware.over(transport, world), narrow=narrow)
 
 
 def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: bool = False) -> dict[int, str]:
@@ -146,7 +158,8 @@ def _predicted(arguments: argparse.Namespace) -> dict[str, list[Explanation]]:
     options: dict[str, Any] = {"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {}
     if arguments.memory_limit:
         options["memory_limit"] = arguments.memory_limit
-    links = [_link(hardware, arguments.transport, world) for world in ranks]
+    narrow = _narrow(arguments.gather_dtype, DTYPES[arguments.precision])
+    links = [_link(hardware, arguments.transport, world, narrow) for world in ranks]
     plans = [parse_options(options).plan(link, hardware.memory_bytes) for link in links]
     shares = _settings_of_shares(arguments.activation_budgets, options)
     # One rank has graphs of its own. Under a limit of memory, what is saved depends on the number of ranks.
@@ -158,7 +171,7 @@ def _predicted(arguments: argparse.Namespace) -> dict[str, list[Explanation]]:
     graphs, parameters = traced[kind_of(ranks[0])]
 
     def predict(graphs: list[Traced], plan: Plan, cache_bytes: int = 0) -> Explanation:
-        link = measured.over(plan.link.wire.transport, plan.link.world)
+        link = replace(measured.over(plan.link.wire.transport, plan.link.world), narrow=narrow)
         return predict_step(graphs, plan, parameters, 1, cache_bytes, link)
 
     def cache_bytes(world: int) -> int:

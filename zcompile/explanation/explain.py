@@ -1,16 +1,18 @@
 """`zcompile.explain`: the plan of a sharded model, and what a step of it should take."""
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from zcompile.compiler.backend import limited, parse_options
 from zcompile.explanation.explanation import Explanation
+from zcompile.explanation.planned_graph import Width
 from zcompile.explanation.predict import predict_step
 from zcompile.explanation.trace import trace, without_compiled_calls
-from zcompile.state.sharded_model import state_of
+from zcompile.state.sharded_model import ShardedModel, state_of
 
 
 def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Explanation:
@@ -45,4 +47,15 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
         state.microbatch_cache_limit() if settings.microbatch_cache_bytes is None else settings.microbatch_cache_bytes
     )
     link = state.machine.measured.over(transport, world)
-    return predict_step(traced, plan, parameters, world, microbatch_cache_bytes, link)
+    return predict_step(traced, plan, parameters, world, microbatch_cache_bytes, link, _gathered_in_eager(state))
+
+
+def _gathered_in_eager(state: ShardedModel) -> Iterator[Width]:
+    """Of each parameter that a unit, or a block with components, gathers; the traced forward has done that."""
+    units = (unit for order in state.orders for unit in order.units if unit.extended or not unit.is_block)
+    for sharded, dtype in ((sharded, dtype) for unit in units for sharded, dtype in zip(unit.sharded, unit.dtypes)):
+        elements, wire = math.prod(sharded.shape), [(dtype, math.prod(sharded.shape) * dtype.itemsize)]
+        if sharded.extension is not None:
+            wire = [(each.dtype, each.nbytes) for each in sharded.extension.gathered]
+        dtypes = sorted({str(dtype).removeprefix("torch.") for dtype, _ in wire})
+        yield Width(" and ".join(dtypes), elements, sum(nbytes for _, nbytes in wire))

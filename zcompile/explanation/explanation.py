@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zcompile.explanation.planned_graph import Gather, PlannedGraph
+from zcompile.explanation.planned_graph import Gather, PlannedGraph, Width
 
 GIB, MIB = 1 << 30, 1 << 20
 ROWS = 12  # of each graph's gathers: first the largest of those that are exposed, then the largest of all
@@ -29,6 +29,7 @@ class Explanation:
             step gathered, as far as the cache holds it. Empty if nothing is cached.
         cached_bytes: the memory of that cache.
         activation_memory_budget: the share of activations that forwards save; see `zcompile.options.Settings`.
+        widths: of parameters on the wire. Those that units, and blocks with components, gather are in no other figure.
     """
 
     world: int
@@ -48,6 +49,7 @@ class Explanation:
     cached_graphs: tuple[PlannedGraph, ...]
     cached_bytes: int
     activation_memory_budget: float = 1.0
+    widths: tuple[Width, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -72,6 +74,7 @@ class Explanation:
             f"{self.peak_bytes / GIB:.2f} GiB at most.",
             f"Forward saves {self.saved_bytes / MIB:.1f} MiB for backward: "
             f"activation_memory_budget {self.activation_memory_budget:g}.",
+            *([f"Gathers: {'; '.join(map(str, self.widths))}."] if self.widths else ()),
             *map(graph_text, self.graphs),
         ]
         if self.cached_graphs:

@@ -27,6 +27,7 @@ SIZES = {
     "125m": Size(layers=12, width=768, hidden=2048, heads=12, kv_heads=4, vocabulary=32_000, tokens=1024),
     "2b": Size(layers=8, width=4096, hidden=14_336, heads=32, kv_heads=8, vocabulary=32_000, tokens=2048),
     "7b": Size(layers=32, width=4096, hidden=14_336, heads=32, kv_heads=8, vocabulary=32_000, tokens=2048),
+    "70b": Size(layers=80, width=8192, hidden=28_672, heads=64, kv_heads=8, vocabulary=128_256, tokens=4096),
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,18 @@ class Rows:
     parameter: str
     dtype: str
     nbytes: int
+
+
+class Width(NamedTuple):
+    """Parameters that travel in the same dtypes: how many elements they have, and their bytes on the wire."""
+
+    dtypes: str
+    elements: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        """As in "1.20 M elements as bfloat16, 2 bytes each"."""
+        return f"{self.elements / 1e6:,.2f} M elements as {self.dtypes}, {self.nbytes / self.elements:.4g} bytes each"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Predicts the time and the memory of a step from its traced graphs, a plan, and the figures of a machine."""
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -11,7 +12,7 @@ from zcompile.costs.memory import GRADIENT_BYTES, gradient_fraction, state_bytes
 from zcompile.costs.model import Costs, Timeline, simulate, wire_bytes
 from zcompile.explanation.bound import least_exposed_s
 from zcompile.explanation.explanation import Explanation
-from zcompile.explanation.planned_graph import Gather, PlannedGraph, Rows, in_order
+from zcompile.explanation.planned_graph import Gather, PlannedGraph, Rows, Width, in_order
 from zcompile.explanation.trace import Traced, copied
 from zcompile.graph.ops import (
     GATHER_CACHED_START,
@@ -43,6 +44,7 @@ def predict_step(
     traced_world: int,
     microbatch_cache_bytes: int = 0,
     link: Link | None = None,
+    in_eager: Iterable[Width] = (),
 ) -> Explanation:
     """What `plan` makes of traced graphs, which stay as they are.
 
@@ -51,6 +53,7 @@ def predict_step(
         traced_world: the number of ranks for which the graphs were traced. The plan may be for another number.
         microbatch_cache_bytes: most bytes of unsharded parameters that are cached from microbatch to microbatch.
         link: the machine's figures as measured. Default: those that the plan goes by.
+        in_eager: of parameters that no graph gathers.
     """
     link = link or plan.link
     graphs = tuple(_planned(graph, plan, link, traced_world) for graph in traced)
@@ -80,6 +83,20 @@ def predict_step(
         cached_graphs=cached_graphs,
         cached_bytes=round(sum(cached.values()) * own_fraction),
         activation_memory_budget=min(graph.activation_memory_budget for graph in traced),
+        widths=_widths(graphs, link, in_eager),
+    )
+
+
+def _widths(graphs: Sequence[PlannedGraph], link: Link, in_eager: Iterable[Width]) -> tuple[Width, ...]:
+    """By dtypes on the wire, how many elements are gathered, and their bytes; each parameter counts once."""
+    widths = list(in_eager)
+    for gather in {gather.parameter: gather for graph in graphs for gather in graph.gathers}.values():
+        dtypes = gather.dtype if link.narrow is None else link.narrow.dtypes
+        widths.append(Width(dtypes, math.prod(gather.shape), link.gathered_bytes(gather.nbytes)))
+    return tuple(
+        Width(dtypes, sum(each.elements for each in alike), sum(each.nbytes for each in alike))
+        for dtypes in sorted({each.dtypes for each in widths})
+        if (alike := [each for each in widths if each.dtypes == dtypes])
     )
 
 
@@ -119,7 +136,8 @@ def _planned(
         nodes=len(costs.liveness.nodes),
         gathers=_gathers(lifetimes, timeline, names, hits),
         rows=rows,
-        gathered_bytes=sum(map(transfer_bytes, gathers)) + sum(matrix.nbytes for matrix in rows),
+        gathered_bytes=sum(link.gathered_bytes(transfer_bytes(each)) for each in gathers)
+        + sum(matrix.nbytes for matrix in rows),
         reduced_bytes=sum(wire_bytes(start, link) for start in calls(graph, *REDUCES)),
         reduce_budget_bytes=reduce_budget(graph, plan.reduce_budget_bytes),
         compute_ms=1e3 * timeline.compute_s,

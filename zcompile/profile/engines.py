@@ -31,7 +31,7 @@ from zcompile.profile.zcompile_engines import Blocks, Eager, EagerCompile, Eager
 
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
 # Options that are no settings of the backend, with their values.
-STATES_ON_HOST = {"offload": ("moments", "states")}  # of zcompile.fuse_optimizer
+OF_ZCOMPILE = {"offload": ("moments", "states"), "gather_dtype": ("int8",)}  # of fuse_optimizer, and of shard
 ALL_ON_HOST = {"offload": ("all",)}  # CPUOffloadPolicy: parameters, gradients and optimizer states
 
 
@@ -60,23 +60,23 @@ ENGINES = {
         Zcompile,
         "zcompile.shard, torch.compile(backend='zcompile') and fuse_optimizer",
         options=ALL_OPTIONS,
-        others=STATES_ON_HOST,
+        others=OF_ZCOMPILE,
     ),
     "zcompile+blocks": Entry(
-        Blocks, "the same, but each block compiled on its own", options=ALL_OPTIONS, others=STATES_ON_HOST
+        Blocks, "the same, but each block compiled on its own", options=ALL_OPTIONS, others=OF_ZCOMPILE
     ),
     "limit": Entry(Limit, "compute alone, Adam on 1/W of the state: no engine can be faster"),
     "eager": Entry(
-        Eager, "zcompile.shard and fuse_optimizer, not compiled", options=("transport",), others=STATES_ON_HOST
+        Eager, "zcompile.shard and fuse_optimizer, not compiled", options=("transport",), others=OF_ZCOMPILE
     ),
     "eager+compile": Entry(
-        EagerCompile, "eager, torch.compile of each block", options=("transport",), others=STATES_ON_HOST
+        EagerCompile, "eager, torch.compile of each block", options=("transport",), others=OF_ZCOMPILE
     ),
     "eager+units": Entry(
         EagerUnits,
         "eager, each block gathered whole: zcompile.shard(units=...)",
         options=("transport",),
-        others=STATES_ON_HOST,
+        others=OF_ZCOMPILE,
     ),
     "fsdp2": Entry(Fsdp2, "fully_shard of each block", others=ALL_ON_HOST),
     "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block", others=ALL_ON_HOST),

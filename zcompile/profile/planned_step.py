@@ -16,6 +16,7 @@ class PlannedStep:
     rests_on: str  # where the figures of the machine come from
     saved_bytes: int  # that the forward of a microbatch saves for backward
     activation_memory_budget: float  # the share of activations that this is under
+    widths: str  # of parameters on the wire
 
 
 def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
@@ -45,4 +46,5 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
         rests_on=explained.rests_on,
         saved_bytes=explained.saved_bytes,
         activation_memory_budget=explained.activation_memory_budget,
+        widths="; ".join(map(str, explained.widths)),
     )

@@ -34,7 +34,8 @@ def predictions(results: Results) -> list[str]:
                 f"The plan of {name} predicted a step of {plan['step_ms']:.1f} ms and "
                 f"{plan['peak_bytes'] / 2**20:,.0f} MiB at most; measured: {measured}. Forward saves "
                 f"{plan['saved_bytes'] / 2**20:,.1f} MiB for backward (activation_memory_budget "
-                f"{plan['activation_memory_budget']:g}). It rests on: {plan['rests_on']}."
+                f"{plan['activation_memory_budget']:g}). Gathers: {plan.get('widths') or 'none'}. It rests on: "
+                f"{plan['rests_on']}."
             )
         sentences += _about_host(name, engine)
         if settings := engine.get("settings"):

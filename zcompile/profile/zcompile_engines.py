@@ -15,7 +15,9 @@ from zcompile.state.sharded_model import state_of
 class Eager(Engine):
     def prepare(self, model: nn.Module) -> nn.Module:
         param_dtype = torch.bfloat16 if self.training.precision == "bf16" else None
-        model = zcompile.shard(model, param_dtype=param_dtype, units=self.units_of(model))
+        gather_dtype = torch.int8 if "gather_dtype" in self.options else None
+        units = self.units_of(model)
+        model = zcompile.shard(model, param_dtype=param_dtype, units=units, gather_dtype=gather_dtype)
         state_of(model).use_transport(self.options.get("transport", "auto"))
         return model
 
@@ -26,7 +28,7 @@ class Eager(Engine):
     @property
     def settings_of_backend(self) -> dict[str, Any]:
         """The options that `torch.compile` takes."""
-        return {option: value for option, value in self.options.items() if option != "offload"}
+        return {name: value for name, value in self.options.items() if name not in ("offload", "gather_dtype")}
 
     def units_of(self, model: nn.Module) -> list[nn.Module] | None:
         """As `shard` takes them."""
