@@ -51,6 +51,11 @@ def qwen3_30b_a3b(layers: int) -> nn.Module:
     return made(Qwen3MoeForCausalLM, config)
 
 
+def whole_qwen3() -> tuple[nn.Module, Callable[[int, int], torch.Tensor], Callable[..., torch.Tensor]]:
+    """Qwen3-30B-A3B and one sequence of 4,096 tokens, for `zcompile explain --module`."""
+    return qwen3_30b_a3b(48), lambda step, rank: torch.zeros(1, 4096, dtype=torch.int64), loss_of
+
+
 def deepseek_v3(layers: int) -> nn.Module:
     """DeepSeek-V3 with so many of its 61 layers, of which the first is dense (of all, the first three are)."""
     config = DeepseekV3Config(num_hidden_layers=layers, first_k_dense_replace=1, use_cache=False)
@@ -64,15 +69,15 @@ def made(model: Callable[..., nn.Module], config: DeepseekV3Config | Qwen3MoeCon
     return model(config)
 
 
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=batch, labels=batch).loss
+
+
 def traced_model(make: Callable[[int], nn.Module], layers: int, tokens: int, plan: Plan) -> tuple[list[Traced], int]:
     """The graphs of a step on one sequence, and how many elements the parameters have."""
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=batch, labels=batch).loss
-
     with FakeTensorMode(allow_non_fake_inputs=True), attention_of_gpus(H200):
         batch = torch.zeros(1, tokens, dtype=torch.int64)
-        workload = Workload(WithLoss(make(layers), loss), lambda step, rank: batch, tokens)
+        workload = Workload(WithLoss(make(layers), loss_of), lambda step, rank: batch, tokens)
         parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         names = install_trace_readers(workload, torch.bfloat16)
         torch._dynamo.reset()

@@ -1,10 +1,14 @@
-"""Tensor subclasses with FSDP2's all-gather hooks on GPUs, over each transport, beside FSDP2 over NCCL."""
+"""Tensor subclasses with FSDP2's all-gather hooks on GPUs, over each transport, beside FSDP2 over NCCL; int8 gathers
+beside plain ones."""
 
 import functools
 
 import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zcompile
+from tests.distributed.test_int8_gathers import dequantized, in_int8, stack
 from tests.distributed.test_torchao import float8_losses, in_float8
 from tests.support.ranks import on_gpus
 from tests.support.subclasses import (
@@ -54,3 +58,19 @@ def test_emulated_float8_training_equals_that_of_fsdp2(rank, world, transport, p
     model = over(transport, by_zcompile(in_float8().cuda()))
     ours = float8_losses(model, rank, precomputes)
     assert ours.equal(float8_losses(by_fsdp2(in_float8().cuda()), rank, precomputes))
+
+
+@pytest.mark.parametrize("transport", ["c10d", "p2p", "late c10d", "late p2p", "delayed p2p"])
+@pytest.mark.parametrize("width, hidden", [(64, 32), (12, 17)])
+@on_gpus(2)
+def test_int8_gathers_train_as_plain_gathers_of_the_dequantized_values(rank, world, width, hidden, transport):
+    sizes, loss = {"width": width, "hidden": hidden}, functools.partial(batch_loss, width=width)
+    model, fused, alone = (over(transport, in_int8(stack(**sizes).cuda(), torch.bfloat16)) for _ in range(3))
+    reference = by_zcompile(dequantized(stack(**sizes), world).cuda(), MixedPrecisionPolicy(torch.bfloat16))
+    for each in (model, reference):
+        loss(each, 0, rank).backward()
+    for (name, mine), other in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_local(), other[1].grad.to_local(), rtol=0.02, atol=1e-3, msg=name)
+    assert zcompile.stats(model)["gathered_bytes"]["int8"] > 0
+    losses = adam_losses(fused, rank, loss=loss, fuse=zcompile.fuse_optimizer, fused=True)
+    torch.testing.assert_close(losses, adam_losses(alone, rank, loss=loss, fused=True), rtol=1e-5, atol=0)
