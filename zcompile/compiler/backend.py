@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch import config
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import _BoxedCodeGen
 
 from zcompile.compiler.graph_checks import check_graph
 from zcompile.compiler.inductor import Partition, check_config, compile_inductor, wants_cuda_graphs
@@ -165,8 +166,9 @@ def compile_aot_eager(
             pipeline.run_passes(graph_module.graph, joint_passes)
         look(graph_module.graph, chosen)
         pipeline.run_passes(graph_module.graph, schedule_passes)
+        graph_module.graph.set_codegen(_BoxedCodeGen())  # else all inputs, such as activations, live until the end
         graph_module.recompile()
-        return make_boxed_func(graph_module.forward)
+        return graph_module
 
     compile_aot = aot_autograd(
         fw_compiler=functools.partial(schedule, joint=False),
