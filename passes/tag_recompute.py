@@ -1,5 +1,7 @@
 """Backward gathers parameters again instead of having them saved."""
 
+import operator
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zcompile.costs.formulas.products import is_matmul
 from zcompile.graph.ops import (
     GATHER,
+    args_of,
     aten,
     backward_nodes,
     calls,
@@ -16,8 +19,10 @@ from zcompile.graph.ops import (
     is_user_collective,
     named_args,
     readers,
+    result_bytes,
     value,
 )
+from zcompile.graph.segments import Segment
 from zcompile.options import TRAINABLE
 
 SAVED_READER = "zcompile_saved_reader"  # in the `meta` of a reader that is tagged here to be saved
@@ -71,6 +76,37 @@ def save_random(graph: Graph) -> bool:
     for node in found:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return bool(found)
+
+
+def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
+    """Tag each of `segments` to run again in backward, and each `stride`-th of their cuts to be saved.
+
+    Users' own tags stay, and what is random is saved; see `save_random`. Nor do these run again: the model's own
+    collectives, nodes that write to their arguments, and nodes whose result has a size that depends on data, since
+    other nodes name that size.
+    """
+    for i, (nodes, cut) in enumerate(segments):
+        saved = {node for node in cut if i % stride == 0 and not _has_own_tag(node)}
+        again = [node for node in nodes if node not in saved and _may_run_again(node)]
+        for node in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        for node in saved:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _may_run_again(node: Node) -> bool:
+    if node.target is operator.getitem:  # runs where its tuple does
+        return _may_run_again(args_of(node)[0])
+    if _has_own_tag(node) or _is_random(node) or "unbacked_bindings" in node.meta or not result_bytes(node):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    is_collective = getattr(node.target, "namespace", "").startswith("_c10d_functional")
+    return not is_collective and not (schema is not None and schema.is_mutable)
+
+
+def _has_own_tag(node: Node) -> bool:
+    """Whether the user has tagged `node`, by activation checkpointing, or a pass all uses of it."""
+    return "recompute" in node.meta and not node.meta.get(SAVED_READER)
 
 
 def _is_random(node: Node) -> bool:

@@ -79,6 +79,7 @@ class Plan:
     disabled: tuple[str, ...] = ()  # names of passes to leave out, of OPTIONAL_PASSES
     costs: tuple[tuple[str, str], ...] = ()  # (op, version) of the formulas that users registered
     memory_limit: MemoryLimit | None = None
+    recomputed: tuple[int, int] = (0, 1)  # how many segments of forward run again in backward; each i-th cut is saved
 
 
 @dataclass(frozen=True)
@@ -136,16 +137,15 @@ class Settings:
 
     memory_limit: int | str | None = None
     """Most memory that a rank's tensors take in a step, in bytes or as "70GiB". Forward saves as many activations for
-    backward as predictions say will fit, and backward computes the others again; so `activation_memory_budget` is
-    chosen for you, and `save_for_backward_bytes` is 0 if it is less than 1.0. Raises, before anything runs, if no
-    budget fits. Counted are shards, gradients, both moments of Adam, activations and what is unsharded, with 3 % to
-    spare: the peak of `torch.cuda.max_memory_allocated`. Not counted are other models, graphs without backward, the
-    memory of CUDA graphs, a cache of microbatches, an optimizer's step that is not fused, and gradients of earlier
-    microbatches outside of `zcompile.accumulate`. Where several graphs share a model (graph breaks, layers compiled
-    one by one), each may save in proportion to the parameters that it reads. Ranks whose inputs differ in size may
-    choose differently; they then get an error, not a hang. Pad to equal sizes, or give `activation_memory_budget`
-    instead. The default of `gather_budget_bytes` becomes a sixteenth of the limit, and that of
-    `microbatch_cache_bytes` becomes 0."""
+    backward as predictions say will fit, and backward computes the others again, block by block; then
+    `save_for_backward_bytes` is 0. Raises, before anything runs, if no plan fits. Counted are shards, gradients, both
+    moments of Adam, activations and what is unsharded, with 3 % to spare: the peak of
+    `torch.cuda.max_memory_allocated`. Not counted are other models, graphs without backward, the memory of CUDA graphs,
+    a cache of microbatches, an optimizer's step that is not fused, and gradients of earlier microbatches outside of
+    `zcompile.accumulate`. Where several graphs share a model (graph breaks, layers compiled one by one), each may save
+    in proportion to the parameters that it reads. Ranks whose inputs differ in size may choose differently; they then
+    get an error, not a hang. Pad to equal sizes, or give `activation_memory_budget` instead. The default of
+    `gather_budget_bytes` becomes a sixteenth of the limit, and that of `microbatch_cache_bytes` becomes 0."""
 
     bucket_bytes: int = 8 << 20
     """Most bytes of unsharded parameters, or of gradients, that travel as one transfer: what NVLink moves in about

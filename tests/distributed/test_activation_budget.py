@@ -11,6 +11,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.support.decoder import SIZE
@@ -24,22 +25,24 @@ ACTIVATION_BYTES = 32 * WIDTH * 4  # of what a block returns
 
 
 class Block(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width, dropout):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
 class Blocks(nn.Module):
-    def __init__(self, count):
+    def __init__(self, count, dropout=0.0, checkpointing=False):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(count))
+        self.blocks = nn.ModuleList(Block(WIDTH, dropout) for _ in range(count))
+        self.checkpointing = checkpointing
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         return x.square().mean()
 
 
@@ -201,14 +204,15 @@ def peak_bytes(step):
     return most
 
 
-def peak_under(limit, inner, rank):
+def peak_under(limit, inner, rank, rows=ROWS, **of_model):
     """The peak of a forward and a backward beside what the model has all the time, and the gradients."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = compiled(Blocks(COUNT), inner=inner, options={"memory_limit": limit} if limit else {})
-    x = normal(0, rank, ROWS, WIDTH)
+    model = compiled(Blocks(COUNT, **of_model), inner=inner, options={"memory_limit": limit} if limit else {})
+    x = normal(0, rank, rows, WIDTH)
     model(x).backward()  # compiles
     model.zero_grad()
+    torch.manual_seed(1)
     peak = peak_bytes(lambda: model(x).backward())
     return peak, [parameter.grad.full_tensor() for parameter in model.parameters()]
 
@@ -217,17 +221,31 @@ def peak_under(limit, inner, rank):
 def test_a_step_keeps_to_the_limit_and_uses_it(rank, world, inner):
     state_bytes = 12 * sum(parameter.numel() for parameter in Blocks(COUNT).parameters()) // world
     free_bytes, expected = peak_under(None, inner, rank)
-    for share in (1.1, 0.8):
+    for share in (1.1, 0.8, 0.6):
         peak, grads = peak_under(state_bytes + round(share * free_bytes), inner, rank)
         assert 0.7 * min(1, share) * free_bytes <= peak <= share * free_bytes, (share, peak, free_bytes)
         torch.testing.assert_close(grads, expected)
 
 
-def test_a_limit_that_nothing_keeps_is_an_error_before_anything_runs(rank, world):
-    model = compiled(Blocks(COUNT), inner="aot_eager", options={"memory_limit": "1MiB"})
-    with pytest.raises(Exception, match=r"keeps to memory_limit, 1\.0 MiB\. The least is \d+\.\d MiB, with"):
-        model(normal(0, rank, ROWS, WIDTH))
+def least_limit(call):
+    """MiB, as the error of a limit that nothing keeps says."""
+    with pytest.raises(Exception, match=r"keeps to memory_limit, 1\.0 MiB\. The least is \d+\.\d MiB: ") as raised:
+        call()
+    return float(str(raised.value).split("The least is ")[1].split()[0])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_least_limit_takes_little_more_than_checkpointed_blocks(rank, world):
+    """An error names that limit before anything runs. Gradients are bitwise those without a limit, dropout too."""
+    checkpointed, _ = peak_under(None, "aot_eager", rank, dropout=0.5, checkpointing=True)
+    _, expected = peak_under(None, "aot_eager", rank, dropout=0.5)
+    torch._dynamo.reset()
+    model = compiled(Blocks(COUNT, dropout=0.5), inner="aot_eager", options={"memory_limit": "1MiB"})
+    least = least_limit(lambda: model(normal(0, rank, ROWS, WIDTH)))
     assert zcompile.stats(model)["gathers"] == 0
+    peak, grads = peak_under(f"{least + 0.1:.1f}MiB", "aot_eager", rank, dropout=0.5)
+    assert peak < 1.1 * checkpointed, (peak, checkpointed)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
 
 
 def test_layers_compiled_alone_share_the_limit(rank, world):

@@ -186,7 +186,7 @@ def _split(
     """Split a joint graph by AOTAutograd's min-cut, and verify what crosses between forward and backward."""
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
     budget = plan.activation_memory_budget
-    if budget < 1.0 and save_random(joint.graph):
+    if (budget < 1.0 or plan.recomputed[0]) and save_random(joint.graph):
         budget = max(budget, LEAST_BUDGET)
     with config.patch(ban_recompute_materialized_backward=save_more, activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(

@@ -2,16 +2,18 @@
 
 [Note: a limit of memory]
 Most of a step's memory are activations that forward saves for backward. The choice is made once, when a joint graph is
-split: the largest `activation_memory_budget` under which the planned graphs keep to the limit. A budget's peak is known
-only after the split, so splits are tried on copies of the graph. The peak falls with the budget, and rises again near
-zero: there backward computes most activations again at once. So budgets are tried from above. They are multiples of
-1 / STEPS, and sizes of gradients are those of whole parameters divided by the number of ranks: ranks with equal inputs
-choose alike.
+split: of a list of plans that save less and less, the first whose planned graphs keep to the limit. More and more
+segments are computed again in backward, from cuts that are saved (see zcompile/graph/segments.py). If all of them do
+not suffice, fewer cuts are saved, and last come budgets of activations, for graphs without cuts. Under a small budget,
+backward begins with computing most activations again at once, which takes more memory than saving them.
+
+The peak of a plan is known only after the split, so splits are tried on copies of the graph. Sizes of gradients are
+those of whole parameters divided by the number of ranks, so ranks with equal inputs choose alike.
 """
 
 import copy
-import math
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch.fx import Graph, GraphModule, Node
@@ -36,78 +38,81 @@ from zcompile.graph.ops import (
     transfer_bytes,
     value,
 )
+from zcompile.graph.segments import segments
 from zcompile.options import MemoryLimit, Plan
 from zcompile.passes import pipeline
-from zcompile.passes.tag_recompute import tag_recompute
+from zcompile.passes.tag_recompute import recompute_segments, tag_recompute
 
-STEPS = 32  # budgets of activations between none and all
-TRIED = (24, 20, 16, 13, 10, 8, 6, 5, 4, 3, 2, 1, 0)  # in this order, until one fits
+STRIDES = (2, 4, 8)  # of cuts that are saved
+BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 LEAST_SHARE = 0.05  # of the parameters. Activations of a graph that reads less, such as a norm, say nothing of others
 MARGIN = 1.03  # predicted peaks are within 3 % of measured ones (docs/lab/measurements.md)
 
 
 class OutOfLimit(RuntimeError):
-    """No budget of activations keeps to the limit of memory."""
+    """No plan keeps to the limit of memory."""
 
 
 Split = Callable[[Plan, GraphModule], tuple[GraphModule, GraphModule]]
 
 
 def within_limit(plan: Plan, joint: GraphModule, split: Split) -> Plan:
-    """`plan` with the largest budget of activations that keeps to its `memory_limit`, and `joint` tagged for it.
+    """`plan`, or one that saves less for backward, so that it keeps to its `memory_limit`; and `joint` tagged for it.
 
     Args:
         split: splits a joint graph under a plan, and may change it.
 
     Raises:
-        OutOfLimit: no budget does. Says how much memory is missing.
+        OutOfLimit: no plan does. Says how much memory is missing.
     """
     limit = plan.memory_limit
     if limit is None:
         return plan
-    peak_bytes, saved_bytes = _peak_bytes(plan, joint, limit, split)
-    if peak_bytes <= limit.nbytes:
-        return plan
-    # What must go, goes from the activations: no larger share than this fits.
-    most = plan.activation_memory_budget * max(0.0, 1 - (peak_bytes - limit.nbytes) / max(saved_bytes, 1))
-    fails, peaks = math.ceil(most * STEPS) + 1, {plan.activation_memory_budget: peak_bytes}
-    for fits in (steps for steps in TRIED if steps < fails):
-        peaks[fits / STEPS], _ = _peak_bytes(_under(plan, fits), joint, limit, split)
-        if peaks[fits / STEPS] <= limit.nbytes:
-            break
-        fails = fits
-    else:
-        others = {steps / STEPS: _under(plan, steps) for steps in (8, 4, 2)}  # the least peak is near one of these
-        peaks |= {budget: _peak_bytes(each, joint, limit, split)[0] for budget, each in others.items()}
-        raise OutOfLimit(_missing(limit, peaks))
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        keeps = _peak_bytes(_under(plan, middle), joint, limit, split)[0] <= limit.nbytes
-        fits, fails = (middle, fails) if keeps else (fits, middle)
-    chosen = _under(plan, fits)
-    _tag(chosen, joint.graph)
-    return chosen
+    count = len(segments(joint.graph, _shards(joint.graph, limit)))
+    plans = _candidates(plan, count)
+    peaks: dict[int, int] = {}
+
+    def fits(i: int) -> bool:
+        peaks[i] = peaks.get(i) or _peak_bytes(plans[i], joint, limit, split)
+        return peaks[i] <= limit.nbytes
+
+    # Each further segment lowers the peak, but fewer cuts or a smaller budget may not.
+    least = 0 if fits(0) else bisect_left(range(count + 1), True, lo=1, key=fits)
+    if least > count:
+        least = next(filter(fits, range(least, len(plans))), len(plans))
+    if least == len(plans):
+        raise OutOfLimit(_missing(limit, min(peaks.values())))
+    _tag(plans[least], joint.graph)
+    return plans[least]
 
 
-def _under(plan: Plan, steps: int) -> Plan:
-    return replace(plan, activation_memory_budget=steps / STEPS, rematerialize=False, save_for_backward_bytes=0)
+def _candidates(plan: Plan, count: int) -> list[Plan]:
+    """`plan`, and others that save less and less. The i-th computes i of `count` segments again, if there are any."""
+    less = replace(plan, save_for_backward_bytes=0)
+    again = [replace(less, recomputed=(i + 1, 1)) for i in range(count)]
+    fewer_cuts = [replace(less, recomputed=(count, stride)) for stride in STRIDES if stride < count]
+    budgets = [budget for budget in BUDGETS if budget < plan.activation_memory_budget]
+    under = [replace(less, activation_memory_budget=budget, rematerialize=False) for budget in budgets]
+    return [plan, *again, *fewer_cuts, *under]
 
 
 def _tag(plan: Plan, graph: Graph) -> None:
-    """Undo tags that are for a plan that saves all activations and some parameters, if `plan` saves less."""
-    if plan.activation_memory_budget == 1.0:
+    """Tag `graph` for `plan`. Tags are for a plan that saves all activations and some parameters, until now."""
+    (count, stride), budget = plan.recomputed, plan.activation_memory_budget
+    if not count and budget == 1.0:
         return
     for gather in calls(graph, GATHER):
         gather.meta.pop(SAVED_FOR_BACKWARD, None)
-    tag_recompute(graph, saves_readers=False)
+    tag_recompute(graph, saves_readers=budget == 1.0)
+    if count and plan.memory_limit is not None:
+        recompute_segments(segments(graph, _shards(graph, plan.memory_limit))[:count], stride)
 
 
-def _missing(limit: MemoryLimit, peaks: Mapping[float, int]) -> str:
-    least = min(peaks, key=lambda budget: peaks[budget])
-    rest = peaks[least] - limit.state_bytes
+def _missing(limit: MemoryLimit, least_bytes: int) -> str:
+    rest = least_bytes - limit.state_bytes
     return (
         f"zcompile: no plan of this graph keeps to memory_limit, {_size(limit.nbytes)}. The least is "
-        f"{_size(peaks[least])}, with activation_memory_budget {least:g}: {_size(limit.state_bytes)} of shards, "
+        f"{_size(least_bytes)}: {_size(limit.state_bytes)} of shards, "
         f"moments and staging, and {_size(rest)} of activations, unsharded parameters and gradients at once. Raise "
         "the limit, or train on more ranks, with fewer tokens a rank, or with zcompile.fuse_optimizer(offload=...)."
     )
@@ -117,8 +122,8 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split) -> tuple[int, int]:
-    """The peak of a step under `plan`, with MARGIN, and of it the bytes that forward saves; `joint` stays."""
+def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split) -> int:
+    """The peak of a step under `plan`, with MARGIN; `joint` stays."""
     trial = GraphModule(joint, copy.deepcopy(joint.graph))
     _tag(plan, trial.graph)
     forward, backward = split(plan, trial)
@@ -127,7 +132,7 @@ def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split
     live_bytes = max(_live_bytes(plan, module.graph, limit) for module in (forward, backward))
     # Graphs of the other parameters save as much for each.
     all_bytes = round(saved_bytes / limit.share) if limit.share >= LEAST_SHARE else saved_bytes
-    return round(MARGIN * (limit.state_bytes + live_bytes + all_bytes - saved_bytes)), all_bytes
+    return round(MARGIN * (limit.state_bytes + live_bytes + all_bytes - saved_bytes))
 
 
 def _live_bytes(plan: Plan, graph: Graph, limit: MemoryLimit) -> int:

@@ -30,6 +30,8 @@ class Explanation:
         cached_bytes: the memory of that cache.
         activation_memory_budget: the share of activations that forwards save; see `zcompile.options.Settings`.
         widths: of parameters on the wire. Those that units, and blocks with components, gather are in no other figure.
+        recomputed_segments: how many segments of forwards, such as half of a decoder's block, backwards compute again
+            to keep to `memory_limit`.
     """
 
     world: int
@@ -50,6 +52,7 @@ class Explanation:
     cached_bytes: int
     activation_memory_budget: float = 1.0
     widths: tuple[Width, ...] = ()
+    recomputed_segments: int = 0
 
     @property
     def saved_bytes(self) -> int:
@@ -68,12 +71,13 @@ class Explanation:
 
     def __str__(self) -> str:
         """What `print(zcompile.explain(model))` shows."""
+        again = f", {self.recomputed_segments} segments run again" if self.recomputed_segments else ""
         lines = [
             f"{self.parameters / 1e9:.2f} B parameters on {self.world} ranks, {self.hardware} over {self.transport}: "
             f"a step of {self.step_ms:.1f} ms, {self.exposed_ms:.2f} ms of it exposed communication; "
             f"{self.peak_bytes / GIB:.2f} GiB at most.",
             f"Forward saves {self.saved_bytes / MIB:.1f} MiB for backward: "
-            f"activation_memory_budget {self.activation_memory_budget:g}.",
+            f"activation_memory_budget {self.activation_memory_budget:g}{again}.",
             *([f"Gathers: {'; '.join(map(str, self.widths))}."] if self.widths else ()),
             *map(graph_text, self.graphs),
         ]

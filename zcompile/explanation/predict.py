@@ -83,6 +83,7 @@ def predict_step(
         cached_graphs=cached_graphs,
         cached_bytes=round(sum(cached.values()) * own_fraction),
         activation_memory_budget=min(graph.activation_memory_budget for graph in traced),
+        recomputed_segments=sum(graph.recomputed_segments for graph in traced if graph.kind == "forward"),
         widths=_widths(graphs, link, in_eager),
     )
 

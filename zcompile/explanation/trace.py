@@ -24,6 +24,7 @@ class Traced:
     graph: Graph
     names: Mapping[Node, str]
     activation_memory_budget: float = 1.0  # under which its forward was split from its backward
+    recomputed_segments: int = 0  # of forward, for a limit of memory
 
 
 def trace(
@@ -49,7 +50,7 @@ def trace(
         names = [name_of(example) for example in example_inputs]
 
         def look(graph: Graph, chosen: Plan) -> None:
-            traced.append(_traced(graph, names, chosen.activation_memory_budget))
+            traced.append(_traced(graph, names, chosen))
 
         return compile_aot_eager(gm, example_inputs, limited(plan, example_inputs), look)
 
@@ -97,9 +98,9 @@ def _call(run: Callable[[], Any]) -> Any:
     return run()
 
 
-def _traced(graph: Graph, names: Sequence[str | None], budget: float) -> Traced:
+def _traced(graph: Graph, names: Sequence[str | None], plan: Plan) -> Traced:
     """`names`: of each input of the Dynamo graph that `graph` is of."""
     copy, copies = copied(graph)
     kind = "backward" if any(map(is_tangent, graph.find_nodes(op="placeholder"))) else "forward"
     names_of_inputs = {copies[node]: name for node, i in dynamo_inputs(graph).items() if (name := names[i]) is not None}
-    return Traced(kind, copy, names_of_inputs, budget)
+    return Traced(kind, copy, names_of_inputs, plan.activation_memory_budget, plan.recomputed[0])

@@ -1,0 +1,93 @@
+"""Places at which a forward is narrow, so that backward can compute the nodes after them again from few bytes.
+
+[Note: segments]
+A *cut* is the set of activations that later nodes of forward still read at some place, if none of the cut before is
+among them: between the blocks of a decoder, the residual stream. The nodes between two cuts are a *segment*. If cuts
+are saved, backward computes again one segment at a time, as it does checkpointed blocks.
+"""
+
+from collections.abc import Collection, Sequence, Set
+
+import torch
+from torch.fx import Graph, Node
+
+from zcompile.graph.liveness import aliases, fuses
+from zcompile.graph.ops import backward_nodes, nodes_in, result_bytes
+
+LEAST_GAIN = 4  # a segment makes at least so many times the bytes of its cut
+MOST_GROWTH = 2  # from a cut to the next: logits are no cut
+MOST_SHRINKAGE = 64  # nor is the loss of each token
+
+# Nodes that compute activations, and the cut: those of them that later nodes read. The last cut may be empty.
+Segment = tuple[Sequence[Node], Set[Node]]
+
+
+def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
+    """The segments of a joint graph, in order. Nodes after the last cut that compute the loss are in none.
+
+    Args:
+        shards: inputs that are shards. Activations are computed of shards and of other inputs.
+    """
+    activations, results = _activations(graph, shards)
+    roots: dict[Node, frozenset[Node]] = {}  # of an activation: the nodes whose memory it is
+    last_read: dict[Node, int] = {}
+    for i, node in enumerate(activations):
+        for source in node.all_input_nodes:
+            last_read |= dict.fromkeys(roots.get(source, ()), i)
+        aliased = aliases(node)
+        of_aliased = [roots.get(source, frozenset()) for source in aliased or ()]
+        roots[node] = frozenset({node}) if aliased is None else frozenset().union(*of_aliased)
+    found: list[Segment] = []
+    alive: set[Node] = set()
+    begin = made_bytes = 0
+    for i, node in enumerate(activations):
+        if node in roots[node]:
+            alive.add(node)
+            made_bytes += sum(result_bytes(node))
+        alive = {each for each in alive if last_read.get(each, -1) > i}
+        nodes = activations[begin : i + 1]
+        if _is_cut(alive, found[-1][1] if found else None, nodes, made_bytes):
+            found.append((nodes, set(alive)))
+            begin, made_bytes = i + 1, 0
+    if found and any(result.meta["val"].ndim for result in results if _is_tensor(result)):
+        found.append((activations[begin:], set()))
+    return found
+
+
+def _is_cut(alive: Set[Node], cut: Set[Node] | None, nodes: Collection[Node], made_bytes: int) -> bool:
+    """Whether `alive` after `nodes`, whose results have `made_bytes`, is a cut. `cut` is the one before, if any."""
+    if not all(map(_is_tensor, alive)) or not any(node.meta["val"].ndim for node in alive):
+        return False
+    if cut is None:
+        return True
+    least_bytes, most_bytes = _bytes(cut) // MOST_SHRINKAGE, min(made_bytes // LEAST_GAIN, MOST_GROWTH * _bytes(cut))
+    is_narrow = not alive & cut and least_bytes <= _bytes(alive) <= most_bytes
+    return is_narrow and not all(fuses(node) or aliases(node) for node in nodes)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _bytes(nodes: Collection[Node]) -> int:
+    return sum(sum(result_bytes(node)) for node in nodes)
+
+
+def _activations(graph: Graph, shards: Collection[Node]) -> tuple[list[Node], list[Node]]:
+    """Nodes of forward that depend on shards and on other inputs, in order; and the results of forward."""
+    backward = backward_nodes(graph)
+    results = [node for node in nodes_in(graph.output_node().args[0]) if node not in backward]
+    forward, pending = set[Node](), list(results)
+    while pending:
+        node = pending.pop()
+        if node not in forward:
+            forward.add(node)
+            pending += node.all_input_nodes
+    of_shards = set(shards)
+    of_others = {node for node in graph.find_nodes(op="placeholder") if node not in of_shards}
+    for node in graph.nodes:
+        for origins in (of_shards, of_others):
+            if any(source in origins for source in node.all_input_nodes):
+                origins.add(node)
+    both = forward & of_shards & of_others
+    return [node for node in graph.nodes if node in both and node.op == "call_function"], results
