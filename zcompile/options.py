@@ -143,8 +143,9 @@ class Settings:
     `torch.cuda.max_memory_allocated`. Not counted are other models, graphs without backward, the memory of CUDA graphs,
     a cache of microbatches, an optimizer's step that is not fused, and gradients of earlier microbatches outside of
     `zcompile.accumulate`. Where several graphs share a model (graph breaks, layers compiled one by one), each may save
-    in proportion to the parameters that it reads. Ranks whose inputs differ in size may choose differently; they then
-    get an error, not a hang. Pad to equal sizes, or give `activation_memory_budget` instead. The default of
+    in proportion to the parameters that it reads. Ranks that compile a graph at the same place for inputs of different
+    sizes agree, except in graphs that have no blocks. A rank that later compiles alone may choose differently; ranks
+    then get an error, not a hang. Compile for the largest inputs first, or pad to equal sizes. The default of
     `gather_budget_bytes` becomes a sixteenth of the limit, and that of `microbatch_cache_bytes` becomes 0."""
 
     bucket_bytes: int = 8 << 20

@@ -23,7 +23,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from zcompile.compiler.graph_checks import check_graph
 from zcompile.compiler.inductor import Partition, check_config, compile_inductor, wants_cuda_graphs
-from zcompile.compiler.memory_limit import within_limit
+from zcompile.compiler.memory_limit import Agree, within_limit
 from zcompile.costs.hardware import CPU, Link
 from zcompile.costs.memory import transport_bytes
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
@@ -78,8 +78,9 @@ def compile_graph(
     if settings.save_for_backward_bytes is None and saves_by_hooks():
         plan = replace(plan, save_for_backward_bytes=0)  # save_on_cpu would move an unsharded parameter
     _tell_models_apart(gm, example_inputs)
+    program = functools.partial(_program, _reads(gm), plan, settings)
     try:
-        compiled = compile_planned(gm, example_inputs, settings, plan, mode)
+        compiled = compile_planned(gm, example_inputs, settings, plan, mode, agree=_agreeing(example_inputs, program))
     except Exception as error:
         if not isinstance(error, RestartAnalysis):  # by which Dynamo traces once more
             _stop_others(example_inputs, error)
@@ -87,7 +88,6 @@ def compile_graph(
     if not _models(example_inputs):
         return compiled
     compiled = _passing_for_parameters(gm, compiled) if calls(gm.graph, GATHER) else _refusing_split_backwards(compiled)
-    program = functools.partial(_program, _reads(gm), plan, settings)
     return _on_first_run(checking_requires_grad(compiled), settings, program)
 
 
@@ -117,11 +117,17 @@ def _stop_others(example_inputs: Sequence[Any], error: Exception) -> None:
             model.agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
 
 
+def _agreeing(example_inputs: Sequence[Any], program: Callable[[Sequence[Any]], list[Line]]) -> Agree | None:
+    """By which the ranks of the first model in a graph agree on a number. None if they may run different plans."""
+    agreement = next((model.agreement for model in _models(example_inputs)), None)
+    return None if agreement is None else lambda number: agreement.largest(program(example_inputs), number)
+
+
 def partition(
-    plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], agree: Agree | None = None, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph into forward and backward, within the plan's limit of memory; see `within_limit`."""
-    plan = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs))
+    plan = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs), agree)
     return _split(plan, joint, joint_inputs, **kwargs)
 
 
@@ -132,8 +138,12 @@ def compile_planned(
     plan: Plan,
     mode: str | None,
     split: Partition = partition,
+    agree: Agree | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph under a plan. What Inductor compiled has torch's `serialize`.
+
+    Args:
+        agree: see `within_limit`. All ranks have it, or none.
 
     Raises:
         ValueError, RuntimeError: see `compile_graph`.
@@ -141,8 +151,10 @@ def compile_planned(
     check_graph(gm, example_inputs)
     _warn_if_unsharded(gm, example_inputs)
     if settings.inner == "aot_eager":
-        return compile_aot_eager(gm, example_inputs, plan)
-    return compile_inductor(gm, example_inputs, plan, split, settings.inductor, mode, settings.cuda_graphs)
+        return compile_aot_eager(gm, example_inputs, plan, agree=agree)
+    agrees = agree is not None and plan.memory_limit is not None
+    split = functools.partial(split, agree=agree) if agrees else split
+    return compile_inductor(gm, example_inputs, plan, split, settings.inductor, mode, settings.cuda_graphs, agrees)
 
 
 def compile_aot_eager(
@@ -150,6 +162,7 @@ def compile_aot_eager(
     example_inputs: Sequence[Any],
     plan: Plan,
     look: Callable[[Graph, Plan], None] = lambda graph, plan: None,
+    agree: Agree | None = None,
 ) -> Callable[..., Any]:
     """Plan one Dynamo graph and run it op by op; `look` is called with each graph before it is scheduled."""
     joint_passes, schedule_passes = pipeline.joint_passes(plan), pipeline.schedule_passes(plan)
@@ -158,7 +171,7 @@ def compile_aot_eager(
     def split(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         nonlocal chosen
         pipeline.run_passes(joint.graph, joint_passes)
-        chosen = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs))
+        chosen = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs), agree)
         return _split(chosen, joint, joint_inputs, **kwargs)
 
     def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Planned graphs through Inductor, configured for one compile, never globally. The only file that knows Inductor."""
 
+import contextlib
 import functools
 import operator
 import warnings
@@ -71,6 +72,7 @@ def compile_inductor(
     config: Mapping[str, Any],
     mode: str | None,
     cuda_graphs: bool = False,
+    agrees: bool = False,
 ) -> Callable[..., Any]:
     """Plan one Dynamo graph and compile it with Inductor.
 
@@ -79,6 +81,7 @@ def compile_inductor(
         config: Inductor's settings for this graph, which win over those of `mode` and of zcompile.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
         cuda_graphs: whether forward and backward are captured; see `zcompile.compiler.cuda_graphs`.
+        agrees: whether `partition` waits for the other ranks.
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
@@ -91,11 +94,10 @@ def compile_inductor(
         **config,
         "triton.cudagraphs": False,  # Inductor's own know nothing of transfers
     }
-    if not cuda_graphs:
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
-        return compiled
-    with torch_config.patch(enable_autograd_cache=False):  # from which code comes without a call of `inner_compile`
-        compiled = compile_fx(gm, list(example_inputs), inner_compile=_captures(Pair()), config_patches=patches)
+    inner: dict[str, Any] = {"inner_compile": _captures(Pair())} if cuda_graphs else {}
+    # From its cache, code comes without a call of `inner_compile` and of `partition`.
+    with torch_config.patch(enable_autograd_cache=False) if cuda_graphs or agrees else contextlib.nullcontext():
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches, **inner)
     return compiled
 
 

@@ -8,7 +8,9 @@ not suffice, fewer cuts are saved, and last come budgets of activations, for gra
 backward begins with computing most activations again at once, which takes more memory than saving them.
 
 The peak of a plan is known only after the split, so splits are tried on copies of the graph. Sizes of gradients are
-those of whole parameters divided by the number of ranks, so ranks with equal inputs choose alike.
+those of whole parameters divided by the number of ranks, so ranks with equal inputs choose alike. Of ranks with
+different inputs, all take the plan of the one that must save least: which segments there are does not depend on sizes,
+so they gather alike.
 """
 
 import copy
@@ -54,13 +56,15 @@ class OutOfLimit(RuntimeError):
 
 
 Split = Callable[[Plan, GraphModule], tuple[GraphModule, GraphModule]]
+Agree = Callable[[int], int]
 
 
-def within_limit(plan: Plan, joint: GraphModule, split: Split) -> Plan:
+def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | None) -> Plan:
     """`plan`, or one that saves less for backward, so that it keeps to its `memory_limit`; and `joint` tagged for it.
 
     Args:
         split: splits a joint graph under a plan, and may change it.
+        agree: the largest number of all ranks, given this rank's. None: this rank need not ask others.
 
     Raises:
         OutOfLimit: no plan does. Says how much memory is missing.
@@ -80,10 +84,10 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split) -> Plan:
     least = 0 if fits(0) else bisect_left(range(count + 1), True, lo=1, key=fits)
     if least > count:
         least = next(filter(fits, range(least, len(plans))), len(plans))
-    if least == len(plans):
+    if least == len(plans) or not fits(chosen := agree(least) if agree else least):
         raise OutOfLimit(_missing(limit, min(peaks.values())))
-    _tag(plans[least], joint.graph)
-    return plans[least]
+    _tag(plans[chosen], joint.graph)
+    return plans[chosen]
 
 
 def _candidates(plan: Plan, count: int) -> list[Plan]:

@@ -25,6 +25,10 @@ class Line(NamedTuple):
         return f"{self.text} ({self.place})" if self.place else self.text
 
 
+def _key(lines: Sequence[Line]) -> str:
+    return hashlib.sha256("\n".join(line.text for line in lines).encode()).hexdigest()
+
+
 class Agreement:
     """Compares what the ranks of one model run, through the store of the process group.
 
@@ -48,6 +52,7 @@ class Agreement:
         self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         self.rank, self.world, self.timeout_s, self.started = rank, world, timeout_s, started
         self.known: set[str] = set()
+        self.numbers: dict[str, int] = {}  # see `largest`
         self.round = 0
 
     def check(self, lines: Sequence[Line]) -> None:
@@ -57,7 +62,7 @@ class Agreement:
             RuntimeError: another rank waits at this place with another program, which raises on both, and names the
                 first line that differs; or a rank does not come in time.
         """
-        key = hashlib.sha256("\n".join(line.text for line in lines).encode()).hexdigest()
+        key = _key(lines)
         if key in self.known:
             return
         position = self.started(self.rank)
@@ -80,6 +85,25 @@ class Agreement:
             time.sleep(0.02)
         self.store.set(f"{self.round}/waiting/{self.rank}", "null")
         self.known.add(key)
+
+    def largest(self, lines: Sequence[Line], number: int) -> int:
+        """The largest number of all ranks, each of which gives its own for the program that `lines` describe.
+
+        They come here alike: after as many collectives. A rank that comes alone gets the last number for that program,
+        which the others run, or its own if that is larger.
+
+        Raises:
+            RuntimeError: see `check`.
+        """
+        here = [*lines, Line(f"is compiled after {self.started(self.rank)} gathers and reduces")]
+        names = [f"{self.round}/{_key(here)}/{rank}/number" for rank in range(self.world)]
+        self.store.set(names[self.rank], str(number))
+        self.check(here)
+        said = [int(self.store.get(name)) for name in names if self.store.check([name])]
+        if len(said) < self.world:
+            said.append(self.numbers.get(_key(lines), 0))
+        self.numbers[_key(lines)] = max(said)
+        return max(said)
 
     def stop(self, reason: str) -> None:
         """Let the checks of all other ranks raise, since this rank comes to none: why, in words that follow its name.
