@@ -248,6 +248,14 @@ def test_the_least_limit_takes_little_more_than_checkpointed_blocks(rank, world)
     torch.testing.assert_close(grads, expected, rtol=0, atol=0)
 
 
+def test_explain_predicts_the_peak_that_the_backend_plans_for_inductor(rank, world):
+    options = {"memory_limit": "1MiB"}
+    model, tokens = Llama(replace(SIZE, vocabulary=4000)), torch.zeros(8, 25, dtype=torch.int64)
+    compiled(model, inner="inductor", options=options)
+    planned = least_limit(lambda: model(tokens))
+    assert least_limit(lambda: zcompile.explain(model, tokens, options=options)) == pytest.approx(planned, rel=0.03)
+
+
 def test_ranks_with_different_sizes_agree_on_what_is_computed_again(rank, world):
     """Rank 1 could save all activations. Unless all ranks computed again alike, their gathers would differ."""
     rows = (ROWS, ROWS // 4)[rank]

@@ -163,6 +163,7 @@ def compile_aot_eager(
     plan: Plan,
     look: Callable[[Graph, Plan], None] = lambda graph, plan: None,
     agree: Agree | None = None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Plan one Dynamo graph and run it op by op; `look` is called with each graph before it is scheduled."""
     joint_passes, schedule_passes = pipeline.joint_passes(plan), pipeline.schedule_passes(plan)
@@ -187,6 +188,7 @@ def compile_aot_eager(
         fw_compiler=functools.partial(schedule, joint=False),
         bw_compiler=functools.partial(schedule, joint=False),
         inference_compiler=functools.partial(schedule, joint=True),
+        decompositions=decompositions,
         partition_fn=split,
         keep_inference_input_mutations=True,
     )

@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch._inductor.virtualized import V
@@ -62,6 +63,11 @@ def wants_cuda_graphs(config: Mapping[str, Any], mode: str | None) -> bool:
     """Whether a mode, an option or torch's own configuration asks for CUDA graphs."""
     settings = {**(list_mode_options(mode) if mode else {}), **config}
     return bool(settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def decompositions(plan: Plan) -> Mapping[Any, Callable[..., Any]] | None:
+    """Of the ops that graphs under `plan` do not have, since Inductor replaces them before it plans."""
+    return select_decomp_table() if plan.fused else None
 
 
 def compile_inductor(

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.calibration.results import Calibration, tables_of
 from zcompile.compiler.backend import parse_options
+from zcompile.compiler.inductor import decompositions
 from zcompile.compiler.memory_limit import OutOfLimit
 from zcompile.costs.hardware import CPU, TABLES, Hardware, Link, NarrowGathers
 from zcompile.costs.memory import state_bytes
@@ -140,7 +141,8 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
             return replace(plan, memory_limit=MemoryLimit(arguments.memory_limit, kept_bytes, share, shards))
 
         try:
-            return trace(lambda: workload.model(batch), plan, lambda leaf: names.get(id(leaf)), limited), parameters
+            name_of = lambda leaf: names.get(id(leaf))
+            return trace(lambda: workload.model(batch), plan, name_of, limited, decompositions(plan)), parameters
         except RuntimeError as error:
             inner = getattr(error, "inner_exception", error)  # of torch.compile's
             if isinstance(inner, OutOfLimit):

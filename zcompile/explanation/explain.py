@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from zcompile.compiler.backend import limited, parse_options
+from zcompile.compiler.inductor import decompositions
 from zcompile.explanation.explanation import Explanation
 from zcompile.explanation.planned_graph import Width
 from zcompile.explanation.predict import predict_step
@@ -22,8 +23,8 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     too. All ranks must call it, as they would call a forward. `model` is the model itself, not what torch.compile
     returned.
 
-    Plans are those of the graphs before Inductor simplifies them. They are the same on every rank, but for the size of
-    its shards.
+    Plans are those of the graphs as Inductor decomposes them, before it simplifies them. They are the same on every
+    rank, but for the size of its shards.
 
     Args:
         options: as for `torch.compile(model, backend="zcompile", options=...)`.
@@ -41,7 +42,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     plan = settings.plan(state.machine.hardware.over(transport, world), state.machine.memory_bytes)
     with without_compiled_calls(model):
         run, name_of = functools.partial(model, *args, **kwargs), lambda leaf: names.get(id(leaf))
-        traced = trace(run, plan, name_of, functools.partial(limited, settings))
+        traced = trace(run, plan, name_of, functools.partial(limited, settings), decompositions(plan))
     parameters = sum(sharded.parameter.numel() for sharded in state.parameters.values())
     microbatch_cache_bytes = (
         state.microbatch_cache_limit() if settings.microbatch_cache_bytes is None else settings.microbatch_cache_bytes

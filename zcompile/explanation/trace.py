@@ -32,6 +32,7 @@ def trace(
     plan: Plan,
     name_of: Callable[[Any], str | None],
     limited: Callable[[Plan, Sequence[Any]], Plan] = lambda plan, inputs: plan,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> list[Traced]:
     """Trace a forward and its backward.
 
@@ -39,6 +40,7 @@ def trace(
         run: runs the forward. It is called once.
         name_of: what an input of a Dynamo graph is -> the name of the parameter whose shard it is, or None.
         limited: `plan` for a Dynamo graph with these inputs, with the limit of memory.
+        decompositions: of ops, which the graphs then do not have.
 
     Returns:
         A forward and, if it has one, a backward for each of Dynamo's graphs. The passes on joint graphs have run, the
@@ -52,7 +54,8 @@ def trace(
         def look(graph: Graph, chosen: Plan) -> None:
             traced.append(_traced(graph, names, chosen))
 
-        return compile_aot_eager(gm, example_inputs, limited(plan, example_inputs), look)
+        limit = limited(plan, example_inputs)
+        return compile_aot_eager(gm, example_inputs, limit, look, decompositions=decompositions)
 
     setattr(backend, PLANS, True)
     # Dynamo counts compilations by code object, and stops at some number. Each trace has a code object of its own.
