@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from torch._guards import TracingContext
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zcompile.costs.formulas.products import is_matmul
+from zcompile.graph.liveness import aliases
 from zcompile.graph.ops import (
     GATHER,
     args_of,
@@ -25,6 +28,7 @@ from zcompile.graph.ops import (
 from zcompile.graph.segments import Segment
 from zcompile.options import TRAINABLE
 
+TORCHS = ("aten", "prims", "inductor_prims")  # namespaces of ops without effects that their schemas do not name
 SAVED_READER = "zcompile_saved_reader"  # in the `meta` of a reader that is tagged here to be saved
 LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.take.default}
 
@@ -66,28 +70,45 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
 
 
 def save_random(graph: Graph) -> bool:
-    """Tag each random node to be saved for backward, and return whether there is one.
+    """Tag random nodes and custom ops to be saved for backward, and return whether there is one.
 
-    Why: under a budget of activations, torch's partitioner may run one again in backward, which draws
-    other numbers. A node that activation checkpointing runs again keeps its tag: it gets the generator's state back.
+    Why: under a budget of activations, torch's partitioner may run one again in backward, which draws other numbers, or
+    has another state. A node that activation checkpointing runs again keeps its tag: it gets the generator's state
+    back.
     """
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
-    found = [node for node in graph.nodes if _is_random(node) and node.meta.get("recompute") not in again]
+    backward = backward_nodes(graph)
+    found = [
+        node
+        for node in graph.nodes
+        if (_is_random(node) or _is_custom(node)) and node not in backward and node.meta.get("recompute") not in again
+    ]
     for node in found:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return bool(found)
 
 
+def save_readers_of_written(graph: Graph) -> None:
+    """Tag nodes to be saved for backward that read inputs which forward writes to, such as buffers.
+
+    Why: torch's partitioner may run one again in backward, where the input has its new value.
+    """
+    for node in _readers_of_written(graph):
+        node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
 def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
     """Tag each of `segments` to run again in backward, and each `stride`-th of their cuts to be saved.
 
-    Users' own tags stay, and what is random is saved; see `save_random`. Nor do these run again: the model's own
-    collectives, nodes that write to their arguments, and nodes whose result has a size that depends on data, since
-    other nodes name that size.
+    Users' own tags stay, and random numbers are saved; see `save_random`. Only torch's own ops run again, since others,
+    such as custom ops and collectives, may have effects or state. Nor do nodes that write to their arguments, nodes
+    whose result has a size that depends on data, since other nodes name that size, and readers of inputs that forward
+    writes to, which backward would read as written.
     """
+    changed = _readers_of_written(segments[0][0][0].graph) if segments else set()
     for i, (nodes, cut) in enumerate(segments):
         saved = {node for node in cut if i % stride == 0 and not _has_own_tag(node)}
-        again = [node for node in nodes if node not in saved and _may_run_again(node)]
+        again = [node for node in nodes if node not in saved and node not in changed and _may_run_again(node)]
         for node in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         for node in saved:
@@ -99,9 +120,29 @@ def _may_run_again(node: Node) -> bool:
         return _may_run_again(args_of(node)[0])
     if _has_own_tag(node) or _is_random(node) or "unbacked_bindings" in node.meta or not result_bytes(node):
         return False
-    schema = getattr(node.target, "_schema", None)
-    is_collective = getattr(node.target, "namespace", "").startswith("_c10d_functional")
-    return not is_collective and not (schema is not None and schema.is_mutable)
+    target = node.target
+    return isinstance(target, OpOverload) and target.namespace in TORCHS and not target._schema.is_mutable
+
+
+def _is_custom(node: Node) -> bool:
+    """Whether `node` is a custom op, or one that has graphs."""
+    if node.target is operator.getitem:
+        return _is_custom(args_of(node)[0])
+    known = (*TORCHS, "zcompile", "_c10d_functional", "_c10d_functional_autograd")
+    return node.op == "call_function" and getattr(node.target, "namespace", "") not in known
+
+
+def _readers_of_written(graph: Graph) -> set[Node]:
+    """Nodes that compute from inputs that forward writes to, such as buffers."""
+    context, inputs = TracingContext.try_get(), graph.find_nodes(op="placeholder")
+    metadata = None if context is None else context.fw_metadata
+    written = {inputs[i] for i in metadata.mutated_inp_runtime_indices} if metadata is not None else set()
+    written |= {args_of(node)[0] for node in calls(graph, aten.copy_.default)}
+    readers_of: set[Node] = set()
+    for node in graph.nodes if written else ():
+        if node.target is not aten.copy_.default and not written.isdisjoint(node.all_input_nodes):
+            (written if aliases(node) else readers_of).add(node)
+    return readers_of
 
 
 def _has_own_tag(node: Node) -> bool:

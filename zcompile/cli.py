@@ -55,6 +55,13 @@ def positive(text: str) -> int:
     return value
 
 
+def dimension(text: str) -> int:
+    """The number of a dimension, from 0, as `type=` of an argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"takes the number of a dimension, from 0, not {text!r}")
+    return int(text)
+
+
 def steps(text: str) -> list[int]:
     """Whole numbers with commas between them, as `type=` of an argument."""
     return [int(each) for each in text.split(",")]
@@ -63,7 +70,8 @@ def steps(text: str) -> list[int]:
 def mesh(text: str) -> dict[str, int]:
     """Sizes of dimensions, such as dp=4,tp=2, as `type=` of an argument."""
     pairs = [each.partition("=") for each in text.split(",")]
-    if not all(name.isidentifier() and value.isdecimal() and int(value) for name, _, value in pairs):
+    are_sizes = all(name.isidentifier() and value.isdecimal() and int(value) for name, _, value in pairs)
+    if not are_sizes or len({name for name, *_ in pairs}) < len(pairs):
         raise argparse.ArgumentTypeError(f"takes sizes such as dp=4,tp=2, not {text!r}")
     return {name: int(value) for name, _, value in pairs}
 
@@ -205,10 +213,10 @@ def _add_precompile(options: Parser) -> None:
     )
     add("--module", required=True, metavar="FILE.py:FUNCTION", help=about)
     ranks = add_to.add_mutually_exclusive_group(required=True).add_argument
-    ranks("--ranks", type=positive, metavar="N", help="ranks of the run")
+    ranks("--ranks", type=positive, metavar="N", help="ranks of the run (default: those of --mesh)")
     about = (
         "or their mesh: FUNCTION gets the sizes, as in build(dp=4, tp=2, ep=4). Ranks are the product of all sizes but "
-        "ep, whose groups are made of the same ranks: dp=4,tp=2,ep=4 are 8"
+        "ep, whose groups are made of the same ranks: dp=4,tp=2,ep=4 are 8 (default: FUNCTION gets none)"
     )
     ranks("--mesh", type=mesh, metavar="NAME=N[,...]", help=about)
     about = "where to write the artifact; if it is there, code of graphs that did not change is kept"
@@ -216,7 +224,7 @@ def _add_precompile(options: Parser) -> None:
     add = options.add_argument_group("calls that are compiled").add_argument
     add("--steps", type=steps, default="0", metavar="LIST", help="steps whose batches are compiled (default: 0)")
     about = "dimension of all inputs whose size may differ at each call, such as 1 for tokens (default: none)"
-    add("--dynamic", type=int, metavar="DIM", help=about)
+    add("--dynamic", type=dimension, metavar="DIM", help=about)
     about = (
         "compile modules one by one: the children of model.layers, or those that a path with * names, such as "
         "model.layers.*.self_attn (default: the whole model)"
@@ -285,7 +293,7 @@ COMMANDS = {
         "Compile a model into a file, in one process, for all ranks of a training run.",
         "Use it so that a run starts without a compiler: its ranks call zcompile.compile(model, artifact=FILE). "
         "Nothing is trained. On GPUs, run it on one of the kind that the run has.",
-        "zcompile precompile --module train.py:build --mesh dp=4,tp=2,ep=4 --out model.zc",
+        "zcompile precompile --module train.py:build --mesh dp=4,tp=2 --out model.zc",
         usage="--module FILE.py:FUNCTION (--ranks N | --mesh SIZES) --out FILE [options]",
     ),
 }

@@ -139,14 +139,15 @@ class Settings:
     """Most memory that a rank's tensors take in a step, in bytes or as "70GiB". Forward saves as many activations for
     backward as predictions say will fit, and backward computes the others again, block by block; then
     `save_for_backward_bytes` is 0. Raises, before anything runs, if no plan fits. Counted are shards, gradients, both
-    moments of Adam, activations and what is unsharded, with 3 % to spare: the peak of
-    `torch.cuda.max_memory_allocated`. Not counted are other models, graphs without backward, the memory of CUDA graphs,
-    a cache of microbatches, an optimizer's step that is not fused, and gradients of earlier microbatches outside of
-    `zcompile.accumulate`. Where several graphs share a model (graph breaks, layers compiled one by one), each may save
-    in proportion to the parameters that it reads. Ranks that compile a graph at the same place for inputs of different
-    sizes agree, except in graphs that have no blocks. A rank that later compiles alone may choose differently; ranks
-    then get an error, not a hang. Compile for the largest inputs first, or pad to equal sizes. The default of
-    `gather_budget_bytes` becomes a sixteenth of the limit, and that of `microbatch_cache_bytes` becomes 0."""
+    moments of Adam, activations and unsharded parameters of compiled gathers, with 3 % to spare: the peak of
+    `torch.cuda.max_memory_allocated`. Not counted are unsharded blocks around compiled layers, other models, graphs
+    without backward, the memory of CUDA graphs, a cache of microbatches, an optimizer's step that is not fused, and
+    gradients of earlier microbatches outside of `zcompile.accumulate`. Where several graphs share a model (graph
+    breaks, layers compiled one by one), each may save in proportion to the parameters that it reads. Ranks that compile
+    a graph at the same place for inputs of different sizes agree, except over peer-to-peer copies, and where sizes
+    change which blocks there are. A rank that later compiles alone may choose differently; ranks then get an error, not
+    a hang. Compile for the largest inputs first, or pad to equal sizes. The default of `gather_budget_bytes` becomes a
+    sixteenth of the limit, and that of `microbatch_cache_bytes` becomes 0."""
 
     bucket_bytes: int = 8 << 20
     """Most bytes of unsharded parameters, or of gradients, that travel as one transfer: what NVLink moves in about

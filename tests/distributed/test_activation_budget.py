@@ -34,10 +34,38 @@ class Block(nn.Module):
         return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
+calls_of_op = 0
+
+
+@torch.library.custom_op("zcompile_tests::next_scale", mutates_args=())
+def next_scale(x: torch.Tensor) -> torch.Tensor:
+    """In each call another tensor."""
+    global calls_of_op
+    calls_of_op += 1
+    return torch.full_like(x, 1 + calls_of_op % 3 / 10)
+
+
+next_scale.register_fake(torch.empty_like)
+
+
+class Stateful(Block):
+    """Calls an op that has state, and reads a buffer before it writes to it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x):
+        x = x * next_scale(x.detach())
+        x = x * (x.detach() * self.count).cos()
+        self.count.add_(1.0)
+        return super().forward(x)
+
+
 class Blocks(nn.Module):
-    def __init__(self, count, dropout=0.0, checkpointing=False):
+    def __init__(self, count, dropout=0.0, checkpointing=False, kind=Block):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH, dropout) for _ in range(count))
+        self.blocks = nn.ModuleList(kind(WIDTH, dropout) for _ in range(count))
         self.checkpointing = checkpointing
 
     def forward(self, x):
@@ -246,6 +274,18 @@ def test_the_least_limit_takes_little_more_than_checkpointed_blocks(rank, world)
     peak, grads = peak_under(f"{least + 0.1:.1f}MiB", "aot_eager", rank, dropout=0.5)
     assert peak < 1.1 * checkpointed, (peak, checkpointed)
     torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+
+
+def test_state_is_neither_advanced_nor_read_again_in_backward(rank, world):
+    global calls_of_op
+    peaks, grads = [], []
+    for limit in (None, "18MiB"):
+        calls_of_op = 0
+        for to, value in zip((peaks, grads), peak_under(limit, "aot_eager", rank, kind=Stateful), strict=True):
+            to.append(value)
+        assert calls_of_op == 2 * COUNT, (limit, calls_of_op)
+    assert peaks[1] < 0.9 * peaks[0], peaks
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_explain_predicts_the_peak_that_the_backend_plans_for_inductor(rank, world):

@@ -17,6 +17,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import (
     BypassFxGraphCache,
     CppPythonBindingsCodeCache,
+    FxGraphCache,
     code_hash,
     compiled_fx_graph_hash,
     get_path,
@@ -55,7 +56,7 @@ class Kernels(AsyncCompile):
 
 def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any]) -> str:
     """A hash of the graph that Dynamo captured, and of the joint graph that AOTAutograd made of it: equal graphs, in
-    surroundings that are equal too, have equal code. Empty if torch can hash no such graph."""
+    surroundings that are equal too, have equal code. Empty if torch can hash no such graph, or a pass of the user."""
     captured = [each.code for each in gm.modules() if isinstance(each, GraphModule)]
     nodes = [
         [node.meta.get(key) for key in ("val", "recompute", "ac_graph_id", "custom")]
@@ -65,8 +66,9 @@ def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any])
     ]
     details: Any = {"captured": captured, "nodes": nodes}
     try:
+        FxGraphCache._check_can_cache(joint)
         return compiled_fx_graph_hash(joint, joint_inputs, details, ())[0]
-    except BypassFxGraphCache:
+    except (BypassFxGraphCache, AssertionError):  # the latter of a pass that is a plain function
         return ""
 
 

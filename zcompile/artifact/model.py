@@ -401,9 +401,11 @@ def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh,
     if all(report.here == reports[0].here for report in reports):
         return ""
     fields = all_gather_over_mesh(mesh, dict(here))
-    other = next(i for i, each in enumerate(fields) if each != fields[0])
-    differing = "; ".join(differences(fields[0], fields[other]))
-    return f"Ranks {reports[0].rank} and {reports[other].rank} differ: {differing}."
+    base = reports.index(fitting[0]) if fitting else 0  # whose fields are those of the file, which may leave sizes open
+    for report, each in zip(reports, fields, strict=True):
+        if differing := "; ".join(differences(fields[base], each)):
+            return f"Ranks {reports[base].rank} and {report.rank} differ: {differing}."
+    return ""
 
 
 def broadcast_over_mesh(mesh: DeviceMesh, value: Any, source: int) -> Any:

@@ -25,7 +25,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -60,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the artifact and print its size and SHA-256. Returns 1 if the model cannot be compiled into a file."""
     try:
         earlier = _earlier(arguments.out)
-        data, makers = precompile(arguments, earlier)
+        data, makers = precompile(arguments, None if earlier is None else decode(earlier, str(arguments.out)))
         others = [] if arguments.rank is not None else makers[1:]
-        data = merge([data, *(compiled_by_another_process(arguments, rank) for rank in others)])
+        data = merge([data, *(compiled_by_another_process(arguments, rank, earlier) for rank in others)])
     except ArtifactError as error:
         print(error, file=sys.stderr)
         return 1
@@ -73,24 +72,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _earlier(path: Path) -> Artifact | None:
+def _earlier(path: Path) -> bytes | None:
     """The file of an earlier run; None if it does not exist, or cannot be trusted."""
     try:
-        return decode(read(path), str(path))
+        decode(data := read(path), str(path))
     except (FileNotFoundError, ArtifactError):
         return None
+    return data
 
 
-def compiled_by_another_process(arguments: argparse.Namespace, rank: int) -> bytes:
+def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlier: bytes | None) -> bytes:
     """The artifact for the position of `rank`.
+
+    Args:
+        earlier: a file whose code the process may keep.
 
     Raises:
         ArtifactError: the process failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "model.zc"
-        if arguments.out.exists():  # of which that process keeps code
-            shutil.copyfile(arguments.out, out)
+        if earlier is not None:
+            write(out, earlier)
         command = shlex.split(arguments.command_line)[1:] + ["--rank", str(rank), "--out", str(out)]
         if subprocess.run([sys.executable, "-m", "zcompile", *command], stdout=subprocess.DEVNULL).returncode:
             raise ArtifactError(f"zcompile: the process that compiled for rank {rank} failed, see its error above.")
@@ -101,7 +104,7 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
     """The artifact that the command line asks for, for the position of its rank; and a rank of each position.
 
     Args:
-        earlier: of which code is kept.
+        earlier: a file whose code is kept where graphs are equal.
 
     Raises:
         BadInput: the file, the function, or what it returns.
@@ -110,6 +113,8 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
     """
     if arguments.mesh:
         arguments.ranks = _ranks_of(arguments.mesh)
+    if arguments.dynamic is not None and len(arguments.steps) > 1:
+        raise BadInput("--dynamic and several --steps exclude each other: one program is to take all sizes")
     if arguments.ranks % arguments.replicas:
         raise BadInput(f"--ranks {arguments.ranks} is no multiple of --replicas {arguments.replicas}")
     try:
@@ -131,9 +136,8 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
         files: dict[Any, bytes] = {}
 
         def compile_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            for value in tree_leaves((args, kwargs)) if arguments.dynamic is not None else ():
-                if isinstance(value, torch.Tensor) and value.ndim > arguments.dynamic:
-                    torch._dynamo.maybe_mark_dynamic(value, arguments.dynamic)
+            if arguments.dynamic is not None:
+                mark_dynamic([args, kwargs], arguments.dynamic)
             call = tuple(of_call(module, args, kwargs).items())
             if call not in files:  # equal blocks have equal calls
                 torch._dynamo.reset()  # or else a second shape would be a dynamic one
@@ -154,6 +158,19 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
         return merge([*files.values()]), makers_of(state_of(model))
     finally:
         dist.destroy_process_group()
+
+
+def mark_dynamic(inputs: Any, dimension: int) -> None:
+    """Leave the size of a dimension open in all tensors of `inputs` that have it.
+
+    Raises:
+        BadInput: none has it.
+    """
+    tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.ndim > dimension]
+    if not tensors:
+        raise BadInput(f"--dynamic {dimension}: no input has so many dimensions")
+    for each in tensors:
+        torch._dynamo.maybe_mark_dynamic(each, dimension)
 
 
 def _ranks_of(mesh: Mapping[str, int]) -> int:

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from zcompile.artifact import aot
 from zcompile.artifact.file_format import Artifact, ArtifactError, decode, encode
 from zcompile.artifact.fingerprint import (
+    ANY,
     HOOKS,
     NUMBER,
     code_hash,
@@ -140,9 +141,10 @@ def _known_code(
     A program has two parts: Dynamo's, and the code that Inductor made of the graph. Dynamo's is always made anew. So a
     change of the model's source, or of something that its trace reads, is never missed, as torch's compile misses none.
     The code is kept if the whole fingerprint is equal, and the graphs are too: Dynamo's and AOTAutograd's, with the
-    shapes of all nodes and the tags of checkpoints.
+    shapes of all nodes and the tags of checkpoints. Code with open sizes is never kept: Inductor adds guards of such
+    sizes while it compiles.
     """
-    if earlier is None or differences(earlier.fingerprint, fields):
+    if earlier is None or ANY in call["inputs"] or differences(earlier.fingerprint, fields):
         return {}
     programs = [each for each in earlier.facts["programs"] if each["graph"] and each["position"] == position]
     return {each["graph"]: _code(earlier, each) for each in programs if each["call"] == call}

@@ -29,9 +29,9 @@ from zcompile.costs.memory import transport_bytes
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
 from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.passes import pipeline
-from zcompile.passes.tag_recompute import save_random
+from zcompile.passes.tag_recompute import save_random, save_readers_of_written
 from zcompile.passes.verify import verify_partition
-from zcompile.ranks.program_check import Line
+from zcompile.ranks.program_check import Agreement, Line
 from zcompile.source_hash import source_hash
 from zcompile.state.attributes import PARAMETER, PLANS, UNIT
 from zcompile.state.forward_scope import checking_requires_grad
@@ -80,10 +80,12 @@ def compile_graph(
     _tell_models_apart(gm, example_inputs)
     program = functools.partial(_program, _reads(gm), plan, settings)
     try:
-        compiled = compile_planned(gm, example_inputs, settings, plan, mode, agree=_agreeing(example_inputs, program))
+        compiled = compile_planned(
+            gm, example_inputs, settings, plan, mode, agree=_agreeing(example_inputs, settings, program)
+        )
     except Exception as error:
         if not isinstance(error, RestartAnalysis):  # by which Dynamo traces once more
-            _stop_others(example_inputs, error)
+            _stop_others(example_inputs, settings, error)
         raise
     if not _models(example_inputs):
         return compiled
@@ -110,17 +112,26 @@ def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             node.args = (*node.args[:3], domain_of(node) + DOMAINS_OF_MODEL * numbers[owner])
 
 
-def _stop_others(example_inputs: Sequence[Any], error: Exception) -> None:
+def _agreement_of(model: ShardedModel, settings: Settings) -> Agreement | None:
+    """By which ranks compare programs when code that is compiled now runs, as `ShardedModel.agreement` then."""
+    return model.program_check if link_of(model, settings).wire.transport != "p2p" else None
+
+
+def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Exception) -> None:
     """Other ranks compare the graph with this rank, which failed to compile it: a full disk, a broken cache."""
     for model in _models(example_inputs):
-        if model.agreement is not None:
-            model.agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
+        if (agreement := _agreement_of(model, settings)) is not None:
+            agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
 
 
-def _agreeing(example_inputs: Sequence[Any], program: Callable[[Sequence[Any]], list[Line]]) -> Agree | None:
+def _agreeing(
+    example_inputs: Sequence[Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
+) -> Agree | None:
     """By which the ranks of the first model in a graph agree on a number. None if they may run different plans."""
-    agreement = next((model.agreement for model in _models(example_inputs)), None)
-    return None if agreement is None else lambda number: agreement.largest(program(example_inputs), number)
+    agreement = next((_agreement_of(model, settings) for model in _models(example_inputs)), None)
+    if agreement is None:
+        return None
+    return lambda name, number: agreement.largest([*program(example_inputs), Line(f"has a number of {name}")], number)
 
 
 def partition(
@@ -200,6 +211,7 @@ def _split(
 ) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph by AOTAutograd's min-cut, and verify what crosses between forward and backward."""
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
+    save_readers_of_written(joint.graph)
     budget = plan.activation_memory_budget
     if (budget < 1.0 or plan.recomputed[0]) and save_random(joint.graph):
         budget = max(budget, LEAST_BUDGET)

@@ -101,8 +101,9 @@ def compile_inductor(
         "triton.cudagraphs": False,  # Inductor's own know nothing of transfers
     }
     inner: dict[str, Any] = {"inner_compile": _captures(Pair())} if cuda_graphs else {}
-    # From its cache, code comes without a call of `inner_compile` and of `partition`.
-    with torch_config.patch(enable_autograd_cache=False) if cuda_graphs or agrees else contextlib.nullcontext():
+    # From its caches, code comes without a call of `inner_compile` and of `partition`.
+    no_cache = torch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
+    with no_cache if cuda_graphs or agrees else contextlib.nullcontext():
         compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches, **inner)
     return compiled
 

@@ -9,8 +9,8 @@ backward begins with computing most activations again at once, which takes more 
 
 The peak of a plan is known only after the split, so splits are tried on copies of the graph. Sizes of gradients are
 those of whole parameters divided by the number of ranks, so ranks with equal inputs choose alike. Of ranks with
-different inputs, all take the plan of the one that must save least: which segments there are does not depend on sizes,
-so they gather alike.
+different inputs, all take the plan of the one that must save least, of as many segments as the rank with the fewest
+has: where sizes do not change the places of cuts, they gather alike.
 """
 
 import copy
@@ -47,6 +47,7 @@ from zcompile.passes.tag_recompute import recompute_segments, tag_recompute
 
 STRIDES = (2, 4, 8)  # of cuts that are saved
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
+MOST_SEGMENTS = 100_000
 LEAST_SHARE = 0.05  # of the parameters. Activations of a graph that reads less, such as a norm, say nothing of others
 MARGIN = 1.03  # predicted peaks are within 3 % of measured ones (docs/lab/measurements.md)
 
@@ -56,7 +57,7 @@ class OutOfLimit(RuntimeError):
 
 
 Split = Callable[[Plan, GraphModule], tuple[GraphModule, GraphModule]]
-Agree = Callable[[int], int]
+Agree = Callable[[str, int], int]
 
 
 def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | None) -> Plan:
@@ -64,7 +65,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
 
     Args:
         split: splits a joint graph under a plan, and may change it.
-        agree: the largest number of all ranks, given this rank's. None: this rank need not ask others.
+        agree: the largest number of all ranks, given its name and this rank's. None: this rank need not ask others.
 
     Raises:
         OutOfLimit: no plan does. Says how much memory is missing.
@@ -72,7 +73,9 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
     limit = plan.memory_limit
     if limit is None:
         return plan
-    count = len(segments(joint.graph, _shards(joint.graph, limit)))
+    count = min(len(segments(joint.graph, _shards(joint.graph, limit))), MOST_SEGMENTS)
+    if agree:  # on the fewest, so that numbers of plans mean the same on all ranks
+        count = MOST_SEGMENTS - agree("segments less", MOST_SEGMENTS - count)
     plans = _candidates(plan, count)
     peaks: dict[int, int] = {}
 
@@ -84,7 +87,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
     least = 0 if fits(0) else bisect_left(range(count + 1), True, lo=1, key=fits)
     if least > count:
         least = next(filter(fits, range(least, len(plans))), len(plans))
-    if least == len(plans) or not fits(chosen := agree(least) if agree else least):
+    if least == len(plans) or not fits(chosen := agree("plan", least) if agree else least):
         raise OutOfLimit(_missing(limit, min(peaks.values())))
     _tag(plans[chosen], joint.graph)
     return plans[chosen]

@@ -36,7 +36,7 @@ def is_quantized(parameter: torch.Tensor, ndim: int) -> bool:
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`values`, [blocks, BLOCK], as int8 of that shape, and float32 scales, [blocks, 1]."""
-    scales = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
+    scales = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True).float()
     scales = scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
     return torch.div(values, scales).round_().to(torch.int8), scales
 
