@@ -142,6 +142,12 @@ def check_float8(names, rank, world):
     assert zcompile.stats(model)["gathered_bytes"]["float8_e4m3fn"] == STEPS * model.head.weight.numel()
 
 
+def check_int8(names, rank, world):
+    model = names["model"]
+    model(names["tokens"])
+    assert zcompile.stats(model)["gathered_bytes"]["int8"] >= model.head.weight.numel()
+
+
 def check_checkpoint(names, rank, world):
     model = names["model"]
     same_parameters(model, LanguageModel())
@@ -199,6 +205,7 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("README.md", "Quick start"): check_quick_start,
     ("docs/guide.md", "Precision"): check_precision,
     ("docs/guide.md", "Float8, and other tensor subclasses"): check_float8,
+    ("docs/guide.md", "Int8 gathers"): check_int8,
     ("docs/guide.md", "Checkpoints"): check_checkpoint,
     ("docs/guide.md", "Is it faster, and why"): check_explained,
     ("docs/guide.md", "Compile once"): check_artifact,
