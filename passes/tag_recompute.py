@@ -69,7 +69,7 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
                 reader.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, SAVED_READER: True})
 
 
-def save_random(graph: Graph) -> bool:
+def save_stateful(graph: Graph) -> bool:
     """Tag random nodes and custom ops to be saved for backward, and return whether there is one.
 
     Why: under a budget of activations, torch's partitioner may run one again in backward, which draws other numbers, or
@@ -100,10 +100,10 @@ def save_readers_of_written(graph: Graph) -> None:
 def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
     """Tag each of `segments` to run again in backward, and each `stride`-th of their cuts to be saved.
 
-    Users' own tags stay, and random numbers are saved; see `save_random`. Only torch's own ops run again, since others,
-    such as custom ops and collectives, may have effects or state. Nor do nodes that write to their arguments, nodes
-    whose result has a size that depends on data, since other nodes name that size, and readers of inputs that forward
-    writes to, which backward would read as written.
+    Users' own tags stay, and random numbers and results of custom ops are saved; see `save_stateful`. Only torch's own
+    ops run again, since others, such as custom ops and collectives, may have effects or state. Nor do nodes that write
+    to their arguments, nodes whose result has a size that depends on data, since other nodes name that size, and
+    readers of inputs that forward writes to, which backward would read as written.
     """
     changed = _readers_of_written(segments[0][0][0].graph) if segments else set()
     for i, (nodes, cut) in enumerate(segments):

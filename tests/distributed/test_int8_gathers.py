@@ -14,6 +14,7 @@ import zcompile
 from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.ranks import on_ranks
 from tests.support.subclasses import COMPILED, adam_losses, batch_loss, by_zcompile, seeded
+from zcompile.state.int8_gather import quantize
 from zcompile.state.sharded_model import models_of, state_of
 
 BLOCK = 256
@@ -153,6 +154,13 @@ def test_replicas_and_tensor_parallelism_train(rank, world):
     for given, own_mesh, batch in ((stack(), mesh, rank), (spread, mesh["dp"], rank // 2)):
         models = in_int8(given, mesh=own_mesh), by_zcompile(stack(), mesh=mesh)
         torch.testing.assert_close(*(adam_losses(each, batch) for each in models), rtol=0.01, atol=0)
+
+
+def test_scales_of_float64_values_are_float32():
+    values = torch.randn(3, BLOCK, dtype=torch.float64)
+    quantized, scales = quantize(values)
+    assert scales.dtype == torch.float32 and quantized.dtype == torch.int8
+    assert ((quantized * scales - values).abs() <= 0.501 * scales).all()
 
 
 def test_other_dtypes_dimensions_and_compiled_functions_are_refused(rank, world):

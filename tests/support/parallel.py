@@ -255,7 +255,7 @@ def looped() -> nn.Module:
 
 
 def whole_loss(model: nn.Module, step: int, rank: int, tokens: int = TOKENS) -> torch.Tensor:
-    """The mean square of what all ranks of a DTensor have; of a language model, its own loss."""
+    """The mean square of the whole output, if it is a DTensor, too; of a language model, its own loss."""
     if hasattr(model, "lm_head"):
         ids = draw_tokens(model.config.vocab_size, 2, tokens, step, rank)
         return model(input_ids=ids, labels=ids).loss

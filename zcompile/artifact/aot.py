@@ -68,8 +68,8 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     """Compile `model(*args, **kwargs)`, forward and backward, and run nothing.
 
     Args:
-        backend: compiles the graph that Dynamo captured. What it returns has torch's `serialize`, as Inductor's has. Or
-            it raises `Reused`.
+        backend: compiles the graph that Dynamo captured. Its result has torch's `serialize`, as Inductor's has. Or it
+            raises `Reused`.
         groups: over which the model may have collectives of its own.
 
     Raises:

@@ -56,7 +56,7 @@ class Kernels(AsyncCompile):
 
 def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any]) -> str:
     """A hash of the graph that Dynamo captured, and of the joint graph that AOTAutograd made of it: equal graphs, in
-    surroundings that are equal too, have equal code. Empty if torch can hash no such graph, or a pass of the user."""
+    surroundings that are equal too, have equal code. Empty if torch cannot hash one, or a custom pass of the user."""
     captured = [each.code for each in gm.modules() if isinstance(each, GraphModule)]
     nodes = [
         [node.meta.get(key) for key in ("val", "recompute", "ac_graph_id", "custom")]

@@ -29,7 +29,7 @@ from zcompile.costs.memory import transport_bytes
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
 from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.passes import pipeline
-from zcompile.passes.tag_recompute import save_random, save_readers_of_written
+from zcompile.passes.tag_recompute import save_readers_of_written, save_stateful
 from zcompile.passes.verify import verify_partition
 from zcompile.ranks.program_check import Agreement, Line
 from zcompile.source_hash import source_hash
@@ -213,7 +213,7 @@ def _split(
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
     save_readers_of_written(joint.graph)
     budget = plan.activation_memory_budget
-    if (budget < 1.0 or plan.recomputed[0]) and save_random(joint.graph):
+    if (budget < 1.0 or plan.recomputed[0]) and save_stateful(joint.graph):
         budget = max(budget, LEAST_BUDGET)
     with config.patch(ban_recompute_materialized_backward=save_more, activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(

@@ -74,7 +74,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
     if limit is None:
         return plan
     count = min(len(segments(joint.graph, _shards(joint.graph, limit))), MOST_SEGMENTS)
-    if agree:  # on the fewest, so that numbers of plans mean the same on all ranks
+    if agree:  # on the fewest, by the largest complement, so that numbers of plans mean the same on all ranks
         count = MOST_SEGMENTS - agree("segments less", MOST_SEGMENTS - count)
     plans = _candidates(plan, count)
     peaks: dict[int, int] = {}

@@ -61,7 +61,7 @@ def _tables(name: str) -> tuple[Hardware, Hardware]:
 
 
 def _narrow(gather_dtype: str | None, precision: torch.dtype) -> NarrowGathers | None:
-    """How `gather_dtype` travels in place of `precision`. What has one dtype on the wire is read as it arrives."""
+    """How `gather_dtype` travels in place of `precision`: int8 is dequantized on arrival, float8 is read as it is."""
     if gather_dtype == "int8":
         return NarrowGathers("int8 and float32", (1 + 4 / BLOCK) / precision.itemsize, dequantizes=True)
     return None if gather_dtype is None else NarrowGathers("float8", 1 / precision.itemsize, dequantizes=False)

@@ -55,6 +55,8 @@ def _gathered_in_eager(state: ShardedModel) -> Iterator[Width]:
     """Of each parameter that a unit, or a block with components, gathers; the traced forward has done that."""
     units = (unit for order in state.orders for unit in order.units if unit.extended or not unit.is_block)
     for sharded, dtype in ((sharded, dtype) for unit in units for sharded, dtype in zip(unit.sharded, unit.dtypes)):
+        if sharded.extension is not None and not sharded.extension.gathered:
+            continue  # of a block that the forward did not call
         elements, wire = math.prod(sharded.shape), [(dtype, math.prod(sharded.shape) * dtype.itemsize)]
         if sharded.extension is not None:
             wire = [(each.dtype, each.nbytes) for each in sharded.extension.gathered]

@@ -87,7 +87,7 @@ class Agreement:
         self.known.add(key)
 
     def largest(self, lines: Sequence[Line], number: int) -> int:
-        """The largest number of all ranks, each of which gives its own for the program that `lines` describe.
+        """The largest of the numbers that all ranks give for the program that `lines` describe.
 
         They come here alike: after as many collectives. A rank that comes alone gets the last number for that program,
         which the others run, or its own if that is larger.

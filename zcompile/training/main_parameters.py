@@ -82,7 +82,8 @@ def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
     sharded = sharded_by(largest)
     assert sharded is not None  # that of a step
     if sharded.extension is not None:
-        reason, remedy = f"is {sharded.extension.kind}", "Shard the model without gather_dtype"
+        remedy = "Take offload='moments'" if sharded.of_subclass else "Shard the model without gather_dtype"
+        reason = f"is {sharded.extension.kind}"
     elif _is_alone(local_of(largest)):
         dtypes = " and ".join(sorted(str(dtype) for dtype in _gathered_in(sharded)))
         reason = f"was gathered in {dtypes}, and only those that are always gathered in one narrower dtype move"

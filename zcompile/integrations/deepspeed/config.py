@@ -94,7 +94,7 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
         return 'it has no secondary partitions. Remove "zero_hpz_partition_size"'
     for name in ("zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name):
-            return f'of what ZeRO++ quantizes, it quantizes gathers alone (zero_quantized_weights). Remove "{name}"'
+            return f'it quantizes gathers alone (zero_quantized_weights). Remove "{name}"'
     if zero.get("zero_quantized_weights") and "artifact" in zero["zcompile"]:
         return 'int8 gathers run in eager code, which no artifact holds. Remove "artifact"'
     if zero.get("mics_shard_size", -1) > 0:
