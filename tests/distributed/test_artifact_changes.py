@@ -200,6 +200,16 @@ def test_another_length_is_compiled(rank, world, inductor_cache, file):
 
 
 @on_ranks(1)
+def test_a_file_is_for_the_sizes_of_its_call_and_not_for_those_compiled_before(rank, world, inductor_cache, tmp_path):
+    with cache_in(inductor_cache):
+        for path, length in (tmp_path / "four.zc", 4), (tmp_path / "six.zc", 6):
+            model = zcompile.compile(sharded(), artifact=path)
+            model(tokens_of(0, rank, length=length))
+            with pytest.warns(UserWarning, match="does not serve a call"):
+                model(tokens_of(1, rank, length=7))
+
+
+@on_ranks(1)
 def test_the_last_reference_to_a_model_frees_what_it_loaded(rank, world, file):
     model = zcompile.compile(sharded(), artifact=file, require=True)
     model(tokens_of(0, rank)).sum().backward()

@@ -93,7 +93,8 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     compiled: Any = torch.compile(
         model._call_impl, backend=compile_graph, fullgraph=True, options={"guard_filter_fn": keep}
     )
-    function = compiled.aot_compile((tuple(args), dict(kwargs)))
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # sizes may differ from earlier calls'
+        function = compiled.aot_compile((tuple(args), dict(kwargs)))
     artifacts = function._artifacts
     inlined = artifacts.source_info.inlined_sources
     sources = [(each.module, each.firstlineno, each.lastlineno, each.checksum) for each in inlined]

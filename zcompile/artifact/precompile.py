@@ -140,7 +140,6 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
                 mark_dynamic([args, kwargs], arguments.dynamic)
             call = tuple(of_call(module, args, kwargs).items())
             if call not in files:  # equal blocks have equal calls
-                torch._dynamo.reset()  # or else a second shape would be a dynamic one
                 begin = time.perf_counter()
                 files[call] = make(module, settings, arguments.mode, args, kwargs, name, earlier)
                 _print_progress(files[call], earlier, len(files), time.perf_counter() - begin)
