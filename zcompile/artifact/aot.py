@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 
 from zcompile.artifact import kernels
 from zcompile.artifact.groups import Groups
+from zcompile.compiler.cuda_graphs import without_gc
 from zcompile.state.attributes import LEAF
 from zcompile.state.placement import mesh_key, remembered_mesh
 
@@ -210,7 +211,9 @@ class Loaded:
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
         scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
-        with kernels.in_this_process(), _silent(meshes):  # of the rank that made it, whose groups this one lacks
+        # Meshes are those of the rank that made it, whose groups this one lacks. The collector would look through all
+        # objects of the process many times while so many new ones are made: a third of the time.
+        with kernels.in_this_process(), _silent(meshes), without_gc():
             self.function = AOTCompiledFunction.deserialize(program, scope)
             saved: Any = self.function._artifacts.compiled_fn
             saved.load(code.entry, groups)

@@ -60,7 +60,7 @@ class CudaGraph:
         graphs.alive.add(self.graph)
         torch.cuda.empty_cache()  # the memory of the calls before, which the pool cannot have
         graphs.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(graphs.stream), _without_gc():
+        with torch.cuda.stream(graphs.stream), without_gc():
             # Other threads may go on, such as those that fetch batches.
             self.graph.capture_begin(pool=graphs.memory, capture_error_mode="thread_local")
             try:
@@ -98,8 +98,8 @@ class CudaGraph:
 
 
 @contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """It may free another model, whose memory CUDA does not free while it captures."""
+def without_gc() -> Iterator[None]:
+    """The collector frees nothing meanwhile: another model's memory cannot be freed while CUDA captures."""
     was_on = gc.isenabled()
     gc.disable()
     try:
