@@ -262,7 +262,7 @@ def least_limit(call):
     return float(str(raised.value).split("The least is ")[1].split()[0])
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_least_limit_takes_little_more_than_checkpointed_blocks(rank, world):
     """An error names that limit before anything runs. Gradients are bitwise those without a limit, dropout too."""
     checkpointed, _ = peak_under(None, "aot_eager", rank, dropout=0.5, checkpointing=True)
@@ -304,6 +304,7 @@ def test_state_is_neither_advanced_nor_read_again_in_backward(rank, world):
     torch.testing.assert_close(grads[0], expected)
 
 
+@pytest.mark.slow
 def test_explain_predicts_the_peak_that_the_backend_plans_for_inductor(rank, world):
     options = {"memory_limit": "1MiB"}
     model, tokens = Llama(replace(SIZE, vocabulary=4000)), torch.zeros(8, 25, dtype=torch.int64)

@@ -116,7 +116,7 @@ def rank_lost_host(rank, world, mode):
     return time.monotonic() - begin, ""
 
 
-@pytest.mark.parametrize("mode", ["replicas", "global"])
+@pytest.mark.parametrize("mode", [pytest.param("replicas", marks=pytest.mark.slow), "global"])
 def test_a_host_that_is_lost_is_an_error_on_all_ranks_within_the_timeout(hosts, mode):
     pool = hosts(HOSTS * GPUS)
     answers = pool.run(rank_lost_host, mode)

@@ -100,8 +100,8 @@ def curve(rank, link, shard, how, loss_of, make, steps):
         pytest.param(2, "states", (), compiled, IN_BF16, lm_loss, torch.optim.AdamW, 50, marks=slow),
         pytest.param(2, "states", (Queue.COMPUTE,), compiled, {}, autocast_loss, torch.optim.AdamW, 50, marks=slow),
         (1, "states", (Queue.TO_HOST,), zcompile.shard, IN_BF16, lm_loss, torch.optim.Adam, 6),
-        (1, "states", (), compiled, IN_BF16, lm_loss, torch.optim.AdamW, 50),
-        (1, "states", (Queue.TO_DEVICE,), compiled, {}, autocast_loss, torch.optim.AdamW, 50),
+        (1, "states", (), compiled, IN_BF16, lm_loss, torch.optim.AdamW, 6),
+        pytest.param(1, "states", (Queue.TO_DEVICE,), compiled, {}, autocast_loss, torch.optim.AdamW, 50, marks=slow),
     ],
 )
 def test_steps_are_those_without_offload(rank, world, offload, eager, shard, how, loss, make, steps):
@@ -150,7 +150,7 @@ def random_steps(rank, link, seed):
     return results_of(model, optimizer)
 
 
-@pytest.mark.parametrize("offload, world", [("moments", 3), ("states", 1), ("states", 3)])
+@pytest.mark.parametrize("offload, world", [pytest.param("moments", 3, marks=slow), ("states", 1), ("states", 3)])
 @on_ranks()
 def test_random_sizes_groups_dtypes_and_links(rank, world, offload):
     for seed in range(16):

@@ -251,11 +251,13 @@ def rank_trains(rank, world, build, sizes, blocks, lengths, file, folder):
     "build, world, sizes, blocks, more, programs",
     [
         # Each rank of "tp" has its own slice of tokens, and rows of uneven layers.
-        ("sequence_parallel", 4, {}, "", (), ["tp 0", "tp 1"]),
+        pytest.param("sequence_parallel", 4, {}, "", (), ["tp 0", "tp 1"], marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 8, {"dp": 4, "tp": 2, "ep": 4}, "", (), ["tp 0", "tp 1"], marks=pytest.mark.slow),
         ("three_blocks", 2, {}, "blocks", ("--steps", "0,1"), ["", ""]),  # equal ones have one program
         pytest.param("three_blocks", 2, {}, "", ("--dynamic", "1"), [""], marks=pytest.mark.slow),
-        ("looped", 2, {}, "layers.*.norm,layers.*.router", ("--dynamic", "0"), ["", ""]),  # with units between them
+        pytest.param(  # with units between them
+            *("looped", 2, {}, "layers.*.norm,layers.*.router", ("--dynamic", "0"), ["", ""]), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_one_file_serves_all_positions_and_shapes(

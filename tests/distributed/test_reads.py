@@ -82,8 +82,14 @@ def all_right(rank, world, engine, ways, state):
     assert set(found.values()) == {"right"}, {way: what for way, what in found.items() if what != "right"}
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("engine", [*EAGER, "aot_eager"])
+@pytest.mark.parametrize(
+    "engine, state",
+    [
+        pytest.param(engine, state, marks=slow if engine == "aot_eager" and state != "train" else ())
+        for engine in (*EAGER, "aot_eager")
+        for state in STATES
+    ],
+)
 def test_a_forward_may_read_its_parameters_in_any_way(rank, world, engine, state):
     """By each engine each way in one of the states. Compiled takes long, since each way is another model to compile."""
     first = [*EAGER, "aot_eager"].index(engine) + STATES.index(state)

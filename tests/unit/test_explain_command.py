@@ -47,7 +47,10 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
         assert (graph["reduced_bytes"] > 0) == (graph["kind"] == "backward")
 
 
-@pytest.mark.parametrize("dtype, width, says", [("float8", 1, "float8, 1 b"), ("int8", 65 / 64, "float32, 1.016 b")])
+@pytest.mark.parametrize(
+    "dtype, width, says",
+    [pytest.param("float8", 1, "float8, 1 b", marks=pytest.mark.slow), ("int8", 65 / 64, "float32, 1.016 b")],
+)
 def test_narrow_gathers_have_fewer_bytes_and_int8_is_dequantized(dtype, width, says, tmp_path, capsys):
     arguments, hardware = ["--model", "tiny", "--ranks", "4", "--transport", "nccl"], TABLES["h200"]
     plans = [explained(tmp_path, *arguments, *more)["ranks"][0] for more in ([], ["--gather-dtype", dtype])]
@@ -61,6 +64,7 @@ def test_narrow_gathers_have_fewer_bytes_and_int8_is_dequantized(dtype, width, s
         assert after["compute_ms"] == pytest.approx(before["compute_ms"] + made_ms)
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_is_kept_on_each_number_of_ranks(tmp_path):
     """More memory is never slower."""
     arguments = ["--model", "tiny", "--ranks", "2,4", "--transport", "nccl", "--hardware", "h100"]
@@ -169,7 +173,10 @@ def pair():
         (["--activation-budgets", "half"], "--activation-budgets takes numbers from 0 to 1"),
         (["--save-for-backward", "-1"], "--save-for-backward takes"),
         (["--memory-limit", "much"], "--memory-limit: takes a size such as 70GiB, not 'much'"),
-        (["--model", "tiny", "--memory-limit", "60MiB"], "keeps to memory_limit, 60.0 MiB. The least is"),
+        pytest.param(
+            *(["--model", "tiny", "--memory-limit", "60MiB"], "keeps to memory_limit, 60.0 MiB. The least is"),
+            marks=pytest.mark.slow,
+        ),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
         (["--transport", "p2p", "--gather-dtype", "int8"], "travels by NCCL, not peer to peer: take --transport nccl"),
