@@ -15,9 +15,10 @@ import torch
 from torch import nn, optim
 
 import zcompile
+from examples.optimizers import StepsWhole
 from tests.support.blocks import by_fsdp2
 from tests.support.models import normal
-from tests.support.pages import ROOT, python_blocks
+from tests.support.pages import ROOT
 from tests.support.reference import FP32, pair, same_parameters
 
 
@@ -54,10 +55,7 @@ def transformers_adafactor(params, **options):
 
 
 def whole(make, params, **options):
-    blocks, names = python_blocks("docs/recipes.md"), {}
-    for block in (blocks[0], *(block for block in blocks if "class StepsWhole" in block)):
-        exec(block, names)
-    return names["StepsWhole"](params, make, **options)
+    return StepsWhole(params, make, **options)
 
 
 def by_foreach(make, params, fused, **options):
