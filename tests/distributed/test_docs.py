@@ -236,7 +236,7 @@ def test_a_block_runs(ranks, tmp_path, inductor_cache, block):
 
 def rank_runs(rank, world, page, folder):
     (program,) = python_blocks(page)
-    names: dict = {}
+    names = {"torch": torch, "zcompile": zcompile, "rank": rank, "build": tiny_llama, "batches": batches_of(rank)}
     exec(compile(program.replace('"adapter"', repr(folder)), page, "exec"), names)
     return {name: names.get(name) for name in ("texts", "text", "engine")} | {"loaded": check_adapter(names)}
 
