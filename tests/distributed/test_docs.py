@@ -188,13 +188,6 @@ def check_hosts(names, rank, world):
     assert received["host_shard_bytes"] == 0 and received["replica_bytes"] >= 4 * sum(shards)
 
 
-def check_zero3(names, rank, world):
-    expected = trained_on_one_rank(world, microbatches=2)
-    nn.init.zeros_(expected.head.bias)
-    same_parameters(names["model"], expected)
-    torch.testing.assert_close(names["weight"], expected.head.weight)
-
-
 def check_memory_limit(names, rank, world):
     """The model trains, under a limit that it does not reach."""
     names["model"](**names["batches"][0]).loss.backward()
@@ -212,8 +205,6 @@ CHECKS: dict[tuple[str, str], Callable[[dict[str, Any], int, int], None]] = {
     ("docs/guide.md", "Microbatches"): check_microbatches,
     ("docs/guide.md", "A limit of memory"): check_memory_limit,
     ("docs/guide.md", "Several hosts"): check_hosts,
-    ("docs/guide.md", "Coming from FSDP2"): check_microbatches,
-    ("docs/guide.md", "Leave DeepSpeed"): check_zero3,
 }
 
 
