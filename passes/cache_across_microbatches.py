@@ -18,7 +18,7 @@ from zcompile.graph.ops import (
 def cache_across_microbatches(graph: Graph) -> None:
     """Rewrite `gather_start` as `gather_cached_start`, whose result the runtime may cache for later microbatches.
 
-    Why: parameters do not change between the microbatches of a step, so what is still unsharded need not travel again.
+    Why: parameters do not change between the microbatches of a step. One that is still unsharded need not travel again.
 
     How: a parameter qualifies if matmuls, norms, embeddings and pointwise nodes alone read it. One that the graph
     returns does not, nor one that a node might write to, or read on a stream of its own: the result may have memory of

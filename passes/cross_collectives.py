@@ -18,10 +18,10 @@ from zcompile.graph.param_lifetimes import ParamLifetimes
 def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
     """Move each start of a gather before the last collective of the user's that stands before it.
 
-    Why: tensor and expert parallelism put collectives into the graph: an all-to-all to the experts and back. All ranks
-    must start those and the gathers in one order, else they wait for each other forever. So `prefetch` moves no gather
-    across one: its costs follow from batches, which differ between ranks. But a gather that starts behind the
-    all-to-all before its reader could hide behind little.
+    Why: `prefetch` moves no gather across a collective, because its costs follow from batches, which differ between
+    ranks. Tensor and expert parallelism put collectives into the graph: an all-to-all to the experts and back. All
+    ranks must start those and the gathers in one order, else they wait for each other forever. But little compute could
+    hide a gather that starts between such an all-to-all and its reader.
 
     How: by numbers that all ranks share, sizes of parameters and the order of the graph. A gather crosses one
     collective. At most a quarter of the budget crosses each, in the order of the graph.

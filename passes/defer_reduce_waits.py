@@ -16,7 +16,7 @@ from zcompile.graph.ops import (
 
 
 def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int | None) -> None:
-    """Move waits of reduces behind later starts, with at most `reduce_budget_bytes` of gradients on the way.
+    """Move waits of reduces after later starts, with at most `reduce_budget_bytes` of gradients on the way.
 
     Why: backward does not read its reduced gradients, so the wire may work on them while the device computes. A budget
     is needed since a gradient keeps its memory until it is waited for.

@@ -27,9 +27,9 @@ def free(graph: Graph) -> None:
     A linear layer's backward has two matmuls on one output gradient: dgrad reads the gathered weight, wgrad reads
     activations. This pass moves each wgrad, and what depends on it, after the last dgrad that shares that gradient.
 
-    Why: Inductor runs wgrad after dgrad whatever the order of the graph, because it fuses what is recomputed for wgrad
-    with what follows dgrad. So a gather whose start was planned between wgrad and dgrad would start late. Also, dgrad
-    is the last reader of the unsharded weight, which is then freed before wgrad runs.
+    Why: dgrad is the last reader of the unsharded weight, which is then freed before wgrad runs. Also, Inductor runs
+    wgrad after dgrad in any order of the graph, because it fuses the recomputed input of wgrad with the nodes after
+    dgrad. So a gather whose start was planned between wgrad and dgrad would start late.
 
     How: a wgrad is a matmul on which no reader of an unsharded parameter depends. Where the results of several dgrads
     in a row are added up (queries, keys, values), wgrads move after all of them: what is recomputed for a wgrad that

@@ -8,8 +8,7 @@ from zcompile.graph.ops import REDUCE, args_of, aten, calls, insert, replace_and
 def merge_reduces(graph: Graph) -> None:
     """Rewrite `reduce(a) + reduce(b)` as `reduce(a + b)`.
 
-    Why: a parameter that is read twice has two gradients, and autograd adds what it gets from each read. Added before
-    the wire, they travel once.
+    Why: a parameter that is read twice has two gradients, which travel once if they are added before the wire.
 
     How: both reduces must be to one shard, and nothing but the addition may read them. Sums of more than two merge pair
     by pair.

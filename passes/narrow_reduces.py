@@ -8,7 +8,7 @@ from zcompile.graph.ops import REDUCE, SCATTERS, args_of, calls, infer, is_movem
 def narrow_reduces(graph: Graph) -> None:
     """Rewrite `reduce(move(upcast(x)))` as `reduce(move(x))`.
 
-    Why: a reduce sums in fp32 in any case. An upcast before it only makes more bytes travel.
+    Why: a reduce sums in fp32 in any case, so an upcast before it only makes more bytes travel.
 
     How: `move` is any number of nodes that only move elements or scatter them into zeros. Each must have one reader,
     for its dtype changes. Such nodes commute with the cast.

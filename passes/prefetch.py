@@ -28,7 +28,7 @@ EARLY_SHARE, EARLY_S = 0.5, 30e-6
 def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = True) -> None:
     """Move each start of a gather up, until the compute between it and its first reader takes as long as the transfer.
 
-    Why: a gather that starts too late is exposed: compute waits for it. One that starts too early only takes memory.
+    Why: compute waits for a gather that starts late, and one that starts early takes memory.
 
     How: the wire serves one gather after the other, so each must also be done when the next must begin. In backward
     gathers share the wire with reduces. Starts keep their order. A gather starts later than that where unsharded

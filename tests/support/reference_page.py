@@ -1,4 +1,4 @@
-"""docs/reference.md, made from signatures and docstrings: `python -m tests.support.reference_page` writes it."""
+"""Pages made from signatures and docstrings: `python -m tests.support.reference_page` writes them."""
 
 import ast
 import inspect
@@ -8,8 +8,11 @@ from pathlib import Path
 
 import zcompile
 from zcompile import options
+from zcompile.costs.hardware import H200
+from zcompile.passes import pipeline
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+MARK = "<!-- from docstrings -->\n"  # before and after each list of passes in docs/passes.md
 
 HEAD = """# Reference
 
@@ -40,6 +43,10 @@ def wrapped(text: str, first: str = "", indent: str = "") -> str:
     return textwrap.fill(" ".join(text.split()), 120, initial_indent=first, subsequent_indent=indent, **how)
 
 
+def first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
+
+
 def functions() -> str:
     """Signature and first sentence of each public name."""
     entries = []
@@ -48,8 +55,7 @@ def functions() -> str:
         if name.startswith("__"):
             continue
         signature = "" if inspect.isclass(value) else f"({', '.join(inspect.signature(value).parameters)})"
-        first = inspect.getdoc(value).split("\n\n")[0]
-        sentence = re.split(r"(?<=\.)\s", " ".join(first.split()))[0]
+        sentence = first_sentence(inspect.getdoc(value).split("\n\n")[0])
         entries.append(wrapped(f"`zcompile.{name}{signature}`: {sentence}", "- ", "  "))
     return "\n".join(entries)
 
@@ -78,9 +84,26 @@ def option_entries() -> str:
     return "\n".join(entries)
 
 
-def page() -> str:
+def passes() -> str:
+    """docs/passes.md, with effect and first reason of each pass, in order of first runs, between its marks."""
+    plan = options.Settings().plan(H200.over("p2p", 2), memory_bytes=1 << 30)
+    parts = (DOCS / "passes.md").read_text().split(MARK)
+    for i, graph_passes in ((1, pipeline.joint_passes(plan)), (3, pipeline.schedule_passes(plan))):
+        parts[i] = ""
+        for one in graph_passes:
+            effect, *rest = inspect.getdoc(getattr(one, "func", one)).split("\n\n")
+            why = next((first_sentence(part) for part in rest if part.startswith("Why: ")), "")
+            entry = wrapped(f"`{pipeline.pass_name(one)}`: {effect} {why}", "- ", "  ") + "\n"
+            parts[i] += "" if entry in parts[1] + parts[i] else entry
+    return MARK.join(parts)
+
+
+def reference() -> str:
     return f"{HEAD}\n{functions()}\n{COUNTS_HEAD}\n{counts()}\n{OPTIONS_HEAD}\n{option_entries()}\n"
 
 
+PAGES = {"reference.md": reference, "passes.md": passes}
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for name, made in PAGES.items():
+        (DOCS / name).write_text(made())
