@@ -74,6 +74,10 @@ def test_an_example_trains_and_writes_its_results(ranks, tmp_path, program, argu
     check_results(tmp_path, program, arguments, written)
 
 
+def test_the_tour_trains_as_unsharded(ranks):
+    ranks(2).run(rank_runs, "../docs/tour.py", [])  # it compares losses, parameters, memory and counts itself
+
+
 def run_example(program, *arguments):
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
