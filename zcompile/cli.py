@@ -133,8 +133,9 @@ def _add_profile(options: Parser) -> None:
 def _add_profile_measurement(add: Callable[..., object]) -> None:
     about = (
         "engines of the list below, or all; with options of the backend as in "
-        "zcompile:transport=nccl:save_for_backward_bytes=0, or zcompile:offload=states beside fsdp2:offload=all "
-        "(default: zcompile,limit,fsdp2)"
+        "zcompile:transport=nccl:save_for_backward_bytes=0, or zcompile:offload=states beside fsdp2:offload=all. "
+        "fsdp2 reduces in fp32, as zcompile sums; fsdp2:reduce_dtype=bf16 sends half the bytes, and "
+        "fsdp2:gradient_sync=last reduces once a step (default: zcompile,limit,fsdp2)"
     )
     add("--engines", default="zcompile,limit,fsdp2", metavar="NAME[,NAME...]", help=about)
     add("--ranks", type=positive, metavar="N", help="processes (default: one per GPU, or 2 on CPUs)")

@@ -32,7 +32,11 @@ from zcompile.profile.zcompile_engines import Blocks, Eager, EagerCompile, Eager
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
 # Options that are no settings of the backend, with their values.
 OF_ZCOMPILE = {"offload": ("moments", "states"), "gather_dtype": ("int8",)}  # of fuse_optimizer, and of shard
-ALL_ON_HOST = {"offload": ("all",)}  # CPUOffloadPolicy: parameters, gradients and optimizer states
+OF_FSDP2 = {
+    "offload": ("all",),  # CPUOffloadPolicy: parameters, gradients and optimizer states
+    "reduce_dtype": ("bf16",),  # of gradients; without it fp32, to which zcompile's sums are equal
+    "gradient_sync": ("last",),  # reduce gradients after the last microbatch alone; they stay unsharded until then
+}
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,12 @@ ENGINES = {
         options=("transport",),
         others=OF_ZCOMPILE,
     ),
-    "fsdp2": Entry(Fsdp2, "fully_shard of each block", others=ALL_ON_HOST),
-    "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block", others=ALL_ON_HOST),
+    "fsdp2": Entry(Fsdp2, "fully_shard of each block", others=OF_FSDP2),
+    "fsdp2+compile": Entry(Fsdp2Compile, "fully_shard and torch.compile of each block", others=OF_FSDP2),
     "fsdp2+tuned": Entry(
         Fsdp2Tuned,
         "fsdp2+compile with prefetch, a group of its own for reduces, and symmetric memory, as far as torch has them",
-        others=ALL_ON_HOST,
+        others=OF_FSDP2,
         environment=ZERO_CTA_POLICY,
     ),
     "compiled": Entry(MainParameters, "one rank, nothing sharded: torch.compile, bf16 copies of fp32 main parameters"),

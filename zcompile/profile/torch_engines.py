@@ -113,7 +113,8 @@ class Ddp(Engine):
 
 class Fsdp2(Engine):
     def prepare(self, model: nn.Module) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        reduce_dtype = torch.bfloat16 if "reduce_dtype" in self.options else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         policy = policy if self.training.precision == "bf16" else MixedPrecisionPolicy()
         offload = OffloadPolicy()
         if "offload" in self.options:
@@ -123,6 +124,15 @@ class Fsdp2(Engine):
                 fully_shard(block, mp_policy=policy, offload_policy=offload)
         fully_shard(model, mp_policy=policy, offload_policy=offload)
         return model
+
+    def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
+        assert isinstance(self.model, FSDPModule)
+        if "gradient_sync" not in self.options:  # as zcompile, which reduces each microbatch's gradients
+            return super().accumulate(batches, share)
+        self.model.set_requires_gradient_sync(False)
+        losses = super().accumulate(batches[:-1], share)
+        self.model.set_requires_gradient_sync(True)
+        return losses + super().accumulate(batches[-1:], share)
 
 
 class Fsdp2Compile(Fsdp2):

@@ -21,6 +21,12 @@ class Eager(Engine):
         state_of(model).use_transport(self.options.get("transport", "auto"))
         return model
 
+    def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
+        if len(batches) == 1 or self.options.get("microbatch_cache_bytes") == 0:
+            return super().accumulate(batches, share)
+        with zcompile.accumulate(self.model):
+            return super().accumulate(batches, share)
+
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()
         return zcompile.fuse_optimizer(self.model, optimizer, offload=self.options.get("offload"))
@@ -83,12 +89,6 @@ class Zcompile(Eager):
         model = super().prepare(model)
         model.compile(backend="zcompile", options=self.settings_of_backend)
         return model
-
-    def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
-        if len(batches) == 1 or self.options.get("microbatch_cache_bytes") == 0:
-            return super().accumulate(batches, share)
-        with zcompile.accumulate(self.model):
-            return super().accumulate(batches, share)
 
     def explain(self, batch: Any) -> Explanation | None:
         if "offload" in self.options:  # predictions have the moments on the GPU, and the step without copies
