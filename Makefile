@@ -87,7 +87,7 @@ models: install
 	done
 
 # What touches torch's internals, with each torch that is supported: `make matrix TORCH=2.15.0` takes one version.
-# MATRIX_ENVS is a folder with environments named after versions, whose torch is used. Results: build/matrix/table.md.
+# MATRIX_ENVS is a folder with environments named after versions, whose torch is used.
 MATRIX := python3 tests/matrix.py $(addprefix --torch ,$(TORCH)) $(addprefix --environments ,$(MATRIX_ENVS))
 
 matrix:
