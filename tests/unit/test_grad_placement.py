@@ -136,18 +136,11 @@ def backward_from_the_end(placement, until=0):
     return placed
 
 
-def test_a_backward_from_the_end_fills_all_places():
-    """Half of the gradients, being twice as wide, fit."""
-    placement = many_shards()
-    for step in range(3):
-        placement.refresh()
-        placed = backward_from_the_end(placement)
-        placement.finish_backward(is_caching=False)
-        assert placed == (0 if step == 0 else COUNT // 2)
-
-
 def test_a_backward_that_raised_is_forgotten():
-    """Ranks that raised at different places learn the same from the next one, which finds all that it gathers."""
+    """Ranks that raised at different places learn the same from the next one, which finds all that it gathers.
+
+    A backward from the end fills all places: half of the gradients, being twice as wide, fit.
+    """
     ranks = [many_shards() for _ in range(3)]
     for step in range(4):
         for rank, until in zip(ranks, (COUNT // 2, COUNT // 3, COUNT), strict=True):

@@ -3,7 +3,6 @@ too, by numbers that all ranks share; and which parameters are gathered again.""
 
 import functools
 import itertools
-import operator
 import random
 from dataclasses import replace
 
@@ -252,9 +251,3 @@ def test_no_more_than_a_quarter_of_the_budget_crosses_a_collective():
 
 def test_without_the_pass_gathers_stay_behind_the_collective_before_their_reader():
     assert order(planned_layers(1 << 20, skip_passes=["cross_collectives"])) == ["0", "c", "1", "c", "2", "3"]
-
-
-def test_waits_are_no_collectives():
-    graph = planned_layers(64)
-    waits = calls(graph, WAIT)
-    assert len(waits) == 2 and not any(map(is_user_collective, [*waits, *calls(graph, operator.getitem)]))

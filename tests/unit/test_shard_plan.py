@@ -1,5 +1,5 @@
 """`plan_shards` is a function of this rank's model alone: no process group, and the same description on all ranks; and
-what `shard_placement_fn` may return, which rows a rank has, where a model trains that is given no mesh."""
+what `shard_placement_fn` may return, and where a model trains that is given no mesh."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ import zcompile
 from zcompile.costs.formulas import registry
 from zcompile.ranks import process_groups
 from zcompile.sharding.plan import ShardOptions, plan_shards, spread_parameter
-from zcompile.state.placement import Placement, local_shard, placement_of
+from zcompile.state.placement import Placement, placement_of
 
 
 def mesh_of(ranks: int):
@@ -133,14 +133,6 @@ def fsdp2_result(placement):
 )
 def test_a_placement_function_may_return_what_fsdp2_takes_and_a_placement(chosen, placement):
     assert placement_of(nn.Parameter(torch.ones(2, 3)), lambda parameter: chosen) == placement
-
-
-@pytest.mark.parametrize("rows, world", [(7, 3), (8, 4), (2, 4), (0, 2)])
-def test_shards_are_those_of_torch_chunk(rows, world):
-    part = torch.arange(rows * 2).view(rows, 2)
-    expected = [*part.chunk(world), *[part[:0]] * world][:world] if rows else [part] * world
-    for rank in range(world):
-        assert torch.equal(local_shard(part, 0, world, rank), expected[rank])
 
 
 @pytest.mark.parametrize(
