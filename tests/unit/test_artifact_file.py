@@ -1,7 +1,6 @@
 """The file of a compiled model: what is written is read, and nothing else is; and names of groups in its code."""
 
 import hashlib
-import json
 import os
 import pickle
 import random
@@ -16,7 +15,7 @@ import zcompile
 from tests.support.artifacts import cache_in
 from tests.support.meshes import as_rank
 from tests.support.process import full_disk
-from zcompile.artifact.file_format import LENGTH_BYTES, MAGIC, ArtifactError, decode, encode, read
+from zcompile.artifact.file_format import MAGIC, ArtifactError, decode, encode, read
 from zcompile.artifact.groups import with_names, with_places
 from zcompile.artifact.kernels import install_kernels
 from zcompile.artifact.program import asks_for_rank
@@ -32,16 +31,6 @@ def test_what_was_written_is_read(tmp_path):
     data = read(tmp_path / "folder" / "model.zc")
     artifact = decode(data, "model.zc")
     assert (artifact.fingerprint, artifact.facts, artifact.parts) == (FINGERPRINT, FACTS, PARTS)
-
-
-def test_the_layout_is_magic_checksum_length_header_parts():
-    assert DATA.startswith(MAGIC)
-    checksum, body = DATA[len(MAGIC) :][:32], DATA[len(MAGIC) + 32 :]
-    assert hashlib.sha256(body).digest() == checksum
-    header = json.loads(body[LENGTH_BYTES:][: int.from_bytes(body[:LENGTH_BYTES], "little")])
-    assert header["fingerprint"] == FINGERPRINT
-    assert [name for name, _ in header["parts"]] == list(PARTS)
-    assert body.endswith(b"".join(PARTS.values()))
 
 
 @pytest.mark.parametrize(
@@ -61,14 +50,6 @@ def test_bytes_that_are_cut_or_exchanged_anywhere_are_refused(begin, length, bet
     assume(damaged != DATA)
     with pytest.raises(ArtifactError, match=r"model\.zc is (damaged|not an artifact)"):
         decode(damaged, "model.zc")
-
-
-def test_no_flipped_bit_goes_unseen():
-    for at in range(8 * len(DATA)):
-        damaged = bytearray(DATA)
-        damaged[at // 8] ^= 1 << at % 8
-        with pytest.raises(ArtifactError, match=r"model\.zc is (damaged|not an artifact)"):
-            decode(bytes(damaged), "model.zc")
 
 
 def test_a_missing_file_is_told_from_a_bad_one(tmp_path):
@@ -181,9 +162,9 @@ def test_nothing_is_unpickled_before_the_checksums_hold(tmp_path, pinned):
     pin = hashlib.sha256(data).hexdigest() if pinned else None
     chosen = random.Random(0)
     flipped = [
-        data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in chosen.sample(range(len(data)), 60)
+        data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in chosen.sample(range(len(data)), 15)
     ]
-    cut = [data[:at] for at in chosen.sample(range(len(data)), 20)]
+    cut = [data[:at] for at in chosen.sample(range(len(data)), 5)]
     with as_rank(0, 2):
         model = zcompile.shard(torch.nn.Linear(4, 4))
         for damaged in [*flipped, *cut, pickle.dumps(Unpickled())]:
