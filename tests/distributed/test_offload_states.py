@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zcompile
 from tests.support.late_link import (
-    Full,
     LateLink,
     fused,
     hosted,
@@ -94,28 +93,6 @@ def test_the_next_forward_reads_what_is_written(rank, world):
                 assert len(hosted(model, link)) == (0 if name == "assign" else 4), name
             results.append(results_of(model, optimizer) | {"loss": after.detach()})
         same_values(*results)
-
-
-def test_without_host_memory_nothing_changes(rank, world):
-    """The error names the bytes and the remedy. Once there is memory, steps are those without offload."""
-    results = []
-    for link in (Full("states"), None):
-        with small_groups(link):
-            model, optimizer = unfused()
-            train(model, optimizer, None, rank, range(1))
-            if link is not None:
-                before = results_of(model, optimizer)
-                size = sum(4 * parameter.to_local().numel() for parameter in model.parameters())
-                with pytest.raises(RuntimeError, match=f"asked for {size} bytes .* rank {rank}.*ulimit -l"):
-                    fused(model, optimizer, link)
-                same_values(results_of(model, optimizer), before)
-                assert not hosted(model, link)
-                link.hosts.clear()
-                link.room = 12
-                fused(model, optimizer, link)
-            train(model, optimizer, link, rank, range(1, 4))
-        results.append(results_of(model, optimizer))
-    same_values(*results)
 
 
 def test_a_model_and_its_host_memory_are_freed_at_once(rank, world):
