@@ -1,7 +1,6 @@
 """A model that loads its compiled code from a file computes what a compile computes, and compiles nothing."""
 
 import contextlib
-import functools
 import hashlib
 import os
 import subprocess
@@ -14,10 +13,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import zcompile
-from tests.support.architectures import hugging_face
 from tests.support.artifacts import Broken, cache_in, compiler_counts, loss_of, make_file, sharded, train
 from tests.support.meshes import as_rank
-from tests.support.models import batch
 from tests.support.parallel import (
     WIDTH,
     Mixture,
@@ -192,37 +189,6 @@ def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(
 def test_a_file_for_other_ranks_and_dtypes(ranks, inductor_cache, tmp_path, world, how):
     make_file(tmp_path / "model.zc", world, **how)
     check(ranks(world), tmp_path / "model.zc", inductor_cache, tmp_path, **how)
-
-
-def call_of(step, rank):
-    tokens = batch(step, rank)
-    return {"input_ids": tokens, "labels": tokens, "use_cache": False}
-
-
-def rank_trains(rank, world, kind, folder, path):
-    """Losses and gradients of a model of Hugging Face, from the file at `path`, or without one if it is None."""
-    counters.clear()
-    with cache_in(folder):
-        model = sharded(functools.partial(hugging_face, kind))
-        if path is None:
-            model.compile(backend="zcompile", fullgraph=True)
-        else:
-            zcompile.compile(model, artifact=path, require=True)
-        seen = train(model, rank, lambda model, step, rank: model(**call_of(step, rank)).loss)
-    return seen, bool(counters["stats"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_a_model_of_hugging_face_trains_from_a_file(ranks, tmp_path, kind):
-    path, cache = tmp_path / "model.zc", tmp_path / "cache"
-    with cache_in(cache), as_rank(0, 2):
-        model = sharded(functools.partial(hugging_face, kind))
-        path.write_bytes(make(model, parse_options(None), None, (), call_of(0, 0)))
-    loaded = ranks(2).run(rank_trains, kind, tmp_path / "empty", path)
-    compiled = ranks(2).run(rank_trains, kind, cache, None)
-    for (seen, traced), (expected, traced_otherwise) in zip(loaded, compiled, strict=True):
-        assert seen == expected and traced_otherwise and not traced
 
 
 INPUTS = (torch.randn(2, 6, WIDTH),)
