@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zcompile
 from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.ranks import on_ranks
+from tests.support.reference import over
 from tests.support.subclasses import COMPILED, adam_losses, batch_loss, by_zcompile, seeded
 from zcompile.state.int8_gather import quantize
-from zcompile.state.sharded_model import models_of, state_of
 
 BLOCK = 256
 stack = functools.partial(seeded, nn.Parameter)
@@ -73,9 +73,7 @@ def test_values_differ_by_half_a_scale_and_by_the_rounding_to_param_dtype(rank, 
 @pytest.mark.parametrize("transport", ["c10d", "late c10d"])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_those_of_plain_gathers_of_the_dequantized_values(rank, world, form, transport):
-    model, reference = in_int8(stack(), form=FORMS[form]), by_zcompile(dequantized(stack(), world))
-    for state in models_of(state_of(model)):
-        state.runtime.use_transport(transport)
+    model, reference = over(transport, in_int8(stack(), form=FORMS[form])), by_zcompile(dequantized(stack(), world))
     for each in (model, reference):
         for layer in each:
             layer.norm.bias.requires_grad_(False)

@@ -9,7 +9,7 @@ import torch
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.ranks import slow
-from tests.support.reference import autocast_loss, compiled, lm_loss, losses_of, pair, same_bits, train_beside
+from tests.support.reference import autocast_loss, compiled, lm_loss, losses_of, over, pair, same_bits, train_beside
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.state.sharded_model import state_of
 
@@ -37,9 +37,7 @@ def test_inductor_stays_close_to_the_unsharded_model(rank, world, narrow, tolera
 
     def prepare(model):
         compiled(model, inner="inductor")
-        if late:
-            state_of(model).runtime.use_transport("late c10d")
-        return model
+        return over("late c10d", model) if late else model
 
     train_beside(
         rank, world, prepare, make=lambda: Transformer(blocks=1), steps=20, loss_tolerance=tolerance,

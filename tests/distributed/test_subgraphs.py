@@ -72,7 +72,7 @@ loss_of = mean_square(2, TOKENS, WIDTH)
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, world, inner):
-    """torch trains it on GPUs alone: tests/gpu/test_context_parallel.py."""
+    """torch trains it on GPUs alone: tests/gpu/test_compose.py."""
     reference, model = pair(lambda: nn.Sequential(Attention(), Attention()), functools.partial(compiled, inner=inner))
     with torch.no_grad():
         close(loss_of(model, 0, rank), loss_of(reference, 0, rank), 1e-6, "loss")

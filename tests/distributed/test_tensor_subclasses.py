@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import zcompile
 from tests.support.process import no_collector
 from tests.support.ranks import on_ranks, slow
+from tests.support.reference import over
 from tests.support.subclasses import (
     COMPILED,
     Block,
@@ -35,7 +36,7 @@ from tests.support.subclasses import (
     same_as_fsdp2,
     seeded,
 )
-from zcompile.state.sharded_model import models_of, state_of
+from zcompile.state.sharded_model import state_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -80,8 +81,7 @@ def seeded_anew(kind):
 def test_components_are_read_after_they_have_arrived(rank, world, how, transport):
     units = [Block] if "units" in how else None
     model = by_zcompile(seeded(Kept8)) if how == "blocks" else zcompile.shard(seeded(Kept8), units=units)
-    for state in models_of(state_of(model)):
-        state.runtime.use_transport(transport)
+    over(transport, model)
     if how == "units, compiled":
         model.compile(backend="zcompile", options={"inner": "aot_eager"})
     same_as_fsdp2(rank, model, by_fsdp2(seeded(Kept8)))

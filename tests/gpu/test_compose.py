@@ -1,15 +1,31 @@
-"""Tensor and expert parallelism on GPUs, where nothing but the order in which ranks start keeps them together."""
+"""Tensor, expert and context parallelism on GPUs, where nothing but the order in which ranks start keeps them together;
+torch's own context parallelism, and flex attention in training, know the attention kernels of GPUs alone."""
 
 import functools
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zcompile
-from tests.support.gpu import same_under_delays
-from tests.support.parallel import Dense, Mixture, expert_parallel, maybe_compiled, mesh_of, spread_dense, token_loss
+from tests.distributed.test_subgraphs import Attention, loss_of
+from tests.support.gpu import same_under_delays, sharded_over
+from tests.support.models import normal
+from tests.support.parallel import (
+    WIDTH,
+    Dense,
+    Mixture,
+    expert_parallel,
+    maybe_compiled,
+    mesh_of,
+    spread_dense,
+    token_loss,
+)
 from tests.support.ranks import on_gpus
-from tests.support.reference import train_beside
+from tests.support.reference import pair, same_grads, sgd, train_beside
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
@@ -32,3 +48,51 @@ def test_tensor_parallel_models_train_as_unsharded(rank, world, inner):
 def test_steps_under_random_delays_end(rank, world):
     make = lambda: expert_parallel("cuda", "inductor", Mixture().cuda(), shard=Shard(0))
     same_under_delays(rank, make, lambda model, step: token_loss(model, step, rank))
+
+
+TOKENS = 128  # the kernel pads sums to 32 tokens, and torch computes with quarters of a sequence
+
+
+def one_head():
+    """The kernel wants heads whose size 4 divides."""
+    model = Dense().cuda()
+    for block in model.blocks:
+        block.attention.head = WIDTH
+    return model
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@on_gpus(4)
+def test_sequences_that_torch_divides_train_as_whole_ones(rank, world, inner):
+    """Rank 0 of "cp" has the first and the last quarter of each sequence, so that both compute as much."""
+    mesh = mesh_of("cuda", dp=2, cp=2)
+    flat = mesh["dp", "cp"]._flatten("dp_cp")
+    reference, model = pair(one_head, lambda model: maybe_compiled(zcompile.shard(model, flat), inner))
+    optimizers = [sgd(each.parameters()) for each in (model, reference)]
+    for step in range(3):
+        batches = [normal(step, data_rank, 2, TOKENS, WIDTH).cuda() for data_rank in (0, 1)]
+        (sum(reference(batch).square().mean() for batch in batches) / 2).backward()
+        tokens = batches[mesh["dp"].get_local_rank()]
+        with (
+            sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+            context_parallel(mesh["cp"], buffers=[tokens], buffer_seq_dims=[1], no_restore_buffers={tokens}),
+        ):
+            assert tokens.shape[1] == TOKENS // 2
+            model(tokens).square().mean().backward()  # inside: it needs torch's handlers, too
+        same_grads(model, reference, 1e-3)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
+def make_flex():
+    return nn.Sequential(*(Attention() for _ in range(2))).cuda()
+
+
+@pytest.mark.parametrize("transport", ["c10d", "p2p"])
+@on_gpus(2)
+def test_flex_attention_trains_as_unsharded(rank, world, transport):
+    """Under Inductor: torch's own aot_eager has no gradient of what a score function reads, unless it is an input."""
+    prepare = functools.partial(sharded_over, transport, inner="inductor")
+    train_beside(rank, world, prepare, make=make_flex, loss=loss_of, tolerance=1e-3)  # products in TF32

@@ -10,7 +10,7 @@ import zcompile
 from tests.support.architectures import VOCABULARY, hugging_face
 from tests.support.gpu import sharded_over
 from tests.support.models import batch
-from tests.support.packed import Quantized
+from tests.support.packed import Quantized, quantized_loss
 from tests.support.ranks import on_gpus, slow
 from tests.support.reference import train_beside
 
@@ -44,14 +44,9 @@ def test_ranks_stop_when_they_like(rank, world, transport, inner, how):
     torch.cuda.synchronize()
 
 
-def packed_loss(model, step, rank):
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x.cuda()).square().mean()
-
-
 @pytest.mark.parametrize("inner", [None, "inductor"])
 @pytest.mark.parametrize("transport", ["c10d", "p2p"])
 @on_gpus(2)
 def test_frozen_parameters_of_any_dtype_travel(rank, world, transport, inner):
     prepare = functools.partial(sharded_over, transport, inner=inner)
-    train_beside(rank, world, prepare, make=lambda: Quantized().cuda(), loss=packed_loss, tolerance=1e-4)
+    train_beside(rank, world, prepare, make=lambda: Quantized().cuda(), loss=quantized_loss, tolerance=1e-4)

@@ -1,4 +1,5 @@
-"""Adam's states in host memory: their place, the time of a step, and the same numbers as on the GPU."""
+"""Adam's states in host memory: their place, the time of a step, and the same numbers as on the GPU. Main parameters
+there: reads and writes of them, and gathers that see these."""
 
 import contextlib
 import copy
@@ -12,6 +13,7 @@ from torch import nn
 
 import zcompile
 from tests.support.gpu import Wide, compiled_over
+from tests.support.main_parameters import EDITS, READS, halve
 from tests.support.models import Chain
 from tests.support.ranks import on_gpus
 from tests.support.reference import same_values
@@ -258,3 +260,95 @@ def test_the_host_does_not_wait_in_a_step(rank, world, offload):
                 torch.cuda.set_sync_debug_mode("default")
     names = [event.key for event in profiler.key_averages()]
     assert not [name for name in names if name in ("cudaStreamSynchronize", "cudaMemcpy")]
+
+
+def small(transport, offload, param_dtype=torch.bfloat16, **options):
+    torch.manual_seed(0)
+    model = Chain(Wide(512, 1029), nn.Linear(512, 77)).cuda()
+    compiled_over(transport, model, param_dtype=param_dtype, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, zcompile.fuse_optimizer(model, optimizer, offload=offload)
+
+
+def small_loss(model, step, rank):
+    x = torch.randn(64, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * step + rank))
+    return model(x).float().square().mean()
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        small_loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world, transport", [(2, "p2p"), (2, "c10d"), (1, "c10d")])
+@on_gpus()
+def test_reads_give_the_main_parameters_of_the_last_step(rank, world, transport):
+    values = []
+    for offload in ("states", None):
+        model, optimizer = small(transport, offload)
+        for step, (name, read) in enumerate(READS.items()):
+            train(model, optimizer, rank, [step])
+            values.append({f"{name}.{key}": value for key, value in read(model).items()})
+    for offloaded, expected in zip(values[: len(READS)], values[len(READS) :], strict=True):
+        same_values(offloaded, expected)
+
+
+@pytest.mark.parametrize("world, transport", [(2, "p2p"), (2, "delayed p2p"), (2, "c10d"), (1, "c10d")])
+@on_gpus()
+def test_the_next_forward_reads_what_is_written(rank, world, transport):
+    for name, edit in EDITS.items():
+        results = []
+        for offload in ("states", None):
+            model, optimizer = small(transport, offload)
+            train(model, optimizer, rank, range(3))
+            with torch.no_grad():
+                before = small_loss(model, 0, rank)
+            edit(model, optimizer, small_loss)
+            with torch.no_grad():
+                after, again = small_loss(model, 0, rank), small_loss(model, 0, rank)
+            assert torch.equal(after, again) and not torch.equal(before, after), name
+            train(model, optimizer, rank, range(3, 5))
+            results.append(results_of(model, optimizer) | {"loss": after})
+        same_values(*results)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_gpus()
+def test_captured_graphs_read_narrow_shards(rank, world):
+    results = []
+    for offload in ("states", None):
+        # On one rank, code without offload casts parameters inside of kernels, where Inductor leaves the rounding out.
+        options = {"cuda_graphs": True, "inductor": {"emulate_precision_casts": True}}
+        transport = "p2p" if world > 1 else "c10d"
+        model, optimizer = small(transport, offload, inner="inductor", fullgraph=False, options=options)
+        train(model, optimizer, rank, range(6))
+        halve(model)
+        train(model, optimizer, rank, range(6, 9))
+        assert zcompile.stats(model)["cuda_graphs"]["replays"] >= 6, zcompile.stats(model)["cuda_graphs"]
+        results.append(results_of(model, optimizer))
+    same_values(*results)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_gpus()
+def test_evaluation_in_float32_reads_main_parameters(rank, world):
+    """What training gathers in bfloat16: by autocast, so they move in the first step."""
+    losses = []
+    for offload in ("states", None):
+        model, optimizer = small("p2p" if world > 1 else "c10d", offload, param_dtype=None)
+        for step in range(4):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = small_loss(model, step, rank)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            cached_bytes = zcompile.stats(model)["transport_bytes"]
+            with torch.no_grad():
+                losses.append(small_loss(model, 0, rank))
+            if offload:  # peers keep no float32 copies, which each step would make from host memory
+                assert zcompile.stats(model)["transport_bytes"] == cached_bytes
+        on_host = [getattr(each, SHARDED)().on_host is not None for each in model.parameters()]
+        assert all(on_host) if offload else not any(on_host)
+    same_values(losses[:4], losses[4:])

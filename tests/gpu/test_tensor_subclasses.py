@@ -11,6 +11,7 @@ import zcompile
 from tests.distributed.test_int8_gathers import dequantized, in_int8, stack
 from tests.distributed.test_torchao import float8_losses, in_float8
 from tests.support.ranks import on_gpus
+from tests.support.reference import over
 from tests.support.subclasses import (
     Half16,
     Kept8,
@@ -22,13 +23,6 @@ from tests.support.subclasses import (
     same_as_fsdp2,
     seeded,
 )
-from zcompile.state.sharded_model import models_of, state_of
-
-
-def over(transport, model):
-    for state in models_of(state_of(model)):
-        state.runtime.use_transport(transport)
-    return model
 
 
 @pytest.mark.parametrize("transport", ["c10d", "p2p", "late c10d", "late p2p", "delayed p2p"])

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
+from tests.support.reference import over
 from zcompile import _C
 from zcompile.compiler import inductor
 from zcompile.compiler.cuda_graphs import CapturedCode
-from zcompile.state.sharded_model import models_of, state_of
+from zcompile.state.sharded_model import state_of
 
 STEPS = 12
 
@@ -133,9 +134,8 @@ def sharded(device, captured=True, make=Noisy, transport=None, **inductor):
     """`transport`: one of the runtime's names, if it is not to be chosen. `inductor`: further options of Inductor."""
     torch.manual_seed(0)
     model = zcompile.shard(make().to(device))
-    for state in models_of(state_of(model)) if transport else ():
-        state.runtime.use_transport(transport)
-        state.agreement = None  # of another transport, which was taken before
+    if transport:
+        over(transport, model)
     # Reductions over dynamic sizes would be tuned, and then add up in another order than those of the model beside it.
     options = {"cuda_graphs": captured, "inductor": {"deterministic": True, **inductor}}
     model.compile(backend="zcompile", options=options)
@@ -273,8 +273,7 @@ def kept_graph(model, optimizer, batch, step):
 def transport_changed(model, optimizer, batch, step):
     if step == 6:  # to another of the same kind: nothing that was captured or observed is of it
         name = zcompile.stats(model)["transport"]
-        for state in models_of(state_of(model)):
-            state.runtime.use_transport(name if "p2p" in name else "c10d")
+        over(name if "p2p" in name else "c10d", model)
     return plain(model, optimizer, batch, step)
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import zcompile
 from tests.support.models import Transformer
-from tests.support.reference import compiled, losses_of, same_values
-from zcompile.state.sharded_model import models_of, state_of
+from tests.support.reference import compiled, losses_of, over, same_values
+from zcompile.state.sharded_model import state_of
 
 # For tests of speed, or of the links between two GPUs. All others run with ranks that share GPUs, too.
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -96,11 +96,7 @@ def same_under_delays(rank, make, loss_of, steps=200):
 
 def sharded_over(transport, model, inner=None, **how):
     """`model`, sharded over `transport`, one of the runtime's names, and compiled if an inner backend is given."""
-    zcompile.shard(model, **how)
-    for state in models_of(state_of(model)):
-        state.runtime.use_transport(transport)
-        if "p2p" in transport:
-            state.agreement = None  # of NCCL, which was taken before
+    over(transport, zcompile.shard(model, **how))
     if inner is not None:
         model.compile(backend="zcompile", options={"inner": inner})
     return model

@@ -51,4 +51,4 @@ class Quantized(nn.Module):
 
 def quantized_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x).float().square().mean()
+    return model(x.to(next(model.parameters()).device)).float().square().mean()

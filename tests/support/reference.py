@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.support.models import Transformer, batch, loss_of
+from zcompile.state.sharded_model import models_of, state_of
 
 FP32 = 2e-5  # relative error of a gradient's norm: fp32 sums in another order, over a few steps
 BF16 = 3e-2  # the same of two bf16 runs that sum in another order
@@ -41,6 +42,15 @@ def compiled(
     zcompile.shard(model, **how)
     options = {"inner": inner, **(options or {})}
     model.compile(backend="zcompile", options=options, fullgraph=fullgraph, dynamic=dynamic)
+    return model
+
+
+def over(transport: str, model: nn.Module) -> nn.Module:
+    """`model`, with all its parameters over `transport`, one of the runtime's names."""
+    for state in models_of(state_of(model)):
+        state.runtime.use_transport(transport)
+        if "p2p" in transport:
+            state.agreement = None  # of NCCL, which was taken before
     return model
 
 
