@@ -24,10 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 TORCHES = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
-UNIT = "entry_points pipeline planned_graphs device_attention explain_command same_code"
+UNIT = "entry_points pipeline planned_graphs explain_command same_code"
 DISTRIBUTED = (
-    "activation_budget artifact compose explain freeing inductor_lifetimes lifetimes mixtures numerics ops subgraphs "
-    "training units"
+    "activation_budget artifact compose explain freeing inductor_lifetimes lifetimes ops subgraphs training units"
 )
 TESTS = (
     *(f"tests/unit/test_{name}.py" for name in UNIT.split()),

@@ -14,8 +14,8 @@ from tests.support.deferred import MICROBATCHES, all_close, prepared, reference_
 from tests.support.microbatches import assert_same_run, separately, train_microbatches
 from tests.support.models import Transformer, batch, loss_of, normal
 from tests.support.ranks import on_ranks, slow
-from tests.support.reduce_checks import rank_native_sums
 from tests.support.reference import compiled, train_beside
+from tests.support.sharded_ops import rank_native_sums
 
 
 def rank_defers_replicas(rank, world, inner):

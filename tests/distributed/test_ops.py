@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 
 from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks, slow
-from tests.support.reduce_checks import mean_in_order, own_piece, rank_squares_of_reduces
-from tests.support.sharded_ops import ops, shards
+from tests.support.sharded_ops import mean_in_order, ops, own_piece, rank_squares_of_reduces, shards
 from tests.support.time_limits import scaled
 
 

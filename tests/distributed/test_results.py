@@ -1,7 +1,9 @@
-"""Blocks and units may return tensors in any container, share parameters, and have gradients of any strides."""
+"""Blocks and units may return tensors in any container, or functions, share parameters, compute in another thread, and
+have gradients of any strides."""
 
 import dataclasses
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.blocks import shard_in_blocks
+from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.compiling import OPTIONS
 from tests.support.models import Chain, mean_square, normal
 from tests.support.reference import compiled, train_beside
@@ -149,3 +151,51 @@ def loss_of(model, step, rank):
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled, functools.partial(zcompile.shard, units=[Layouts])])
 def test_gradients_of_any_strides_train_as_unsharded(rank, world, prepare):
     train_beside(rank, world, prepare, make=lambda: Chain(Layouts()), loss=loss_of, steps=2)
+
+
+class InThread(nn.Linear):
+    """Computes in a thread of its own, whose autograd nodes have numbers of their own."""
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: torch.tanh(x @ self.weight) * self.bias).result()
+
+
+def in_threads():
+    return nn.Sequential(InThread(6, 6), InThread(6, 6))
+
+
+@pytest.mark.parametrize("prepare", [zcompile.shard, shard_in_blocks])
+def test_a_block_may_compute_in_another_thread(rank, world, prepare):
+    train_beside(rank, world, prepare, make=in_threads, loss=mean_square(3, 6), steps=2)
+
+
+class ReturnsClosure(nn.Module):
+    """Its forward returns a function that computes with a parameter later."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        x, weight = self.b(self.a(x)), self.b.weight
+        return lambda: (x @ weight).tanh() + self.a(x)
+
+
+def closure_loss(model, step, rank):
+    return model(normal(step, rank, 3, 6))().square().mean()
+
+
+def test_a_forward_may_return_a_function_that_calls_units(rank, world):
+    train_beside(rank, world, FORMS["units"], make=ReturnsClosure, loss=closure_loss, steps=2)
+
+
+@pytest.mark.parametrize(
+    "make, units, loss", [(in_threads, [InThread], mean_square(3, 6)), (ReturnsClosure, None, closure_loss)]
+)
+def test_a_backward_that_reads_parameters_without_memory_is_an_error(rank, world, make, units, loss):
+    """Of a unit in a thread, since kernels do not look whether there is memory: the process would end. Of a block, since
+    nothing tells when backward comes to the results of the function that forward returned."""
+    model = zcompile.shard(make(), units=units)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss(model, 0, rank).backward()

@@ -1,20 +1,25 @@
 """What users may do with units: contents and results, in-place edits, unshard, freezing, calls of parts.
 
-Backwards, hooks and checkpoints are in test_unit_backwards.py.
+Then backwards: hooks of parameters, checkpoints, several backwards, accumulation, exceptions.
 """
 
 import functools
+import threading
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 
 import zcompile
-from tests.support.mixtures import MixtureModel, StackedExperts, routed_loss, sharded
+from tests.support import raising
+from tests.support.compiling import SELECTIVE, checkpoint_each
+from tests.support.mixtures import MixtureModel, StackedExperts, checkpointed, routed_loss, sharded
+from tests.support.raising import Fault, MayRaise, fail
 from tests.support.ranks import slow
-from tests.support.reference import close, same_backward, train_beside
+from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
 from tests.support.unit_chains import (
     KINDS,
     WIDTH,
@@ -153,15 +158,22 @@ def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(rank, world
         close(ours, whole[rank], 1e-6, "weight")
 
 
+def of_its_own_result(model, step, rank):
+    out = model(inputs(step, rank), skip=(1,) if rank == 1 else ())
+    out = model(out, skip=(2,) if rank == 1 else ())
+    return model(out, skip=(0,) if rank == 0 else ()).square().mean()
+
+
+def with_a_gradient_of_the_input(model, step, rank):
+    x = inputs(step, rank).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    return grad.square().sum()
+
+
 @slow
-def test_a_model_may_be_applied_to_its_own_result(rank, world):
+@pytest.mark.parametrize("loss", [of_its_own_result, with_a_gradient_of_the_input])
+def test_a_loss_may_call_a_model_again_or_have_a_gradient_of_its_input(rank, world, loss):
     reference, model = chains()
-
-    def loss(model, step, rank):
-        out = model(inputs(step, rank), skip=(1,) if rank == 1 else ())
-        out = model(out, skip=(2,) if rank == 1 else ())
-        return model(out, skip=(0,) if rank == 0 else ()).square().mean()
-
     for step in range(2):
         same_backward(rank, world, model, reference, loss, step)
 
@@ -244,3 +256,203 @@ def test_a_unit_may_be_frozen_and_trained_in_turns(rank, world, how, skips, is_f
             else:
                 parameter.requires_grad = not is_frozen[step]
         same_backward(rank, world, model, reference, skipping(1) if step in skips else chain_loss, step)
+
+
+@slow
+def test_a_gradient_hook_may_have_a_collective(rank, world):
+    """The norm of a DTensor is a collective. Ranks use different experts."""
+    reference, model = pair(MixtureModel, sharded)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad / grad.norm().full_tensor())
+    backward_beside(rank, world, model, reference, routed_loss)
+    for parameter in reference.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= parameter.grad.norm()
+    same_grads(model, reference)
+
+
+@pytest.mark.parametrize(
+    "places, how",
+    [
+        (("around",), SELECTIVE),
+        (("inside",), {}),
+        (("inside",), {"use_reentrant": True}),
+        pytest.param(("inside",), SELECTIVE, marks=slow),
+        pytest.param(("units",), {}, marks=slow),
+        pytest.param(("inside", "around"), {}, marks=slow),
+    ],
+)
+def test_checkpoints_may_be_around_units_units_and_inside_of_them(rank, world, places, how):
+    prepare = functools.partial(checkpointed, places=places, **how)
+    train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=4)
+
+
+class Pair(nn.Sequential):
+    def __init__(self):
+        super().__init__(Part(), Part())
+
+
+def test_a_selective_checkpoint_may_be_around_two_units(rank, world):
+    """Its backward computes both again, in the order of forward, which is another one than that of its backward."""
+
+    def make():
+        model = make_chain(2, Pair)
+        checkpoint_each(model.parts, **SELECTIVE)
+        return model
+
+    with_parts = lambda model: zcompile.shard(model, units=[Part])
+    chain_beside(rank, world, make=make, prepare=with_parts)
+
+
+@slow
+@pytest.mark.parametrize("places", [("around",), ("inside",), ("inside", "around")], ids=" and ".join)
+def test_frozen_units_may_have_checkpoints(rank, world, places):
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts" not in name)
+        return model
+
+    prepare = functools.partial(checkpointed, places=places, prepare=lambda model: freeze(sharded(model)))
+    train_beside(rank, world, prepare, make=lambda: freeze(MixtureModel()), loss=routed_loss, steps=3)
+
+
+@slow
+@pytest.mark.parametrize("prepare", [sharded, functools.partial(checkpointed, places=("inside",))])
+def test_hooks_around_a_model_may_save_on_cpu(rank, world, prepare):
+    def loss(model, step, rank):
+        with save_on_cpu():
+            return routed_loss(model, step, rank)
+
+    train_beside(rank, world, prepare, make=MixtureModel, loss=loss, steps=2)
+
+
+@slow
+def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(rank, world):
+    def make():
+        model = make_chain(2, lambda: By(lambda part, x: nn.functional.dropout(Part.forward(part, x), 0.5)))
+        checkpoint_each(model.parts)
+        return model
+
+    def loss(model, step, rank):
+        x = inputs(step, rank)
+        torch.manual_seed(7 * step + rank)
+        return model(x).square().mean()
+
+    chain_beside(rank, world, make=make, loss=loss, steps=2)
+
+
+@pytest.mark.parametrize("units", [None, [nn.Linear]])
+def test_parameters_are_those_of_the_model_after_a_backward_that_raised(rank, world, units):
+    """Gradients that are dropped then, and values that are written, are of the DTensors."""
+    model = zcompile.shard(nn.Sequential(nn.Linear(4, 4), MayRaise(), nn.Linear(4, 4)), units=units)
+    parameters, x = list(model.parameters()), torch.ones(2, 4)
+    model(x).sum().backward()
+    loss = model(x).sum()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="on purpose"):
+        patch.setattr(raising, "RAISES", [True])
+        loss.backward()
+    model.zero_grad()
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
+    assert all(each.grad is None for each in parameters)
+    with torch.no_grad():
+        model[2].bias.fill_(7.0)
+    assert torch.equal(model[2].bias.full_tensor(), torch.full((4,), 7.0))
+
+
+def same_as_mean(model, reference, losses):
+    """The gradients of `model` are those of the mean of all ranks' losses of `reference`."""
+    losses = list(losses)
+    (sum(losses) / len(losses)).backward()
+    same_grads(model, reference)
+
+
+def test_a_backward_after_one_that_raised_gives_all_gradients(rank, world):
+    reference, model = chains()
+    loss = chain_loss(model, 1, rank)
+    x = inputs(2, rank).requires_grad_() * 1
+    x.register_hook(fail)
+    with pytest.raises(Fault):
+        model(x).square().mean().backward()
+    model.zero_grad()
+    loss.backward()
+    same_as_mean(model, reference, (chain_loss(reference, 1, other) for other in range(world)))
+
+
+@slow
+def test_steps_after_forwards_that_raised_give_all_gradients(rank, world):
+    """Also behind units, where the one that is gathered ahead is another each time; then a rank skips a unit."""
+    reference, model = chains()
+    for place, dense in enumerate(model.denses):
+        handle = dense.register_forward_pre_hook(fail)
+        with pytest.raises(Fault):
+            chain_loss(model, 0, rank)
+        handle.remove()
+        same_backward(rank, world, model, reference, skipping(place), place)
+
+
+class Forces(Chain):
+    """The gradient of an energy for positions, computed inside of forward."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (forces,) = torch.autograd.grad(super().forward(x).square().sum(), x)
+        return forces
+
+
+@slow
+def test_a_forward_may_contain_a_backward(rank, world):
+    reference, model = chains(lambda: Forces(Part(), Part(), Part()))
+    for step in range(2):
+        close(model(inputs(step, rank)), reference(inputs(step, rank)), 1e-5, "forces")
+
+
+@slow
+def test_a_rank_may_skip_a_unit_where_a_graph_has_two_backwards(rank, world):
+    reference, model = chains()
+
+    def losses(model, rank):
+        out = model(inputs(0, rank), skip=(1,) if rank == 1 else ())
+        return out.square().mean(), out.sin().mean()
+
+    first, second = losses(model, rank)
+    first.backward(retain_graph=True)
+    second.backward()
+    same_as_mean(model, reference, (sum(losses(reference, other)) for other in range(world)))
+
+
+@slow
+def test_backward_may_run_in_another_thread(rank, world):
+    reference, model = chains()
+
+    loss = skipping(1)
+    thread = threading.Thread(target=loss(model, 0, rank).backward)
+    thread.start()
+    thread.join()
+    same_as_mean(model, reference, (loss(reference, 0, other) for other in range(world)))
+
+
+@slow
+def test_the_first_of_two_forwards_may_alone_have_a_backward(rank, world):
+    reference, model = chains()
+    first, second = (skipping(step)(model, step, rank) for step in range(2))
+    first.backward()
+    same_as_mean(model, reference, (skipping(0)(reference, 0, other) for other in range(world)))
+    del first, second
+    same_backward(rank, world, model, reference, chain_loss, 2)
+
+
+@pytest.mark.parametrize("skipped", [(), pytest.param((1,), marks=slow)], ids=["nobody skips", "one skips"])
+def test_backwards_of_two_forwards_accumulate_inside_of_accumulate(rank, world, skipped):
+    reference, model = pair(MixtureModel, sharded)
+
+    def loss(model, step, rank):
+        skip = skipped if rank == 1 and step % 3 == 1 else ()
+        return routed_loss(model, 2 * step, rank, skip_experts=skip) + routed_loss(model, 2 * step + 1, rank)
+
+    for block in range(2):
+        with zcompile.accumulate(model):
+            for microbatch in range(3 * block, 3 * block + 3):
+                backward_beside(rank, world, model, reference, loss, microbatch)
+        same_grads(model, reference)
+        model.zero_grad(), reference.zero_grad()

@@ -1,13 +1,18 @@
-"""Training over each transport: against the unsharded model, against eager, and against the other transports."""
+"""Training over each transport: against the unsharded model, against eager, and against the other transports.
+
+Units, generation and packed weights over each.
+"""
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import zcompile
+from tests.support.architectures import VOCABULARY, hugging_face
 from tests.support.deferred import MICROBATCHES, all_close, reference_grads, run
 from tests.support.embedding_rows import rank_rows_like_whole, tables_curve
 from tests.support.gpu import compiled_over, make_transformer, needs_two_gpus, rank_trains_as_over_nccl, sharded_over
@@ -19,9 +24,12 @@ from tests.support.microbatches import (
     separately,
     train_microbatches,
 )
+from tests.support.mixtures import Experts, MixtureModel, StackedExperts, routed_loss
+from tests.support.models import batch
+from tests.support.packed import Quantized, quantized_loss
 from tests.support.ranks import on_gpus, slow
-from tests.support.reduce_checks import rank_native_sums
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values, train_beside
+from tests.support.sharded_ops import rank_native_sums
 
 TOLERANCES = {lm_loss: 1e-4, autocast_loss: 6e-2}
 PROMPT = [("c10d", "inductor"), ("p2p", "aot_eager"), ("p2p", "inductor")]
@@ -167,3 +175,64 @@ def test_deferred_gradients_are_those_of_the_unsharded_model(rank, world, transp
     assert stats["reduces"] == len(grads) * (1 if reduce == "last" else MICROBATCHES)
     all_close(grads, reference_grads(world, **HOW), 1e-4)
     torch.cuda.synchronize()
+
+
+TRANSPORTS, INNERS = ("c10d", "p2p", "late c10d", "delayed p2p"), (None, "aot_eager", "inductor")
+
+
+def with_units(transport, model, inner=None):
+    return sharded_over(transport, model, inner, units=[type(model.layers[0].experts)])
+
+
+@pytest.mark.parametrize(
+    "world, transport, experts, inner",
+    [
+        *((2, *case) for case in itertools.product(TRANSPORTS, (Experts, StackedExperts), INNERS)),
+        *((4, transport, Experts, "aot_eager") for transport in TRANSPORTS[:2]),
+    ],
+)
+@on_gpus()
+def test_ranks_may_route_and_skip_as_they_like(rank, world, transport, experts, inner):
+    def loss(model, step, rank):
+        return routed_loss(model, step, rank, skip_experts=(0, 1) if rank == 1 and step == 2 else ())
+
+    prepare = functools.partial(with_units, transport, inner=inner)
+    train_beside(rank, world, prepare, make=lambda: MixtureModel(experts).cuda(), loss=loss, steps=5, tolerance=1e-4)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("inner", [None, pytest.param("aot_eager", marks=slow)])
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
+@on_gpus(2)
+def test_ranks_stop_when_they_like(rank, world, transport, inner, how):
+    torch.manual_seed(0)
+    reference = hugging_face("llama").cuda()
+    reference.generation_config.eos_token_id = None
+    model = sharded_over(transport, copy.deepcopy(reference), inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    prompt = torch.randint(3, VOCABULARY, (2, 2 + 3 * rank), generator=generator).cuda()
+    for step, lengths in enumerate(((5, 50), (50, 5))):
+        arguments = {"max_new_tokens": lengths[rank], "do_sample": False, "pad_token_id": 0, **how}
+        with torch.no_grad():
+            for (name, tensor), parameter in zip(
+                zcompile.full_parameters(model), reference.state_dict().values(), strict=True
+            ):
+                assert step > 0 or torch.equal(tensor, parameter), name
+                parameter.copy_(tensor)  # what training changed
+        expected = reference.generate(prompt, **arguments, disable_compile=True)
+        assert torch.equal(model.generate(prompt, **arguments), expected)
+        tokens = batch(step, rank).cuda()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("inner", [None, "inductor"])
+@pytest.mark.parametrize("transport", ["c10d", "p2p"])
+@on_gpus(2)
+def test_frozen_parameters_of_any_dtype_travel(rank, world, transport, inner):
+    prepare = functools.partial(sharded_over, transport, inner=inner)
+    train_beside(rank, world, prepare, make=lambda: Quantized().cuda(), loss=quantized_loss, tolerance=1e-4)

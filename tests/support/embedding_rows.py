@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.reduce_checks import assert_squares_of
 from tests.support.reference import compiled, lm_loss
-from tests.support.sharded_ops import ops, shards
+from tests.support.sharded_ops import assert_squares_of, ops, shards
 from zcompile.state.sharded_model import state_of
 
 SHAPES = [(13, 7), (1, 5), (333, 77), (40, 16), (3001, 4096)]  # uneven, fewer rows than ranks, odd, wide, in pieces
