@@ -17,13 +17,12 @@ from tests.support.deepspeed import (
     needs_loss_backward,
 )
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
-from tests.support.mixtures import WIDTH, Experts, Mixture, MixtureModel, StackedExperts
+from tests.support.mixtures import ROUTES, WIDTH, Experts, Mixture, MixtureModel, StackedExperts
 from zcompile.integrations.deepspeed.optimizer_step import LeanStep
 from zcompile.state.sharded_model import state_of
 
 pytestmark = pytest.mark.slow
 
-ROUTES = ([0, 1], [1, 2, 3], [2], [0, 2, 3])  # of each rank at each microbatch; no rank ever chooses expert 4
 CLIPPED = {"gradient_clipping": 0.1}
 NO_ACCUMULATION = CLIPPED | {"gradient_accumulation_steps": 1}
 
@@ -174,23 +173,21 @@ def move_partitions(engine):
         flat.data = main.data = moved
 
 
-def test_leaf_modules_follow_partitions_that_move(rank, world):
-    expected = eager(rank)
-    engine = make({}, **CLIPPED)
-    curve = train(engine, rank, edits={2 * MICROBATCHES: move_partitions})
-    assert_taken_over(engine)
-    same(engine, curve, expected)
+EDITS = {
+    "partitions that move": (2 * MICROBATCHES, move_partitions),
+    "given back": (2 * MICROBATCHES + 1, lambda engine: engine.zcompile.give_back("asked for")),
+}
 
 
-def test_an_engine_with_leaf_modules_is_given_back(rank, world):
+@pytest.mark.parametrize("edit", EDITS)
+def test_leaf_modules_train_on_after_an_edit_of_the_engine(rank, world, edit):
     expected = eager(rank)
     engine = make({}, **CLIPPED)
-    curve = train(engine, rank, edits={2 * MICROBATCHES + 1: lambda engine: engine.zcompile.give_back("asked for")})
-    assert not is_taken_over(engine)
-    for module in engine.module.modules():
-        left = [name for name in vars(module) if name.startswith("_zcompile")]
-        assert not left, left
-    assert type(engine.module.layers[0].experts) is Experts
+    curve = train(engine, rank, edits=dict([EDITS[edit]]))
+    assert is_taken_over(engine) == (edit != "given back")
+    if edit == "given back":
+        left = [name for module in engine.module.modules() for name in vars(module) if name.startswith("_zcompile")]
+        assert not left and type(engine.module.layers[0].experts) is Experts, left
     same(engine, curve, expected)
 
 

@@ -33,17 +33,30 @@ FUSED = {
 }
 
 
+OWN_ADAM = {"type": "AdamW", "params": {"lr": 3e-3}}
+
+
+@pytest.fixture(scope="module")
+def compile_adam():
+    """Compile DeepSpeed's in this process, because ranks have a time limit."""
+    deepspeed.accelerator.get_accelerator().create_op_builder("FusedAdamBuilder").load()
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({}, id="clipped"),
-        pytest.param(SUB_GROUPS, id="sub-groups"),
-        pytest.param({"gradient_clipping": 0.0}, id="not clipped"),
+        pytest.param(FUSED, id="clipped"),
+        pytest.param(FUSED | SUB_GROUPS, id="sub-groups"),
+        pytest.param(FUSED | {"gradient_clipping": 0.0}, id="not clipped"),
+        pytest.param({"optimizer": OWN_ADAM} | SUB_GROUPS, id="DeepSpeed's own"),
     ],
 )
-def test_fused_adam_divides_by_the_scale(ranks, config):
-    """DeepSpeed multiplies by the inverse of the scale, in a pass of its own."""
-    ranks(2).run(rank_trains_beside_eager, {}, (1e-6, 1e-6), FUSED | config, 12, 8)
+def test_kernels_of_adam_are_close_to_eager(ranks, compile_adam, config):
+    """torch's divides by the scale, by whose inverse DeepSpeed multiplies in a pass of its own.
+
+    DeepSpeed's own rounds the last elements of a tensor otherwise, and counts steps outside of tensors.
+    """
+    ranks(2).run(rank_trains_beside_eager, {}, (1e-6, 1e-6), config, 12, 8)
 
 
 @pytest.mark.skipif(
@@ -274,21 +287,6 @@ def test_an_offloaded_optimizer_that_gets_hooks_goes_on_in_eager(rank, world):
         curves.append(drive(engine))
         engine.destroy()
     assert max(largest_differences(*curves)) <= 1e-6, curves
-
-
-OWN_ADAM = {"type": "AdamW", "params": {"lr": 3e-3}}
-
-
-@pytest.fixture(scope="module")
-def compile_adam():
-    """Compile it in this process, because ranks have a time limit."""
-    deepspeed.accelerator.get_accelerator().create_op_builder("FusedAdamBuilder").load()
-
-
-def test_deepspeeds_own_adam_is_close_to_eager(ranks, compile_adam):
-    """Its kernel rounds the last elements of a tensor otherwise, and counts steps outside of tensors."""
-    config = {"optimizer": OWN_ADAM} | SUB_GROUPS
-    ranks(2).run(rank_trains_beside_eager, {}, (1e-6, 1e-6), config, 12, 8)
 
 
 class Idle(LanguageModel):
