@@ -28,7 +28,6 @@ from tests.support.parallel import (
     Mixture,
     checkpointed,
     expert_parallel,
-    expert_placement,
     maybe_compiled,
     mesh_of,
     spread_dense,
@@ -37,9 +36,7 @@ from tests.support.parallel import (
 )
 from tests.support.ranks import on_ranks, slow
 from tests.support.reference import (
-    FP32,
     backward_beside,
-    close,
     pair,
     same_backward,
     same_bits,
@@ -47,7 +44,6 @@ from tests.support.reference import (
     train_beside,
 )
 from tests.support.time_limits import scaled
-from zcompile.state.sharded_model import models_of, state_of
 
 
 def tensor_parallel(mesh, inner, sequence, model):
@@ -88,24 +84,6 @@ def test_ranks_may_have_other_lengths_and_experts_without_tokens(rank, world, in
     """Compiled code ends where counts of tokens become sizes. Ranks compile for lengths of their own."""
     prepare = functools.partial(expert_parallel, "cpu", inner, shard=Shard(0), fullgraph=False)
     train_beside(rank, world, prepare, make=sorting, loss=unequal_loss, steps=4)
-
-
-@on_ranks(4)
-def test_gradients_may_be_sums(rank, world):
-    """The default is a mean over all ranks, 1.0 a sum."""
-    mesh, gradients = mesh_of("cpu", efsdp=2, ep=2), []
-    for factor in (None, 1.0):
-        torch.manual_seed(0)
-        model = spread_experts(Mixture(), mesh["ep"])
-        placement = expert_placement(model, mesh["efsdp"], Shard(0))
-        zcompile.shard(model, mesh._flatten("dp"), shard_placement_fn=placement, gradient_divide_factor=factor)
-        budgets = {each.machine.memory_bytes for each in models_of(state_of(model))}
-        assert len(budgets) == 1 and budgets != {0}, "a graph of experts alone would have no budget"
-        assert [each.microbatch_cache_limit() > 0 for each in models_of(state_of(model))] == [True, False]
-        token_loss(model, 0, rank).backward()
-        gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
-    for mean, total in zip(*gradients, strict=True):
-        close(total, 4 * mean, FP32, "sum")
 
 
 def frozen(model):

@@ -27,6 +27,7 @@ from tests.support.parallel import (
 )
 from tests.support.ranks import on_ranks, slow
 from tests.support.reference import close, train_beside
+from zcompile.state.sharded_model import models_of, state_of
 
 MESHES = ["tensor", "sequence", "experts", "experts and tensor", "replicas and experts"]
 INNER = ["eager", "aot_eager", "inductor"]
@@ -141,7 +142,6 @@ def test_a_block_has_two_all_to_alls_each_way(rank, world, inner, make, recomput
 @on_ranks(4)
 def test_bytes_of_each_domain_are_counted(rank, world, inner):
     """In eager, autograd keeps weights from forward to backward."""
-    torch.manual_seed(0)
     whole = plain()
     experts = {id(p) for module in whole.modules() if isinstance(module, Experts) for p in module.parameters()}
     experts_bytes = sum(p.nbytes for p in whole.parameters() if id(p) in experts) // 2  # on two ranks
@@ -152,6 +152,10 @@ def test_bytes_of_each_domain_are_counted(rank, world, inner):
     needed = ("weight", *(f"norm{i}.bias" for i in (1, 2) if inner == "aot_eager"))
     again_bytes = sum(p.nbytes for name, p in dense.items() if name.endswith(needed) and not name.startswith("enter"))
     model = expert_parallel("cpu", inner, whole, shard=Shard(0))
+    domains = models_of(state_of(model))
+    budgets = {each.machine.memory_bytes for each in domains}
+    assert len(budgets) == 1 and budgets != {0}, "a graph of experts alone would have no budget"
+    assert [each.microbatch_cache_limit() > 0 for each in domains] == [True, False]
     for _ in range(2):
         zcompile.reset_stats(model)
         token_loss(model, 0, rank).backward()

@@ -209,8 +209,9 @@ class ReadAside(nn.Module):
         return 2 * ((total @ x) * self.gate).sum()
 
 
-def rank_reused_of_read_aside(rank, world, bucket_bytes):
-    """How many gathers a forward has, and the names of what is gathered or saved whose memory another result gets."""
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+def test_what_a_custom_op_may_read_aside_is_not_reused(rank, world, bucket_bytes):
+    """On a stream of its own: `record_stream` holds back torch's allocator, not Inductor."""
     options = {"bucket_bytes": bucket_bytes, "inductor": {"force_disable_caches": True}}
     model = compiled(ReadAside(), inner="inductor", options=options)
     as_on_gpus = mock.patch("torch._inductor.graph.should_assume_input_aligned", lambda tensor: True)
@@ -219,18 +220,14 @@ def rank_reused_of_read_aside(rank, world, bucket_bytes):
     forward, backward = codes
     gathered = re.findall(r"zcompile\.gather_wait\.default\((\w+)\)", forward)
     reused = re.findall(r"= (\w+);.*# reuse", forward), re.findall(r"= (saved\w*);.*# reuse", backward)
-    return len(gathered), "saved" in backward, [*(name for name in reused[0] if name in gathered), *reused[1]]
+    assert len(gathered) == 3 and "saved" in backward
+    assert not [*(name for name in reused[0] if name in gathered), *reused[1]]
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
-def test_what_a_custom_op_may_read_aside_is_not_reused(ranks, bucket_bytes):
-    """On a stream of its own: `record_stream` holds back torch's allocator, not Inductor."""
-    assert ranks(2).run(rank_reused_of_read_aside, bucket_bytes) == [(3, True, [])] * 2
-
-
-def rank_infers_again(rank, world):
-    """For each time that Inductor looks which fake values to infer again, the nodes for which it does."""
-    inferred = []
+@pytest.mark.skipif(TORCH >= (2, 14), reason="torch 2.14 infers again what reads a lowering: time of compiling alone")
+def test_nothing_is_inferred_again_after_the_passes(rank, world):
+    """One value set anew makes Inductor infer those of nearly all later nodes, which takes a tenth of its time."""
+    inferred = []  # for each time that Inductor looks which fake values to infer again, the nodes for which it does
     look = FakeTensorUpdater.incremental_update
 
     def watched(self):
@@ -244,14 +241,7 @@ def rank_infers_again(rank, world):
     model = compiled(Chain(*layers), inner="inductor", options={"inductor": {"force_disable_caches": True}})
     with mock.patch.object(FakeTensorUpdater, "incremental_update", watched):
         model(torch.randn(5, 33)).square().mean().backward()
-    return inferred
-
-
-@pytest.mark.skipif(TORCH >= (2, 14), reason="torch 2.14 infers again what reads a lowering: time of compiling alone")
-def test_nothing_is_inferred_again_after_the_passes(ranks):
-    """One value set anew makes Inductor infer those of nearly all later nodes, which takes a tenth of its time."""
-    for inferred in ranks(2).run(rank_infers_again):
-        assert len(inferred) >= 2 and not any(inferred)
+    assert len(inferred) >= 2 and not any(inferred)
 
 
 def test_buckets_keep_to_their_bytes(ranks):

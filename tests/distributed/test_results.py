@@ -194,7 +194,7 @@ def test_a_forward_may_return_a_function_that_calls_units(rank, world):
     "make, units, loss", [(in_threads, [InThread], mean_square(3, 6)), (ReturnsClosure, None, closure_loss)]
 )
 def test_a_backward_that_reads_parameters_without_memory_is_an_error(rank, world, make, units, loss):
-    """Of a unit in a thread, since kernels do not look whether there is memory: the process would end. Of a block, since
+    """Of a unit in a thread: its kernels do not look whether there is memory, and the process would end. Of a block:
     nothing tells when backward comes to the results of the function that forward returned."""
     model = zcompile.shard(make(), units=units)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -200,7 +200,6 @@ def test_a_rank_may_skip_a_unit(rank, world, prepare, skipped):
 
 
 def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(rank, world):
-    torch.manual_seed(0)
     model = sharded(MixtureModel(Experts, 3), units=[Experts])
     for step in range(3):
         routed_loss(model, step, rank).backward()
@@ -216,7 +215,6 @@ def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(rank, world):
 
 
 def test_units_start_the_same_collectives_on_all_ranks(rank, world):
-    torch.manual_seed(0)
     model = sharded(MixtureModel(Experts, 3))
     counts = []
     for step in range(4):
@@ -278,7 +276,6 @@ FAST = [("deepseek_v3", "eager", None)]
     [pytest.param(*case, marks=[] if case in FAST else slow) for case in OF_TRANSFORMERS],
 )
 def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
-    torch.manual_seed(0)
     model = train_beside(
         rank,
         world,
@@ -298,7 +295,6 @@ def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
 @pytest.mark.parametrize("name", ["llama4_text", "deepseek_v3"])
 def test_compilations_end_after_two_steps_whatever_the_routing(rank, world, name):
     """Hooks, checkpoints, and experts that Dynamo does not trace."""
-    torch.manual_seed(0)
     model = hugging_face(name, experts="eager")
     checkpoint_each(model.model.layers)
     for layer in model.model.layers:

@@ -277,10 +277,6 @@ def transport_changed(model, optimizer, batch, step):
     return plain(model, optimizer, batch, step)
 
 
-def lengths(model, optimizer, batch, step):
-    return finish_step(optimizer, model(batch(step, rows=4 + step % 3))[0])
-
-
 def lengths_of_one_rank(model, optimizer, batch, step):
     """Rank 0 replays one graph; the others capture one for each length, and run some steps uncaptured."""
     return finish_step(optimizer, model(batch(step, rows=4 + step % 3 * min(dist.get_rank(), 1)))[0])
@@ -293,5 +289,5 @@ def same_batch_for_a_while(model, optimizer, batch, step, made={}):  # noqa: B00
 TRAINERS = [
     clipped_by_schedule, two_backwards, in_accumulate, two_forwards_first, results_that_last, evaluated_in_between,
     in_accumulate_at_times, two_lengths,
-    frozen_later, kept_graph, transport_changed, lengths, lengths_of_one_rank, same_batch_for_a_while,
+    frozen_later, kept_graph, transport_changed, lengths_of_one_rank, same_batch_for_a_while,
 ]  # fmt: skip
