@@ -11,11 +11,11 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "compat.h"
 #include "kernels/numerics.h"
-#include "transport/c10d_transfers.h"
 #include "transport/host_effects.h"
 #include "transport/messages.h"
 #include "transport/order_log.h"
@@ -25,6 +25,87 @@
 namespace zcompile {
 
 namespace {
+
+// An obstacle to a captured graph; see host_effects.h.
+constexpr auto nccl_in_graph =
+    "collectives of NCCL, which does not close a group while a graph with collectives of it lives";
+
+// Collectives on their way.
+class C10dTransfer : public Transfer {
+ public:
+  explicit C10dTransfer(std::vector<Work> works = {}) : works_(std::move(works)) {}
+  ~C10dTransfer() override { leave(works_); }
+  void wait() override { wait_for(std::exchange(works_, {})); }
+
+ private:
+  std::vector<Work> works_;
+};
+
+// packed_bytes() of shard_layout.h, for `length` elements of the dtype of `like`.
+int64_t packed_bytes(int64_t length, const at::Tensor& like) {
+  return zcompile::packed_bytes(length, static_cast<int64_t>(like.element_size()));
+}
+
+// `length` elements at byte `offset` of the last dimension of `packed`, in the dtype of `like`.
+at::Tensor unpacked(const at::Tensor& packed, int64_t offset, int64_t length, const at::Tensor& like) {
+  return packed.narrow(-1, offset, length * static_cast<int64_t>(like.element_size())).view(like.scalar_type());
+}
+
+// Parameters whose pieces travel in one collective, which are copied to where they belong when it has ended.
+class PackedGather : public C10dTransfer {
+ public:
+  // `packed`: bytes, a row per rank, which holds its pieces of all `places` one after the other.
+  PackedGather(std::vector<Work> works, at::Tensor packed, std::vector<at::Tensor> places)
+      : C10dTransfer(std::move(works)), packed_(std::move(packed)), places_(std::move(places)) {}
+
+  void wait() override {
+    C10dTransfer::wait();
+    int64_t offset = 0;
+    for (auto& place : places_) {
+      const auto world = packed_.size(0), chunk = place.numel() / world;
+      place.view({world, chunk}).copy_(unpacked(packed_, offset, chunk, place));
+      offset += packed_bytes(chunk, place);
+    }
+  }
+
+ private:
+  at::Tensor packed_;
+  std::vector<at::Tensor> places_;
+};
+
+// Gradients that are added up when they have arrived.
+class C10dReduce : public C10dTransfer {
+ public:
+  struct Sum {
+    const ShardedParam* param;
+    at::Tensor received;  // one row per rank, or one that is their sum; each contiguous, the last ones maybe padding
+    at::Tensor out;
+    ReduceExtras extras;
+    at::Tensor sent = {};  // read until it has arrived
+  };
+
+  C10dReduce(TransportContext& context, std::vector<Work> works, std::vector<Sum> sums)
+      : C10dTransfer(std::move(works)), context_(context), sums_(std::move(sums)) {}
+
+  void wait() override {
+    C10dTransfer::wait();
+    for (const auto& [param, received, out, extras, sent] : sums_) {
+      const auto length = param->length_of(context_.rank());
+      const auto rows = received.narrow(1, 0, length).unbind(0);
+      if (context_.groups().replicate.empty()) {
+        mean(rows, context_.divisor(), out, extras);
+        continue;
+      }
+      auto sum = at::empty({length}, received.options().dtype(sum_dtype(received.scalar_type())));
+      mean(rows, 1.0, sum);  // a sum: divided once, below
+      mean_over_replicas(context_, *param, sum, out, extras);
+    }
+  }
+
+ private:
+  TransportContext& context_;
+  std::vector<Sum> sums_;
+};
 
 class C10dTransport : public Transport {
  public:
@@ -42,7 +123,7 @@ class C10dTransport : public Transport {
         sharded.push_back(request);
       }
     }
-    if (sharded.empty()) return std::make_unique<C10dTransfer>(std::vector<Work>());
+    if (sharded.empty()) return std::make_unique<C10dTransfer>();
     return start<GatherRequest>(sharded, [&] { return start_gather(sharded); });
   }
 
@@ -71,7 +152,7 @@ class C10dTransport : public Transport {
       places.push_back(slots.back().narrow(0, 0, param->length_of(rank)));
     }
     cast(shards, places);
-    if (context_.world() == 1) return std::make_unique<C10dTransfer>(std::vector<Work>());
+    if (context_.world() == 1) return std::make_unique<C10dTransfer>();
     CoalescedCollectives works(resolve_group(context_.groups().gather), slots.front().device(), requests.size());
     for (size_t i = 0; i < requests.size(); ++i) {
       works.add(start_all_gather(works.group(), as_bytes(requests[i].padded), as_bytes(slots[i])));
@@ -211,6 +292,30 @@ class C10dTransport : public Transport {
 
 std::unique_ptr<Transport> make_c10d_transport(TransportContext& context) {
   return std::make_unique<C10dTransport>(context);
+}
+
+void mean_over_replicas(
+    TransportContext& context, const ShardedParam& param, const at::Tensor& sum, at::Tensor out,
+    const ReduceExtras& extras) {
+  if (param.host_shard.defined()) {
+    context.reduce_over_hosts(param, sum, out, extras);
+    return;
+  }
+  auto replicas = resolve_group(context.groups().replicate);
+  const auto count = replicas->getSize();
+  const auto divisor = context.divisor(count);
+  if (context.defers_replicas()) {
+    mean({sum}, divisor, out, extras);
+    return;
+  }
+  if (sum.is_cuda() && count > 1) HostEffects::obstruct(nccl_in_graph);
+  auto rows = at::empty({count, sum.numel()}, sum.options());
+  auto communicators = keep_communicators();
+  const auto works = start_all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum));
+  communicators.unlock();
+  wait_for(works);
+  context.count_replicas((count - 1) * static_cast<int64_t>(sum.nbytes()));
+  mean(rows.unbind(0), divisor, out, extras);
 }
 
 }  // namespace zcompile

@@ -133,7 +133,7 @@ std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);
 
 // HSDP's sum over replicas: out = (`sum`, flat, added up over the ranks that hold the same shard) /
 // context.divisor(replicas). If `param` has a host shard, this rank's piece of that. Ends in the order of the current
-// stream. Defined in c10d_transfers.cpp.
+// stream. Defined in c10d.cpp.
 void mean_over_replicas(
     TransportContext& context, const ShardedParam& param, const at::Tensor& sum, at::Tensor out,
     const ReduceExtras& extras);
