@@ -8,53 +8,22 @@
 #include <ATen/cuda/Sleep.h>
 #endif
 
+#include <functional>
 #include <limits>
+#include <utility>
 
 namespace zcompile {
 
 namespace {
 
-class LateGather : public Transfer {
+// Does all of its work when it is waited for.
+class LateTransfer : public Transfer {
  public:
-  LateGather(std::vector<at::Tensor> arrived, c10::ArrayRef<GatherRequest> requests)
-      : arrived_(std::move(arrived)), requests_(requests.vec()) {}
-  void wait() override {
-    for (size_t i = 0; i < arrived_.size(); ++i) requests_[i].padded.copy_(arrived_[i]);
-  }
+  explicit LateTransfer(std::function<void()> work) : work_(std::move(work)) {}
+  void wait() override { work_(); }
 
  private:
-  std::vector<at::Tensor> arrived_;
-  std::vector<GatherRequest> requests_;
-};
-
-class LateReduce : public Transfer {
- public:
-  LateReduce(Transport& inner, c10::ArrayRef<ReduceRequest> requests) : inner_(inner), requests_(requests.vec()) {}
-  void wait() override { inner_.reduce(requests_)->wait(); }
-
- private:
-  Transport& inner_;
-  std::vector<ReduceRequest> requests_;
-};
-
-class LateGatherRows : public Transfer {
- public:
-  LateGatherRows(at::Tensor arrived, at::Tensor rows) : arrived_(std::move(arrived)), rows_(std::move(rows)) {}
-  void wait() override { rows_.copy_(arrived_); }
-
- private:
-  at::Tensor arrived_;
-  at::Tensor rows_;
-};
-
-class LateReduceRows : public Transfer {
- public:
-  LateReduceRows(Transport& inner, ReduceRowsRequest request) : inner_(inner), request_(std::move(request)) {}
-  void wait() override { inner_.reduce_rows(request_)->wait(); }
-
- private:
-  Transport& inner_;
-  ReduceRowsRequest request_;
+  std::function<void()> work_;
 };
 
 class WrappingTransport : public Transport {
@@ -85,20 +54,18 @@ class LateTransport : public WrappingTransport {
   std::string name() const override { return "late " + inner_->name(); }
 
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) override {
-    std::vector<at::Tensor> arrived;
     std::vector<GatherRequest> into_copies;
-    for (const auto& request : requests) {
-      arrived.push_back(at::empty_like(request.padded));
-      into_copies.push_back({request.param, arrived.back()});
-    }
+    for (const auto& request : requests) into_copies.push_back({request.param, at::empty_like(request.padded)});
     inner_->gather(into_copies)->wait();
     for (auto request : requests) request.padded.view(at::kByte).fill_(0xFF);  // NaN in every floating-point dtype
-    return std::make_unique<LateGather>(std::move(arrived), requests);
+    return std::make_unique<LateTransfer>([into_copies = std::move(into_copies), given = requests.vec()] {
+      for (size_t i = 0; i < given.size(); ++i) given[i].padded.copy_(into_copies[i].padded);
+    });
   }
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) override {
     for (auto request : requests) request.out.fill_(nan);
-    return std::make_unique<LateReduce>(*inner_, requests);
+    return std::make_unique<LateTransfer>([this, given = requests.vec()] { inner_->reduce(given)->wait(); });
   }
 
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request) override {
@@ -106,12 +73,12 @@ class LateTransport : public WrappingTransport {
     into_copies.rows = at::empty_like(request.rows);
     inner_->gather_rows(into_copies)->wait();
     request.rows.fill_(nan);
-    return std::make_unique<LateGatherRows>(into_copies.rows, request.rows);
+    return std::make_unique<LateTransfer>([from = into_copies.rows, to = request.rows] { to.copy_(from); });
   }
 
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request) override {
     request.out.fill_(nan);
-    return std::make_unique<LateReduceRows>(*inner_, request);
+    return std::make_unique<LateTransfer>([this, request] { inner_->reduce_rows(request)->wait(); });
   }
 
  private:
