@@ -188,8 +188,4 @@ void HostShards::reduce_or_defer(ParamState& param, const at::Tensor& sum, at::T
   param.unreduced = param.unreduced.defined() ? param.unreduced.add_(sum) : sum;
 }
 
-const ShardedParam& HostShards::param(int64_t index) const {
-  TORCH_CHECK(false, "zcompile: host shard ", index, " is not looked up by its index");
-}
-
 }  // namespace zcompile

@@ -68,16 +68,6 @@ class HostShards : public TransportContext {
   // The last part of a reduce: fills `out`, shaped like the main parameter, from a sum, or defers that.
   void reduce_or_defer(ParamState& param, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
-  int64_t num_params() const override { return 0; }  // transports are given all they move
-  const ShardedParam& param(int64_t index) const override;
-  bool is_caching() const override { return false; }
-  bool defers_replicas() const override { return false; }
-  void count_gather(at::TensorList) override {}
-  void count_gathered_rows(const at::Tensor&) override {}
-  void count_reduce(const at::Tensor&) override {}
-  void count_replicas(int64_t) override {}
-  void count_host_shards(int64_t) override {}
-
  private:
   void gather();
   void reduce(c10::ArrayRef<ParamState*> params, at::TensorList sums, at::TensorList outs, const ReduceExtras& extras);

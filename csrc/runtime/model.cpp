@@ -148,12 +148,8 @@ void Model::count_gather(at::TensorList unsharded) {
   for (const auto& tensor : unsharded) count(tensor, &StatsCounter::count_gather);
 }
 
-void Model::count_replicas(int64_t bytes) {
-  HostEffects::note([this, bytes] { stats_->count_replicas(bytes); });
-}
-
-void Model::count_host_shards(int64_t bytes) {
-  HostEffects::note([this, bytes] { stats_->count_host_shards(bytes); });
+void Model::add_to_stats(int64_t Stats::* count, int64_t bytes) {
+  HostEffects::note([this, count, bytes] { stats_->add(count, bytes); });
 }
 
 void Model::fill(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gathered) {

@@ -78,8 +78,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void fill(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gathered);
   void count_gathered_rows(const at::Tensor& rows) override { count(rows, &StatsCounter::count_gather); }
   void count_reduce(const at::Tensor& wire) override { count(wire, &StatsCounter::count_reduce); }
-  void count_replicas(int64_t bytes) override;
-  void count_host_shards(int64_t bytes) override;
+  void count_replicas(int64_t bytes) override { add_to_stats(&Stats::replica_bytes, bytes); }
+  void count_host_shards(int64_t bytes) override { add_to_stats(&Stats::host_shard_bytes, bytes); }
   void ready_host_shards() override {
     if (host_shards_) host_shards_->ready_all();
   }
@@ -157,6 +157,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   bool keeps_in_flight() const { return keeps_in_flight_; }
 
  private:
+  void add_to_stats(int64_t Stats::* count, int64_t bytes);
   void count(const at::Tensor& moved, void (StatsCounter::*in_stats)(at::ScalarType dtype, int64_t bytes));
 
   void finish_backward();

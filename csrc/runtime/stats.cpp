@@ -42,14 +42,9 @@ void StatsCounter::count_reduce(at::ScalarType dtype, int64_t bytes) {
   entry_of(stats_.reduced_bytes, dtype) += bytes;
 }
 
-void StatsCounter::count_replicas(int64_t bytes) {
+void StatsCounter::add(int64_t Stats::* count, int64_t bytes) {
   std::lock_guard lock(mutex_);
-  stats_.replica_bytes += bytes;
-}
-
-void StatsCounter::count_host_shards(int64_t bytes) {
-  std::lock_guard lock(mutex_);
-  stats_.host_shard_bytes += bytes;
+  stats_.*count += bytes;
 }
 
 int64_t StatsCounter::live_unsharded_bytes() {

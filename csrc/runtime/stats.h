@@ -32,8 +32,7 @@ class StatsCounter {
   void follow(const at::Tensor& tensor);
   void count_gather(at::ScalarType dtype, int64_t bytes);  // of a tensor, or of some rows of one
   void count_reduce(at::ScalarType dtype, int64_t bytes);
-  void count_replicas(int64_t bytes);
-  void count_host_shards(int64_t bytes);
+  void add(int64_t Stats::* count, int64_t bytes);
 
  private:
   int64_t live_unsharded_bytes();

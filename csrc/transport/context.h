@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <optional>
 #include <string>
@@ -25,6 +26,7 @@ struct Domain {
   std::optional<double> divisor;  // of summed gradients; default: the ranks of the mesh
 };
 
+// Without a model, as here, nothing is counted, and transports are given all that they move.
 class TransportContext {
  public:
   // `rank` and `world` are those of the gather group. With `native_reduce`, collectives reduce by the backend's own
@@ -52,12 +54,12 @@ class TransportContext {
     return domain_.divisor.value_or(static_cast<double>(world_ * replicas));
   }
 
-  virtual int64_t num_params() const = 0;
-  virtual const ShardedParam& param(int64_t index) const = 0;
+  virtual int64_t num_params() const { return 0; }
+  virtual const ShardedParam& param(int64_t index) const { TORCH_CHECK(false, "zcompile: no parameter ", index); }
   // Whether main parameters stay as they are from one microbatch to the next.
-  virtual bool is_caching() const = 0;
+  virtual bool is_caching() const { return false; }
   // Whether reduces leave out the sum over replicas, which the program makes up for.
-  virtual bool defers_replicas() const = 0;
+  virtual bool defers_replicas() const { return false; }
 
   // See [Note: host shards] in runtime/host_shards.h. Lets the current stream wait until all of them may be read.
   virtual void ready_host_shards() {}
@@ -65,11 +67,11 @@ class TransportContext {
   virtual void reduce_over_hosts(
       const ShardedParam& /*param*/, const at::Tensor& /*sum*/, at::Tensor /*out*/, const ReduceExtras& /*extras*/) {}
 
-  virtual void count_gather(at::TensorList unsharded) = 0;
-  virtual void count_gathered_rows(const at::Tensor& rows) = 0;
-  virtual void count_reduce(const at::Tensor& wire) = 0;
-  virtual void count_replicas(int64_t bytes) = 0;  // of shards that this rank received from its replicas
-  virtual void count_host_shards(int64_t bytes) = 0;  // of main parameters that it received from other hosts
+  virtual void count_gather(at::TensorList /*unsharded*/) {}
+  virtual void count_gathered_rows(const at::Tensor& /*rows*/) {}
+  virtual void count_reduce(const at::Tensor& /*wire*/) {}
+  virtual void count_replicas(int64_t /*bytes*/) {}  // of shards that this rank received from its replicas
+  virtual void count_host_shards(int64_t /*bytes*/) {}  // of main parameters that it received from other hosts
 
  private:
   Groups groups_;
