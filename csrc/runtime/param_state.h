@@ -18,8 +18,7 @@
 #include <vector>
 
 #include "compat.h"
-#include "runtime/grad_accumulation.h"
-#include "runtime/grad_squares.h"
+#include "runtime/gradients.h"
 #include "transport/param.h"
 
 namespace zcompile {

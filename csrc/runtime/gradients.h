@@ -1,8 +1,8 @@
-// While microbatches accumulate, a reduce adds to the gradient of the microbatches before it, so that its reader need
-// not pass over both.
+// What the runtime remembers of a parameter's gradients, from one reduce to the next.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
 #include <optional>
@@ -25,7 +25,8 @@ inline at::Tensor alive(const WeakTensor& weak) {
   return tensor ? at::Tensor(std::move(tensor)) : at::Tensor();
 }
 
-// Of one parameter. A gradient is added to only if nobody dropped or exchanged it meanwhile, so it is held weakly.
+// While microbatches accumulate, a reduce adds to the gradient of the microbatches before it, so that its reader need
+// not pass over both. A gradient is added to only if nobody dropped or exchanged it meanwhile, so it is held weakly.
 class GradAccumulation {
  public:
   // The next reduce may add to `gradient`. `owner` has `gradient`, or what it is a piece of, as its .grad. Without one,
@@ -60,6 +61,26 @@ class GradAccumulation {
 
   Accumulated accumulated_;
   Base base_;
+};
+
+// The squares of one parameter's reduced gradient, added up where they are made: a norm then reads no gradient again.
+class GradSquares {
+ public:
+  explicit GradSquares(const at::Tensor& shard);
+
+  // To be added to by the reduce that makes `gradient`.
+  at::Tensor start_reduce(const at::Tensor& gradient);
+  // What adds up to the squares of `gradient`, fp64; none unless it is all that was reduced since clear(). Whether
+  // somebody has written to it is for the caller to know.
+  std::optional<at::Tensor> squares_of(const at::Tensor& gradient) const;
+  // What must be set to zero; none if there was no reduce.
+  std::optional<at::Tensor> clear();
+
+ private:
+  at::Tensor partial_;  // fp64, to be added up
+  int64_t reduces_ = 0;  // that added to them
+  c10::weak_intrusive_ptr<c10::StorageImpl> gradient_;  // of the last one
+  int64_t numel_;
 };
 
 }  // namespace zcompile
