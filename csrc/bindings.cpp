@@ -278,8 +278,8 @@ void bind_numerics(py::module& module) {
       "own_storage",
       [](const at::Tensor& tensor) {
         // With the device named, since the address of an empty tensor is null, which says none.
-        return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), [tensor](void*) {}, tensor.options(),
-                             tensor.device());
+        return at::from_blob(
+            tensor.mutable_data_ptr(), tensor.sizes(), [tensor](void*) {}, tensor.options(), tensor.device());
       },
       "A contiguous tensor over the same memory, with a storage of its own, by which the runtime finds it.");
   module.def("cast", &cast, ReleaseGil(), py::arg("sources"), py::arg("destinations"));
@@ -470,20 +470,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_captured_graphs(module);
   bind_sharing(module);
   bind_model(module);
-  module.def(
-      "wait_for_gathers",
-      [](const std::vector<at::Tensor>& gathered) {
-        const at::AutoDispatchBelowADInplaceOrView below;
-        for (const auto& tensor : gathered) gather_wait(tensor);
-      },
-      py::arg("gathered"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "wait_for_reduces",
-      [](const std::vector<at::Tensor>& pending) {
-        const at::AutoDispatchBelowADInplaceOrView below;
-        for (const auto& tensor : pending) reduce_wait(tensor);
-      },
-      py::arg("pending"), py::call_guard<py::gil_scoped_release>());
+  for (const auto& [name, wait] :
+       {std::pair("wait_for_gathers", &gather_wait), std::pair("wait_for_reduces", &reduce_wait)}) {
+    const auto wait_for_all = [wait = wait](const std::vector<at::Tensor>& started) {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      for (const auto& tensor : started) wait(tensor);
+    };
+    module.def(name, wait_for_all, py::arg("started"), ReleaseGil());
+  }
   module.def(
       "free_memory",
       [](const std::vector<at::Tensor>& tensors) {

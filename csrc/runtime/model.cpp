@@ -24,7 +24,7 @@ Model::Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int
       transport_(make_c10d_transport(*this)) {}
 
 Model::~Model() {
-  for (auto& param : params_) Registry::instance().remove(param.get());
+  for (auto& param : params_) unregister_param(param.get());
   InFlightTable::instance().forget(weak_from_this());
 }
 
@@ -35,7 +35,7 @@ int64_t Model::add(ParamState param, const at::Tensor& leaf) {
   param.owner = weak_from_this();
   param.index = num_params();
   params_.push_back(std::make_unique<ParamState>(std::move(param)));
-  Registry::instance().add(params_.back().get());
+  register_param(params_.back().get());
   return num_params() - 1;
 }
 
@@ -44,7 +44,7 @@ void Model::replace(int64_t index, const at::Tensor& leaf) {
   TORCH_CHECK(
       leaf.numel() == param.shard.numel(), "zcompile: the new shard of '", param.name, "' has ", leaf.numel(),
       " elements on rank ", rank(), ", the old one ", param.shard.numel());
-  Registry::instance().remove(&param);
+  unregister_param(&param);
   param.leaf = weak_of(leaf);
   param.shard = leaf.detach();
   param.narrow.reset();
@@ -52,7 +52,7 @@ void Model::replace(int64_t index, const at::Tensor& leaf) {
   cache_.drop(param);
   param.accumulation.clear();
   if (param.squares) param.squares.emplace(param.shard);
-  Registry::instance().add(&param);
+  register_param(&param);
   if (host_shards_) host_shards_->expire({&param});
 }
 

@@ -1,4 +1,4 @@
-// What every transport can do unless it knows something better.
+// What every transport reads of a parameter, and what it can do unless it knows something better.
 
 #include "transport/transport.h"
 
@@ -6,6 +6,18 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace zcompile {
+
+at::Tensor ShardedParam::source(at::ScalarType dtype) const {
+  if (host_shard.defined()) return host_shard;
+  return (narrow && narrow->copy.scalar_type() == dtype ? narrow->copy : shard).reshape({-1});
+}
+
+void ShardedParam::renew_narrow() const {
+  const auto version = main_param_version();
+  if (!narrow || narrow->version == version) return;
+  cast({shard.reshape({-1})}, {narrow->copy.reshape({-1})});
+  narrow->version = version;
+}
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
