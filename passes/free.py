@@ -18,6 +18,7 @@ from zcompile.graph.ops import (
     is_cast,
     is_movement,
     readers,
+    with_ancestors,
 )
 
 
@@ -38,7 +39,7 @@ def free(graph: Graph) -> None:
     """
     if not calls(graph, *REDUCES):
         return
-    needed = _with_ancestors({reader for gather in calls(graph, GATHER) for _, reader in readers(chain(gather))})
+    needed = with_ancestors(reader for gather in calls(graph, GATHER) for _, reader in readers(chain(gather)))
     position = {node: i for i, node in enumerate(graph.nodes)}
     dgrads = [node for node in graph.nodes if is_matmul(node) and node in needed]
     last_dgrad = _last_dgrads(dgrads, backward_nodes(graph))
@@ -96,17 +97,6 @@ def _sum_of(node: Node) -> Node:
 def _move(nodes: list[Node], before: Node) -> None:
     for node in nodes:
         before.prepend(node)
-
-
-def _with_ancestors(nodes: set[Node]) -> set[Node]:
-    """These nodes and all that they depend on."""
-    ancestors, pending = set(nodes), list(nodes)
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in ancestors:
-                ancestors.add(source)
-                pending.append(source)
-    return ancestors
 
 
 def _origin(node: Node) -> Node:

@@ -12,7 +12,7 @@ Words used throughout:
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -272,6 +272,18 @@ def backward_nodes(graph: Graph) -> set[Node]:
         if is_tangent(node) or any(source in nodes for source in node.all_input_nodes):
             nodes.add(node)
     return nodes
+
+
+def with_ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes and all that they depend on."""
+    ancestors = set(nodes)
+    pending = list(ancestors)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in ancestors:
+                ancestors.add(source)
+                pending.append(source)
+    return ancestors
 
 
 def infer(node: Node) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zcompile.graph.liveness import aliases, fuses
-from zcompile.graph.ops import backward_nodes, nodes_in, result_bytes
+from zcompile.graph.ops import backward_nodes, nodes_in, result_bytes, with_ancestors
 
 LEAST_GAIN = 4  # a segment makes at least so many times the bytes of its cut
 MOST_GROWTH = 2  # from a cut to the next: logits are no cut
@@ -77,17 +77,11 @@ def _activations(graph: Graph, shards: Collection[Node]) -> tuple[list[Node], li
     """Nodes of forward that depend on shards and on other inputs, in order; and the results of forward."""
     backward = backward_nodes(graph)
     results = [node for node in nodes_in(graph.output_node().args[0]) if node not in backward]
-    forward, pending = set[Node](), list(results)
-    while pending:
-        node = pending.pop()
-        if node not in forward:
-            forward.add(node)
-            pending += node.all_input_nodes
     of_shards = set(shards)
     of_others = {node for node in graph.find_nodes(op="placeholder") if node not in of_shards}
     for node in graph.nodes:
         for origins in (of_shards, of_others):
             if any(source in origins for source in node.all_input_nodes):
                 origins.add(node)
-    both = forward & of_shards & of_others
+    both = with_ancestors(results) & of_shards & of_others
     return [node for node in graph.nodes if node in both and node.op == "call_function"], results
