@@ -11,6 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 from zcompile.graph.ops import GATHER, calls
 from zcompile.state.attributes import SHARDED
 
+Gathers = dict[int | None, Node]  # by what `_storage_of` says of their results
+
 # torch's higher-order ops that decide, or repeat, what they call.
 CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
 
@@ -21,19 +23,26 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     Raises:
         RuntimeError: names the parameter and the line.
     """
-    _refuse_components(gm, example_inputs)
-    names = _names_of_inputs(gm, example_inputs)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    known = {
+        node.name: sharded
+        for node, value in zip(placeholders, example_inputs, strict=True)
+        if (sharded := getattr(value, SHARDED, lambda: None)()) is not None
+    }
+    _refuse_components(gm, known)
+    names = {name: sharded.name for name, sharded in known.items()}  # inputs of subgraphs have none
     for graph in _graphs_in(gm):
-        _refuse_lost_writes(graph, names)
-        _refuse_reads_on_other_streams(graph, names)
+        gathers = {_storage_of(node.meta.get("example_value")): node for node in calls(graph, GATHER)}
+        if gathers:
+            _refuse_lost_writes(graph, gathers, names)
+            _refuse_reads_on_other_streams(graph, gathers, names)
     _refuse_reads_in_branches(gm)
 
 
-def _refuse_components(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+def _refuse_components(gm: GraphModule, known: dict[str, Any]) -> None:
     """Refuse to gather a parameter in a graph that is gathered as components, as a tensor subclass with hooks is."""
-    inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     for node in calls(gm.graph, GATHER):
-        sharded = getattr(inputs.get(cast(Node, node.args[0])), SHARDED, lambda: None)()
+        sharded = known.get(cast(Node, node.args[0]).name)
         if sharded is not None and sharded.extension is not None:
             raise RuntimeError(
                 f"zcompile: compiled code reads parameter '{sharded.name}', {sharded.extension.kind} "
@@ -43,30 +52,18 @@ def _refuse_components(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             )
 
 
-def _names_of_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
-    """Names of parameters by the names of the inputs that are their shards; None of those of subgraphs."""
-    names = {}
-    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        sharded = getattr(value, SHARDED, lambda: None)()
-        if sharded is not None:
-            names[node.name] = sharded.name
-    return names
-
-
-def _refuse_lost_writes(graph: Graph, names: dict[str, str]) -> None:
+def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
     """Refuse a new nn.Parameter over the memory of a gathered one, which is a copy, and a write to that memory.
 
     Dynamo's fake tensors count writes through any view; `.data` has a count of its own.
     """
-    gathers = {_storage_of(node.meta.get("example_value")): node for node in calls(graph, GATHER)}
-    for node in graph.nodes if gathers else ():
+    for node in graph.nodes:
         makes_parameter = node.target is tracable_create_parameter
         tensor: Any = (cast(Node, node.args[0]) if makes_parameter else node).meta.get("example_value")
         gather = gathers.get(_storage_of(tensor))
         if gather is None or not (makes_parameter or tensor._version > 0):
             continue
-        shard = cast(Node, gather.args[0]).name
-        parameter = f"parameter '{names.get(shard, shard)}'"
+        parameter = f"parameter {_name_of(gather, names)}"
         if makes_parameter:
             raise RuntimeError(
                 f"zcompile: forward makes an nn.Parameter of {parameter}, at\n{node.meta.get('stack_trace', '')}\n"
@@ -79,23 +76,26 @@ def _refuse_lost_writes(graph: Graph, names: dict[str, str]) -> None:
         )
 
 
-def _refuse_reads_on_other_streams(graph: Graph, names: dict[str, str]) -> None:
+def _refuse_reads_on_other_streams(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
     """Refuse to read a parameter on a stream that forward enters: the current one alone waits for what is gathered."""
-    gathers = {_storage_of(node.meta.get("example_value")): node for node in calls(graph, GATHER)}
-    for node in graph.nodes if gathers else ():
+    for node in graph.nodes:
         if not node.meta.get("custom", {}).get("stream"):  # 0 is the current one
             continue
         for read in (node, *node.all_input_nodes):
-            gather = gathers.get(_storage_of(read.meta.get("example_value")))
-            if gather is None:
-                continue
-            shard = cast(Node, gather.args[0]).name
-            raise RuntimeError(
-                f"zcompile: forward reads parameter '{names.get(shard, shard)}' on a stream that it enters, at\n"
-                f"{node.meta.get('stack_trace', '')}\n"
-                "In compiled code only the current stream waits until a parameter is gathered. Let the function that "
-                "enters the stream run in eager (torch.compiler.disable), and read the parameter before it enters."
-            )
+            if (gather := gathers.get(_storage_of(read.meta.get("example_value")))) is not None:
+                raise RuntimeError(
+                    f"zcompile: forward reads parameter {_name_of(gather, names)} on a stream that it enters, at\n"
+                    f"{node.meta.get('stack_trace', '')}\n"
+                    "In compiled code only the current stream waits until a parameter is gathered. Let the function "
+                    "that enters the stream run in eager (torch.compiler.disable), and read the parameter before it "
+                    "enters."
+                )
+
+
+def _name_of(gather: Node, names: dict[str, str]) -> str:
+    """The name of a gathered parameter, quoted; of an input of a subgraph the input's own."""
+    shard = cast(Node, gather.args[0]).name
+    return f"'{names.get(shard, shard)}'"
 
 
 def _storage_of(tensor: Any) -> int | None:
