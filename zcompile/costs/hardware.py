@@ -205,7 +205,8 @@ H200 = Hardware(
     adam_bytes_s=3.5e12,
 )
 
-H100 = Hardware(
+H100 = replace(
+    H200,  # with the same NVLink 4, and the same attention as measured
     name="H100",  # SXM
     matmul_flops_s=(
         (torch.bfloat16, 700e12),  # of 989
@@ -215,16 +216,10 @@ H100 = Hardware(
         (torch.int8, 800e12),  # of 1979; measured
         (torch.float64, 50e12),  # of 67
     ),
-    attention_flops_s=306e12,  # measured
     bytes_s=2.8e12,  # of 3.35; measured, large additions reach 3.04 and casts 1.9
-    kernel_s=3e-6,
-    wires=H200.wires,  # the same NVLink 4
-    domain=8,
-    network=H200.network,
     memory_bytes=79 << 30,
     source="the data sheet of the H100 SXM, times what an H200 reaches of its own; attention and memory measured; "
     "transfers as measured on H200, which has the same NVLink; between hosts, 400 Gb/s for each GPU are assumed",
-    widest_cudnn_head=256,
     adam_bytes_s=2.6e12,  # measured
 )
 
