@@ -135,9 +135,11 @@ class ShardedParameter:
             self.leaf.requires_grad_(True)  # a frozen tensor refuses hooks
             self.leaf.register_post_accumulate_grad_hook(_deliver)
             self.leaf.requires_grad_(trains)
-        methods: dict[str, Any] = {"requires_grad_": _requires_grad_setter(self)}
+        kind = type(self)
+        methods = {"requires_grad_": _standing_in(self, nn.Parameter.requires_grad_, kind.set_requires_grad)}
         if isinstance(self.parameter, DTensor):
-            methods["full_tensor"] = _whole_reader(self, self.state.scale_of_means)
+            read = functools.partial(kind.full_tensor, scale=self.state.scale_of_means)
+            methods["full_tensor"] = _standing_in(self, DTensor.full_tensor, read)
         self.parameter.__dict__ = _Attributes(vars(self.parameter), **methods)
         for form in (self.parameter, self.leaf):
             setattr(form, SHARDED, weakref.ref(self))
@@ -158,6 +160,19 @@ class ShardedParameter:
         """Stands in for the DTensor's `requires_grad_`: compiled graphs guard on the leaf."""
         self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
         return self.parameter
+
+    def full_tensor(self, *, grad_placements: Any = None, scale: float) -> torch.Tensor:
+        """Stands in for the DTensor's `full_tensor`: its gradient is the mean over ranks, as that of a forward's read.
+
+        Why: DTensor takes the gradient of this rank for that of all. So a loss over this rank's own batch would train
+        the rows of each rank by that rank's batch alone, as it does under FSDP2.
+        """
+        parameter = cast(DTensor, self.parameter)
+        means = [Partial("avg")] * parameter.device_mesh.ndim
+        whole = DTensor.full_tensor(parameter, grad_placements=grad_placements or means)
+        if whole.requires_grad and scale != 1 and not grad_placements:
+            whole.register_hook(lambda grad: grad * scale)
+        return whole
 
     def post_accumulate_grad(self, leaf: torch.Tensor, is_late: bool = False) -> None:
         """Autograd's hook on the leaf: move its gradient to the DTensor, adding to what is there.
@@ -351,45 +366,22 @@ def _deliver(leaf: torch.Tensor) -> None:
     sharded.post_accumulate_grad(leaf)
 
 
-def _requires_grad_setter(sharded: ShardedParameter) -> Callable[..., nn.Parameter]:
-    """What replaces the DTensor's `requires_grad_`: it sets the leaf's flag, too.
+def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """What replaces a method of the DTensor: `call`, with `sharded` in place of the DTensor.
 
     It refers to `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor:
     `torch.utils.swap_tensors` refuses a tensor that has one.
     """
-    reference = weakref.ref(sharded)
+    reference, name = weakref.ref(sharded), method.__name__
 
-    @functools.wraps(nn.Parameter.requires_grad_)
-    def requires_grad_(requires_grad: bool = True) -> nn.Parameter:
+    @functools.wraps(method)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
         sharded = reference()
         if sharded is None:
-            raise RuntimeError("zcompile: requires_grad_ of a parameter whose model was freed, or has another one now.")
-        return sharded.set_requires_grad(requires_grad)
+            raise RuntimeError(f"zcompile: {name} of a parameter whose model was freed, or has another one now.")
+        return call(sharded, *args, **kwargs)
 
-    return requires_grad_
-
-
-def _whole_reader(sharded: ShardedParameter, scale: float) -> Callable[..., torch.Tensor]:
-    """What replaces the DTensor's `full_tensor`: its gradient is the mean over ranks, as that of a forward's read is.
-
-    Why: DTensor takes the gradient of this rank for that of all. So a loss over this rank's own batch would train the
-    rows of each rank by that rank's batch alone, as it does under FSDP2.
-    """
-    reference = weakref.ref(sharded)
-
-    @functools.wraps(DTensor.full_tensor)
-    def full_tensor(*, grad_placements: Any = None) -> torch.Tensor:
-        sharded = reference()
-        if sharded is None:
-            raise RuntimeError("zcompile: full_tensor of a parameter whose model was freed, or has another one now.")
-        parameter = cast(DTensor, sharded.parameter)
-        means = [Partial("avg")] * parameter.device_mesh.ndim
-        whole = DTensor.full_tensor(parameter, grad_placements=grad_placements or means)
-        if whole.requires_grad and scale != 1 and not grad_placements:
-            whole.register_hook(lambda grad: grad * scale)
-        return whole
-
-    return full_tensor
+    return stand_in
 
 
 def replaced_message(name: str) -> str:
