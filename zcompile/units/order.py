@@ -350,6 +350,13 @@ class UnitOrder:
         if reduction.deliver_used():
             self.undecided.append(reduction)
 
+    def finish_all(self) -> None:
+        """Finish what was started, and give the parameters that other ranks used their gradients."""
+        while self.reductions:
+            self.finish(self.reductions.popleft())
+        undecided, self.undecided = self.undecided, []
+        deliver_rest(undecided)
+
     @torch.compiler.disable
     def finish_backward(self) -> None:
         """Backward has ended on this rank."""
@@ -358,10 +365,7 @@ class UnitOrder:
                 self.end_round()
             self.reduce_rest()
             self.drop_ahead(self.backward)
-            while self.reductions:
-                self.finish(self.reductions.popleft())
-            undecided, self.undecided = self.undecided, []
-            deliver_rest(undecided)
+            self.finish_all()
         finally:  # a hook of users may raise
             self.close_units()
         self.backward.at, self.callback = 0, None
@@ -420,10 +424,7 @@ class UnitOrder:
             given = [any(by_rank) for by_rank in zip(*all_gather_over_mesh(self.mesh, given))]
         for unit in itertools.compress(self.units, given):
             self.start_reduce(unit, unit.leaves())
-        while self.reductions:
-            self.finish(self.reductions.popleft())
-        undecided, self.undecided = self.undecided, []
-        deliver_rest(undecided)
+        self.finish_all()
 
     # --- the order of the lists --------------------------------------------------------------------------------------
 
