@@ -61,11 +61,11 @@ def _signals_wait() -> Iterator[None]:
             signal.raise_signal(delayed)
 
 
+class TooLarge(BadInput):
+    """The state of a model takes more memory than there is."""
+
+
 def _refuse_if_too_large(parameters: int, job: Job) -> None:
-    """
-    Raises:
-        BadInput: the state of a model takes more memory than there is.
-    """
     need = 4 * parameters + 12 * parameters // job.ranks  # each rank makes the unsharded model first
     if job.device == "cuda":
         have = torch.cuda.get_device_properties(0).total_memory
@@ -76,7 +76,7 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
         have = psutil.virtual_memory().available // job.ranks
         where = f"this machine, for {job.ranks} ranks,"
     if need > have:
-        raise BadInput(
+        raise TooLarge(
             f"unsharded weights, and shards of gradients and Adam's state, of {parameters / 1e9:.1f} B parameters take "
             f"{need / 2**30:.1f} GiB a rank, and {where} has {have / 2**30:.1f} GiB: take more ranks or a smaller model"
         )
