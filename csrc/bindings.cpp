@@ -400,7 +400,8 @@ void bind_model(py::module& module) {
           "connect_nccl",
           [](const Model& model) {
             const auto& groups = model.groups();
-            connect_nccl(names_of(groups), model.native_reduce() ? "" : groups.reduce);
+            const auto reduce = model.native_reduce() ? "" : groups.reduce;
+            connect_nccl(names_of(groups), names_of({"", reduce, groups.replicate}));
           },
           ReleaseGil())
       .def(

@@ -294,6 +294,35 @@ std::unique_ptr<Transport> make_c10d_transport(TransportContext& context) {
   return std::make_unique<C10dTransport>(context);
 }
 
+namespace {
+
+void gather_and_wait(c10d::ProcessGroup& replicas, const at::Tensor& rows, const at::Tensor& own) {
+  auto communicators = keep_communicators();
+  const auto works = start_all_gather(replicas, as_bytes(rows.view({-1})), as_bytes(own));
+  communicators.unlock();
+  wait_for(works);
+}
+
+// Each replica computes the mean of a piece, and receives the others: twice `sum` at most, however many replicas.
+at::Tensor mean_in_pieces(
+    TransportContext& context, c10d::ProcessGroup& replicas, const at::Tensor& sum, double divisor) {
+  const int64_t count = replicas.getSize(), chunk = (sum.numel() + count - 1) / count;
+  auto sent = at::zeros({count, chunk}, sum.options());
+  sent.view({-1}).narrow(0, 0, sum.numel()).copy_(sum);
+  auto rows = at::empty_like(sent), piece = at::empty({chunk}, sum.options());
+  const std::vector<int64_t> splits(count, static_cast<int64_t>(piece.nbytes()));
+  auto communicators = keep_communicators();
+  const auto works = start_all_to_all(replicas, as_bytes(rows.view({-1})), as_bytes(sent.view({-1})), splits, splits);
+  communicators.unlock();
+  wait_for(works);
+  mean(rows.unbind(0), divisor, piece);
+  gather_and_wait(replicas, sent, piece);
+  context.count_replicas(2 * (count - 1) * static_cast<int64_t>(piece.nbytes()));
+  return sent.view({-1}).narrow(0, 0, sum.numel());
+}
+
+}  // namespace
+
 void mean_over_replicas(
     TransportContext& context, const ShardedParam& param, const at::Tensor& sum, at::Tensor out,
     const ReduceExtras& extras) {
@@ -309,11 +338,13 @@ void mean_over_replicas(
     return;
   }
   if (sum.is_cuda() && count > 1) HostEffects::obstruct(nccl_in_graph);
+  if (count > 2) {
+    const auto whole = mean_in_pieces(context, *replicas, sum, divisor);
+    mean({whole}, 1.0, out, extras);
+    return;
+  }
   auto rows = at::empty({count, sum.numel()}, sum.options());
-  auto communicators = keep_communicators();
-  const auto works = start_all_gather(*replicas, as_bytes(rows.view({-1})), as_bytes(sum));
-  communicators.unlock();
-  wait_for(works);
+  gather_and_wait(*replicas, rows, sum);
   context.count_replicas((count - 1) * static_cast<int64_t>(sum.nbytes()));
   mean(rows.unbind(0), divisor, out, extras);
 }

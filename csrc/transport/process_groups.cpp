@@ -89,7 +89,7 @@ std::string nccl_failure(const std::string& group) {
   return error == c10d::ErrorType::TIMEOUT ? "a collective took longer than the timeout" : "NCCL lost another rank";
 }
 
-void connect_nccl(const std::set<std::string>& groups, const std::string& all_to_all_group) {
+void connect_nccl(const std::set<std::string>& groups, const std::set<std::string>& all_to_all_groups) {
   for (const auto& name : groups) {
     if (!nccl_of(name)) continue;
     const auto group = resolve_group(name);
@@ -97,7 +97,7 @@ void connect_nccl(const std::set<std::string>& groups, const std::string& all_to
     const auto received = at::empty_like(sent);
     all_gather(*group, received, sent.narrow(0, 0, 1))->wait();
     const std::vector<int64_t> splits(group->getSize(), 1);
-    if (name == all_to_all_group) all_to_all(*group, received, sent, splits, splits)->wait();
+    if (all_to_all_groups.count(name)) all_to_all(*group, received, sent, splits, splits)->wait();
   }
 }
 

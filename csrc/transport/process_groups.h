@@ -37,9 +37,9 @@ void fail_together(const std::string& group, c10::Device device, const std::func
 std::string nccl_failure(const std::string& group);
 
 // Makes NCCL's communicator of each of `groups` now, on all its ranks together, and those connections of
-// `all_to_all_group` that its first all-to-all would make; empty: of none. Making either waits for the other ranks on
-// the host. NCCL has no timeout for that, and torch's watchdog sees the collective only afterwards.
-void connect_nccl(const std::set<std::string>& groups, const std::string& all_to_all_group);
+// `all_to_all_groups` that the first all-to-all of each would make. Making either waits for the other ranks on the
+// host. NCCL has no timeout for that, and torch's watchdog sees the collective only afterwards.
+void connect_nccl(const std::set<std::string>& groups, const std::set<std::string>& all_to_all_groups);
 
 // Ends NCCL's collectives of all these groups on this rank, with wrong results: a host that waits for a device that
 // waits for another rank goes on. None can be started afterwards. Waits until no collective is being started: NCCL may

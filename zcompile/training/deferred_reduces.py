@@ -175,13 +175,24 @@ def _sum_over_replicas(state: ShardedModel) -> None:
     for bucket in _buckets([each for each, is_used in zip(parameters, used) if is_used]):
         locals_ = [_local_grad(each) for each in bucket]
         flat = torch.cat([local.flatten() for local in locals_])
-        rows = _over_replicas(flat, group)
-        state.runtime.count_replicas((len(rows) - 1) * flat.nbytes)
-        total = rows[0].float() if flat.dtype.itemsize < 4 else rows[0]
-        for row in rows[1:]:
-            total += row
+        total, received_bytes = _summed(flat, group)
+        state.runtime.count_replicas(received_bytes)
         for local, part in zip(locals_, total.split([local.numel() for local in locals_])):
             local.copy_(part.view(local.shape))
+
+
+def _summed(flat: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
+    """`flat` summed over replicas, in their order, and how many bytes that brought: each replica sums a piece."""
+    count = group.size()
+    pieces = flat.new_zeros(count, -(-flat.numel() // count))
+    pieces.view(-1)[: flat.numel()] = flat
+    rows = torch.empty_like(pieces)
+    dist.all_to_all_single(rows, pieces, group=group)
+    total = rows[0].float() if flat.dtype.itemsize < 4 else rows[0]
+    for row in rows[1:]:
+        total += row
+    dist.all_gather(list(pieces), total.to(flat.dtype), group=group)
+    return pieces.view(-1)[: flat.numel()], 2 * (count - 1) * rows[0].nbytes
 
 
 def _over_replicas(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
