@@ -164,17 +164,27 @@ def _add_explain(options: Parser) -> None:
     about = "dtype of compute and of gathers; main parameters are fp32 (default: bf16)"
     add("--precision", choices=("fp32", "bf16"), default="bf16", help=about)
     add = options.add_argument_group("machine").add_argument
-    about = "numbers of ranks; the plan is that of the first (default: 8)"
-    add("--ranks", default="8", metavar="N[,N...]", help=about)
+    about = "numbers of ranks; the plan is that of the first (default: those of --hosts, else 8)"
+    add("--ranks", default="", metavar="N[,N...]", help=about)
     about = f"{', '.join(TABLES)}, or a file that `zcompile calibrate --output` wrote (default: h200)"
     add("--hardware", default="h200", metavar="NAME", help=about)
     about = "p2p or nccl, on CPUs gloo (default: p2p where all ranks share one NVLink domain, else nccl)"
     add("--transport", metavar="NAME", help=about)
+    add("--gpus", type=positive, metavar="N", help="ranks of a host (default: those of the table, 8 on GPUs)")
+    about = "network between hosts, in Gb/s for each GPU, such as 100, 200, 400 or 800 (default: that of the table)"
+    add("--network", type=positive, metavar="GBIT", help=about)
     about = "most memory of a rank, such as 70GiB; see the option memory_limit (default: none)"
     add("--memory-limit", type=size, metavar="SIZE", help=about)
     about = "dtype of gathers on the wire, int8 with scales (default: that of --precision)"
     add("--gather-dtype", choices=("int8", "float8"), help=about)
     add = options.add_argument_group("what if").add_argument
+    about = (
+        'also compare ZeRO-3, HSDP and shard(states="global") on these numbers of hosts, with --gpus ranks each '
+        "(default: none)"
+    )
+    add("--hosts", default="", metavar="N[,N...]", help=about)
+    about = 'microbatches of a step, for --hosts; several accumulate with reduce="shards" (default: 1)'
+    add("--microbatches", type=positive, default=1, metavar="N", help=about)
     about = (
         "also predict a step under these limits of unsharded parameters, in MiB; see the option gather_budget_bytes "
         "(default: none)"

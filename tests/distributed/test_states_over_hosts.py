@@ -29,6 +29,7 @@ from tests.support.reference import (
     same_values,
     train_beside,
 )
+from zcompile.costs.hardware import Hosts
 from zcompile.state.sharded_model import state_of
 
 TIGHT = 2e-6
@@ -74,10 +75,11 @@ def test_training_equals_that_of_the_unsharded_model(rank, world, inner, hosts, 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", [{}, {"param_dtype": torch.bfloat16}])
-@on_ranks(4)
-def test_gradients_are_bitwise_those_of_replicas(rank, world, inner, how):
-    """Of HSDP, which adds up inside of a host and then over hosts, too."""
-    models = [pair(Transformer, prepared(inner, 2, world, states, **how))[1] for states in (None, "global")]
+@pytest.mark.parametrize("hosts, world", [(2, 4), (3, 6)])
+@on_ranks()
+def test_gradients_are_bitwise_those_of_replicas(rank, world, inner, hosts, how):
+    """Of HSDP, which adds up inside of a host and then over hosts, too; from three hosts on, in pieces."""
+    models = [pair(Transformer, prepared(inner, hosts, world, states, **how))[1] for states in (None, "global")]
     losses = [lm_loss(model, 0, rank) for model in models]
     assert torch.equal(*losses)
     for loss in losses:
@@ -92,13 +94,18 @@ def even():
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("hosts, world", [(2, 4), (3, 6)])
+@pytest.mark.parametrize("states", ["global", None])
 @on_ranks()
-def test_a_step_crosses_hosts_with_one_gather_and_one_reduce_of_the_model(rank, world, hosts, microbatches):
+def test_a_step_crosses_hosts_with_one_gather_and_one_reduce_of_the_model(rank, world, states, hosts, microbatches):
+    """HSDP gathers nothing from other hosts. The costs of plans count the same bytes."""
     torch.manual_seed(0)
-    model = compiled(even(), **over_hosts(hosts, world), param_dtype=torch.bfloat16)
+    model = compiled(even(), **over_hosts(hosts, world, states), param_dtype=torch.bfloat16)
     optimizer = ADAMW(model.parameters())
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    received = numel // (world // hosts) // hosts * (hosts - 1)  # elements, by this rank from ranks on other hosts
+    shard = sum(parameter.numel() for parameter in model.parameters()) // (world // hosts)
+    piece = shard // hosts * (hosts - 1)  # elements, that this rank gets from ranks on other hosts
+    gathered, reduced = (2 * piece, 4 * piece) if states else (0, 8 * piece)
+    costs = Hosts(hosts, shards_states=bool(states), sums_once=True, itemsize=2)
+    assert (costs.gathered_bytes(shard), costs.summed_bytes(shard)) == (gathered, reduced)
     loss = mean_square(6, 24)
     for step in range(3):
         zcompile.reset_stats(model)
@@ -109,9 +116,9 @@ def test_a_step_crosses_hosts_with_one_gather_and_one_reduce_of_the_model(rank, 
         optimizer.step()
         optimizer.zero_grad()
         stats = zcompile.stats(model)
-        assert stats["replica_bytes"] == 4 * received
-        assert before["host_shard_bytes"] == (2 * received if step == 0 else 0)  # the first forward has no step before
-        assert stats["host_shard_bytes"] - before["host_shard_bytes"] == 2 * received
+        assert stats["replica_bytes"] == reduced
+        assert before["host_shard_bytes"] == (gathered if step == 0 else 0)  # the first forward has no step before
+        assert stats["host_shard_bytes"] - before["host_shard_bytes"] == gathered
         assert stats["reduces"] == 4 * microbatches
 
 

@@ -17,6 +17,7 @@ from tests.support.commands import explained
 from zcompile.calibration.results import Calibration
 from zcompile.cli import main
 from zcompile.costs.hardware import H100, TABLES
+from zcompile.explanation.hosts import OnHosts, table_of_hosts
 from zcompile.explanation.llama import SIZES
 from zcompile.explanation.without_gpu import DeviceAttention
 from zcompile.explanation.workloads import load
@@ -84,6 +85,33 @@ def test_a_limit_of_memory_is_kept_on_each_number_of_ranks(tmp_path):
         assert two["peak_bytes"] <= limit and four["peak_bytes"] <= limit
         assert four["activation_memory_budget"] >= two["activation_memory_budget"]
     assert plans[0][0]["step_ms"] < plans[1][0]["step_ms"] < plans[2][0]["step_ms"]
+
+
+def test_modes_over_hosts_are_compared(tmp_path, capsys):
+    """Bytes from other hosts are those of the formulas in docs/guide.md, and a faster network is never slower."""
+    arguments = ["--model", "tiny", "--gpus", "4", "--hosts", "2,16"]
+    slow, fast = (explained(tmp_path, *arguments, "--network", each)["hosts"] for each in ("100", "800"))
+    assert capsys.readouterr().out.count("fastest that fits") == 4
+    shard = sum(each.numel() for each in load("tiny", None, None, None, False).model.parameters()) / 4
+    for hosts, (zero3, hsdp, both) in ((2, slow[:3]), (16, slow[3:])):
+        others = shard * (hosts - 1) / hosts
+        assert (zero3["hosts"], zero3["gpus"], both["mode"]) == (hosts, 4, 'states="global"')
+        assert hsdp["crossing_bytes"] == pytest.approx(8 * others, rel=1e-5)
+        assert both["crossing_bytes"] == pytest.approx(6 * others, rel=1e-5)
+        assert 4 * others < zero3["crossing_bytes"] < 6 * others  # rows of the embedding, and what forward saves
+        assert zero3["peak_bytes"] < both["peak_bytes"] < hsdp["peak_bytes"]
+    assert all(one["exposed_ms"] >= other["exposed_ms"] for one, other in zip(slow, fast, strict=True))
+    several = explained(tmp_path, *arguments, "--microbatches", "3")["hosts"]
+    assert [row["crossing_bytes"] for row in several[1:3]] == [row["crossing_bytes"] for row in slow[1:3]]
+    assert several[0]["crossing_bytes"] > 1.5 * slow[0]["crossing_bytes"]
+
+
+def test_the_fastest_mode_that_fits_is_marked():
+    rows = [
+        OnHosts(2, 8, name, ms, 0.0, 0, 0, fits) for name, ms, fits in (("a", 3, True), ("b", 1, False), ("c", 2, True))
+    ]
+    told = table_of_hosts(rows).splitlines()
+    assert [line.endswith("fastest that fits") for line in told] == [False, False, False, True]
 
 
 def test_one_rank_casts_parameters_instead_of_gathering_them(tmp_path):
@@ -173,6 +201,7 @@ def pair():
     [
         (["--ranks", "0"], "--ranks takes whole numbers"),
         (["--ranks", "2,many"], "--ranks takes whole numbers"),
+        (["--hosts", "1"], "--hosts takes whole numbers from 2"),
         (["--model", "no/such model"], "no model 'no/such model'"),
         (["--hardware", "abacus"], "--hardware takes h200, h100, cpu or a file"),
         (["--hardware", __file__], "it is no JSON"),

@@ -32,7 +32,7 @@ from zcompile.profile import compare, report
 from zcompile.profile.command import job_of
 from zcompile.profile.engines import file_name, find, names_of
 from zcompile.profile.flops import flops_of, grouped_product_flops
-from zcompile.profile.planned_step import step_of
+from zcompile.explanation.planned_step import step_of
 from zcompile.profile.timeline import Parts, clip, length, parts_of_step, subtract, union, wire_bytes
 from zcompile.profile.torch_engines import blocks_of
 from zcompile.profile.worker import MOST_TRACES, Run

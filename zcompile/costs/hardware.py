@@ -35,6 +35,11 @@ class Network:
     latency_s: float
 
 
+def network_of(gbit_s: float) -> Network:
+    """A NIC of so many Gb/s for each GPU, of which transfers reach 0.9."""
+    return Network(bytes_s=0.9 * gbit_s * 1e9 / 8, latency_s=15e-6)
+
+
 # AdamW in fp32 reads a parameter's weight, gradient and two moments, and writes all of them but the gradient.
 ADAM_BYTES = 28
 
@@ -111,7 +116,7 @@ class Hardware:
         """The link of `world` ranks over `transport`. Where the table lacks it, its first transport stands in."""
         known = [wire for wire in self.wires if wire.transport == transport]
         wires = known or [wire for wire in self.wires if wire.transport == self.wires[0].transport]
-        fitting = [wire for wire in wires if wire.world <= world]
+        fitting = [wire for wire in wires if wire.world <= min(world, self.domain)]
         return Link(self, max(fitting, key=lambda wire: wire.world) if fitting else wires[0], world)
 
 
@@ -124,13 +129,55 @@ class NarrowGathers(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """A mesh (host, gpu): parameters are gathered inside of a host, and gradients are summed over hosts in fp32."""
+
+    count: int
+    shards_states: bool  # `states="global"`: main parameters, gradients and moments are sharded over hosts; else HSDP
+    sums_once: bool  # `accumulate(reduce="shards")`: after the last microbatch, not in each
+    itemsize: int  # bytes of an element as it is gathered, and as its gradient is reduced
+
+    def gathered_bytes(self, elements: int) -> int:
+        """Bytes that a rank receives from other hosts once a step, for its host shard of so many elements."""
+        return self.itemsize * elements * (self.count - 1) // self.count if self.shards_states else 0
+
+    def summed_bytes(self, elements: int) -> int:
+        """The same for its sums of gradients. HSDP gathers what `states="global"` leaves in pieces."""
+        return (4 if self.shards_states else 8) * elements * (self.count - 1) // self.count
+
+
+@dataclass(frozen=True)
 class Link:
-    """A machine, the wire that transfers use on it, and the number of ranks, of which each holds one shard."""
+    """A machine, the wire that transfers use on it, and the number of ranks, of which each holds one shard.
+
+    With `hosts`, these are the ranks of one host.
+    """
 
     hardware: Hardware
     wire: Wire
     world: int
     narrow: NarrowGathers | None = None
+    hosts: Hosts | None = None
+
+    @property
+    def state_ranks(self) -> int:
+        """The number of ranks over which main parameters, gradients and moments are sharded."""
+        return self.world * (self.hosts.count if self.hosts is not None and self.hosts.shards_states else 1)
+
+    @property
+    def sums_in_reduces(self) -> bool:
+        """Whether sums over hosts run beside backward. Over c10d, compute waits for them; see `C10dReduce::wait`."""
+        return self.hosts is not None and not self.hosts.sums_once and self.wire.transport == "p2p"
+
+    def sum_over_hosts_s(self, nbytes: int) -> float:
+        """Seconds to sum an unsharded gradient of `nbytes` over hosts, after the sum over the ranks of a host."""
+        assert self.hosts is not None
+        return self.network_s(self.hosts.summed_bytes(nbytes // (self.hosts.itemsize * self.world)), self.hosts.count)
+
+    def network_s(self, received_bytes: int, domains: int) -> float:
+        """Seconds in which a rank receives so many bytes from other domains."""
+        network = self.hardware.network
+        return received_bytes / network.bytes_s + network.latency_s * (domains - 1).bit_length()
 
     def gathered_bytes(self, nbytes: int) -> int:
         """Bytes on the wire of an unsharded tensor of `nbytes`."""
@@ -150,6 +197,11 @@ class Link:
         """Seconds to reduce unsharded gradients of `nbytes` to shards."""
         return self._seconds(self.wire.reduce, nbytes)
 
+    def outside_bytes(self, nbytes: int) -> int:
+        """Bytes of an unsharded tensor of `nbytes` that a rank fetches from other domains; others share theirs."""
+        inside, domains = min(self.world, self.hardware.domain), -(-self.world // self.hardware.domain)
+        return nbytes * (domains - 1) // (inside * domains)
+
     def _seconds(self, points: Points, nbytes: int) -> float:
         if self.world == 1:
             return 0.0
@@ -157,9 +209,8 @@ class Link:
         seconds = _interpolate(points, nbytes * (inside - 1) // inside)
         domains = -(-self.world // self.hardware.domain)
         if domains > 1:  # each rank fetches a part of what other domains hold; meanwhile ranks share parts inside
-            network = self.hardware.network
-            outside_s = nbytes / inside * (domains - 1) / domains / network.bytes_s
-            seconds = max(seconds, outside_s) + network.latency_s * (domains - 1).bit_length()
+            latency_s = self.network_s(0, domains)
+            seconds = max(seconds + latency_s, self.network_s(self.outside_bytes(nbytes), domains))
         return seconds
 
 
@@ -196,7 +247,7 @@ H200 = Hardware(
         Wire("nccl", 8, ((MIB, 12e-6), (56 * MIB, 206e-6)), ((MIB, 20e-6), (56 * MIB, 253e-6)), 0.30),
     ),
     domain=8,
-    network=Network(bytes_s=45e9, latency_s=15e-6),
+    network=network_of(400),
     memory_bytes=140 << 30,
     source="transfers alone and beside matrix products on 2, 4 and 8 H200 and the parts of a step on 2 "
     "(docs/lab/measurements.md); attention and int8 as measured on an H100, which has the same SMs; launches, fp8 and "

@@ -8,13 +8,18 @@ GRADIENT_BYTES = 4
 STAGING_BYTES = 256 << 20  # of reduces, peer to peer: about what large matrices make it
 
 
-def state_bytes(elements: int, link: Link) -> int:
-    """Bytes that live as long as the model, on one rank: float32 shards, both moments, and the transport's memory.
+def state_bytes(parameters: int, link: Link) -> int:
+    """Bytes that live as long as the model, on one rank.
+
+    They are float32 main parameters, both moments, a host shard under `states="global"`, and the transport's memory.
 
     Args:
-        elements: of this rank's shards.
+        parameters: elements of all parameters.
     """
-    return elements * (PARAMETER_BYTES + MOMENTS_BYTES) + transport_bytes(elements, link)
+    shard = -(-parameters // link.world)
+    host_shard_bytes = shard * link.hosts.itemsize if link.hosts is not None and link.hosts.shards_states else 0
+    states_bytes = -(-parameters // link.state_ranks) * (PARAMETER_BYTES + MOMENTS_BYTES)
+    return states_bytes + host_shard_bytes + transport_bytes(shard, link)
 
 
 def transport_bytes(elements: int, link: Link) -> int:

@@ -136,10 +136,11 @@ class Timeline:
 def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timeline:
     """Run `graph` without a device: nodes compute in order, and one wire serves transfers in the order of their starts.
 
-    Starts in `cached` find their parameter unsharded, and transfer nothing.
+    Starts in `cached` find their parameter unsharded, and transfer nothing. Sums over hosts follow reduces on a wire of
+    their own.
     """
     link = costs.link
-    now_s = wire_free_s = compute_s = exposed_s = 0.0
+    now_s = wire_free_s = wire_s = network_free_s = compute_s = exposed_s = 0.0
     transfers: dict[Node, Transfer] = {}  # by start
     for node in graph.nodes:
         if node.op != "call_function" or node in cached:
@@ -150,8 +151,11 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
         if is_collective or node.target in GATHERS | REDUCES:
             nbytes = collective_bytes(node) if is_collective else wire_bytes(node, link)
             begin_s = max(now_s, wire_free_s)
-            wire_free_s = begin_s + (collective_s(node, link) if is_collective else transfer_s(node, link))
-            transfers[node] = Transfer(node, nbytes, begin_s, wire_free_s)
+            wire_free_s = ends_s = begin_s + (collective_s(node, link) if is_collective else transfer_s(node, link))
+            wire_s += wire_free_s - begin_s
+            if link.sums_in_reduces and node.target in REDUCES:
+                ends_s = network_free_s = max(ends_s, network_free_s) + link.sum_over_hosts_s(transfer_bytes(node))
+            transfers[node] = Transfer(node, nbytes, begin_s, ends_s)
         if node.target in (GATHER, REDUCE):  # not split: compute waits at once
             waited_for = node
         elif node.target in WAITS or is_collective_wait(node):
@@ -163,7 +167,7 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
             exposed_s += waited_s
             now_s += waited_s
             transfers[waited_for].exposed_s += waited_s
-    hidden_s = max(0.0, sum(transfer.ends_s - transfer.begins_s for transfer in transfers.values()) - exposed_s)
+    hidden_s = max(0.0, wire_s - exposed_s)
     slowed_s = hidden_s * link.wire.interference
     return Timeline(tuple(transfers.values()), compute_s, exposed_s, slowed_s)
 

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from zcompile.calibration.results import Calibration, tables_of
 from zcompile.compiler.backend import parse_options
 from zcompile.compiler.inductor import decompositions
 from zcompile.compiler.memory_limit import OutOfLimit
-from zcompile.costs.hardware import CPU, TABLES, Hardware, Link, NarrowGathers
+from zcompile.costs.hardware import CPU, TABLES, Hardware, Link, NarrowGathers, network_of
 from zcompile.costs.memory import state_bytes
 from zcompile.explanation.explanation import Explanation, comparison
+from zcompile.explanation.hosts import OnHosts, links_over_hosts, table_of_hosts
+from zcompile.explanation.planned_step import step_of
 from zcompile.explanation.predict import predict_step
 from zcompile.explanation.trace import Traced, trace
 from zcompile.explanation.without_gpu import attention_of_gpus, triton_without_gpu
@@ -34,15 +36,19 @@ from zcompile.units.find import repeated_modules
 STATES = 4  # weight, gradient and two moments
 
 
+class NothingFits(BadInput):
+    """No plan keeps to the limit of memory."""
+
+
 def _numbers(name: str, text: str) -> list[int]:
     """The whole numbers in `text`, which the option `name` was given."""
-    least = 1 if name == "--ranks" else 0
+    least = {"--ranks": 1, "--hosts": 2}.get(name, 0)
     try:
         numbers = [int(number) for number in text.split(",") if number]
     except ValueError:
         numbers = [least - 1]
     if any(number < least for number in numbers):
-        raise BadInput(f"{name} takes whole numbers with commas between them, not {text!r}")
+        raise BadInput(f"{name} takes whole numbers from {least} with commas between them, not {text!r}")
     return numbers
 
 
@@ -137,7 +143,7 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
                 return plan
             shards = tuple(i for i, value in enumerate(inputs) if id(value) in names)
             share = sum(inputs[i].numel() for i in shards) / max(parameters, 1)
-            kept_bytes = state_bytes(-(-parameters // plan.link.world), plan.link)
+            kept_bytes = state_bytes(parameters, plan.link)
             return replace(plan, memory_limit=MemoryLimit(arguments.memory_limit, kept_bytes, share, shards))
 
         try:
@@ -146,46 +152,84 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
         except RuntimeError as error:
             inner = getattr(error, "inner_exception", error)  # of torch.compile's
             if isinstance(inner, OutOfLimit):
-                raise BadInput(str(inner).removeprefix("zcompile: ")) from None
+                raise NothingFits(str(inner).removeprefix("zcompile: ")) from None
             raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
 
 
-def _predicted(arguments: argparse.Namespace) -> dict[str, list[Explanation]]:
-    """Explanations by what differs between them: "ranks", "budgets" or "activation_budgets"."""
-    ranks, budgets_mib = _numbers("--ranks", arguments.ranks), _numbers("--budgets", arguments.budgets)
-    if not ranks:
-        raise BadInput("--ranks takes at least one number")
-    hardware, measured = _tables(arguments.hardware)
-    save_mib = _numbers("--save-for-backward", arguments.save_for_backward)
-    options: dict[str, Any] = {"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {}
-    if arguments.memory_limit:
-        options["memory_limit"] = arguments.memory_limit
-    narrow = _narrow(arguments.gather_dtype, DTYPES[arguments.precision])
-    links = [_link(hardware, arguments.transport, world, narrow) for world in ranks]
-    plans = [parse_options(options).plan(link, hardware.memory_bytes) for link in links]
-    shares = _settings_of_shares(arguments.activation_budgets, options)
-    # One rank has graphs of its own. Under a limit of memory, what is saved depends on the number of ranks.
-    kind_of: Callable[[int], int] = (lambda world: world) if arguments.memory_limit else (lambda world: world == 1)
-    traced: dict[int, tuple[list[Traced], int]] = {}
-    for plan in plans:
-        if kind_of(plan.link.world) not in traced:
-            traced[kind_of(plan.link.world)] = _traced(arguments, plan)
-    graphs, parameters = traced[kind_of(ranks[0])]
+class _Predictions:
+    """Predicts steps of one model; graphs that plans have in common are traced once."""
 
-    def predict(graphs: list[Traced], plan: Plan, cache_bytes: int = 0) -> Explanation:
-        link = replace(measured.over(plan.link.wire.transport, plan.link.world), narrow=narrow)
-        return predict_step(graphs, plan, parameters, 1, cache_bytes, link)
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        changes: dict[str, Any] = {"domain": arguments.gpus} if arguments.gpus else {}
+        if arguments.network:
+            changes["network"] = network_of(arguments.network)
+        self.hardware, self.measured = (replace(table, **changes) for table in _tables(arguments.hardware))
+        save_mib = _numbers("--save-for-backward", arguments.save_for_backward)
+        self.options: dict[str, Any] = {"save_for_backward_bytes": save_mib[0] << 20} if save_mib else {}
+        if arguments.memory_limit:
+            self.options["memory_limit"] = arguments.memory_limit
+        self.narrow = _narrow(arguments.gather_dtype, DTYPES[arguments.precision])
+        self.traced: dict[Any, tuple[list[Traced], int]] = {}
 
-    def cache_bytes(world: int) -> int:
+    def link(self, world: int) -> Link:
+        return _link(self.hardware, self.arguments.transport, world, self.narrow)
+
+    def plan(self, link: Link, settings: Settings | None = None) -> Plan:
+        return (settings or parse_options(self.options)).plan(link, self.hardware.memory_bytes)
+
+    def graphs_of(self, plan: Plan) -> tuple[list[Traced], int]:
+        """One rank has graphs of its own. Under a limit of memory, what is saved depends on the link."""
+        kind = plan.link if self.arguments.memory_limit else plan.link.world == 1
+        if kind not in self.traced:
+            self.traced[kind] = _traced(self.arguments, plan)
+        return self.traced[kind]
+
+    def predict(self, plan: Plan, caches: bool = False, graphs: list[Traced] | None = None) -> Explanation:
+        """`caches`: with a cache across microbatches. `graphs`: not those of the plan's link, but these."""
+        of_link, parameters = self.graphs_of(plan)
+        measured = self.measured.over(plan.link.wire.transport, plan.link.world)
+        link = replace(measured, narrow=plan.link.narrow, hosts=plan.link.hosts)
+        cache_bytes = self.cache_bytes(parameters, link) if caches else 0
+        return predict_step(graphs or of_link, plan, parameters, 1, cache_bytes, link)
+
+    def cache_bytes(self, parameters: int, link: Link) -> int:
         """The default of `microbatch_cache_bytes` on an empty device: a quarter of what the model's state leaves."""
-        state_bytes = STATES * torch.float32.itemsize * -(-parameters // world)
-        return max(0, hardware.memory_bytes - state_bytes) // 4
+        kept_bytes = STATES * torch.float32.itemsize * -(-parameters // link.state_ranks)
+        return max(0, self.hardware.memory_bytes - kept_bytes) // 4
 
-    of_shares = [settings.plan(links[0], hardware.memory_bytes) for settings in shares]
+    def on_hosts(self, hosts: int) -> list[OnHosts]:
+        """A step in each mode. A mode that cannot keep to the limit of memory is left out."""
+        arguments, rows = self.arguments, []
+        limit_bytes = arguments.memory_limit or self.hardware.memory_bytes
+        whole, inside = self.link(hosts * self.hardware.domain), self.link(self.hardware.domain)
+        caches = arguments.microbatches > 1 and not arguments.memory_limit
+        links = links_over_hosts(whole, inside, hosts, arguments.microbatches, DTYPES[arguments.precision])
+        for mode, link in links.items():
+            try:
+                explained = self.predict(self.plan(link), caches)
+            except NothingFits:
+                continue
+            step = step_of(explained, arguments.microbatches)
+            rows.append(OnHosts.of(mode, hosts, link, step, explained.parameters, limit_bytes))
+        return rows
+
+
+def _predicted(arguments: argparse.Namespace) -> dict[str, list[Any]]:
+    """Predictions by what differs between them: "ranks", "budgets", "activation_budgets" or "hosts"."""
+    budgets_mib, hosts = _numbers("--budgets", arguments.budgets), _numbers("--hosts", arguments.hosts)
+    of = _Predictions(arguments)
+    ranks = _numbers("--ranks", arguments.ranks)
+    if not ranks:
+        ranks = [count * of.hardware.domain for count in hosts] or [8]
+    plans = [of.plan(of.link(world)) for world in ranks]
+    shares = [of.plan(plans[0].link, each) for each in _settings_of_shares(arguments.activation_budgets, of.options)]
+    budgets = [replace(plans[0], gather_budget_bytes=mib << 20) for mib in budgets_mib]
     return {
-        "ranks": [predict(traced[kind_of(world)][0], plan, cache_bytes(world)) for world, plan in zip(ranks, plans)],
-        "budgets": [predict(graphs, replace(plans[0], gather_budget_bytes=mib << 20)) for mib in budgets_mib],
-        "activation_budgets": [predict(_traced(arguments, plan)[0], plan) for plan in of_shares],
+        "ranks": [of.predict(plan, caches=True) for plan in plans],
+        "budgets": [of.predict(plan) for plan in budgets],
+        "activation_budgets": [of.predict(plan, graphs=_traced(arguments, plan)[0]) for plan in shares],
+        "hosts": [row for count in hosts for row in of.on_hosts(count)],
     }
 
 
@@ -210,6 +254,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(comparison("budget MiB", [(each.gather_budget_bytes >> 20, each) for each in by_budget]))
     if by_share := explained["activation_budgets"]:
         print(comparison("activation budget", [(each.activation_memory_budget, each) for each in by_share]))
+    if on_hosts := explained["hosts"]:
+        print(table_of_hosts(on_hosts))
     if graph_breaks := counters["graph_break"] - before:
         reasons = "; ".join(reason.splitlines()[0] for reason in graph_breaks)
         print(

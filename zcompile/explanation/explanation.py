@@ -30,6 +30,7 @@ class Explanation:
         cached_bytes: the memory of that cache.
         activation_memory_budget: the share of activations that forwards save; see `zcompile.options.Settings`.
         widths: of parameters on the wire. Those that units, and blocks with components, gather are in no other figure.
+        over_hosts_ms: exposed once a step, on a mesh (host, gpu): transfers over hosts that no graph has.
         recomputed_segments: how many segments of forwards, such as half of a decoder's block, backwards compute again
             to keep to `memory_limit`.
     """
@@ -53,6 +54,7 @@ class Explanation:
     activation_memory_budget: float = 1.0
     widths: tuple[Width, ...] = ()
     recomputed_segments: int = 0
+    over_hosts_ms: float = 0.0
 
     @property
     def saved_bytes(self) -> int:

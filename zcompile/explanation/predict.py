@@ -59,9 +59,10 @@ def predict_step(
     graphs = tuple(_planned(graph, plan, link, traced_world) for graph in traced)
     cached = _cached(graphs, microbatch_cache_bytes)
     cached_graphs = tuple(_planned(graph, plan, link, traced_world, cached) for graph in traced) if cached else ()
-    share = -(-parameters // link.world)
+    share = -(-parameters // link.state_ranks)
     optimizer_ms = 1e3 * share * ADAM_BYTES / link.hardware.adam_rate()
-    static_bytes, own_fraction = state_bytes(share, link), 1.0
+    static_bytes, own_fraction = state_bytes(parameters, link), 1.0
+    over_hosts_ms = _over_hosts_ms(link, parameters, graphs)
     if link.wire.transport == "p2p":
         # A rank's own piece of an unsharded parameter is that of its cached shard (csrc/p2p/aliased_params.h).
         own_fraction = (link.world - 1) / link.world
@@ -73,8 +74,8 @@ def predict_step(
         parameters=parameters,
         graphs=graphs,
         optimizer_ms=optimizer_ms,
-        step_ms=sum(graph.total_ms for graph in graphs) + optimizer_ms,
-        exposed_ms=sum(graph.exposed_ms for graph in graphs),
+        step_ms=sum(graph.total_ms for graph in graphs) + over_hosts_ms + optimizer_ms,
+        exposed_ms=sum(graph.exposed_ms for graph in graphs) + over_hosts_ms,
         peak_bytes=static_bytes + max((saved + graph.live_bytes for graph, saved in in_order(graphs)), default=0),
         static_bytes=static_bytes,
         gradient_bytes=round(GRADIENT_BYTES * share * gradient_fraction(link)),
@@ -85,7 +86,23 @@ def predict_step(
         activation_memory_budget=min(graph.activation_memory_budget for graph in traced),
         recomputed_segments=sum(graph.recomputed_segments for graph in traced if graph.kind == "forward"),
         widths=_widths(graphs, link, in_eager),
+        over_hosts_ms=over_hosts_ms,
     )
+
+
+def _over_hosts_ms(link: Link, parameters: int, graphs: Sequence[PlannedGraph]) -> float:
+    """Time of a step in which compute waits for transfers over the hosts of a mesh (host, gpu), outside of graphs."""
+    hosts = link.hosts
+    if hosts is None:
+        return 0.0
+    gather_ms = sum_ms = 0.0
+    if hosts.shards_states:
+        gather_ms = 1e3 * link.network_s(hosts.gathered_bytes(-(-parameters // link.world)), hosts.count)
+        if link.wire.transport != "p2p":  # gathers wait for the host shards that they read; peer to peer, for all
+            gather_ms = max(0.0, gather_ms - sum(graph.total_ms for graph in graphs if graph.kind == "forward"))
+    if not link.sums_in_reduces:
+        sum_ms = 1e3 * link.sum_over_hosts_s(parameters * hosts.itemsize)
+    return gather_ms + sum_ms
 
 
 def _widths(graphs: Sequence[PlannedGraph], link: Link, in_eager: Iterable[Width]) -> tuple[Width, ...]:
@@ -126,7 +143,8 @@ def _planned(
     shards = _shards(graph, names)
     # Inside of `zcompile.accumulate`, later microbatches need the shards, so gradients have memory of their own.
     fraction = gradient_fraction(link) if cached is None else 1.0
-    scale = fraction * traced_world / link.world
+    keeps_sums = link.hosts is not None and link.hosts.sums_once
+    scale = fraction * traced_world / (link.world if keeps_sums else link.state_ranks)
     live = costs.liveness.live_bytes(exclude=shards | hits, scaled=set(calls(graph, *REDUCES)), scale=scale)
     gathers = [start for start in calls(graph, *GATHERS) if start not in hits]
     inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_map_only
 
+from zcompile.explanation.planned_step import PlannedStep, step_of
 from zcompile.explanation.workloads import Workload, load
 from zcompile.profile.engine import Engine, Training
 from zcompile.profile.engines import find
 from zcompile.profile.flops import count_step
 from zcompile.profile.launch import PARENT, Job
-from zcompile.profile.planned_step import PlannedStep, step_of
 from zcompile.profile.resident_memory import ResidentMemory
 from zcompile.profile.timeline import STEP, Parts, parts_of_step, wire_bytes
 

@@ -12,7 +12,9 @@ class PlannedStep:
     """What the plan predicts of a step on one rank."""
 
     step_ms: float
+    exposed_ms: float
     peak_bytes: int
+    moved_bytes: int  # of unsharded parameters that are gathered, and of unsharded gradients
     rests_on: str  # where the figures of the machine come from
     saved_bytes: int  # that the forward of a microbatch saves for backward
     activation_memory_budget: float  # the share of activations that this is under
@@ -29,7 +31,8 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
     earlier_bytes = GRADIENT_BYTES * -(-explained.parameters // explained.world)
     caches = microbatches > 1 and bool(explained.cached_graphs)
     peak_bytes = explained.gradient_bytes if microbatches == 1 else earlier_bytes  # in the optimizer's step
-    step_ms = 0.0
+    step_ms = exposed_ms = explained.over_hosts_ms
+    moved_bytes = 0
     alone = in_order(explained.graphs)
     caching = in_order(explained.cached_graphs if caches else explained.graphs)
     for microbatch in range(microbatches):
@@ -39,9 +42,13 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
             held = saved_bytes + hits * explained.cached_bytes + (microbatch > 0) * earlier_bytes
             peak_bytes = max(peak_bytes, held + graph.live_bytes)
             step_ms += graph.total_ms
+            exposed_ms += graph.exposed_ms
+            moved_bytes += graph.gathered_bytes + graph.reduced_bytes
         step_ms += explained.adding_ms * (microbatch > 0 and not caches)
     return PlannedStep(
         step_ms=step_ms + explained.optimizer_ms,
+        exposed_ms=exposed_ms,
+        moved_bytes=moved_bytes,
         peak_bytes=explained.static_bytes + peak_bytes,
         rests_on=explained.rests_on,
         saved_bytes=explained.saved_bytes,
