@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import random
 import socket
 import time
 
@@ -12,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zcompile
-from tests.support.hosts import Hosts, cut_link, received_bytes
-from tests.support.models import Chain, mean_square
-from tests.support.ranks import on_ranks
-from tests.support.reference import train_beside
+from tests.support.hosts import Hosts, cut_link, received_bytes, throttle_link
+from tests.support.models import Chain, Transformer, mean_square
+from tests.support.ranks import on_ranks, slow
+from tests.support.reference import lm_loss, losses_of, pair, sgd, train_beside
 from tests.support.time_limits import scaled
 from zcompile.ranks.process_groups import all_gather_object
 
@@ -124,3 +125,42 @@ def test_a_host_that_is_lost_is_an_error_on_all_ranks_within_the_timeout(hosts, 
     for seconds, error in answers:
         assert "zcompile" in error and "rank" in error, error
         assert seconds < scaled(10) * 3, (seconds, error)
+
+
+def rank_losses(rank, world, mode, disturbed):
+    """Of 200 steps; if `disturbed`, ranks sleep at random, and the link of each host is slow."""
+    if disturbed and rank % GPUS == 0:
+        throttle_link("10mbit")
+    dist.barrier()
+    seconds = random.Random(rank)
+
+    def loss(model, step, rank):
+        if disturbed:
+            time.sleep(seconds.choice((0, 0, 0.002, 0.02)))
+        return lm_loss(model, step, rank)
+
+    _, model = pair(Transformer, functools.partial(zcompile.shard, **how(mode)))
+    return losses_of(model, loss, rank, 200).tolist()
+
+
+def losses_without_ranks():
+    model, _ = pair(Transformer, lambda model: model)
+    optimizer = sgd(model.parameters())
+    for step in range(200):
+        losses = [lm_loss(model, step, rank) for rank in range(HOSTS * GPUS)]
+        sum(losses).div(len(losses)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield [loss.item() for loss in losses]
+
+
+@slow
+@pytest.mark.parametrize("mode", MODES)
+def test_delays_and_a_slow_link_change_no_loss_of_200_steps(hosts, mode):
+    pool = hosts(HOSTS * GPUS)
+    quiet = pool.run(rank_losses, mode, False)
+    disturbed = pool.run(rank_losses, mode, True)
+    pool.stop()  # the links are fast again
+    assert disturbed == quiet
+    for ours, theirs in zip(zip(*quiet), losses_without_ranks(), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)

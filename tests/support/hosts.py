@@ -48,18 +48,19 @@ class Hosts(Ranks):
     def __init__(self, hosts: int, gpus: int, rate: str = "1gbit"):
         super().__init__(hosts * gpus)
         self.gpus = gpus
+        self.rate = rate
         prefix = f"zc{os.getpid()}"
         self.switch = f"{prefix}-switch"
         self.namespaces = [f"{prefix}-host{i}" for i in range(hosts)]
         self.made: list[str] = []
         try:
-            self._make(rate)
+            self._make()
         except (OSError, subprocess.CalledProcessError) as error:
             self.remove()
             reason = getattr(error, "stderr", "") or error
             pytest.skip(f"hosts are emulated by network namespaces, which cannot be made here: {reason}".strip())
 
-    def _make(self, rate: str) -> None:
+    def _make(self) -> None:
         for namespace in (self.switch, *self.namespaces):
             _run("ip", "netns", "add", namespace)
             self.made.append(namespace)
@@ -72,17 +73,17 @@ class Hosts(Ranks):
             _run("ip", "-n", self.switch, "link", "set", f"host{i}", "master", "bridge", "up")
             _run("ip", "-n", namespace, "address", "add", f"{SUBNET}.{i + 1}/24", "dev", LINK)
             _run("ip", "-n", namespace, "link", "set", LINK, "up")
-            limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
-            _run("tc", "-n", namespace, "qdisc", "add", "dev", LINK, "root", *limit)
+            _run("tc", "-n", namespace, "qdisc", "add", *_limit(self.rate))
 
     def host_of(self, rank: int) -> Host:
         return Host(self.namespaces[rank // self.gpus])
 
     def stop(self) -> None:
-        """End the ranks, and make all links whole again: a test may have cut one."""
+        """End the ranks, and make all links whole again: a test may have cut or throttled one."""
         super().stop()
         for namespace in self.made[1:]:
             _run("ip", "-n", namespace, "link", "set", LINK, "up")
+            _run("tc", "-n", namespace, "qdisc", "change", *_limit(self.rate))
 
     def remove(self) -> None:
         """End the ranks and remove the hosts."""
@@ -102,6 +103,15 @@ def received_bytes() -> int:
 def cut_link() -> None:
     """From now on nothing comes to this rank's host or leaves it, and no other host is told, as if it lost power."""
     _run("ip", "link", "set", LINK, "down")
+
+
+def throttle_link(rate: str) -> None:
+    """From now on this rank's host sends no faster than `rate`, which `tc` understands."""
+    _run("tc", "qdisc", "change", *_limit(rate))
+
+
+def _limit(rate: str) -> list[str]:
+    return ["dev", LINK, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
 
 
 def _run(*command: str) -> None:
