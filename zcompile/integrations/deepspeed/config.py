@@ -91,7 +91,12 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
         return 'its gathers read partitions on the device. Remove "offload_param"'
     if zero.get("zero_hpz_partition_size", 1) > 1:
-        return 'it has no secondary partitions. Remove "zero_hpz_partition_size"'
+        # Rank r has part r of each parameter, so the parts of one rank of each host are no slice of it.
+        return (
+            "it has no secondary partitions: DeepSpeed cuts parameters so that they could not be gathered inside of a "
+            'host. zcompile.shard(model, mesh, states="global") does the same, without DeepSpeed. Remove '
+            '"zero_hpz_partition_size"'
+        )
     for name in ("zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name):
             return f'it quantizes gathers alone (zero_quantized_weights). Remove "{name}"'
