@@ -1,4 +1,4 @@
-"""One graph compiled ahead of time by torch, as bytes, and loaded again. The only file that knows how torch does it."""
+"""Compiles one graph ahead of time to bytes, and loads it again. Only this file uses torch's private API for that."""
 
 import importlib
 import inspect
@@ -32,50 +32,50 @@ _OLDEST = (2, 13)
 
 
 def lacking() -> str:
-    """What this torch lacks for artifacts; empty if nothing."""
+    """Return why this torch cannot save compiled models; empty if it can."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
         return f"torch {torch.__version__} cannot save compiled models; that needs torch 2.13 or later"
     return ""
 
 
 class Code(NamedTuple):
-    """The compiled code of a graph, by AOTAutograd and Inductor."""
+    """The code that AOTAutograd and Inductor made of one graph."""
 
-    entry: bytes
-    libraries: dict[str, bytes]  # C++ kernels, see kernels.py
-    names_device_number: bool
+    entry: bytes  # a pickled entry of AOTAutograd's cache
+    libraries: dict[str, bytes]  # C++ kernels, see `kernels.take_kernels`
+    names_device_number: bool  # see `kernels.names_device_number`
 
 
 class Reused(BaseException):
-    """A backend raises it with the `Code` that it found for the graph that it compiles."""
+    """Raised by a backend instead of compiling: its argument is the saved `Code` of an equal graph."""
 
 
 class Made(NamedTuple):
-    """One compiled graph."""
+    """One compiled graph, as `compile_ahead` returns it. `Loaded` takes the first three fields."""
 
-    program: bytes  # the part of Dynamo, which `Loaded` takes, as it takes `objects` and `code`
-    objects: bytes
+    program: bytes  # Dynamo's bytecode and guards
+    objects: bytes  # globals that the bytecode reads
     code: Code
-    # (module, first line, line after the last, SHA-256) of all functions that were traced.
+    # (module, first line, line after the last, SHA-256 of the text) of each traced function.
     sources: list[tuple[str, int, int, str]]
-    # Objects that Dynamo guards by their identity, which no file can hold, and process groups. Each is (expression that
-    # leads to it from L, the arguments of the call, or G, the globals; the object; whether it begins with G or is a
-    # group).
+    # Objects whose guards a file cannot hold: process groups, and objects that are compared by identity. Each is (a
+    # Python expression for the object, from L, the arguments of the call, or G, the globals; the object; whether it is
+    # a global or a process group).
     dropped: list[tuple[str, Any, bool]]
-    meshes: set[DeviceMesh]  # that the code was given
+    meshes: set[DeviceMesh]  # meshes that the traced code reads
 
 
 def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, groups: Groups) -> Made:
-    """Compile `model(*args, **kwargs)`, forward and backward, and run nothing.
+    """Compile `model(*args, **kwargs)`, forward and backward, without running it.
 
     Args:
-        backend: compiles the graph that Dynamo captured. Its result has torch's `serialize`, as Inductor's has. Or it
-            raises `Reused`.
-        groups: over which the model may have collectives of its own.
+        backend: compiles the graph that Dynamo captured. It returns a callable with torch's method `serialize`, as
+            Inductor does, or raises `Reused`.
+        groups: process groups that the model's own collectives may use; see groups.py.
 
     Raises:
-        torch._dynamo.exc.Unsupported: there are graph breaks.
-        RuntimeError: something in it cannot be saved.
+        torch._dynamo.exc.Unsupported: the model has graph breaks.
+        RuntimeError: a part of the compiled program cannot be saved.
     """
     dropped: list[tuple[str, Any, bool]] = []
     meshes: set[DeviceMesh] = set()
@@ -94,24 +94,24 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     compiled: Any = torch.compile(
         model._call_impl, backend=compile_graph, fullgraph=True, options={"guard_filter_fn": keep}
     )
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # sizes may differ from earlier calls'
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # keep sizes static after calls with other sizes
         function = compiled.aot_compile((tuple(args), dict(kwargs)))
     artifacts = function._artifacts
     inlined = artifacts.source_info.inlined_sources
     sources = [(each.module, each.firstlineno, each.lastlineno, each.checksum) for each in inlined]
-    inlined.clear()  # it has the text of each module
+    inlined.clear()  # not to be saved: it holds the text of each module
     code = artifacts.compiled_fn.code or artifacts.compiled_fn.take_code(groups)
     program = type(function).serialize(function).serialized_data
     return Made(program, _save_objects(artifacts), code, sources, dropped, meshes)
 
 
 def _is_dynamos(name: str) -> bool:
-    """Whether Dynamo put a global of this name into a module, as it does for what its bytecode refers to."""
+    """Return whether the global `name` is one that Dynamo added to a module for its bytecode."""
     return name.startswith(("___", "__compiled", "__resume", "__import_", "__builtins_dict"))
 
 
 def _save_objects(artifacts: Any) -> bytes:
-    """What Dynamo put into globals for the bytecode, and does not save itself. Modules are saved by name."""
+    """Pickle the globals that Dynamo added for its bytecode and does not save itself; modules by their names."""
     environment, scope = artifacts.runtime_env, nn.Module._call_impl.__globals__
     saved = {*environment.import_sources, *environment.used_globals, artifacts.backend_id}
     objects = {name: scope[name] for name in environment.external_refs if _is_dynamos(name) and name not in saved}
@@ -127,8 +127,11 @@ def _is_group(guard: Any) -> bool:
 
 
 def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
-    """Not so guards on shards, whose sizes differ between ranks, nor on process groups and what compares ids, which are
-    noted in `dropped`."""
+    """Return whether a file keeps `guard`.
+
+    It keeps no guard on a shard, because shard sizes differ between ranks. It cannot keep guards on process groups and
+    on the identity of objects; these are appended to `dropped`.
+    """
     kinds = {guard.guard_type, *guard.derived_guard_types}
     if LEAF in guard.name and "TENSOR_MATCH" in kinds:
         return False
@@ -140,18 +143,18 @@ def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Saves the mesh of a DTensor that is returned by its key, since each rank has a mesh object."""
+    """Pickles a mesh, which a returned DTensor refers to, by its key, because each rank has its own mesh object."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, DeviceMesh):
             return NotImplemented
         key = mesh_key(obj)
-        remembered_mesh(key)  # or else no rank could load it
+        remembered_mesh(key)  # raises if no rank could load it
         return remembered_mesh, (key,)
 
 
 class _Saved(SerializableCallable):
-    """The function of a compiled graph. Torch saves no bytes for it: `code` is a part of its own in the file."""
+    """The callable of a compiled graph. Torch saves it as zero bytes; the file has `code` as a separate part."""
 
     def __init__(self, compiled: Any, code: Code | None = None):
         self.compiled, self.code = compiled, code
@@ -160,13 +163,13 @@ class _Saved(SerializableCallable):
         return self.compiled(*args)
 
     def take_code(self, groups: Groups) -> Code:
-        """As a file has it. This object cannot be called any more."""
+        """Return the code as a file holds it. Afterwards this object cannot be called."""
         with torch._functorch.config.patch(bundled_autograd_cache=True):
             entry = self.compiled.serialize()
-        entry.serialized_bw_module = None  # the backward graph, for compiled autograd
+        entry.serialized_bw_module = None  # the backward graph, which only compiled autograd needs
         for text in ("aot_joint_graph_str", "aot_forward_graph_str", "aot_backward_graph_str", "min_cut_info_str"):
             if hasattr(entry, text):
-                setattr(entry, text, None)  # for logs
+                setattr(entry, text, None)  # only logs show it
         libraries = kernels.take_kernels(entry, groups)
         saved = io.BytesIO()
         _Pickler(saved).dump(entry)
@@ -178,10 +181,10 @@ class _Saved(SerializableCallable):
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> "_Saved":
-        return cls(None)  # to be called after `load`
+        return cls(None)  # callable after `load`
 
     def load(self, entry: bytes, groups: Groups) -> None:
-        """Let code be called, with the groups of this rank."""
+        """Load a pickled `Code.entry`, whose collectives then run over this rank's `groups`."""
         loaded = pickle.loads(entry)
         kernels.install_modules(loaded, groups)
         self.compiled = deserialize_bundled_cache_entry(loaded)
@@ -189,7 +192,7 @@ class _Saved(SerializableCallable):
 
 @contextmanager
 def _silent(logger: logging.Logger) -> Iterator[None]:
-    """Let `logger` log nothing."""
+    """Suppress all messages of `logger`."""
 
     def drop(record: logging.LogRecord) -> bool:
         return False
@@ -202,25 +205,25 @@ def _silent(logger: logging.Logger) -> Iterator[None]:
 
 
 class Loaded:
-    """A compiled graph of a model, as `compile_ahead` made it, in this process or in another one."""
+    """A callable compiled graph, which `compile_ahead` made in this process or in another one."""
 
     def __init__(self, program: bytes, objects: bytes, code: Code, groups: Groups):
-        """Unpickles, so all of it must be trusted; compiles nothing, and starts no process."""
+        """Unpickle the arguments, which must be trusted. Runs no compiler, and starts no process."""
         kernels.install_kernels(code.libraries)
         meshes = logging.getLogger("torch.distributed.device_mesh")
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
         scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
-        # Meshes are those of the rank that made it, whose groups this one lacks. The collector would look through all
-        # objects of the process many times while so many new ones are made: a third of the time.
+        # Meshes are those of the rank that compiled; torch would warn that this rank lacks their process groups.
+        # Unpickling makes so many objects that the garbage collector would take a third of the time.
         with kernels.in_this_process(), _silent(meshes), without_gc():
             self.function = AOTCompiledFunction.deserialize(program, scope)
             saved: Any = self.function._artifacts.compiled_fn
             saved.load(code.entry, groups)
-        self.function.disable_guard_check()  # the caller asks for a `failed_guard` first
+        self.function.disable_guard_check()  # the caller calls `failed_guard` first
 
     def failed_guard(self, model: nn.Module, args: Any, kwargs: Any) -> str:
-        """Which of the guards that were saved does not hold for this call, in words; empty if all do."""
+        """Return the saved guards that do not hold for this call, in words; empty if all hold."""
         if self.function.guard_check(model, *args, **kwargs):
             return ""
         arguments = self.function.prepare_f_locals(model, *args, **kwargs)
@@ -228,10 +231,10 @@ class Loaded:
         return "; ".join(map(str, guards.check_verbose(arguments).verbose_code_parts)) or "a guard does not hold"
 
     def look_up(self, expression: Any, model: nn.Module) -> Any:
-        """The object that an expression of `Made.dropped`, as text or as code, leads to here; raises if to none."""
+        """Evaluate an expression of `Made.dropped`, as text or compiled, in this process; raises if that fails."""
         return eval(expression, {"L": {"self": model}, "G": self.function.fn.__globals__})
 
 
 def runs_compiled_code() -> bool:
-    """Whether compiled code may run: not so inside of `torch.compiler.set_stance("force_eager")` and the like."""
+    """Return whether compiled code may run: not under a `torch.compiler.set_stance` such as "force_eager"."""
     return eval_frame._stance.stance == "default"

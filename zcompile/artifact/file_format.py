@@ -1,9 +1,10 @@
-"""The file that holds a compiled model: magic, SHA-256 of all that follows, length of the header, header (JSON), parts.
+"""The file that holds a compiled model: magic, SHA-256 of the rest, length of the header, header (JSON), parts.
 
 [Note: a file is a program]
-Loading a file unpickles objects and runs native code, so a file can do whatever a program can. Nothing of it is
-unpickled before all checks passed: who may write it, its SHA-256 if the caller pins one, the SHA-256 in it, the
-fingerprint in its header. The SHA-256 in it finds damage. Only a pinned one finds an attacker.
+Loading a file unpickles objects and runs native code, so a file can do anything that a program can. Nothing is
+unpickled before four checks passed: which users may write the file, the SHA-256 that the caller gave (if any), the
+SHA-256 in the file, and the fingerprint in its header. The SHA-256 in the file detects damage; only one that the caller
+gave detects an attacker.
 """
 
 import hashlib
@@ -17,24 +18,24 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"zcompile artifact 4\n"
-LENGTH_BYTES = 8  # of the header's length, little-endian
+LENGTH_BYTES = 8  # size of the field with the header's length, little-endian
 
 
 class ArtifactError(RuntimeError):
-    """A file cannot be loaded. The text names it and says why."""
+    """A model's code cannot be saved in a file, or loaded from one. The text says why."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file as it was read."""
+    """The content of a file."""
 
-    fingerprint: dict[str, str]  # what it was made for, see fingerprint.py
-    facts: dict[str, Any]  # what else the header says: JSON values by name
-    parts: dict[str, bytes]  # bytes by name
+    fingerprint: dict[str, str]  # the model, machine and settings that it was made for, see fingerprint.py
+    facts: dict[str, Any]  # the other fields of the header: JSON values by name
+    parts: dict[str, bytes]  # programs, code and kernels: bytes by name
 
 
 def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a file with this content."""
     listed = [[name, len(part)] for name, part in parts.items()]
     header = json.dumps({"fingerprint": dict(fingerprint), "facts": dict(facts), "parts": listed}).encode()
     body = b"".join([len(header).to_bytes(LENGTH_BYTES, "little"), header, *parts.values()])
@@ -42,10 +43,10 @@ def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapp
 
 
 def decode(data: bytes, name: str) -> Artifact:
-    """What is in the bytes of a file, which errors call `name`; unpickles nothing.
+    """Parse the bytes of a file, without unpickling anything. Errors call the file `name`.
 
     Raises:
-        ArtifactError: they are no such file, or damaged.
+        ArtifactError: `data` is not such a file, or is damaged.
     """
     if not data.startswith(MAGIC):
         raise ArtifactError(f"zcompile: {name} is not an artifact of this version of zcompile.")
@@ -63,15 +64,15 @@ def decode(data: bytes, name: str) -> Artifact:
 
 
 def read(path: Path, sha256: str | None = None) -> bytes:
-    """The bytes of the file at `path`, which somebody else may not have written.
+    """Return the bytes of the file at `path`, if no other user may write it.
 
     Args:
-        sha256: what the file must have, hexadecimal.
+        sha256: the SHA-256 that the file must have, as hexadecimal digits.
 
     Raises:
-        FileNotFoundError: there is none.
-        ArtifactError: others than this user, root and its group may write or replace it, it has another SHA-256, or it
-            cannot be read.
+        FileNotFoundError: there is no such file.
+        ArtifactError: a user other than this one, root and its group may write or replace it, its SHA-256 differs from
+            `sha256`, or it cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -88,7 +89,7 @@ def read(path: Path, sha256: str | None = None) -> bytes:
 
 
 def check_writers(path: Path, status: os.stat_result) -> None:
-    """Refuse a file or folder that other users may write or replace, and warn of one that its group may write."""
+    """Raise ArtifactError if other users may write or replace a file or folder; warn if its group may write it."""
     problem, folder = "", path.parent.stat().st_mode
     if status.st_uid not in (os.geteuid(), 0):
         problem, remedy = f"it belongs to the user of number {status.st_uid}", "If you trust it, copy it."

@@ -1,7 +1,7 @@
-"""What must be the same where a file is made and where it is loaded: one line of text for each field.
+"""Fields of text that must be equal in the process that makes a file and in each process that loads it.
 
-A field that differs is named in the error, with both values, so values are words where they can be, and hashes only
-where there is too much to read. Where a list is hashed, `_digest` says how long it is.
+An error names each field that differs, with both values. So a value is plain text, or a hash if the text would be too
+long to read. The hash of a list stands beside the list's length (`_digest`).
 """
 
 import dataclasses
@@ -29,38 +29,39 @@ from zcompile.state.attributes import RECIPE
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-NUMBER = "device number"  # a field of files whose code names it, see `kernels.names_device_number`
-ANY = "any_size"  # in place of a size or stride of an input that may have another one at each call
+NUMBER = "device number"  # a field of files whose code contains it, see `kernels.names_device_number`
+ANY = "any_size"  # stands for a dynamic size or stride of an input
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def fingerprint(
     model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int, args: Any, kwargs: Any
 ) -> dict[str, str]:
-    """The fields of a sharded model, of this machine, and of the first call, `model(*args, **kwargs)`. Alike on all
-    ranks.
+    """Return the fields of a sharded model, of this machine, and of the first call, `model(*args, **kwargs)`.
+
+    All ranks of a run must have equal fields.
 
     Args:
-        memory_bytes: that the plan is made for, see `zcompile.options.Settings.plan`.
+        memory_bytes: memory of a rank that the plan is made for, see `zcompile.options.Settings.plan`.
     """
     return {**surroundings(model, settings, mode, memory_bytes), **of_call(model, args, kwargs)}
 
 
 def surroundings(model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int) -> dict[str, str]:
-    """The fields that all programs of a file share: this machine, and settings."""
+    """Return the fields that all programs of a file share: those of this machine and of the settings."""
     state = state_of(model)
     return {**machine(state.mesh.device_type), **settings_of(state, settings, mode, memory_bytes)}
 
 
 def of_call(model: nn.Module, args: Any, kwargs: Any) -> dict[str, str]:
-    """The fields of one program: the model, and its call."""
+    """Return the fields of one program: those of the model, and of the call `model(*args, **kwargs)`."""
     with _outside_of_forward(model):
         return {**structure(model, state_of(model)), **modes(model), "inputs": inputs(args, kwargs)}
 
 
 @contextmanager
 def _outside_of_forward(model: nn.Module) -> Iterator[None]:
-    """Parameters that are read here are the DTensors, and no block opens for them."""
+    """Let reads of parameters return the DTensors, as outside of a forward, without gathering a block."""
     state = state_of(model)
     before, state.in_compiled = state.in_compiled, False
     try:
@@ -70,7 +71,7 @@ def _outside_of_forward(model: nn.Module) -> Iterator[None]:
 
 
 def machine(device_type: str) -> dict[str, str]:
-    """Versions, and the processor that code is for."""
+    """Return the versions of software, and the GPU or processor for which code is compiled."""
     fields = {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -95,7 +96,7 @@ def _triton_version() -> str:
 
 
 def _processor_flags() -> str:
-    """A hash of the instructions that this processor has: kernels are compiled for just these."""
+    """Hash the names of this processor's instruction sets, because C++ kernels are compiled for them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not on Linux
@@ -105,7 +106,7 @@ def _processor_flags() -> str:
 
 
 def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memory_bytes: int) -> dict[str, str]:
-    """What decides a plan, and torch's own settings."""
+    """Return the settings that decide a plan, and torch's own settings."""
     options = {name: value for name, value in vars(settings).items() if name != "inductor"}
     return {
         "mesh": " and ".join(
@@ -120,7 +121,7 @@ def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memor
     }
 
 
-# Folders, and a setting that says how to report an error, by default otherwise where the variable CI is set.
+# Folders, and a setting of error reports whose default depends on the environment variable CI.
 _NO_FIELDS = (
     "torch._dynamo.config.base_dir",
     "torch._dynamo.config.debug_dir_root",
@@ -129,9 +130,9 @@ _NO_FIELDS = (
 
 
 def _torch_settings() -> dict[str, str]:
-    """Settings of Dynamo, AOTAutograd and Inductor that change what they make, as torch's own caches take them.
+    """Return the settings of Dynamo, AOTAutograd and Inductor that torch's own caches have in their keys.
 
-    Without `_NO_FIELDS`, which differ between virtual environments, working directories and machines.
+    `_NO_FIELDS` are left out, because they differ between virtual environments, working directories and machines.
     """
     return {
         f"{config}.{name}": str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
@@ -146,7 +147,7 @@ def _torch_settings() -> dict[str, str]:
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, ShardedParameter, int]]:
-    """The sharded parameters of a model or of a block of one, each with its name in it and its domain."""
+    """Return (name in `model`, parameter, domain) of each sharded parameter; `model` may be a block of a model."""
     with _outside_of_forward(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
@@ -158,7 +159,7 @@ def parameters_of(model: nn.Module) -> list[tuple[str, ShardedParameter, int]]:
 
 
 def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
-    """Modules with their code, parameters, and buffers."""
+    """Return hashes of the modules and their code, of parameters, buffers and hooks."""
     parameters = [
         f"{name} {list(sharded.global_shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad} "
         f"cut along {sharded.layout.dim} in domain {domain}{_spread(sharded)}"
@@ -186,7 +187,7 @@ def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
 
 
 def _spread(sharded: ShardedParameter) -> str:
-    """How a DTensor is spread over inner meshes, and whether modules read it as one; empty if it was none."""
+    """Describe the placements of a DTensor over an inner mesh, see groups.py; empty for other parameters."""
     parameter, layout = sharded.parameter, sharded.layout
     if not isinstance(parameter, DTensor) or not (layout.inner or layout.local):
         return ""
@@ -194,11 +195,11 @@ def _spread(sharded: ShardedParameter) -> str:
 
 
 def _modules(model: nn.Module) -> list[str]:
-    """Of each module: its class, what `zcompile.shard` made of that, and the code of its forward."""
+    """Return a line for each module: its class, the subclass that `zcompile.shard` made, and hashes of its forward."""
     lines = []
     for path, module in model.named_modules():
         base, kind = getattr(type(module), RECIPE, (type(module), None))
-        if kind is not None:  # shapes, which may differ between ranks, are those of "parameters"
+        if kind is not None:  # without shapes, which may differ between ranks
             layouts = [(name, dataclasses.replace(layout, shape=(), inner=None)) for name, layout in kind.layouts]
             kind = dataclasses.replace(kind, layouts=tuple(layouts))
         forwards = f"{code_hash(type(module).forward)} {code_hash(base.forward)}"  # the first may call the second
@@ -207,7 +208,7 @@ def _modules(model: nn.Module) -> list[str]:
 
 
 def module_name(value: Any) -> str:
-    """The module of a class or function; a program that is run as a file has the name of that file."""
+    """Return the module of a class or function; for `__main__`, the name of the program's file."""
     name = getattr(value, "__module__", None) or ""
     if name == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
@@ -216,7 +217,7 @@ def module_name(value: Any) -> str:
 
 
 def code_hash(function: Callable[..., Any] | types.CodeType) -> str:
-    """A hash of what a function does, without the place where it stands."""
+    """Hash the bytecode, names and constants of a function, without its file and line."""
     code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
     return hashlib.sha256(_code_text(code).encode()).hexdigest()[:16] if code is not None else str(function)
 
@@ -227,7 +228,7 @@ def _code_text(code: types.CodeType) -> str:
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """Hooks of modules, which Dynamo traces."""
+    """List the hooks of all modules, because Dynamo traces them."""
     return [
         f"{path} {kind} {_function_name(hook)}"
         for path, module in model.named_modules()
@@ -242,7 +243,7 @@ def _function_name(function: Any) -> str:
 
 
 def modes(model: nn.Module) -> dict[str, str]:
-    """Modes of torch and of the model in which the first call was."""
+    """Return the current modes of torch and of the model that change compiled code, such as autocast."""
     kinds = ("cpu", "cuda")
     autocast = [
         f"{kind} {torch.get_autocast_dtype(kind)} cache={torch.is_autocast_cache_enabled()}"
@@ -266,16 +267,16 @@ def modes(model: nn.Module) -> dict[str, str]:
 
 
 def inputs(args: Any, kwargs: Any) -> str:
-    """The arguments of a call: tensors by what compiled code depends on, numbers and text as they are."""
+    """Describe the arguments of a call, each as `described` does."""
     leaves, shape = torch.utils._pytree.tree_flatten((args, kwargs))
     return f"{', '.join(map(described, leaves))} in {shape}"
 
 
 def described(value: Any) -> str:
-    """A tensor without its values and the number of its device; plain values as they are; of others the class."""
+    """Describe a tensor by class, layout, dtype and device type, a plain value by itself, other objects by class."""
     if isinstance(value, torch.Tensor):
         layout = f"{list(value.shape)} stride {list(value.stride())}" if value.layout is torch.strided else value.layout
-        if dynamic := getattr(value, "_dynamo_weak_dynamic_indices", ()):  # by torch._dynamo.maybe_mark_dynamic
+        if dynamic := getattr(value, "_dynamo_weak_dynamic_indices", ()):  # set by torch._dynamo.maybe_mark_dynamic
             sizes = ", ".join(ANY if i in dynamic else str(size) for i, size in enumerate(value.shape))
             layout = f"[{sizes}] stride [{', '.join('1' if stride == 1 else ANY for stride in value.stride())}]"
         return f"{type(value).__name__} {layout} {value.dtype} {value.device.type} requires_grad={value.requires_grad}"
@@ -290,8 +291,10 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def differences(made: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """One line for each field that differs between a file and this process. Any device serves code that names none, and
-    any number is `ANY`: guards say which numbers the code takes."""
+    """Return one line for each field that differs between a file and this process.
+
+    The device number counts only if the file has it. `ANY` equals every size, because guards check dynamic sizes.
+    """
     return [
         f"{name}: made for {made.get(name, 'nothing')}; here {here.get(name, 'nothing')}"
         for name in {**made, **here}

@@ -1,15 +1,15 @@
-"""Meshes and process groups in saved code: each rank has others, so a file has their places in the model's meshes.
+"""Replaces process groups in saved code by their places in the model's meshes, which are the same on all ranks.
 
 [Note: collectives in a file]
-Under expert parallelism, a graph has collectives of the model's own, and Inductor writes the name of a process group
-into its code. The name may differ between ranks. A file has a place instead: the mesh of a parameter and a dimension.
-A rank that loads the file puts in the name of its own group at that place.
+Under expert parallelism, a graph has the model's own collectives, and Inductor writes the names of their process groups
+into its code. These names may differ between ranks. So a file has a *place* instead of a name: the mesh of a parameter,
+and a dimension of this mesh. A rank that loads the file replaces each place by the name of its own group there.
 
 [Note: positions]
-Under tensor parallelism, code may depend on this rank's coordinates along the *inner* meshes, over which modules read
-DTensors: a redistribution takes this rank's slice, and the last rank may have fewer rows. So a file has one program for
-each position in the inner meshes, and a rank loads the one for its own. Code depends on no other coordinate: it is the
-same on all ranks that share shards.
+A rank's *position* is its coordinates in the *inner* meshes, the dimensions over which modules read DTensors, such as
+"tp". Code may depend on the position: a redistribution takes this rank's slice, and the last rank may have fewer rows.
+So a file has one program for each position, and a rank loads the program for its own. Code depends on no other
+coordinate, so ranks that differ along "dp" alone run the same program.
 """
 
 import ast
@@ -24,30 +24,30 @@ from zcompile.artifact.file_format import ArtifactError
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-Groups = Mapping[str, str]  # the name of a group on this rank -> its place
+Groups = Mapping[str, str]  # name of a process group on this rank -> its place
 COLLECTIVES = "torch.ops._c10d_functional."
 
 
 def meshes_of(state: ShardedModel) -> Iterator[tuple[ShardedParameter, DeviceMesh]]:
-    """Each parameter with the mesh of all ranks that have a part of it."""
+    """Yield each parameter with the mesh of all ranks that have a part of it."""
     for each in models_of(state):
         for sharded in each.parameters.values():
-            parameter = sharded.parameter  # DeepSpeed's are no DTensors
+            parameter = sharded.parameter  # not a DTensor under DeepSpeed
             yield sharded, parameter.device_mesh if isinstance(parameter, DTensor) else each.mesh
 
 
 def span_of(state: ShardedModel) -> DeviceMesh:
-    """The mesh of a parameter with the most ranks; these have one file."""
+    """Return the largest of the parameters' meshes. Its ranks share one file."""
     return max(dict.fromkeys([state.mesh, *(mesh for _, mesh in meshes_of(state))]), key=lambda mesh: mesh.size())
 
 
 def inner_meshes(state: ShardedModel) -> dict[DeviceMesh, DeviceMesh]:
-    """Of the mesh of each parameter that modules read as a DTensor: its last dimensions, the inner mesh."""
+    """Return, for each mesh of a parameter that modules read as a DTensor, its last dimensions: the inner mesh."""
     return {mesh: inner.mesh for sharded, mesh in meshes_of(state) if (inner := sharded.layout.inner) is not None}
 
 
 def positions_of(state: ShardedModel) -> dict[int, str]:
-    """The position of each rank, as text; see [Note: positions]."""
+    """Return the position of each rank as text, such as "tp 1"; see [Note: positions]."""
     positions: dict[int, dict[str, int]] = {rank: {} for rank in span_of(state).mesh.flatten().tolist()}
     for mesh, inner in inner_meshes(state).items():
         for rank, place in zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape)), strict=True):
@@ -57,20 +57,20 @@ def positions_of(state: ShardedModel) -> dict[int, str]:
 
 
 def makers_of(state: ShardedModel) -> list[int]:
-    """The first rank of each position; these compile. In the order of the mesh that `span_of` returns."""
+    """Return the ranks that compile: the first of each position, in the order of the mesh `span_of(state)`."""
     positions = positions_of(state)
     first = {position: rank for rank, position in reversed(positions.items())}
     return [rank for rank, position in positions.items() if first[position] == rank]
 
 
 def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
-    """Refuse meshes whose ranks cannot share a file.
+    """Raise an error if there is a mesh whose ranks cannot share a file.
 
     Args:
-        used: the meshes that the traced code used.
+        used: the meshes that the traced code reads.
 
     Raises:
-        ArtifactError: names the parameter.
+        ArtifactError: names the parameter or the mesh.
     """
     span, inner = span_of(state), inner_meshes(state)
     ranks = set(span.mesh.flatten().tolist())
@@ -90,7 +90,7 @@ def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
 
 
 def groups_of(model: nn.Module) -> Groups:
-    """The groups of the meshes of the parameters of `model`: alike on all ranks, but for their names."""
+    """Return the place of each process group of the parameters' meshes. Places are the same on all ranks."""
     groups: dict[str, str] = {}
     for i, mesh in enumerate(dict.fromkeys(mesh for _, mesh in meshes_of(state_of(model)))):
         for dimension, group in enumerate(mesh.get_all_groups()):
@@ -99,7 +99,7 @@ def groups_of(model: nn.Module) -> Groups:
 
 
 def with_places(code: str, groups: Groups) -> str:
-    """Code of Inductor with places for the names of groups, which are the last arguments of collectives."""
+    """Replace names of groups, the last arguments of collectives, in Inductor's code by their places."""
     saved = code
     for call in ast.walk(ast.parse(code)):
         op = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
@@ -113,7 +113,7 @@ def with_places(code: str, groups: Groups) -> str:
 
 
 def with_names(code: str, groups: Groups) -> str:
-    """The reverse of `with_places`, on the rank that runs the code."""
+    """Replace the places in `code` by the names of this rank's groups: the reverse of `with_places`."""
     for name, place in groups.items():
         code = code.replace(repr(place), repr(name))
     return code

@@ -1,8 +1,8 @@
-"""Native code of Inductor: taken out of what was compiled, and run from a file instead of by a compiler.
+"""Saves the C++ kernels that Inductor compiled, and loads them from a file without a compiler.
 
-Inductor writes a Python module for each graph. When it is imported, it asks an `AsyncCompile` for each of its kernels
-by the kernel's source. In a module that comes from a file, that is a `Kernels`: it takes C++ kernels from the file.
-So no compiler runs, and nothing tries which instructions the processor has: that would start up to nine processes.
+Inductor writes a Python module for each graph. When the module is imported, it passes the source of each kernel to an
+`AsyncCompile`, which compiles it. A module from a file has a `Kernels` instead, which takes C++ kernels from the file.
+So no compiler runs, and Inductor does not test the processor's instructions, which would start up to nine processes.
 """
 
 import ast
@@ -33,21 +33,21 @@ from zcompile.whole_files import write
 MAKE = "async_compile = AsyncCompile()"
 MAKE_FROM_FILE = f"from {__name__} import Kernels; async_compile = Kernels()"
 DEVICE_NUMBER = re.compile(r"cuda:\d|\bindex=\d|\b(_DeviceGuard|set_device|get_raw_stream)\(\d")
-KNOWN = ("cpp_pybinding", "triton", "wait")  # what generated code may ask an AsyncCompile for
+KNOWN = ("cpp_pybinding", "triton", "wait")  # methods of AsyncCompile that generated code may call
 
-_files: dict[str, Path] = {}  # of the kernels that were installed in this process, by `kernel_key`
+_files: dict[str, Path] = {}  # shared libraries of the installed kernels, by `kernel_key`
 
 
 def kernel_key(argument_types: list[str], source: str) -> str:
-    """What a C++ kernel is known by in a file."""
+    """Return the key of a C++ kernel in a file: a hash of its argument types and source."""
     return hashlib.sha256("\n".join([*argument_types, source]).encode()).hexdigest()
 
 
 class Kernels(AsyncCompile):
-    """Stands in for `AsyncCompile` in modules that come from a file."""
+    """Replaces `AsyncCompile` in modules that come from a file."""
 
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
-        """The kernel as a Python function."""
+        """Return the kernel with this source as a Python function."""
         key = kernel_key(argtypes, source_code)
         if key not in _files:
             raise RuntimeError(f"zcompile: the artifact lacks the C++ kernel {key[:12]}, which its code calls.")
@@ -55,8 +55,11 @@ class Kernels(AsyncCompile):
 
 
 def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any]) -> str:
-    """A hash of the graph that Dynamo captured, and of the joint graph that AOTAutograd made of it: equal graphs, in
-    surroundings that are equal too, have equal code. Empty if torch cannot hash one, or a custom pass of the user."""
+    """Hash the graph that Dynamo captured, and the joint graph that AOTAutograd made of it.
+
+    Equal hashes mean equal code if the fields of fingerprint.py are equal, too. Empty if torch cannot hash a graph or a
+    custom pass of the user.
+    """
     captured = [each.code for each in gm.modules() if isinstance(each, GraphModule)]
     nodes = [
         [node.meta.get(key) for key in ("val", "recompute", "ac_graph_id", "custom")]
@@ -68,22 +71,22 @@ def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any])
     try:
         FxGraphCache._check_can_cache(joint)
         return compiled_fx_graph_hash(joint, joint_inputs, details, ())[0]
-    except (BypassFxGraphCache, AssertionError):  # the latter of a pass that is a plain function
+    except (BypassFxGraphCache, AssertionError):  # the latter: a custom pass is a plain function
         return ""
 
 
 def graphs_of(entry: Any) -> Iterator[Any]:
-    """The compiled graphs of an entry of AOTAutograd's cache: of forward and, if there is one, of backward."""
+    """Yield the compiled graphs of an entry of AOTAutograd's cache: forward and, if it exists, backward."""
     for part in (entry.compiled_fw, entry.compiled_bw):
         if part is not None:
             yield part.result
 
 
 def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
-    """The shared libraries of the C++ kernels of an entry, by `kernel_key`, which then takes them from a file.
+    """Return an entry's C++ kernels (shared libraries) by `kernel_key`, and let its code load them from a file.
 
     Raises:
-        RuntimeError: its code has kernels of a kind that a file cannot hold, or collectives over none of `groups`.
+        RuntimeError: a kernel is of a kind that a file cannot hold, or a collective is over a group not in `groups`.
     """
     libraries = {}
     for graph in graphs_of(entry):
@@ -101,23 +104,23 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
                 libraries[kernel_key(argument_types, source)] = Path(kernel.__self__.__file__).read_bytes()
         graph.source_code = with_places(graph.source_code.replace(MAKE, MAKE_FROM_FILE), groups)
         graph.cache_key = code_hash(graph.source_code)
-        graph.counter_deltas.clear()  # what compiling counted, which loading would count again
+        graph.counter_deltas.clear()  # else loading would count in torch's counters, like compiling
     return libraries
 
 
 def names_device_number(entry: Any) -> bool:
-    """Whether code of an entry names a GPU by its number, and so runs on no GPU of another number."""
+    """Return whether an entry's code contains the number of its GPU, and so runs on a GPU of that number alone."""
     return any(DEVICE_NUMBER.search(graph.source_code) for graph in graphs_of(entry))
 
 
 def install_kernels(libraries: Mapping[str, bytes]) -> None:
-    """Let modules find `libraries`, as `take_kernels` returned them.
+    """Write `libraries`, as `take_kernels` returned them, to Inductor's cache folder, where `Kernels` finds them.
 
-    They are files in Inductor's cache folder, because only a file can be loaded. Ranks of a host share them.
+    Only a file can be loaded as a shared library. Ranks of a host share the files.
 
     Raises:
-        ArtifactError: other users may write in that folder, and so exchange what is loaded from it.
-        OSError: it is full, or cannot be written.
+        ArtifactError: other users may write to that folder, and so could replace a library.
+        OSError: the folder is full, or cannot be written.
     """
     folder = Path(cache_dir()) / "zcompile"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -136,7 +139,7 @@ def install_kernels(libraries: Mapping[str, bytes]) -> None:
 
 
 def install_modules(entry: Any, groups: Groups) -> None:
-    """Write the Python modules of an entry to where it looks for them, over what may be there."""
+    """Write an entry's Python modules to the paths from which it imports them, over existing files."""
     for graph in graphs_of(entry):
         graph.source_code = with_names(graph.source_code, groups)
         graph.cache_key = code_hash(graph.source_code)
@@ -145,12 +148,12 @@ def install_modules(entry: Any, groups: Groups) -> None:
 
 
 def in_this_process() -> Any:
-    """A context in which Inductor starts no process: what is loaded needs no compiler."""
+    """Return a context in which Inductor starts no compile workers: loaded code needs none."""
     return inductor_config.patch(compile_threads=1)
 
 
 def inductor_settings() -> dict[str, Any]:
-    """Settings of Inductor that change code, without those of the tools that make it."""
+    """Return Inductor's settings that change generated code, without those of compilers, paths and workers."""
     tools = ("cpp.cxx", "cpp.vec_isa_ok", "cuda.cuda_cxx")
     settings: dict[str, Any] = inductor_config.save_config_portable()
     return {

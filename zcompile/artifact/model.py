@@ -1,17 +1,17 @@
-"""`zcompile.compile`: a model runs the code in a file, and what its ranks decide together at the first call.
+"""`zcompile.compile`: runs a model with the code in a file, if all ranks agree on the file at the first call.
 
 [Note: decided together]
-Ranks that run different code may start different collectives. So no rank decides alone. At the first call, each looks
-at the file and says what it found: the file fits, it is not there, or why it does not fit. All ranks gather that.
+Ranks that run different code may start different collectives, so all ranks decide together. At the first call, each
+rank reads the file. Its *verdict* is that the file fits, that the file does not exist, or why the file does not fit.
+Verdicts are all-gathered.
 
-- All have the same file, and it fits: each loads its own.
-- Some have it, and it is not there for the others (no shared folder): one rank sends it to them.
-- No rank has it: rank 0 compiles and sends its code, and all load that. It writes the file. Under tensor parallelism,
-  the first rank of each position compiles.
-- Anything else: one warning that says why, and every rank compiles for itself, as `model.compile` does.
+- All ranks have the same file, and it fits: each rank loads its own.
+- The file fits on some ranks and does not exist on the others (no shared folder): one rank broadcasts it.
+- No rank has the file: rank 0 compiles, broadcasts the file and writes it, and all ranks load it. Under tensor
+  parallelism, the first rank of each position compiles (see [Note: positions] in groups.py).
+- In all other cases, one warning gives the reason, and every rank compiles for itself, as `model.compile` does.
 
-Loading may fail on one rank, so ranks gather once more how it went. Files travel by broadcasts in the groups of the
-mesh.
+Loading may fail on one rank, so the ranks then all-gather whether it succeeded. Broadcasts use the groups of the mesh.
 """
 
 import functools
@@ -45,7 +45,7 @@ from zcompile.whole_files import write
 
 log = logging.getLogger("zcompile")
 
-FITS, ABSENT = "fits", "absent"  # what a rank may have found; anything else is a reason why the file does not fit
+FITS, ABSENT = "fits", "absent"  # verdicts; any other text is the reason why the file does not fit
 
 
 def compile(
@@ -60,31 +60,33 @@ def compile(
 ) -> nn.Module:
     """Compile `model` in place, as `model.compile(backend="zcompile")` does, but take the code from a file.
 
-    The first call of `model` loads the file: no tracing, no compiler. Where the file is not there, rank 0 compiles, all
-    ranks load what it made, and it writes the file. Where the file was made for something else, a warning names what
-    differs, and every rank compiles. What the first call is, the file is for: its input shapes, training or not,
-    autocast. A later call for which the file has no program (another length, say) compiles, with a warning.
+    The first call of `model` loads the file, without tracing or compiling. If the file does not exist, rank 0 compiles
+    and writes it, and all ranks load the result. If the file was made for another model, machine or settings, a warning
+    names the fields that differ, and every rank compiles. A file is made for the first call: its input shapes, training
+    or evaluation, autocast. A later call for which the file has no program, such as one with another sequence length,
+    is compiled, with a warning.
 
-    A file is a program: load only what you would run. See [Note: a file is a program] in file_format.py.
+    A file is a program: load only a file that you would run. See [Note: a file is a program] in file_format.py.
 
-    A model with graph breaks has no file: every rank compiles.
+    A model with graph breaks cannot be saved in a file: every rank compiles.
 
     Args:
-        model: a sharded model, of whose parts none is compiled.
-        artifact: the path of the file. Ranks may have copies of one file; at most one needs it.
+        model: a sharded model, without compiled submodules.
+        artifact: the path of the file. Ranks may have copies of one file; the copy of one rank is enough.
         options: see `zcompile.options.Settings`.
-        require: whether it is an error if the file cannot be used, instead of a compile.
-        sha256: what the file must have, hexadecimal; it is checked before anything is unpickled. Implies `require`.
+        require: if True, a file that cannot be used is an error; if False, every rank compiles instead.
+        sha256: the SHA-256 that the file must have, as hexadecimal digits. It is checked before anything is unpickled.
+            Implies `require`.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
-        blocks: modules of `model` that are compiled one by one, as `block.compile(backend="zcompile")` does, instead of
-            the whole. The file has the code of equal blocks once.
+        blocks: modules of `model` to compile one by one, as `block.compile(backend="zcompile")` does, instead of the
+            whole model. The file has the code of equal blocks once.
 
     Returns:
         `model`.
 
     Raises:
-        RuntimeError: `model` is not sharded. At the first call, with `require`: why the file cannot be used.
-        ValueError: an option that is unknown or wrong, or a torch that cannot save compiled models.
+        RuntimeError: `model` is not sharded; at the first call with `require`, the file cannot be used.
+        ValueError: an option is unknown or wrong, or this torch cannot save compiled models.
     """
     settings = parse_options(options)
     path, require = Path(artifact), require or sha256 is not None
@@ -96,7 +98,7 @@ def compile(
 
 
 def check_artifact(settings: Settings, mode: str | None = None) -> None:
-    """Refuse settings, or a torch, with which no file can be made."""
+    """Raise ValueError if no file can be made with these settings or with this torch."""
     if reason := aot.lacking():
         raise ValueError(f"zcompile: an artifact is not possible here: {reason}. Leave 'artifact' out.")
     if settings.inner != "inductor":
@@ -107,7 +109,7 @@ def check_artifact(settings: Settings, mode: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank found."""
+    """The report that each rank all-gathers at the first call."""
 
     rank: int
     verdict: str  # FITS, ABSENT, or why the file does not fit
@@ -119,42 +121,42 @@ class _Report:
 class _Shared:
     """State that the blocks of one model share."""
 
-    mesh: DeviceMesh | None = None  # of all ranks that decide, see `span_of`
-    position: str = ""  # of this rank, see [Note: positions] in groups.py
-    data: bytes = b""  # of the file
+    mesh: DeviceMesh | None = None  # all ranks that decide together, see `span_of`
+    position: str = ""  # this rank's coordinates in inner meshes, see [Note: positions] in groups.py
+    data: bytes = b""  # content of the file
     file: LoadedFile | None = None
-    digest: tuple[bytes | None, str] = None, ""
-    how: str = ""  # for `zcompile.stats`, unless all blocks were loaded from the file
-    is_made_here: bool = False  # by the ranks of this run
-    surroundings: dict[str, str] = field(default_factory=dict)  # of this rank, see fingerprint.py
-    compiled: Callable[..., Any] | None = None  # without a file; one, so that equal blocks are compiled once
+    digest: tuple[bytes | None, str] = None, ""  # `data`, and its SHA-256
+    how: str = ""  # origin of the code, for `zcompile.stats`; empty if all blocks were loaded from the file
+    is_made_here: bool = False  # whether the ranks of this run compiled the file
+    surroundings: dict[str, str] = field(default_factory=dict)  # fields of this rank, see fingerprint.py
+    compiled: Callable[..., Any] | None = None  # compiles; shared, so that equal blocks are compiled once
     differing: list[str] = field(default_factory=list)  # see `FromFile.differing`
 
     def sha256(self) -> str:
-        """Of the file; computed once."""
+        """Return the SHA-256 of `data`, computed once."""
         if self.digest[0] is not self.data:
             self.digest = self.data, hashlib.sha256(self.data).hexdigest()
         return self.digest[1]
 
     def open(self, name: str) -> LoadedFile:
-        """The content of `data`, which errors call `name`."""
+        """Return the parsed `data`, which errors call `name`."""
         if self.file is None:
             self.file = LoadedFile(decode(self.data, name), name)
             if NUMBER not in self.file.artifact.fingerprint:
-                self.surroundings.pop(NUMBER, None)  # which may differ between ranks
+                self.surroundings.pop(NUMBER, None)  # its code runs on any GPU, and ranks may differ
         return self.file
 
     def add(self, files: list[bytes], name: str) -> None:
-        """Take programs that the ranks of this run made into the file; loaded programs stay loaded."""
+        """Add programs that the ranks of this run compiled to the file. Loaded programs stay loaded."""
         self.data, self.is_made_here = merge([self.data, *files] if self.is_made_here else files), True
         loaded, self.file = self.file.loaded if self.file is not None else {}, None
         self.open(name).loaded = loaded
 
 
 class FromFile:
-    """What a model has as its compiled call: the code of a file, or what was compiled because no file fits.
+    """The compiled call of a model (`_compiled_call_impl`): runs code of a file, or compiles if no file fits.
 
-    It refers to the model weakly: the model holds it.
+    Its reference to the model is weak, because the model holds this object.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class FromFile:
         """See `compile`.
 
         Args:
-            around_make: makes a context in which the file is made, if it is.
+            around_make: returns a context manager in which this rank compiles the file, if it must.
             shared: state that blocks of one model share. Default: `model` is the only one.
         """
         state_of(model)
@@ -180,7 +182,7 @@ class FromFile:
         self.path, self.settings, self.mode = path, settings, mode
         self.require, self.sha256, self.around_make = require, sha256, around_make
         self.decided = False
-        self.programs: list[Program] = []  # the one of the last call first
+        self.programs: list[Program] = []  # most recently used first
         self.shared, self.is_alone = shared or _Shared(), shared is None
         self.missed: set[Any] = set()  # calls for which the file has no program
         self.warned = False
@@ -193,7 +195,7 @@ class FromFile:
         model = self.model()
         assert model is not None
         if not aot.runs_compiled_code():
-            return self.compiled(model, *args, **kwargs)  # which runs the model in eager
+            return self.compiled(model, *args, **kwargs)  # torch then runs the model in eager
         if not self.decided:
             self.decide(model, args, kwargs)
             self.decided = True
@@ -211,7 +213,11 @@ class FromFile:
         return self.compiled(model, *args, **kwargs)
 
     def serving(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Program | None, str]:
-        """The program for a call, which is then the first one; or None, and why the first one does not serve it."""
+        """Find the program for a call, load it if necessary, and move it to the front of `programs`.
+
+        Returns:
+            The program, or None and the reason why the first program does not serve the call.
+        """
         reasons: list[str] = []
         for program in self.programs:
             if not (reason := program.changed(model, args, kwargs)):
@@ -224,15 +230,15 @@ class FromFile:
         return another, reasons[0]
 
     def load_another(self, model: nn.Module, args: Any, kwargs: Any) -> Program | None:
-        """The program of the file for a call that differs from those before; None if there is none.
+        """Load the file's program for a call that no loaded program serves. Returns None if the file has none.
 
-        This rank loads it alone, as it would compile alone.
+        Other ranks need not take part, as they need not if this rank compiles.
         """
         key = inputs(args, kwargs), torch.is_grad_enabled(), model.training
         file = self.shared.file
         if file is None or key in self.missed or len(file.artifact.facts["programs"]) == 1:
             return None
-        self.missed.add(key)  # until it turns out that there is one
+        self.missed.add(key)  # removed again if a program is found
         call = of_call(model, args, kwargs)
         try:
             if find(file.artifact, self.shared.position, call)[1]:
@@ -247,10 +253,10 @@ class FromFile:
         return program
 
     def decide(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Load the file, or make it, or give it up; all ranks together. See [Note: decided together].
+        """Load the file, make it, or give it up. All ranks call it; see [Note: decided together].
 
         Raises:
-            RuntimeError: the file is required, and a rank cannot use it.
+            RuntimeError: `require` is True, and a rank cannot use the file.
         """
         state, shared = state_of(model), self.shared
         if shared.mesh is None:
@@ -278,7 +284,7 @@ class FromFile:
         log.info("zcompile: compiled code: %s", shared.how or how)
 
     def give_up(self, model: nn.Module, reason: str) -> None:
-        """Compile on all ranks, which do this together."""
+        """Let all ranks compile, with one warning; raise an error if `require` is True. All ranks call it."""
         self.programs = []
         if self.require:
             raise RuntimeError(f"zcompile: {self.path} is required and cannot be used. {reason}")
@@ -290,12 +296,12 @@ class FromFile:
             warnings.warn(f"zcompile: {self.path} is not used, and every rank compiles. {reason}", stacklevel=2)
 
     def look(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, Mapping[str, str]]:
-        """The verdict of this rank, see `_Report`, and the fields of the call. Errors are verdicts: others wait."""
+        """Return the verdict of this rank and the fields of the call. Errors become verdicts: other ranks wait."""
         call: Mapping[str, str] = {}
         try:
             call = of_call(model, args, kwargs)
             verdict = self.examine(model, call)
-            if verdict == FITS:  # the file may leave sizes open, in which ranks then may differ
+            if verdict == FITS:  # the file's fields: ranks may differ in sizes that it has as dynamic
                 call = find(self.shared.open(str(self.path)).artifact, self.shared.position, call)[0]["call"]
             return verdict, call
         except FileNotFoundError:
@@ -306,7 +312,11 @@ class FromFile:
             return f"{type(error).__name__}: {error}", call
 
     def examine(self, model: nn.Module, call: Mapping[str, str]) -> str:
-        """Why the file does not fit this rank, FITS, or ABSENT if this run makes it and it lacks this block."""
+        """Compare the file with this rank and this call.
+
+        Returns:
+            FITS, the reason why the file does not fit, or ABSENT if this run makes the file and it lacks this block.
+        """
         shared, state = self.shared, state_of(model)
         if not shared.surroundings:
             shared.surroundings = surroundings(model, self.settings, self.mode, state.machine.memory_bytes)
@@ -319,7 +329,7 @@ class FromFile:
         return f"It was made for something else: {'; '.join(differing)}." if differing else FITS
 
     def differing(self, model: nn.Module, artifact: Artifact) -> list[str]:
-        """How that for which the file was made differs from this rank, but for the model and its call."""
+        """List the differences between the surroundings for which the file was made and those of this rank."""
         memory_bytes, has_bytes = int(artifact.facts["memory_bytes"]), state_of(model).machine.memory_bytes
         here = self.shared.surroundings
         if memory_bytes != has_bytes:
@@ -330,12 +340,12 @@ class FromFile:
         return lines
 
     def make_together(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, list[int]]:
-        """Make the file, or add a block to it, on all ranks; the first one writes it.
+        """Compile the file, or add a block to it, and broadcast it to all ranks. All ranks call it.
+
+        The first rank of each position compiles, see [Note: positions] in groups.py. The first rank writes the file.
 
         Returns:
-            Why it could not be made, else empty; and the ranks that compiled.
-
-        Of each position, see [Note: positions] in groups.py, the first rank compiles.
+            The reason why the file could not be made (empty if it was), and the ranks that compiled.
         """
         state = state_of(model)
         mesh, makers = span_of(state), makers_of(state)
@@ -353,12 +363,12 @@ class FromFile:
         if _is_first(mesh):
             try:
                 write(self.path, self.shared.data)
-            except OSError as error:  # all ranks have its content
+            except OSError as error:  # no error: all ranks have the content
                 warnings.warn(f"zcompile: {self.path} could not be written: {error}", stacklevel=2)
         return "", makers
 
     def make_here(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str]:
-        """A file for the position of this rank, or why it could not be made."""
+        """Return the bytes of a file for the position of this rank, and the reason if it could not be made."""
         try:
             with self.around_make():
                 return make(model, self.settings, self.mode, args, kwargs), ""
@@ -367,7 +377,7 @@ class FromFile:
             return b"", f"Rank {dist.get_rank()} could not make it: {first_line(error)}"
 
     def load(self, model: nn.Module, call: Mapping[str, str], args: Any, kwargs: Any) -> str:
-        """Load on all ranks, which do this together. Why one of them could not, with its number; empty if all did."""
+        """Load the program for a call. All ranks call it. Returns why a rank could not load it; empty if all could."""
         try:
             program = self.shared.open(str(self.path)).load(model, self.shared.position, call)
             reason = program.changed(model, args, kwargs)
@@ -384,10 +394,10 @@ def _is_first(mesh: DeviceMesh) -> bool:
 
 
 def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh, require: bool) -> str:
-    """Why the ranks can neither load the file that some of them have nor make one; empty if they can.
+    """Return why the ranks can neither load an existing file nor make one; empty if they can.
 
     Args:
-        here: the fingerprint of this rank. If the ranks' differ, all of them gather them.
+        here: the fingerprint of this rank. If fingerprints differ, they are all-gathered, to name the fields.
     """
     for report in reports:
         if report.verdict not in (FITS, ABSENT):
@@ -401,7 +411,7 @@ def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh,
     if all(report.here == reports[0].here for report in reports):
         return ""
     fields = all_gather_over_mesh(mesh, dict(here))
-    base = reports.index(fitting[0]) if fitting else 0  # whose fields are those of the file, which may leave sizes open
+    base = reports.index(fitting[0]) if fitting else 0  # its fields are those of the file, with `ANY` for dynamic sizes
     for report, each in zip(reports, fields, strict=True):
         if differing := "; ".join(differences(fields[base], each)):
             return f"Ranks {reports[base].rank} and {report.rank} differ: {differing}."
@@ -409,7 +419,7 @@ def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh,
 
 
 def broadcast_over_mesh(mesh: DeviceMesh, value: Any, source: int) -> Any:
-    """On all ranks of the mesh, the value of the one at place `source` in it, as in `all_gather_over_mesh`."""
+    """Return one rank's `value` on all ranks of the mesh. `source` is the index of this rank in the flattened mesh."""
     place = torch.unravel_index(torch.tensor(source), mesh.mesh.shape)
     for dimension in reversed(range(mesh.ndim)):
         values = [value]

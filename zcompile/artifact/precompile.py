@@ -1,17 +1,16 @@
-"""`zcompile precompile`: the artifact of a training program, made by one process without the other ranks.
+"""`zcompile precompile`: compiles a training program into an artifact, in one process, without the other ranks.
 
-The program's own functions say what is compiled. `build()` makes the model; with `--mesh dp=4,tp=2`, it is called as
-`build(dp=4, tp=2)`. `loss(model, batch)` calls the model, with autocast or other modes that `loss` sets, on the batch
-of step 0 and rank 0; with `--steps`, on the batches of those steps, each of another shape. The process is rank 0 of a
-group whose other ranks do not exist. When `loss` calls the model, that call is compiled, forward and backward, instead
-of run, and `loss` ends there. With `--blocks`, each block's call is compiled, and then run in eager: the next block
-needs its shape.
+The program has a function `build()`, which returns the model, `batch(step, rank)` and `loss(model, batch)`. With
+`--mesh dp=4,tp=2`, it is called as `build(dp=4, tp=2)`. The process is rank 0 of a fake process group. It calls `loss`
+on the batch of step 0, or on the batch of each step in `--steps`. When `loss` calls the model, this call is compiled,
+forward and backward, under the modes that `loss` set (such as autocast). It is not run, and `loss` ends there. With
+`--blocks`, each block's call is compiled and then run in eager, because the next block needs its output's shape.
 
-Under tensor parallelism, ranks at other coordinates have other code, see [Note: positions] in groups.py. One process
-after the other compiles for them: torch remembers of DTensors which rank it was.
+Under tensor parallelism, ranks at other coordinates need other code, see [Note: positions] in groups.py. A new process
+compiles for each position, one after the other, because torch's caches for DTensors depend on the rank.
 
-If `--out` exists, the code of equal graphs is kept, see [Note: code that is kept] in program.py. A line on stderr for
-each program says so.
+If `--out` exists, code whose graphs did not change is kept, see [Note: code that is kept] in program.py. For each
+program, a line on stderr says whether its code was kept.
 """
 
 import argparse
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _earlier(path: Path) -> bytes | None:
-    """The file of an earlier run; None if it does not exist, or cannot be trusted."""
+    """Read the file of an earlier run; None if it does not exist, is damaged, or other users may write it."""
     try:
         decode(data := read(path), str(path))
     except (FileNotFoundError, ArtifactError):
@@ -82,10 +81,10 @@ def _earlier(path: Path) -> bytes | None:
 
 
 def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlier: bytes | None) -> bytes:
-    """The artifact for the position of `rank`.
+    """Compile for the position of `rank` in a new process, and return the bytes of its file.
 
     Args:
-        earlier: a file whose code the process may keep.
+        earlier: the bytes of a file whose code the process may keep.
 
     Raises:
         ArtifactError: the process failed.
@@ -101,14 +100,17 @@ def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlie
 
 
 def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple[bytes, list[int]]:
-    """The artifact that the command line asks for, for the position of its rank; and a rank of each position.
+    """Compile the command line's program for the position of `--rank`.
 
     Args:
         earlier: a file whose code is kept where graphs are equal.
 
+    Returns:
+        The bytes of the file, and the first rank of each position.
+
     Raises:
-        BadInput: the file, the function, or what it returns.
-        ValueError: an option of the backend, or a torch that cannot save compiled models.
+        BadInput: the program's file, its function, or the results of this function are wrong.
+        ValueError: an option of the backend is wrong, or this torch cannot save compiled models.
         ArtifactError: the model has graph breaks, or cannot be saved.
     """
     if arguments.mesh:
@@ -160,10 +162,10 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
 
 
 def mark_dynamic(inputs: Any, dimension: int) -> None:
-    """Leave the size of a dimension open in all tensors of `inputs` that have it.
+    """Mark a dimension of `inputs` as dynamic, in all tensors that have it.
 
     Raises:
-        BadInput: none has it.
+        BadInput: no tensor has it.
     """
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.ndim > dimension]
     if not tensors:
@@ -173,7 +175,7 @@ def mark_dynamic(inputs: Any, dimension: int) -> None:
 
 
 def _ranks_of(mesh: Mapping[str, int]) -> int:
-    """The ranks of a mesh; those of "ep" are in other dimensions, too."""
+    """Return the number of ranks of a mesh. "ep" adds none: its groups consist of ranks of the other dimensions."""
     ranks = math.prod(size for name, size in mesh.items() if name != "ep")
     if ranks % (ep := mesh.get("ep", 1)):
         raise BadInput(f"--mesh has {ranks} ranks, which groups of ep={ep} do not divide")
@@ -181,7 +183,7 @@ def _ranks_of(mesh: Mapping[str, int]) -> int:
 
 
 def _with_sizes(build: Callable[..., Any], arguments: argparse.Namespace) -> Callable[[], Any]:
-    """`build`, which gets the sizes of `--mesh`."""
+    """Bind the sizes of `--mesh` to the parameters of `build`."""
     sizes = arguments.mesh or {}
     try:
         inspect.signature(build).bind(**sizes)
@@ -198,7 +200,7 @@ def _print_progress(data: bytes, earlier: Artifact | None, number: int, seconds:
 
 
 def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None:
-    """Shard as the run does, unless FUNCTION did, and let plans count with the transport that the run will use."""
+    """Shard as the run does, unless FUNCTION did, and set the transport for which graphs are planned."""
     if not is_sharded(model):
         shards = arguments.ranks // arguments.replicas
         mesh = init_device_mesh(device, (arguments.replicas, shards) if arguments.replicas > 1 else (shards,))
@@ -212,7 +214,7 @@ def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None
 
 
 def modules_of(model: nn.Module, blocks: str) -> list[nn.Module]:
-    """The modules that are compiled: the model, or those that `--blocks`, if it is not empty, names."""
+    """Return the modules to compile: those that `--blocks` names, or the model if it is empty."""
     if not blocks:
         return [model]
     modules: dict[nn.Module, None] = {}
@@ -226,11 +228,11 @@ def modules_of(model: nn.Module, blocks: str) -> list[nn.Module]:
 
 
 class _Compiled(BaseException):
-    """The model was called, and compiled."""
+    """Ends `loss` after it called the model, whose call was compiled."""
 
 
 def imported(file: Path) -> ModuleType:
-    """The module of a file, imported by the name by which `import` finds it."""
+    """Import `file` under its own name, by which `import` finds it in other processes, too."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
     if not file.samefile(getattr(module, "__file__", None) or os.devnull):

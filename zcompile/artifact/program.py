@@ -1,8 +1,9 @@
-"""A compiled model as a file, and back; and what must hold at each call for the code in it to be right.
+"""Saves a compiled model as a file, loads it, and checks at each call that the code is still valid.
 
-Torch saves most of Dynamo's guards with the code. Not those that compare objects by identity, and not those on shards,
-whose sizes differ between ranks. What such guards protect is checked here: when a file is loaded, by what the header
-says of functions, and at each call, by identity with what was there when it was loaded.
+Torch saves most of Dynamo's guards with the code, but not two kinds: guards that compare objects by identity, and
+guards on shards, whose sizes differ between ranks. This file checks in their place. When a file is loaded, functions
+are compared with their names and hashes in the header. At each call, functions, shards and hooks are compared with
+those that existed when the file was loaded.
 """
 
 import functools
@@ -46,7 +47,7 @@ from zcompile.state.placement import remember_mesh
 from zcompile.state.sharded_model import state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-LIBRARY = "library/"  # + the key of a C++ kernel: the name of a part
+LIBRARY = "library/"  # + the key of a C++ kernel = the name of a part
 ASKS_FOR_RANK = re.compile(r"\bget_(local_|group_|node_local_)?rank\b|\bget_coordinate\b|\.rank\(\)|\bRANK\b")
 
 
@@ -59,16 +60,17 @@ def make(
     main_module: str = "",
     earlier: Artifact | None = None,
 ) -> bytes:
-    """Compile `model(*args, **kwargs)` and return a file for the position of this rank, see [Note: positions] in
-    groups.py; nothing is run, and no other rank is needed.
+    """Compile `model(*args, **kwargs)` without running it, and return a file for the position of this rank.
+
+    No other rank takes part. Positions: see [Note: positions] in groups.py.
 
     Args:
-        settings: for which `check_artifact` of model.py raises nothing.
-        main_module: the name by which this process imported a file that others run as their program.
-        earlier: a file whose code is taken if it was made of an equal graph; see [Note: code that is kept].
+        settings: accepted by `check_artifact` of model.py.
+        main_module: the name under which this process imported the training program; in a run, that is `__main__`.
+        earlier: a file whose code is kept if its graph is equal; see [Note: code that is kept].
 
     Raises:
-        ArtifactError: the model has graph breaks, or something in it cannot be saved; says what.
+        ArtifactError: the model has graph breaks, or a part of it cannot be saved.
     """
     state = state_of(model)
     refuse_meshes(state)
@@ -95,7 +97,7 @@ def make(
             f"zcompile: the model has graph breaks, so no artifact can hold its program: {first_line(error)}. "
             "`torch.compile(model, fullgraph=True)` shows where."
         ) from error
-    except RuntimeError as error:  # of Dynamo's own kinds, too
+    except RuntimeError as error:  # Dynamo's errors are of this type, too
         raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line(error)}") from error
     refuse_meshes(state, made.meshes)
     if line := asks_for_rank(made.sources):
@@ -121,7 +123,7 @@ def make(
 
 
 def _refuse_units(model: nn.Module) -> None:
-    """Refuse a module in which units end graphs; see docs/architecture.md."""
+    """Raise ArtifactError if `model` contains a unit, which breaks the graph; see docs/architecture.md."""
     order, modules = state_of(model).unit_order, set(model.modules())
     for unit in order.units if order is not None else ():
         if not modules.isdisjoint(unit.owners):
@@ -135,14 +137,14 @@ def _refuse_units(model: nn.Module) -> None:
 def _known_code(
     earlier: Artifact | None, fields: Mapping[str, str], position: str, call: Mapping[str, str]
 ) -> dict[str, aot.Code]:
-    """The code in a file for a call at a position, by the hash of its graph.
+    """Return the code that `earlier` has for a call and a position, by the hash of its graph.
 
     [Note: code that is kept]
-    A program has two parts: Dynamo's, and the code that Inductor made of the graph. Dynamo's is always made anew. So a
-    change of the model's source, or of something that its trace reads, is never missed, as torch's compile misses none.
-    The code is kept if the whole fingerprint is equal, and the graphs are too: Dynamo's and AOTAutograd's, with the
-    shapes of all nodes and the tags of checkpoints. Code with open sizes is never kept: Inductor adds guards of such
-    sizes while it compiles.
+    A program has two parts: Dynamo's bytecode and guards, and the code that Inductor made of the graph. Dynamo's part
+    is always made again, so a change of the model's source, or of a value that tracing reads, is never missed.
+    Inductor's code is kept if the whole fingerprint is equal and both graphs are equal: Dynamo's graph and
+    AOTAutograd's joint graph, with the shapes of all nodes and the tags of activation checkpointing. Code with dynamic
+    sizes is never kept, because Inductor adds guards on such sizes while it compiles.
     """
     if earlier is None or ANY in call["inputs"] or differences(earlier.fingerprint, fields):
         return {}
@@ -151,13 +153,13 @@ def _known_code(
 
 
 def _code(artifact: Artifact, program: Mapping[str, Any]) -> aot.Code:
-    """The code of a program of a file."""
+    """Return the code of one program of a file."""
     libraries = {key: artifact.parts[LIBRARY + key] for key in program["libraries"]}
     return aot.Code(artifact.parts[program["code"]], libraries, NUMBER in artifact.fingerprint)
 
 
 def merge(files: Sequence[bytes]) -> bytes:
-    """One file with the programs of several that `make` returned; no two are for one call and position."""
+    """Merge files that `make` returned. Each program is for another call or another position."""
     artifacts = [decode(each, f"part {i}") for i, each in enumerate(files)]
     first = artifacts[0]
     programs: dict[Any, Mapping[str, Any]] = {}
@@ -171,13 +173,13 @@ def merge(files: Sequence[bytes]) -> bytes:
 
 
 def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
-    """The program of a file that fits a call best, and how the call that it was made for differs.
+    """Return the program of a file that fits a call best, and its `differences` from the fields of the call.
 
     Args:
-        position: of this rank.
+        position: the position of this rank, see [Note: positions] in groups.py.
 
     Raises:
-        ArtifactError: it has none for the position.
+        ArtifactError: the file has no program for `position`.
     """
     found = [
         (program, differences(program["call"], call))
@@ -191,20 +193,22 @@ def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Ma
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its kind if it has none."""
+    """Return the first line of an error's text, or its type if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
-    """Of each function or process group that a guard was about: how to come to it, what it is, and whether each call
-    looks whether it is still that: global ones, and groups."""
+    """Return a description of each function and process group whose guard was dropped (`Made.dropped`).
+
+    Each is (a Python expression for the object, its `_identity`, whether each call compares it: globals and groups).
+    """
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
     found: dict[str, tuple[str, str, bool]] = {}
     for expression, value, is_watched in made.dropped:
         try:
             there = loaded.look_up(expression, model)
-        except Exception:  # what Dynamo cannot name in Python
+        except Exception:  # Dynamo's expression is not valid Python
             continue
         if there is value and not isinstance(there, types.ModuleType):
             found[expression] = (expression, _identity(there, groups), is_watched)
@@ -212,7 +216,7 @@ def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
 
 
 def _identity(value: Any, groups: Groups) -> str:
-    """What tells a function, class or other object from others, in another process too."""
+    """Describe a function, class or other object, by text that is the same in every process."""
     if isinstance(value, dist.ProcessGroup):
         return f"process group at {groups.get(value.group_name, f'no place: {value.group_name}')}"
     name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None) or getattr(value, "__name__", "")
@@ -221,7 +225,7 @@ def _identity(value: Any, groups: Groups) -> str:
 
 
 class LoadedFile:
-    """A file whose programs are loaded once each, for all blocks that run them. All checks of `artifact` passed.
+    """A file that passed all checks. Each of its programs is loaded once, and shared by the blocks that run it.
 
     Errors call the file `name`.
     """
@@ -231,10 +235,10 @@ class LoadedFile:
         self.loaded: dict[str, aot.Loaded] = {}  # by the name of the part
 
     def load(self, model: nn.Module, position: str, call: Mapping[str, str]) -> "Program":
-        """The program that `find` finds for a call of `model`. Unpickles.
+        """Load the program that `find` returns for a call of `model`. Unpickles.
 
         Raises:
-            ArtifactError: a source file or a function is not what it was when the file was made.
+            ArtifactError: a source file or a function has changed since the file was made.
         """
         program, _ = find(self.artifact, position, call)
         part, parts, groups = program["program"], self.artifact.parts, groups_of(model)
@@ -249,18 +253,18 @@ class LoadedFile:
 
 
 class Program:
-    """A program of a file, as one model or block runs it."""
+    """A loaded program of a file, for one model or block."""
 
     def __init__(
         self, loaded: aot.Loaded, functions: Sequence[Sequence[Any]], model: nn.Module, groups: Groups, name: str
     ):
         """
         Raises:
-            ArtifactError: one of `functions`, of the file's `facts`, is not what it was when the file was made.
+            ArtifactError: one of `functions`, from the file's header, has changed since the file was made.
         """
         self.loaded = loaded
-        self.watched: Any = ""  # global functions that the code calls, and its process groups, as one expression
-        self.found: tuple[Any, ...] = ()  # what they were
+        self.watched: Any = ""  # compiled expression: global functions and process groups that calls compare
+        self.found: tuple[Any, ...] = ()  # their values when the file was loaded
         self._check_functions(model, groups, functions, name)
         self.shards = [_Shard(sharded) for _, sharded, _ in parameters_of(model)]
         classes = {type(module) for module in model.modules()}
@@ -268,7 +272,7 @@ class Program:
         self.hooks = _Hooks(model)
 
     def _check_functions(self, model: nn.Module, groups: Groups, functions: Sequence[Sequence[Any]], name: str) -> None:
-        """Compare functions and groups with those that were traced, and remember those that each call looks at."""
+        """Compare functions and groups with the traced ones, and remember those that each call compares."""
         watched, found = [], []
         for expression, identity, is_watched in functions:
             try:
@@ -284,7 +288,7 @@ class Program:
         self.found = tuple(found)
 
     def changed(self, model: nn.Module, args: Any, kwargs: Any) -> str:
-        """Why the code must not run for this call, in words; empty if it may."""
+        """Return why the code must not run for this call, in words; empty if it may."""
         for shard in self.shards:
             if reason := shard.changed():
                 return reason
@@ -302,18 +306,18 @@ class Program:
 
 
 class _Shard:
-    """A shard as it was when the file was loaded: what compiled code takes for granted, but for its size."""
+    """The properties of a shard that compiled code relies on, as they were when the file was loaded."""
 
     def __init__(self, sharded: ShardedParameter):
         self.sharded = sharded
         self.trains = sharded.leaf.requires_grad
         self.dtype, self.device = sharded.leaf.dtype, sharded.leaf.device.type
-        self.leaf = sharded.leaf_reference  # a weak reference: another leaf has another one
+        self.leaf = sharded.leaf_reference  # a weak reference; a new leaf has a new one
 
     def changed(self) -> str:
-        """How it differs, in words; empty if it does not."""
+        """Return how the shard differs now, in words; empty if it does not."""
         leaf: Any = self.sharded.leaf_reference()
-        # A wrapper around a sharded model lets no leaves follow before its call, so the parameters are asked, too.
+        # If a wrapper calls the model, the leaf may not have the `requires_grad` of the parameter yet: compare both.
         if leaf.requires_grad is not self.trains or self.sharded.parameter.requires_grad is not self.trains:
             return f"parameter '{self.sharded.name}' was {'frozen' if self.trains else 'unfrozen'}"
         if self.sharded.leaf_reference is not self.leaf:
@@ -324,16 +328,16 @@ class _Shard:
 
 
 class _Hooks:
-    """Hooks of modules as they were when the file was loaded. Dynamo traces them, and guards none of them."""
+    """The hooks of all modules when the file was loaded. Dynamo traces hooks, and has no guards on them."""
 
     def __init__(self, model: nn.Module):
-        self.registered = RemovableHandle.next_id  # hooks of any kind that this process has registered ever
+        self.registered = RemovableHandle.next_id  # number of hooks that this process has registered so far
         self.names = hooks_of(model)
         tables = (getattr(module, kind) for module in model.modules() for kind in HOOKS)
         self.used = [(table, len(table)) for table in tables if table]
 
     def changed(self, model: nn.Module) -> bool:
-        """Whether there are others now. Looks at all modules only if some hook was registered since."""
+        """Return whether the hooks differ now. Searches all modules only if a hook was registered since."""
         if any(len(table) != count for table, count in self.used):
             return True
         if self.registered != RemovableHandle.next_id:
@@ -344,7 +348,7 @@ class _Hooks:
 
 
 def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:
-    """Compare the text of all functions that were traced with what is imported here."""
+    """Compare the text of each traced function with the module that this process imports."""
     for module, first, end, checksum in sources:
         try:
             lines = _source_lines(module)
@@ -362,9 +366,9 @@ def _source_lines(module: str) -> list[str]:
 
 
 def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
-    """The first line of traced functions, `Made.sources`, that asks for this rank's number; empty if none does.
+    """Return the first line in traced functions (`Made.sources`) that reads this rank's number; empty if none does.
 
-    Code is traced with the number as a constant, which cannot be seen in it.
+    Tracing makes the number a constant, so the compiled code does not show that it depends on the rank.
     """
     for module, first, end, _ in sources:
         if module.split(".")[0] in ("torch", "zcompile"):
@@ -377,9 +381,9 @@ def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
 
 @contextmanager
 def _importable_main(name: str) -> Iterator[None]:
-    """Let classes of a file that this process runs as its program be found by the file's name.
+    """Let `import` find the program of this process by the name of its file, too.
 
-    `zcompile precompile` imports the file; a training run starts it, and its classes are then those of `__main__`.
+    `zcompile precompile` imports the program under this name. In a training run, its module is `__main__`.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     is_main = bool(name) and file is not None and name == Path(file).stem and name not in sys.modules
